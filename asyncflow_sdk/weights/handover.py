@@ -25,8 +25,8 @@ import numpy as np
 from ..errors import WeightError, WeightMismatch
 from ..interfaces.weights import FilePlace, WeightUpdate
 from ..types import carrier, dtype_name
-from .staging import HEAD_BYTES, Staging
-from .writing import padded
+from .transports.version_memory import HEAD_BYTES, VersionMemory
+from .writer import padded
 
 Array = np.ndarray[Any, Any]
 
@@ -54,7 +54,7 @@ class Handover:
     """The giving end. Blocking; one update at a time."""
 
     def __init__(self) -> None:
-        self._staging: Staging | None = None
+        self._staging: VersionMemory | None = None
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +96,7 @@ class Handover:
             if name in names:
                 offsets[name], size = size, size + padded(_nbytes(update, name))
         if self._staging is None:
-            self._staging = Staging.private("handover")
+            self._staging = VersionMemory.private("handover")
         room = self._staging.room(max(size, 1))
         left = set(names)
         for name, array in update.arrays():

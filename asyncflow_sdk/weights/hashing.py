@@ -1,4 +1,4 @@
-"""Hashing: digests of the buckets of a version, as they are found by whoever copies them, or by a thread behind."""
+"""BucketDigests: digests of the buckets of a version, as they are found by whoever copies them, or by a thread behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from ..types.manifest import digest
 
 
-class Hashing:
+class BucketDigests:
     """Of one version: ``hashed`` or ``filled`` for each bucket, in the order of its bytes, then ``digests``."""
 
     def __init__(self, background: Executor) -> None:

@@ -28,15 +28,12 @@ from ..errors import (
     ConfigError,
     DeadlineExceeded,
     MemoryFull,
-    PluginError,
     ServerLost,
     WeightError,
     WeightMismatch,
 )
 from ..interfaces import RollbackResult, WeightPublisher
-from ..interfaces.weights import WeightTransport
 from ..ledger import commands as cmd
-from ..plugins import registry
 from ..queue import QueueClient
 from ..queue.connection import BlockingPort
 from ..queue.coroutines import run_blocking
@@ -47,34 +44,14 @@ from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES
 from ..types.probe import validate_probe
 from .arguments import lasts, pairs, version_number
-from .filling import helps
-from .hashing import Hashing
+from .choices import AUTO, choose_transport, make_transport
+from .chunk_copier import helps
+from .hashing import BucketDigests
 from .host import host_of
-from .negotiating import AUTO, choose_transport
 from .publication import TransportPublication
-from .writing import DtypePolicy, Rename, Writer
+from .writer import DtypePolicy, Rename, VersionWriter
 
 _publishers = itertools.count()  # a session may publish from more than one, one after another
-
-
-def transport_named(name: str, **options: Any) -> WeightTransport:
-    """A transport found through the hook. Raises PluginError that lists the known ones, ConfigError that lists its options."""
-    adapter = registry().get("transport", name)
-    try:
-        factory = adapter.load()
-    except PluginError as error:
-        plain = [a.spec.name for a in registry().adapters if a.spec.kind == "transport" and not a.spec.requires]
-        raise PluginError(f"{error}. Transports that need nothing more: {', '.join(plain)}") from error
-    known = inspect.signature(factory).parameters
-    odd = options.keys() - known.keys()
-    if odd and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
-        has = f"its options: {', '.join(known)}" if known else "it has none"
-        raise ConfigError(f"transport {name!r} has no option {', '.join(map(repr, sorted(odd)))}; {has}")
-    try:
-        made: WeightTransport = factory(**options)
-    except TypeError as error:
-        raise ConfigError(f"transport {name!r} cannot be made with options {options}: {error}") from error
-    return made
 
 
 def check_publishing(transport: str, options: Mapping[str, Any]) -> None:
@@ -85,7 +62,7 @@ def check_publishing(transport: str, options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{', '.join(map(repr, elsewhere))} is no option of a transport; give it beside the options"
         )
-    transport_named(transport, **{name: value for name, value in options.items() if name not in own}).check()
+    make_transport(transport, **{name: value for name, value in options.items() if name not in own}).check()
 
 
 class TransportPublisher(WeightPublisher):
@@ -124,7 +101,7 @@ class TransportPublisher(WeightPublisher):
         host = host_of(self._connection, name, rank=rank, world_size=world_size, model=os.fspath(model))
         if transport == AUTO:
             transport = self.transport = choose_transport(host.elsewhere, {}).chosen
-        made = transport_named(transport, **options)
+        made = make_transport(transport, **options)
         self._sizes: Sequence[int] = ()
         self._delivery: TransportPublication | None = None
         self._newest: TransportPublication | None = None
@@ -168,8 +145,8 @@ class TransportPublisher(WeightPublisher):
             raise ConfigError(f"version {version}: this publisher is closed")
         began = time.monotonic()
         self._stop_preparing()
-        hashing = Hashing(self._background) if self._digests else None
-        writer = Writer(
+        hashing = BucketDigests(self._background) if self._digests else None
+        writer = VersionWriter(
             version, self._sender.room, hashing, helper=self._background if helps() else None, dtype=self._dtype,
             rename=self._rename, sizes=self._sizes,
         )  # fmt: skip
@@ -244,7 +221,7 @@ class TransportPublisher(WeightPublisher):
         publication: TransportPublication,
         tensors: Any,
         sizes: Sequence[int],
-        hashing: Hashing | None,
+        hashing: BucketDigests | None,
         probe: Probe | None,
     ) -> None:
         version = publication.version

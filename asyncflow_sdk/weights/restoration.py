@@ -20,9 +20,9 @@ from ..interfaces import WeightUpdate
 from ..ledger import commands as cmd
 from ..queue import QueueClient
 from ..types.defaults import FETCH_S
+from .choices import make_transport
+from .fetcher import decode_manifest
 from .host import host_of
-from .prefetch import manifest_of
-from .publisher import transport_named
 from .update import Update
 
 _names = itertools.count()
@@ -56,9 +56,9 @@ class Restoration:
         with contextlib.ExitStack() as ending:
             fetched = []
             for rank, part in enumerate(self._reply.parts):
-                manifest = manifest_of(self.version, rank, part)
+                manifest = decode_manifest(self.version, rank, part)
                 host = host_of(connection, f"{connection.session}-restored-{next(_names)}")
-                receiver = transport_named(part.transport).receiver(host)
+                receiver = make_transport(part.transport).receiver(host)
                 ending.callback(receiver.close)
                 left_s = max(until - time.monotonic(), 0.0)
                 fetched.append(receiver.fetch(manifest, part.where, timeout_s=left_s))

@@ -1,7 +1,7 @@
 """Bulk: whole buckets over sockets of their own, from where they lie to where they belong, with no message between.
 
-    bulk = BulkServer("/dev/shm/.../bulk", find, follow)       # find(version, root, first, count) -> the buckets' bytes
-    channel = Channel(bulk.where); channel.read(version, root, first, views, until, landed)    # a thread's own
+    bulk = StreamServer("/dev/shm/.../bulk", find, follow)       # find(version, root, first, count) -> the buckets' bytes
+    channel = StreamClient(bulk.where); channel.read(version, root, first, views, until, landed)    # a thread's own
     attempt, nbytes = channel.next(attempt, number, start, stop); channel.fill(view, until, landed)
 
 Half the work of messages, and no keys: over a socket file in a directory of the publisher's user, for replicas that see
@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ..errors import DeadlineExceeded, ServerLost, VersionGone, WireError
-from ..interfaces.weights import Bytes
+from ...errors import DeadlineExceeded, ServerLost, VersionGone, WireError
+from ...interfaces.weights import Bytes
 
 TOKEN_BYTES = 32
 CONNECT_S = 3.0
@@ -47,7 +47,7 @@ _NEXT = struct.Struct("<qq")
 _log = logging.getLogger(__name__)
 
 
-class BulkWhere(msgspec.Struct, frozen=True, array_like=True):
+class StreamAddress(msgspec.Struct, frozen=True, array_like=True):
     """How it is reached. ``host``: an IP address; or the path of a socket file, and ``port`` 0."""
 
     host: str
@@ -55,7 +55,7 @@ class BulkWhere(msgspec.Struct, frozen=True, array_like=True):
     token: bytes
 
 
-class BulkServer:
+class StreamServer:
     """Sends what ``find`` gives, a connection a thread, from now until ``close``. ``find`` raises VersionGone, or ProtocolError, for what
     is not there; its arrays are held while they are sent. ``follow(connection, attempt, number)``
     waits for a chunk of a version that is being written, and gives it with the number of its attempt; a negative number
@@ -73,11 +73,11 @@ class BulkServer:
             self._listener = socket.socket(socket.AF_UNIX)
             self._listener.bind(host)
             self._listener.listen()
-            self.where = BulkWhere(host, 0, self._token)
+            self.where = StreamAddress(host, 0, self._token)
         else:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, 0), family=family)
-            self.where = BulkWhere(host, self._listener.getsockname()[1], self._token)
+            self.where = StreamAddress(host, self._listener.getsockname()[1], self._token)
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -151,10 +151,10 @@ class BulkServer:
             connection.sendall(memoryview(each))  # type: ignore[arg-type]
 
 
-class Channel:
-    """A connection to a BulkServer. One thread reads; any may ``interrupt``."""
+class StreamClient:
+    """A connection to a StreamServer. One thread reads; any may ``interrupt``."""
 
-    def __init__(self, where: BulkWhere) -> None:
+    def __init__(self, where: StreamAddress) -> None:
         self._where = where
         self._socket: socket.socket | None = None
         self._interrupted = False
@@ -285,7 +285,7 @@ def _is_file(host: str) -> bool:
     return host.startswith("/")
 
 
-def _open(place: BulkWhere, timeout_s: float) -> socket.socket:
+def _open(place: StreamAddress, timeout_s: float) -> socket.socket:
     """Raises OSError, ValueError, OverflowError."""
     if not _is_file(place.host):
         ipaddress.ip_address(place.host)  # names are not looked up: that has no deadline

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..errors import WeightMismatch
-from ..types import Manifest, TensorInfo, carrier
-from ..types.safetensors import METADATA, TensorEntry, dtype_metadata, encode_header, entry
+from ...errors import WeightMismatch
+from ...types import Manifest, TensorInfo, carrier
+from ...types.safetensors import METADATA, TensorEntry, dtype_metadata, encode_header, entry
 
 INDEX = "model.safetensors.index.json"
 ALIGN = 64  # of a file's first tensor
@@ -42,7 +42,7 @@ class TensorFile:
     shared: bool = False
 
 
-class Run(NamedTuple):
+class FileRun(NamedTuple):
     """Bytes ``start`` to ``stop`` of a chunk lie in ``file``, from byte ``place`` on."""
 
     start: int
@@ -57,7 +57,7 @@ class ChunkFiles:
     padding."""
 
     files: tuple[TensorFile, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[FileRun, ...]
 
     def pieces(self, chunk: Bytes, start: int, stop: int) -> Iterator[tuple[TensorFile, int, list[Bytes]]]:
         """Of bytes ``start`` to ``stop`` of a chunk, those that lie in files: the file, where in it, and views of bytes that
@@ -152,7 +152,7 @@ def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFil
     metadata = {"format": "pt"}
     own: list[tuple[int, int, int]] = []  # bytes of the chunk, and where in the file's data
     shared: dict[str, TensorFile] = {}
-    pieces: list[Run] = []
+    pieces: list[FileRun] = []
     tied: dict[str, str] = {}
     last: TensorInfo | None = None
     end = size = 0
@@ -189,7 +189,7 @@ def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFil
         front = encode_header(header, metadata, ALIGN)
         mine = TensorFile(file, front, len(front) + size, held, {a: n for a, n in tied.items() if n in held})
         files.insert(0, mine)
-        pieces += [Run(low, high, mine, len(front) + at) for low, high, at in own]
+        pieces += [FileRun(low, high, mine, len(front) + at) for low, high, at in own]
     return ChunkFiles(tuple(files), tuple(sorted(pieces, key=lambda run: run.start)))
 
 
@@ -202,7 +202,7 @@ def _shared_file(tensor: TensorInfo) -> TensorFile:
     return TensorFile(name, front, len(front) + size, (tensor.name,), {}, shared=True)
 
 
-def _runs(tensor: TensorInfo, file: TensorFile) -> Iterator[Run]:
+def _runs(tensor: TensorInfo, file: TensorFile) -> Iterator[FileRun]:
     """A piece, as runs of bytes that follow one another in the whole, too."""
     if not tensor.nbytes:
         return
@@ -217,7 +217,7 @@ def _runs(tensor: TensorInfo, file: TensorFile) -> Iterator[Run]:
     for number, at in enumerate(itertools.product(*map(range, shape[:outer]))):
         place = first + sum(n * stride for n, stride in zip(at, strides, strict=False))
         begins = tensor.offset + number * nbytes
-        yield Run(begins, begins + nbytes, file, place)
+        yield FileRun(begins, begins + nbytes, file, place)
 
 
 def _lies_in_whole(tensor: TensorInfo) -> bool:

@@ -1,4 +1,4 @@
-"""Codes: deltas that were made for one replica and serve the next ones, in bounded memory."""
+"""DeltaCache: deltas that were made for one replica and serve the next ones, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 
-class Pair(NamedTuple):
+class DeltaKey(NamedTuple):
     """A bucket of version ``new``, as a difference from the same one of ``base``; both by their root."""
 
     new: str
@@ -17,16 +17,16 @@ class Pair(NamedTuple):
     bucket: int
 
 
-class Codes:
+class DeltaCache:
     """Keeps up to ``most_bytes``, the last ones used. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._made: OrderedDict[Pair, Future[bytes | None]] = OrderedDict()
+        self._made: OrderedDict[DeltaKey, Future[bytes | None]] = OrderedDict()
         self._lock = threading.Lock()
         self.nbytes = 0
 
-    def get(self, pair: Pair, make: Callable[[], bytes | None]) -> bytes | None:
+    def get(self, pair: DeltaKey, make: Callable[[], bytes | None]) -> bytes | None:
         """The code, made now unless it is there, or another thread makes it: then that one is waited for."""
         with self._lock:
             found = self._made.get(pair)
@@ -58,7 +58,7 @@ class Codes:
             for pair in [p for p in self._made if p.new not in roots or p.base not in roots]:
                 self._drop(pair)
 
-    def _drop(self, pair: Pair) -> None:
+    def _drop(self, pair: DeltaKey) -> None:
         code = self._made[pair]
         if code.done():  # one that is being made is counted once it is there, and dropped when room is needed
             del self._made[pair]

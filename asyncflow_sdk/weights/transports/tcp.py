@@ -10,9 +10,9 @@ that is written.
 
 from __future__ import annotations
 
-from ..errors import ConfigError
-from ..interfaces.weights import Host, WeightTransport
-from ..types.validation import check_least
+from ...errors import ConfigError
+from ...interfaces.weights import Host, WeightTransport
+from ...types.validation import check_least
 from .tcp_receiver import TcpReceiver
 from .tcp_sender import TcpSender
 

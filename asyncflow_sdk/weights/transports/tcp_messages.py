@@ -6,9 +6,9 @@ from typing import TypeVar
 
 import msgspec
 
-from ..errors import ProtocolError
-from ..types import Manifest
-from .bulk import BulkWhere
+from ...errors import ProtocolError
+from ...types import Manifest
+from .stream import StreamAddress
 
 RAW, DELTA = 0, 1
 ANSWER_BYTES = 8 << 20
@@ -17,7 +17,7 @@ MOST_BUCKETS = 256
 """In a request."""
 
 
-class TcpWhere(msgspec.Struct, frozen=True, array_like=True):
+class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a version is: at a service, by the number it was published under. ``rank``: of the publisher. ``bulk``: where whole
     buckets are sent without messages, too. ``attempt``: which of those to write a version came to
     this one. ``deltas``: whether any are made."""
@@ -25,7 +25,7 @@ class TcpWhere(msgspec.Struct, frozen=True, array_like=True):
     service: bytes
     version: int
     rank: int = 0
-    bulk: BulkWhere | None = None
+    bulk: StreamAddress | None = None
     attempt: int = 0
     deltas: bool = True
 
@@ -42,14 +42,14 @@ class Get(msgspec.Struct, frozen=True, array_like=True):
     base_root: str = ""
 
 
-class Got(msgspec.Struct, frozen=True, array_like=True):
+class GetReply(msgspec.Struct, frozen=True, array_like=True):
     """A byte for each bucket that is sent: RAW or DELTA. Each has a frame."""
 
     kinds: bytes
 
 
 encode = msgspec.msgpack.Encoder().encode
-_T = TypeVar("_T", TcpWhere, Get, Got)
+_T = TypeVar("_T", TcpAddress, Get, GetReply)
 
 
 def decode(body: bytes, kind: type[_T]) -> _T:

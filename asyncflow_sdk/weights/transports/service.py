@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, error_from_name
-from ..interfaces.weights import Bytes, Host
-from ..wire import Client, MemorySink, RunKey, Server, generate_keys, process_key
+from ...errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, error_from_name
+from ...interfaces.weights import Bytes, Host
+from ...wire import Client, MemorySink, RunKey, Server, generate_keys, process_key
 
 MAX_CALL_BYTES = 1 << 20
 FORGET_S = 3600.0
@@ -43,7 +43,7 @@ class ServiceHandler(Protocol):
         """It has closed, its process was seen to end, or it was silent for long."""
 
 
-class Where(msgspec.Struct, frozen=True, array_like=True):
+class ServiceAddress(msgspec.Struct, frozen=True, array_like=True):
     """How a service is reached. ``key`` None: it is insecure, and has no keys."""
 
     address: str
@@ -52,26 +52,26 @@ class Where(msgspec.Struct, frozen=True, array_like=True):
     pid_key: str
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+class PeerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """The first word of a peer, by which its end is seen."""
 
     pid: int
     pid_key: str
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+class CallRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """``sizes``: of the frames, which follow each other in the payload."""
 
     body: bytes
     sizes: tuple[int, ...] = ()
 
 
-class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+class PeerBye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
     """The last one."""
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True):
-    """An answer. ``error``: class name and message of what went wrong; "" if nothing did. ``sizes``: as in Ask."""
+class CallReply(msgspec.Struct, frozen=True, array_like=True):
+    """An answer. ``error``: class name and message of what went wrong; "" if nothing did. ``sizes``: as in CallRequest."""
 
     body: bytes
     error: str = ""
@@ -79,7 +79,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     sizes: tuple[int, ...] = ()
 
 
-class Answered(NamedTuple):
+class ServiceResult(NamedTuple):
     """``frames``: buffers, valid for as long as they are referred to."""
 
     body: bytes
@@ -87,9 +87,9 @@ class Answered(NamedTuple):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_asked = msgspec.msgpack.Decoder(Hello | Ask | Bye)
-_said = msgspec.msgpack.Decoder(Said)
-_where = msgspec.msgpack.Decoder(Where)
+_asked = msgspec.msgpack.Decoder(PeerHello | CallRequest | PeerBye)
+_said = msgspec.msgpack.Decoder(CallReply)
+_where = msgspec.msgpack.Decoder(ServiceAddress)
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -116,7 +116,7 @@ class Service:
             bound = f"tcp://{own}:{bound.rpartition(':')[2]}"
         pid = os.getpid()
         self.address = bound
-        self.where = _encode(Where(bound, key, pid, process_key(pid)))
+        self.where = _encode(ServiceAddress(bound, key, pid, process_key(pid)))
         self._server.start()
 
     def answer(self, ticket: int, body: bytes, frames: Sequence[Any] | Callable[[], Sequence[Any]] = ()) -> None:
@@ -129,9 +129,9 @@ class Service:
                 payload = frames() if callable(frames) else frames
             except AsyncFlowError as error:
                 return _encode(_failure(error)), ()
-            return _encode(Said(body, sizes=_sizes(payload))), payload
+            return _encode(CallReply(body, sizes=_sizes(payload))), payload
 
-        self._say(ticket, Said(body), said if frames else None)
+        self._say(ticket, CallReply(body), said if frames else None)
 
     def fail(self, ticket: int, error: AsyncFlowError) -> None:
         """Answer with an error, which the caller raises. From any thread."""
@@ -141,7 +141,9 @@ class Service:
         """Stop answering. Idempotent. From any thread but the service's."""
         self._server.stop()
 
-    def _say(self, ticket: int, said: Said, make: Callable[[], tuple[bytes, Sequence[Any]]] | None = None) -> None:
+    def _say(
+        self, ticket: int, said: CallReply, make: Callable[[], tuple[bytes, Sequence[Any]]] | None = None
+    ) -> None:
         def send() -> None:
             self._parked.pop(ticket, None)
             self._server.answer(ticket, _encode(said), make=make)
@@ -158,11 +160,11 @@ class Service:
         self._parked[ticket] = session
         try:
             asked = _asked.decode(body)
-            if isinstance(asked, Ask):
+            if isinstance(asked, CallRequest):
                 self._handler.request(
                     session, ticket, asked.body, _split(None if payload is None else payload.memory, asked.sizes)
                 )
-            elif isinstance(asked, Hello):
+            elif isinstance(asked, PeerHello):
                 self._server.watch(session, asked.pid, asked.pid_key)
                 self.answer(ticket, b"")
             else:
@@ -232,8 +234,8 @@ class ServiceClient:
         frames: Sequence[Any] = (),
         since: int | None = None,
         most_bytes: int | None = None,
-    ) -> Answered:
-        """Ask and wait. ``what`` is asked for, for messages. ``since``: what ``interrupts`` was when that began which the call
+    ) -> ServiceResult:
+        """CallRequest and wait. ``what`` is asked for, for messages. ``since``: what ``interrupts`` was when that began which the call
         belongs to: it raises if there was one since. ``most_bytes``: raise ProtocolError for a large answer of more.
 
         Raises what the handler answered with; ServerLost, naming address and ``what``, when no answer comes in time or
@@ -242,9 +244,9 @@ class ServiceClient:
         until = time.monotonic() + timeout_s
         with self._lock:
             if not self._known:
-                self._ask(Hello(os.getpid(), process_key(os.getpid())), timeout_s, what, (), since, None)
+                self._ask(PeerHello(os.getpid(), process_key(os.getpid())), timeout_s, what, (), since, None)
                 self._known = True
-        return self._ask(Ask(body, _sizes(frames)), until - time.monotonic(), what, frames, since, most_bytes)
+        return self._ask(CallRequest(body, _sizes(frames)), until - time.monotonic(), what, frames, since, most_bytes)
 
     @property
     def interrupts(self) -> int:
@@ -259,18 +261,18 @@ class ServiceClient:
         """Idempotent. Calls under way in other threads end with ServerLost."""
         if self._known and not self._client.closed:
             with contextlib.suppress(WireError):  # without waiting: a last word leaves, or is not needed
-                self._client.send(_encode(Bye()))
+                self._client.send(_encode(PeerBye()))
         self._client.close()
 
     def _ask(
         self,
-        word: Hello | Ask,
+        word: PeerHello | CallRequest,
         timeout_s: float,
         what: str,
         frames: Sequence[Any],
         since: int | None,
         most_bytes: int | None,
-    ) -> Answered:
+    ) -> ServiceResult:
         try:
             reply = self._client.exchange(
                 _encode(word), timeout_s, frames, grace_s=0.0, since=since, max_answer_bytes=most_bytes
@@ -284,11 +286,11 @@ class ServiceClient:
             raise ProtocolError(f"{what}: {self.address} gave an answer that cannot be read: {error}") from None
         if said.error:
             raise error_from_name(said.error, said.message)
-        return Answered(said.body, parts)
+        return ServiceResult(said.body, parts)
 
 
-def _failure(error: AsyncFlowError) -> Said:
-    return Said(b"", type(error).__name__, str(error)[:4000])
+def _failure(error: AsyncFlowError) -> CallReply:
+    return CallReply(b"", type(error).__name__, str(error)[:4000])
 
 
 def _sizes(frames: Sequence[Any]) -> tuple[int, ...]:

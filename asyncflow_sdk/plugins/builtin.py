@@ -1,6 +1,6 @@
 """The transports, samplers, staleness policies, algorithms and launchers that come with the SDK."""
 
-from ..plugins import AdapterSpec, hookimpl
+from . import AdapterSpec, hookimpl
 
 SAMPLERS = {
     "fifo": "Fifo",
@@ -29,21 +29,21 @@ def asyncflow_adapters() -> list[AdapterSpec]:
         AdapterSpec(
             kind="transport",
             name="shm",
-            factory="asyncflow_sdk.weights.shm:ShmTransport",
+            factory="asyncflow_sdk.weights.transports.shm:ShmTransport",
             tested="Linux 6.18",
             can={"hosts": "one", "encodings": ["mapped"]},
         ),
         AdapterSpec(
             kind="transport",
             name="file",
-            factory="asyncflow_sdk.weights.file:FileTransport",
+            factory="asyncflow_sdk.weights.transports.file:FileTransport",
             tested="Linux 6.18",
             can={"hosts": "many", "encodings": ["full"]},
         ),
         AdapterSpec(
             kind="transport",
             name="tcp",
-            factory="asyncflow_sdk.weights.tcp:TcpTransport",
+            factory="asyncflow_sdk.weights.transports.tcp:TcpTransport",
             tested="Linux 6.18",
             can={"hosts": "many", "encodings": ["full", "delta"]},
         ),

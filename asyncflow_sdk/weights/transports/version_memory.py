@@ -1,4 +1,4 @@
-"""Staging: host memory of a sender, for the versions that may still be asked for and the one being written.
+"""VersionMemory: host memory of a sender, for the versions that may still be asked for and the one being written.
 
     room = staging.room(nbytes); room.memory[:] = ...; room.trim(used)   # chunk after chunk
     places = staging.seal(version)                                       # they are that version's now
@@ -20,15 +20,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import LeaseLost, VersionGone
-from ..interfaces.weights import Bytes, Room
-from ..memory import Allocation, Arena, Mapper, SharedDirectory
+from ...errors import LeaseLost, VersionGone
+from ...interfaces.weights import Bytes, Room
+from ...memory import Allocation, Arena, Mapper, SharedDirectory
 
 HEAD_BYTES = 64
 SEGMENT_BYTES = 1 << 20
 
 
-class Place(NamedTuple):
+class ChunkPlace(NamedTuple):
     """A block of the arena: ``nbytes`` from ``start`` of a segment. The chunk begins HEAD_BYTES after its start."""
 
     segment: str
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class StagingRoom(Room):
+class SharedRoom(Room):
     """Room for a chunk in shared memory."""
 
     memory: npt.NDArray[np.uint8]
@@ -46,7 +46,7 @@ class StagingRoom(Room):
         self._arena = arena
         self.block: Allocation = arena.allocate(HEAD_BYTES + nbytes)
         self.memory = self.block.memory[HEAD_BYTES:]
-        self.when_full: Callable[[Place], None] | None = None
+        self.when_full: Callable[[ChunkPlace], None] | None = None
 
     def trim(self, nbytes: int) -> None:
         self._arena.trim(self.block, HEAD_BYTES + nbytes)
@@ -57,11 +57,11 @@ class StagingRoom(Room):
             self.when_full(self.place)
 
     @property
-    def place(self) -> Place:
-        return Place(self.block.segment, self.block.start, self.block.serial, self.block.nbytes)
+    def place(self) -> ChunkPlace:
+        return ChunkPlace(self.block.segment, self.block.start, self.block.serial, self.block.nbytes)
 
 
-class Staging:
+class VersionMemory:
     """Memory in files of ``directory`` that are named ``prefix`` and a number. Thread-safe."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
@@ -69,15 +69,15 @@ class Staging:
         self._own: SharedDirectory | None = None
         self._arena = Arena(directory, prefix, segment_bytes=SEGMENT_BYTES)
         self._mapper = Mapper(directory)
-        self._writing: list[StagingRoom] = []
+        self._writing: list[SharedRoom] = []
         self._sent: int | None = None
-        self._versions: dict[int, list[StagingRoom]] = {}
-        self._idle: list[StagingRoom] = []  # nobody's: nobody knows their serials
-        self._read: list[StagingRoom] = []  # of versions that are gone, but for those who hold them
+        self._versions: dict[int, list[SharedRoom]] = {}
+        self._idle: list[SharedRoom] = []  # nobody's: nobody knows their serials
+        self._read: list[SharedRoom] = []  # of versions that are gone, but for those who hold them
         self._lock = threading.Lock()
 
     @classmethod
-    def private(cls, name: str) -> Staging:
+    def private(cls, name: str) -> VersionMemory:
         """In a directory of its own, which goes with ``close``, or after the process has died."""
         own = SharedDirectory()
         staging = cls(own.path, f"w{name}-")
@@ -94,7 +94,7 @@ class Staging:
         """Those that are there, oldest first."""
         return list(self._versions)
 
-    def room(self, nbytes: int) -> StagingRoom:
+    def room(self, nbytes: int) -> SharedRoom:
         """Room for the next chunk. Raises MemoryFull."""
         with self._lock:
             self._sent = None
@@ -103,7 +103,7 @@ class Staging:
             if room is None:
                 if all(len(room.memory) != nbytes for room in self._read):  # another model than before
                     self._free(self._idle)
-                room = StagingRoom(self._arena, nbytes)
+                room = SharedRoom(self._arena, nbytes)
             self._writing.append(room)
         return room
 
@@ -113,12 +113,12 @@ class Staging:
             there = Counter(len(room.memory) for room in (*self._idle, *self._read))
         for size, count in (Counter(sizes) - there).items():
             for _ in range(count):
-                room = StagingRoom(self._arena, size)
+                room = SharedRoom(self._arena, size)
                 with self._lock:
                     self._idle.append(room)
                 yield
 
-    def seal(self, version: int) -> list[Place]:
+    def seal(self, version: int) -> list[ChunkPlace]:
         """The rooms given since the last one are the chunks of ``version``, in order."""
         with self._lock:
             rooms, self._writing = self._writing, []
@@ -151,7 +151,7 @@ class Staging:
         except LeaseLost as error:
             raise VersionGone(f"version {version} is no longer kept ({error}); take the newest") from None
 
-    def view(self, place: Place) -> Bytes:
+    def view(self, place: ChunkPlace) -> Bytes:
         """The chunk there, as ``chunks`` gives it. Raises LeaseLost."""
         return self._mapper.view(*place)[HEAD_BYTES:]
 
@@ -175,12 +175,12 @@ class Staging:
 
     # ---- with the lock held
 
-    def _retire(self, rooms: Sequence[StagingRoom]) -> None:
+    def _retire(self, rooms: Sequence[SharedRoom]) -> None:
         """Nobody may ask for them any more."""
         for room in rooms:
             (self._idle if self._arena.renew(room.block) else self._read).append(room)
 
-    def _idle_room(self, nbytes: int) -> StagingRoom | None:
+    def _idle_room(self, nbytes: int) -> SharedRoom | None:
         """A room to be used again; one whose file somebody removed is given up."""
         while (room := next((room for room in self._idle if len(room.memory) == nbytes), None)) is not None:
             self._idle.remove(room)
@@ -193,6 +193,6 @@ class Staging:
         held, self._read = self._read, []
         self._retire(held)
 
-    def _free(self, rooms: list[StagingRoom]) -> None:
+    def _free(self, rooms: list[SharedRoom]) -> None:
         self._arena.free([room.block.serial for room in rooms])
         rooms.clear()

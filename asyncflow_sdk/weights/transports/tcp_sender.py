@@ -14,17 +14,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..errors import AsyncFlowError, LeaseLost, ProtocolError, VersionGone
-from ..interfaces.weights import Bytes, Host, WeightSender
-from ..types import Manifest, carrier
-from ..types.manifest import Bucket
+from ...errors import AsyncFlowError, LeaseLost, ProtocolError, VersionGone
+from ...interfaces.weights import Bytes, Host, WeightSender
+from ...types import Manifest, carrier
+from ...types.manifest import Bucket
 from . import delta
-from .bulk import BulkServer
-from .codes import Codes, Pair
+from .delta_cache import DeltaCache, DeltaKey
+from .in_progress import GONE, InProgressVersion
 from .service import Service
-from .staging import Staging, StagingRoom
-from .tcp_messages import ANSWER_BYTES, DELTA, MOST_BUCKETS, RAW, Get, Got, TcpWhere, decode, encode, fits
-from .unfinished import GONE, Unfinished
+from .stream import StreamServer
+from .tcp_messages import ANSWER_BYTES, DELTA, MOST_BUCKETS, RAW, Get, GetReply, TcpAddress, decode, encode, fits
+from .version_memory import SharedRoom, VersionMemory
 
 DELTA_THREADS = 2
 
@@ -62,23 +62,23 @@ class TcpSender(WeightSender):
 
     def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
         self._rank, self._delta = host.rank, delta_bytes > 0
-        self._codes = Codes(delta_bytes)
+        self._codes = DeltaCache(delta_bytes)
         self._versions: dict[int, _Version] = {}
         self._fresh: int | None = None  # sent, and not kept yet
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(DELTA_THREADS, "asyncflow-delta")
-        self._unfinished = Unfinished()
+        self._unfinished = InProgressVersion()
         with contextlib.ExitStack() as undo:
-            self._staging = Staging.private(host.name)
+            self._staging = VersionMemory.private(host.name)
             undo.callback(self._staging.close)
             self._service = Service(host, self, listen=listen, insecure=insecure)
             undo.callback(self._service.close)
             here = self._service.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
             place = here if insecure else str(self._staging.directory / "bulk")
-            self._bulk = BulkServer(place, self._whole, self._next)
+            self._bulk = StreamServer(place, self._whole, self._next)
             undo.pop_all()
 
-    def room(self, nbytes: int) -> StagingRoom:
+    def room(self, nbytes: int) -> SharedRoom:
         self._fresh = None
         room = self._staging.room(nbytes)
         room.when_full = self._unfinished.written
@@ -96,7 +96,7 @@ class TcpSender(WeightSender):
         self._unfinished.whole()
         attempt = self._unfinished.attempt
         return encode(
-            TcpWhere(self._service.where, manifest.version, self._rank, self._bulk.where, attempt, self._delta)
+            TcpAddress(self._service.where, manifest.version, self._rank, self._bulk.where, attempt, self._delta)
         )
 
     def abandon(self) -> None:
@@ -136,7 +136,7 @@ class TcpSender(WeightSender):
         return [version.bytes_of(bucket) for bucket in version.span(first, count)]
 
     def _next(self, connection: socket.socket, attempt: int, number: int) -> tuple[int, Bytes | int]:
-        """A chunk as soon as it is written; see Unfinished."""
+        """A chunk as soon as it is written; see InProgressVersion."""
         attempt, found = self._unfinished.wait(connection, attempt, number)
         if isinstance(found, int):
             return attempt, found
@@ -169,7 +169,7 @@ class TcpSender(WeightSender):
             for number, bucket in enumerate(buckets, get.first):
                 new, old = version.bytes_of(bucket), base.bytes_of(bucket)
                 make = functools.partial(delta.encode, new, old, version.width(bucket))
-                code = self._codes.get(Pair(version.root, base.root, number), make)
+                code = self._codes.get(DeltaKey(version.root, base.root, number), make)
                 codes.append(code)
                 size += len(new if code is None else code)
                 if size >= ANSWER_BYTES:
@@ -186,7 +186,9 @@ class TcpSender(WeightSender):
             version = self._version(get.version, get.root)
             return [version.bytes_of(b) if code is None else code for b, code in zip(buckets, codes, strict=True)]
 
-        self._service.answer(ticket, encode(Got(bytes(RAW if code is None else DELTA for code in codes))), frames)
+        self._service.answer(
+            ticket, encode(GetReply(bytes(RAW if code is None else DELTA for code in codes))), frames
+        )
 
     def _version(self, number: int, root: str) -> _Version:
         with self._lock:

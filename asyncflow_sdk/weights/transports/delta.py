@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from ..errors import ProtocolError
+from ...errors import ProtocolError
 
 Bytes = npt.NDArray[np.uint8]
 Words = np.ndarray[Any, np.dtype[Any]]

@@ -18,9 +18,9 @@ from ..errors import MemoryFull, SchemaError, WeightMismatch
 from ..interfaces.weights import Room
 from ..types import Shard, TensorInfo
 from ..types.manifest import BUCKET_BYTES, CHUNK_BYTES
-from .copying import Source, check_conversion, source
-from .filling import Filling
-from .hashing import Hashing
+from .chunk_copier import ChunkCopier
+from .hashing import BucketDigests
+from .tensor_sources import TensorSource, check_conversion, source
 
 ALIGN = 64
 DtypePolicy: TypeAlias = str | Callable[[str, str], str]
@@ -38,7 +38,7 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-class Writer:
+class VersionWriter:
     """Writes one version. ``room`` gives memory for the next chunk, ``hashing`` is told each bucket, in order, once its bytes are
     there, if there is one. ``helper``: has a thread that may copy, too. ``sizes``: of the chunks that are expected."""
 
@@ -46,7 +46,7 @@ class Writer:
         self,
         version: int,
         room: Callable[[int], Room],
-        hashing: Hashing | None,
+        hashing: BucketDigests | None,
         *,
         helper: Executor | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -56,11 +56,11 @@ class Writer:
     ) -> None:
         self._version, self._room = version, room
         self._dtype, self._rename = dtype, rename
-        self._filling = Filling(bucket_bytes, hashing, helper, lambda chunk: self._rooms[chunk].full())
+        self._filling = ChunkCopier(bucket_bytes, hashing, helper, lambda chunk: self._rooms[chunk].full())
         self._expected = sizes
         self._rooms: list[Room] = []
         self._used = 0  # bytes of the last room
-        self._layout = Layout()
+        self._layout = ChunkSizes()
         self._tensors: list[TensorInfo] = []
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}  # published name and start → name given
         self._seen: dict[tuple[Any, ...], tuple[TensorInfo, Callable[[], bool]]] = {}
@@ -133,7 +133,7 @@ class Writer:
         check_conversion(name, dtype, wanted)
         return wanted
 
-    def _tied(self, info: TensorInfo, given: Source) -> TensorInfo | None:
+    def _tied(self, info: TensorInfo, given: TensorSource) -> TensorInfo | None:
         """The place of the same memory under another name, if the tensor seen there is not gone, and what was written is what it
         still holds: a buffer that is filled anew for each tensor is the same memory too."""
         there, held = self._seen.get((*given.identity, info.dtype), (None, None))
@@ -145,7 +145,7 @@ class Writer:
             return None
         return msgspec.structs.replace(info, chunk=there.chunk, offset=there.offset)
 
-    def _written(self, info: TensorInfo, given: Source) -> TensorInfo:
+    def _written(self, info: TensorInfo, given: TensorSource) -> TensorInfo:
         size = padded(info.nbytes)
         self._layout.add(size)
         if not self._rooms or self._used + size > len(self._rooms[-1].memory):
@@ -177,7 +177,7 @@ class Writer:
             self._filling.close()
 
 
-class Layout:
+class ChunkSizes:
     """Sizes of chunks, from those of tensors in their order."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import (
+from ...errors import (
     ConfigError,
     DeadlineExceeded,
     DigestMismatch,
@@ -32,14 +32,14 @@ from ..errors import (
     WeightError,
     WireError,
 )
-from ..interfaces import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
-from ..interfaces.weights import Room
-from ..memory import BufferPool, sync_directory
-from ..types import Manifest
-from ..types.manifest import Bucket
-from .directories import VersionDirectories, copy_model_files, file_prefix, manifest_name, version_of
-from .safetensor_files import INDEX, ChunkFiles, TensorFile, chunk_files, index
-from .staging import Staging
+from ...interfaces import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
+from ...interfaces.weights import Room
+from ...memory import BufferPool, sync_directory
+from ...types import Manifest
+from ...types.manifest import Bucket
+from .file_layout import INDEX, ChunkFiles, TensorFile, chunk_files, index
+from .version_directories import VersionDirectories, copy_model_files, file_prefix, manifest_name, version_of
+from .version_memory import VersionMemory
 
 PATH = "ASYNCFLOW_WEIGHTS_PATH"
 MOST_VIEWS = 1024  # IOV_MAX
@@ -51,7 +51,7 @@ _BAD = (msgspec.MsgspecError, ValueError, RecursionError)
 Bytes = npt.NDArray[np.uint8]
 
 
-class _Where(msgspec.Struct, frozen=True, array_like=True):
+class FileAddress(msgspec.Struct, frozen=True, array_like=True):
     path: str
     directory: str
     rank: int = 0
@@ -98,9 +98,9 @@ class FileSender(WeightSender):
         try:
             self._directories.take(host.run, overwrite=overwrite)
             if host.directory is None:
-                self._staging = Staging.private(f"f{host.name}-")
+                self._staging = VersionMemory.private(f"f{host.name}-")
             else:
-                self._staging = Staging(host.directory, f"f{host.name}-")
+                self._staging = VersionMemory(host.directory, f"f{host.name}-")
         except BaseException:
             self._directories.close()
             raise
@@ -136,7 +136,7 @@ class FileSender(WeightSender):
             self._staging.keep([])
         self._there.add(version)
         self._unannounced = version
-        return msgspec.msgpack.encode(_Where(str(place.parent), place.name, self._rank, self._world_size))
+        return msgspec.msgpack.encode(FileAddress(str(place.parent), place.name, self._rank, self._world_size))
 
     def abandon(self) -> None:
         self._staging.abandon()
@@ -264,7 +264,7 @@ class FileReceiver(WeightReceiver):
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         self._interrupted = False
-        reading = _Reading(self, manifest, *_find(manifest, where), time.monotonic() + timeout_s, timeout_s)
+        reading = _VersionReader(self, manifest, *_find(manifest, where), time.monotonic() + timeout_s, timeout_s)
         return Fetched(manifest, reading.chunks(self._pool), moved=manifest.nbytes)
 
     def interrupt(self) -> None:
@@ -282,7 +282,7 @@ class FileReceiver(WeightReceiver):
 def _find(manifest: Manifest, where: bytes) -> tuple[Path, str, str]:
     """The directory of a version, and of the rank that wrote this part the manifest's name and its files' prefix. ``where`` comes from another process: it can name nothing but one, and only this one."""
     try:
-        place = msgspec.msgpack.decode(where, type=_Where)
+        place = msgspec.msgpack.decode(where, type=FileAddress)
         if version_of(place.directory) != manifest.version or not os.path.isabs(place.path) or "\0" in place.path:
             raise ValueError(f"it names {place.directory!r} in {place.path!r}")
         if not 0 <= place.rank < place.world_size:
@@ -301,7 +301,7 @@ def _find(manifest: Manifest, where: bytes) -> tuple[Path, str, str]:
     return path / place.directory, manifest_name(*of), file_prefix(*of)
 
 
-class _Reading:
+class _VersionReader:
     """One version being read."""
 
     def __init__(

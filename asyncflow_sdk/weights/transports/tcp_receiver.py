@@ -14,16 +14,16 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..errors import DeadlineExceeded, DigestMismatch, ProtocolError, WireError
-from ..interfaces.weights import Bytes, Fetched, WeightReceiver
-from ..memory import BufferPool
-from ..types import Manifest
-from ..types.manifest import Bucket
+from ...errors import DeadlineExceeded, DigestMismatch, ProtocolError, WireError
+from ...interfaces.weights import Bytes, Fetched, WeightReceiver
+from ...memory import BufferPool
+from ...types import Manifest
+from ...types.manifest import Bucket
 from . import delta
-from .ahead import Ahead, Came, Digests, alike
-from .bulk import Channel
 from .service import ServiceClient
-from .tcp_messages import DELTA, MOST_BUCKETS, RAW, Get, Got, TcpWhere, decode, encode, fits
+from .stream import StreamClient
+from .streaming_fetch import PartialVersion, RunningDigests, StreamingFetch, alike
+from .tcp_messages import DELTA, MOST_BUCKETS, RAW, Get, GetReply, TcpAddress, decode, encode, fits
 
 THREADS = 2
 """As many as the connections' own threads: with more, what they allocate for messages goes back to the system and comes again,
@@ -47,11 +47,11 @@ class TcpReceiver(WeightReceiver):
 
     def __init__(self) -> None:
         self._pool = BufferPool("fetched weights, of which a replica holds two versions")
-        self._crew: _Crew | None = None
+        self._threads: _ThreadPool | None = None
         self._clients: dict[bytes, ServiceClient] = {}
         self._services: dict[int, bytes] = {}  # the last that gave a version, by rank
-        self._fetch: _Fetch | None = None
-        self._ahead: dict[int, Ahead] = {}  # by rank
+        self._fetch: _TcpFetch | None = None
+        self._ahead: dict[int, StreamingFetch] = {}  # by rank
         self._lock = threading.Lock()
         self._closed = False
         self.again = 0
@@ -62,9 +62,9 @@ class TcpReceiver(WeightReceiver):
         return self._pool.nbytes
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
-        place = decode(where, TcpWhere)
+        place = decode(where, TcpAddress)
         client = self._client(place.service)
-        fetch = _Fetch(client, place, manifest, time.monotonic() + timeout_s)
+        fetch = _TcpFetch(client, place, manifest, time.monotonic() + timeout_s)
         with self._lock:
             self._fetch, fetch.ahead = fetch, self._ahead.pop(place.rank, None)
         try:
@@ -98,7 +98,7 @@ class TcpReceiver(WeightReceiver):
             self._drop(service)
         self._pool.close()
 
-    def _fill(self, fetch: _Fetch, base: Fetched | None) -> list[Bytes]:
+    def _fill(self, fetch: _TcpFetch, base: Fetched | None) -> list[Bytes]:
         """The chunks that it is to fill, once it has ended."""
         manifest = fetch.manifest
         came = fetch.came()
@@ -109,7 +109,7 @@ class TcpReceiver(WeightReceiver):
         if not fetch.missing:
             return chunks
         with self._lock:
-            crew = self._crew = self._crew or _Crew(THREADS)
+            crew = self._threads = self._threads or _ThreadPool(THREADS)
             crew.begin(fetch.work)  # before a close can end them
         try:
             crew.wait()
@@ -119,7 +119,7 @@ class TcpReceiver(WeightReceiver):
             raise
         return chunks
 
-    def _go_ahead(self, place: TcpWhere, manifest: Manifest, chunks: Sequence[Bytes], base: Fetched | None) -> None:
+    def _go_ahead(self, place: TcpAddress, manifest: Manifest, chunks: Sequence[Bytes], base: Fetched | None) -> None:
         """Follow the next version, where deltas would not be smaller than it is."""
         if place.bulk is None or not manifest.nbytes or not 0 < place.attempt < 1 << 62:
             return
@@ -128,7 +128,7 @@ class TcpReceiver(WeightReceiver):
             return
         with self._lock:
             if not self._closed:
-                self._ahead[place.rank] = Ahead(self._pool, place, manifest)
+                self._ahead[place.rank] = StreamingFetch(self._pool, place, manifest)
 
     def _client(self, service: bytes) -> ServiceClient:
         known = self._clients.get(service)
@@ -136,7 +136,7 @@ class TcpReceiver(WeightReceiver):
             known = self._clients[service] = ServiceClient(service)
         return known
 
-    def _gave(self, place: TcpWhere) -> None:
+    def _gave(self, place: TcpAddress) -> None:
         """Connections to publishers whose place another has taken are not kept: a replica may outlive many trainers."""
         self._services[place.rank] = place.service
         for service in set(self._clients) - set(self._services.values()):
@@ -150,12 +150,12 @@ class TcpReceiver(WeightReceiver):
 
     def _end_crew(self) -> None:
         with self._lock:
-            crew, self._crew = self._crew, None
+            crew, self._threads = self._threads, None
         if crew is not None:
             crew.end()
 
 
-class _Crew:
+class _ThreadPool:
     """Threads, each with connections of its own, that hold up no process that wants to end."""
 
     def __init__(self, count: int) -> None:
@@ -187,7 +187,7 @@ class _Crew:
             self._done.put(None)
 
 
-class _Span(NamedTuple):
+class _BucketRange(NamedTuple):
     """Buckets ``first`` to ``stop``, by number; ``whole``: not as a delta."""
 
     first: int
@@ -195,24 +195,24 @@ class _Span(NamedTuple):
     whole: bool
 
 
-class _Fetch:
+class _TcpFetch:
     """One fetch. Its threads work until nothing is left to be asked for, or something went wrong."""
 
-    def __init__(self, client: ServiceClient, place: TcpWhere, manifest: Manifest, until: float) -> None:
+    def __init__(self, client: ServiceClient, place: TcpAddress, manifest: Manifest, until: float) -> None:
         self._client, self._since = client, client.interrupts
         self._place, self._bulk, self.manifest, self._root = place, place.bulk, manifest, manifest.root
-        self._channels: list[Channel] = []
+        self._channels: list[StreamClient] = []
         self._chunks: Sequence[Bytes] = ()
         self._base: Fetched | None = None
         self._until = until
         self._began = time.monotonic()
         self._buckets: list[Bucket] = []
-        self._todo: deque[_Span] = deque()
+        self._todo: deque[_BucketRange] = deque()
         self._stride = max(1, min(AT_ONCE, FEW_BYTES // manifest.bucket_bytes))
         self._many = max(1, min(MOST_BUCKETS, MANY_BYTES // manifest.bucket_bytes))
         self._lock = threading.Lock()
         self._interrupted = False
-        self.ahead: Ahead | None = None
+        self.ahead: StreamingFetch | None = None
         self.error: Exception | None = None
         self.moved = self.again = self.saved = self._here = 0
 
@@ -221,11 +221,11 @@ class _Fetch:
         """Whether anything is left to be asked for."""
         return bool(self._todo)
 
-    def came(self) -> Came | None:
+    def came(self) -> PartialVersion | None:
         """What of it came ahead."""
         return self.ahead.take(self._place, self.manifest, self._until) if self.ahead is not None else None
 
-    def begin(self, chunks: Sequence[Bytes], base: Fetched | None, came: Came | None) -> None:
+    def begin(self, chunks: Sequence[Bytes], base: Fetched | None, came: PartialVersion | None) -> None:
         """Into ``chunks``, some of which came already. ``base``: a version that fits."""
         self._chunks, self._base = chunks, base
         self._buckets = list(self.manifest.buckets())  # not before there is memory: a manifest may claim any size
@@ -235,10 +235,10 @@ class _Fetch:
                 continue
             self._count(1, bucket.stop - bucket.start)
             if first < number:
-                self._todo.append(_Span(first, number, whole))
+                self._todo.append(_BucketRange(first, number, whole))
             first = number + 1
         if first < len(self._buckets):
-            self._todo.append(_Span(first, len(self._buckets), whole))
+            self._todo.append(_BucketRange(first, len(self._buckets), whole))
 
     def interrupt(self) -> None:
         """Every thread ends soon."""
@@ -248,7 +248,7 @@ class _Fetch:
         self._stop()
 
     def work(self) -> None:
-        channel = None if self._bulk is None else Channel(self._bulk)
+        channel = None if self._bulk is None else StreamClient(self._bulk)
         try:
             if channel is not None:
                 with self._lock:
@@ -275,7 +275,7 @@ class _Fetch:
         for channel in channels:
             channel.interrupt()
 
-    def _next(self) -> _Span | None:
+    def _next(self) -> _BucketRange | None:
         """What to ask for next; buckets that are those of the base are copied on the way."""
         while True:
             with self._lock:
@@ -297,13 +297,13 @@ class _Fetch:
                 continue
             rest = next((n for n in range(first + 1, stop) if self._is_same(n)), stop)
             if rest < stop:
-                self._put_back(_Span(rest, stop, False))
-            return _Span(first, rest, False)
+                self._put_back(_BucketRange(rest, stop, False))
+            return _BucketRange(first, rest, False)
 
-    def _goes_whole(self, span: _Span) -> bool:
+    def _goes_whole(self, span: _BucketRange) -> bool:
         return span.whole or self._base is None or not self._place.deltas
 
-    def _read(self, channel: Channel | None, span: _Span) -> bool:
+    def _read(self, channel: StreamClient | None, span: _BucketRange) -> bool:
         """Get whole buckets without messages. False where that cannot be."""
         if channel is None or self._bulk is None or not self._goes_whole(span):
             return False
@@ -311,7 +311,7 @@ class _Fetch:
             raise WireError("it was interrupted")
         buckets = self._buckets[span.first : span.stop]
         views = [memoryview(self._chunks[each.chunk][each.start : each.stop]) for each in buckets]  # type: ignore[arg-type]
-        digests = [Digests(view, self.manifest.bucket_bytes) for view in views]
+        digests = [RunningDigests(view, self.manifest.bucket_bytes) for view in views]
 
         def landed(number: int, got: int) -> None:
             bucket, view = buckets[number], views[number]
@@ -330,7 +330,7 @@ class _Fetch:
         self._bulk = None  # its service says why, or serves it all the same
         return False
 
-    def _put_back(self, span: _Span) -> None:
+    def _put_back(self, span: _BucketRange) -> None:
         with self._lock:
             self._todo.appendleft(span)
 
@@ -356,7 +356,7 @@ class _Fetch:
         _log.warning("version %d: bucket %d is fetched in full: %s", self.manifest.version, number, why)
         with self._lock:
             self.again += 1
-            self._todo.append(_Span(number, number + 1, True))
+            self._todo.append(_BucketRange(number, number + 1, True))
 
     def _count(self, here: int, moved: int = 0, saved: int = 0) -> None:
         with self._lock:
@@ -364,7 +364,7 @@ class _Fetch:
             self.moved += moved
             self.saved += saved
 
-    def _get(self, span: _Span) -> None:
+    def _get(self, span: _BucketRange) -> None:
         left = self._until - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded("no time is left")
@@ -374,7 +374,7 @@ class _Fetch:
         what = f"buckets {span.first} to {span.stop - 1} of version {self.manifest.version}"
         most = sum(each.stop - each.start for each in self._buckets[span.first : span.stop]) + _SLACK_BYTES
         body, frames = self._client.call(encode(get), min(left, SILENCE_S), what, since=self._since, most_bytes=most)
-        kinds = decode(body, Got).kinds
+        kinds = decode(body, GetReply).kinds
         if not 0 < len(kinds) <= get.count or len(frames) != len(kinds):
             raise ProtocolError(f"{len(kinds)} buckets in {len(frames)} frames, where {get.count} were asked for")
         if span.first + len(kinds) < span.stop:

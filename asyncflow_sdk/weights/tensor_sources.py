@@ -20,7 +20,7 @@ from ..types.dtypes import FLOATS, carrier, dtype_name, is_torch, storable
 SPAN_BYTES = 256 << 10  # of comparisons: what both sides have of it stays in cache
 
 
-class Source(ABC):
+class TensorSource(ABC):
     """A tensor to be copied. ``identity``: equal for tensors that are the same elements of the same memory, while ``held()``:
     whether somebody still has that memory. A tensor that is made where one lay that is gone is another one. ``here``: whether this
     thread copies it, and nobody else: no device, no threads of torch."""
@@ -42,12 +42,12 @@ class Source(ABC):
         """Whether the bytes in ``room`` are what ``copy`` would write."""
 
 
-def source(tensor: Any) -> Source:
+def source(tensor: Any) -> TensorSource:
     """Raises SchemaError for what has no plain values."""
     return TorchSource(tensor) if is_torch(tensor) else NumpySource(tensor)
 
 
-class NumpySource(Source):
+class NumpySource(TensorSource):
     def __init__(self, array: Any) -> None:
         array = np.asarray(array)
         self.dtype = dtype_name(array.dtype)
@@ -83,7 +83,7 @@ class NumpySource(Source):
         return True
 
 
-class TorchSource(Source):
+class TorchSource(TensorSource):
     def __init__(self, tensor: Any) -> None:
         if hasattr(tensor, "full_tensor"):
             raise SchemaError(

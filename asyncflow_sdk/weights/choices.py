@@ -6,12 +6,13 @@ cannot work is refused with it, by the driver as far as it knows, else by the en
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError
-from ..interfaces import Capabilities, Host, WeightReceiver
+from ..errors import ConfigError, PluginError
+from ..interfaces import Capabilities, Host, WeightReceiver, WeightTransport
 from ..plugins import registry
 from ..types.config import check_policy, check_proofs
 
@@ -30,6 +31,26 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{self.chosen}: {self.reason}"
+
+
+def make_transport(name: str, **options: Any) -> WeightTransport:
+    """A transport found through the hook. Raises PluginError that lists the known ones, ConfigError that lists its options."""
+    adapter = registry().get("transport", name)
+    try:
+        factory = adapter.load()
+    except PluginError as error:
+        plain = [a.spec.name for a in registry().adapters if a.spec.kind == "transport" and not a.spec.requires]
+        raise PluginError(f"{error}. Transports that need nothing more: {', '.join(plain)}") from error
+    known = inspect.signature(factory).parameters
+    odd = options.keys() - known.keys()
+    if odd and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        has = f"its options: {', '.join(known)}" if known else "it has none"
+        raise ConfigError(f"transport {name!r} has no option {', '.join(map(repr, sorted(odd)))}; {has}")
+    try:
+        made: WeightTransport = factory(**options)
+    except TypeError as error:
+        raise ConfigError(f"transport {name!r} cannot be made with options {options}: {error}") from error
+    return made
 
 
 def choose_transport(elsewhere: str, only: Mapping[str, Collection[str]], *, asked: str = AUTO) -> Choice:
@@ -134,6 +155,5 @@ def check_fetching(name: str, can: Capabilities, transport: str, host: Host) -> 
     if can.transports is not None and transport not in can.transports:
         takes = ", ".join(sorted(can.transports)) or "nothing"
         raise ConfigError(f"{name} cannot take weights by {transport}, only by {takes}; say Weights(transport=...)")
-    made = registry().get("transport", transport).load()()
-    receiver: WeightReceiver = made.receiver(host)
+    receiver: WeightReceiver = make_transport(transport).receiver(host)
     receiver.close()

@@ -1,6 +1,6 @@
-"""Filling: the buckets of a version, copied and hashed by the publishing thread and one that helps it.
+"""ChunkCopier: the buckets of a version, copied and hashed by the publishing thread and one that helps it.
 
-    filling = Filling(bucket_bytes, hashing, helper, full)
+    filling = ChunkCopier(bucket_bytes, hashing, helper, full)
     filling.open(memory); filling.add(given, dtype, start, stop); ...; filling.close(); filling.flush()
 
 Each of the two takes the next bucket, copies it in pieces, and hashes each of them while it is in its core's cache: read from
@@ -23,8 +23,8 @@ import numpy as np
 import xxhash
 
 from ..types import carrier
-from .copying import Source
-from .hashing import Hashing
+from .hashing import BucketDigests
+from .tensor_sources import TensorSource
 
 SPAN_BUCKETS = 2
 """What others copy of a large tensor before its buckets are told."""
@@ -41,12 +41,12 @@ def helps() -> bool:
     return len(os.sched_getaffinity(0)) > 1
 
 
-class _Part(NamedTuple):
+class _CopyPart(NamedTuple):
     """Bytes ``start`` to ``stop`` of a chunk are elements of ``given`` from ``first`` on."""
 
     start: int
     stop: int
-    given: Source
+    given: TensorSource
     dtype: str
     first: int
 
@@ -59,7 +59,7 @@ class _Bucket:
         self.chunk, self.memory, self.start = chunk, memory, start
         self.stop = self._hashed = start
         self.state = xxhash.xxh3_128() if hashed else None
-        self.parts: list[_Part] = []
+        self.parts: list[_CopyPart] = []
         self.done = self.last = False
 
     def copy(self) -> None:
@@ -78,13 +78,13 @@ class _Bucket:
             self._hashed = upto
 
 
-class Filling:
+class ChunkCopier:
     """Of one version. Called by one thread, in the order of its bytes. ``hashing`` is given every bucket's digest, or the bucket; None:
     nothing is hashed. ``helper``: has a thread that copies, too; None: nobody does. ``full``: called, in order, with the
     number of each chunk whose bytes are all there, by either thread."""
 
     def __init__(
-        self, bucket_bytes: int, hashing: Hashing | None, helper: Executor | None, full: Callable[[int], None]
+        self, bucket_bytes: int, hashing: BucketDigests | None, helper: Executor | None, full: Callable[[int], None]
     ) -> None:
         self._bucket_bytes, self._hashing, self._helper, self._full = bucket_bytes, hashing, helper, full
         self._chunk, self._memory = -1, np.empty(0, np.uint8)
@@ -98,7 +98,7 @@ class Filling:
         """The next chunk."""
         self._chunk, self._memory = self._chunk + 1, memory
 
-    def add(self, given: Source, dtype: str, start: int, stop: int) -> None:
+    def add(self, given: TensorSource, dtype: str, start: int, stop: int) -> None:
         """The next bytes are all of a tensor, and zero from its end to ``stop``. They are there after ``flush``, or earlier."""
         width = carrier(dtype).itemsize
         end = start + given.size * width
@@ -114,7 +114,7 @@ class Filling:
                 if not here:
                     bucket.state = None
                 elif at < end:
-                    bucket.parts.append(_Part(at, min(to, end), given, dtype, (at - start) // width))
+                    bucket.parts.append(_CopyPart(at, min(to, end), given, dtype, (at - start) // width))
                 if to % self._bucket_bytes == 0:
                     self._given()
 

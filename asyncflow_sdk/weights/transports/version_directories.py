@@ -22,10 +22,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..memory import make_private_directory
-from ..memory.locks import try_lock
-from .safetensor_files import INDEX
+from ...errors import ConfigError
+from ...memory import make_private_directory
+from ...memory.locks import try_lock
+from .file_layout import INDEX
 
 MANIFEST = "manifest.msgpack"
 GONE = "removed-"

@@ -1,4 +1,4 @@
-"""Unfinished: the version being written, chunk after chunk, for those who do not wait until it is.
+"""InProgressVersion: the version being written, chunk after chunk, for those who do not wait until it is.
 
     unfinished.written(place)                                     # the writer's threads: a chunk is complete
     unfinished.whole() or unfinished.dropped()                    # that was the last; it will never be sent
@@ -14,7 +14,7 @@ import select
 import socket
 import threading
 
-from .staging import Place
+from .version_memory import ChunkPlace
 
 ALL, GONE = -1, -2
 """Instead of a chunk: there are no more of that attempt; it was given up, or a later one has begun."""
@@ -22,17 +22,17 @@ LATER = -1
 """Instead of a number: the first chunk of a later attempt."""
 
 
-class Unfinished:
+class InProgressVersion:
     """Thread-safe. ``attempt``: the number of the newest attempt to write a version; 0 before the first."""
 
     def __init__(self) -> None:
         self.attempt = 0
-        self._places: list[Place] = []
+        self._places: list[ChunkPlace] = []
         self._open = self._sent = False
         self._lock = threading.Lock()
         self._waiting: set[int] = set()
 
-    def written(self, place: Place) -> None:
+    def written(self, place: ChunkPlace) -> None:
         """The next chunk is complete, of the attempt under way, or of a new one."""
         with self._lock:
             if not self._open:
@@ -53,7 +53,7 @@ class Unfinished:
             self._places, self._open, self._sent = [], False, False
             self._tell()
 
-    def wait(self, connection: socket.socket, attempt: int, number: int) -> tuple[int, Place | int]:
+    def wait(self, connection: socket.socket, attempt: int, number: int) -> tuple[int, ChunkPlace | int]:
         """Chunk ``number`` of ``attempt``, or LATER; ALL or GONE instead. Raises EOFError when ``connection`` ends before."""
         woken = os.eventfd(0)
         try:
@@ -76,7 +76,7 @@ class Unfinished:
 
     # ---- with the lock held
 
-    def _look(self, attempt: int, number: int) -> tuple[int, Place | int] | None:
+    def _look(self, attempt: int, number: int) -> tuple[int, ChunkPlace | int] | None:
         if number == LATER:
             return (self.attempt, self._places[0]) if self.attempt > attempt and self._places else None
         if attempt == self.attempt and 0 <= number < len(self._places):

@@ -15,11 +15,11 @@ from typing import ClassVar
 
 import msgspec
 
-from ..errors import ConfigError, DigestMismatch, LeaseLost, VersionGone
-from ..interfaces.weights import Bytes, Fetched, FilePlace, Host, WeightReceiver, WeightSender, WeightTransport
-from ..memory import Mapper, PrivateMaps
-from ..types import Manifest
-from .staging import HEAD_BYTES, Place, Staging, StagingRoom
+from ...errors import ConfigError, DigestMismatch, LeaseLost, VersionGone
+from ...interfaces.weights import Bytes, Fetched, FilePlace, Host, WeightReceiver, WeightSender, WeightTransport
+from ...memory import Mapper, PrivateMaps
+from ...types import Manifest
+from .version_memory import HEAD_BYTES, ChunkPlace, SharedRoom, VersionMemory
 
 _NAME = re.compile(r"w[\w.-]{1,100}", re.ASCII)  # nothing else in the directory, and nothing outside it
 
@@ -50,7 +50,7 @@ class ShmSender(WeightSender):
 
     def __init__(self, directory: Path, name: str, *, rank: int = 0) -> None:
         self._directory, self._family, self._mine = directory, f"w{rank}.", f"w{rank}.{name}-"
-        self._staging = Staging(directory, self._mine)
+        self._staging = VersionMemory(directory, self._mine)
         self._adopted: dict[int, set[str]] = {}
 
     def adopt(self, kept: Sequence[tuple[Manifest, bytes]]) -> None:
@@ -59,7 +59,7 @@ class ShmSender(WeightSender):
                 self._adopted[manifest.version] = {place.segment for place in _places(manifest, where)}
         self._sweep()
 
-    def room(self, nbytes: int) -> StagingRoom:
+    def room(self, nbytes: int) -> SharedRoom:
         return self._staging.room(nbytes)
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
@@ -114,13 +114,13 @@ class ShmReceiver(WeightReceiver):
                 del chunks  # none of them is used again without a look from here on
         return self._verified(manifest, self._mapped(manifest, places, look=True), places)
 
-    def _verified(self, manifest: Manifest, chunks: Sequence[Bytes], places: Sequence[Place]) -> Fetched:
+    def _verified(self, manifest: Manifest, chunks: Sequence[Bytes], places: Sequence[ChunkPlace]) -> Fetched:
         for bucket in manifest.buckets():
             manifest.check(bucket, memoryview(chunks[bucket.chunk][bucket.start : bucket.stop]))  # type: ignore[arg-type]
         files = [FilePlace(str(self._directory / place.segment), place.start + HEAD_BYTES) for place in places]
         return Fetched(manifest, chunks, encoding="mapped", places=files)
 
-    def _mapped(self, manifest: Manifest, places: Sequence[Place], *, look: bool) -> list[Bytes]:
+    def _mapped(self, manifest: Manifest, places: Sequence[ChunkPlace], *, look: bool) -> list[Bytes]:
         try:
             return [
                 self._mapper.private_view(*place, skip=HEAD_BYTES, maps=self._maps, unwritten=look)
@@ -134,10 +134,10 @@ class ShmReceiver(WeightReceiver):
         self._mapper.close()
 
 
-def _places(manifest: Manifest, where: bytes) -> list[Place]:
+def _places(manifest: Manifest, where: bytes) -> list[ChunkPlace]:
     """Raises VersionGone for what no sender of such a version ever said."""
     try:
-        places = msgspec.msgpack.decode(where, type=list[Place])
+        places = msgspec.msgpack.decode(where, type=list[ChunkPlace])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise VersionGone(f"version {manifest.version}: where it lies cannot be read: {error}") from None
     sizes = [chunk.nbytes + HEAD_BYTES for chunk in manifest.chunks]

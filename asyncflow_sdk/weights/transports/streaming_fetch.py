@@ -1,6 +1,6 @@
-"""Ahead: the next version of a publisher, fetched while it is written there, before anybody knows what it is.
+"""StreamingFetch: the next version of a publisher, fetched while it is written there, before anybody knows what it is.
 
-    ahead = Ahead(pool, place, manifest)                       # a version was fetched: the next one is followed
+    ahead = StreamingFetch(pool, place, manifest)                       # a version was fetched: the next one is followed
     came = ahead.take(place, manifest, until)                     # a version is to be fetched: is it that one?
 
 What came is believed for its digest alone; without digests, because it is of the attempt that the version came to, of
@@ -20,14 +20,14 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from ..errors import AsyncFlowError, ProtocolError
-from ..interfaces.weights import Bytes
-from ..memory import BufferPool
-from ..types import Manifest
-from ..types.manifest import Bucket
-from .bulk import PIECE, Channel
-from .tcp_messages import TcpWhere
-from .unfinished import ALL, GONE, LATER
+from ...errors import AsyncFlowError, ProtocolError
+from ...interfaces.weights import Bytes
+from ...memory import BufferPool
+from ...types import Manifest
+from ...types.manifest import Bucket
+from .in_progress import ALL, GONE, LATER
+from .stream import PIECE, StreamClient
+from .tcp_messages import TcpAddress
 
 CONNECTIONS = 2
 """One keeps no link busy: its two ends wait for each other."""
@@ -40,7 +40,7 @@ _SAMPLES = 8192
 _log = logging.getLogger(__name__)
 
 
-class Digests:
+class RunningDigests:
     """Of the buckets of a chunk, which are hashed in pieces as their bytes come."""
 
     def __init__(self, chunk: memoryview, bucket_bytes: int) -> None:
@@ -62,7 +62,7 @@ class Digests:
                 self._state = xxhash.xxh3_128()
 
 
-class Came:
+class PartialVersion:
     """What came of a version. ``chunks``: all its memory, filled or not. ``found``: digests of the buckets that are there, by
     chunk and index; b"" where none is known."""
 
@@ -77,7 +77,7 @@ class Came:
         return mine is not None and mine == (published[bucket.index] if published else b"")
 
 
-class _Span(NamedTuple):
+class _ByteRange(NamedTuple):
     """Bytes of a chunk that are asked for at a time: whole buckets."""
 
     chunk: int
@@ -85,26 +85,26 @@ class _Span(NamedTuple):
     stop: int
 
 
-class Ahead:
+class StreamingFetch:
     """Follows the publisher of ``manifest``, which was fetched from ``place``, in a thread of its own, until a version is here
     and taken. Only one whose chunks are as large is followed, in memory of ``pool``; what ends the connection to the publisher
     before gives that back."""
 
-    def __init__(self, pool: BufferPool, place: TcpWhere, manifest: Manifest) -> None:
+    def __init__(self, pool: BufferPool, place: TcpAddress, manifest: Manifest) -> None:
         assert place.bulk is not None
         self._pool, self._bulk, self._after = pool, place.bulk, place.attempt
-        self._channels = [Channel(place.bulk) for _ in range(CONNECTIONS)]
+        self._channels = [StreamClient(place.bulk) for _ in range(CONNECTIONS)]
         self._shape = _shape(manifest)
         self._lock = threading.Lock()
         self._taken = False
         self._attempt = 0
-        self._came: Came | None = None
+        self._came: PartialVersion | None = None
         self._came_at = 0.0
         self._whole = threading.Event()  # or it will never be
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="asyncflow-ahead", daemon=True).start()
 
-    def take(self, place: TcpWhere, manifest: Manifest, until: float) -> Came | None:
+    def take(self, place: TcpAddress, manifest: Manifest, until: float) -> PartialVersion | None:
         """What came of a version; None if that is another one. While it is on its way it is waited for. It ends with this."""
         with self._lock:
             self._taken, begun = True, self._came is not None
@@ -159,7 +159,7 @@ class Ahead:
             if self._taken:
                 return False
             self._after = self._attempt = which
-            self._came = Came(self._pool.take(self._shape.sizes))
+            self._came = PartialVersion(self._pool.take(self._shape.sizes))
         todo, errors = deque(self._shape.spans()), list[Exception]()
         others = [
             threading.Thread(target=self._work, args=(each, todo, errors), name="asyncflow-ahead", daemon=True)
@@ -181,7 +181,7 @@ class Ahead:
         channel.wait()
         return False
 
-    def _work(self, channel: Channel, todo: deque[_Span], errors: list[Exception]) -> None:
+    def _work(self, channel: StreamClient, todo: deque[_ByteRange], errors: list[Exception]) -> None:
         """Get spans while there are any."""
         try:
             while (span := _first(todo)) is not None:
@@ -196,11 +196,11 @@ class Ahead:
             for each in self._channels:
                 each.interrupt()
 
-    def _fill(self, channel: Channel, span: _Span) -> None:
+    def _fill(self, channel: StreamClient, span: _ByteRange) -> None:
         assert self._came is not None
         came, step = self._came, self._shape.bucket_bytes
         view = memoryview(came.chunks[span.chunk][span.start : span.stop])  # type: ignore[arg-type]
-        digests = Digests(view, step)
+        digests = RunningDigests(view, step)
 
         def landed(got: int) -> None:
             self._came_at = time.monotonic()
@@ -229,18 +229,18 @@ class _Shape(NamedTuple):
     bucket_bytes: int
     digested: bool
 
-    def spans(self) -> Iterator[_Span]:
+    def spans(self) -> Iterator[_ByteRange]:
         step = max(SPAN_BYTES // self.bucket_bytes, 1) * self.bucket_bytes
         for number, nbytes in enumerate(self.sizes):
             for start in range(0, nbytes, step):
-                yield _Span(number, start, min(start + step, nbytes))
+                yield _ByteRange(number, start, min(start + step, nbytes))
 
 
 def _shape(manifest: Manifest) -> _Shape:
     return _Shape([chunk.nbytes for chunk in manifest.chunks], manifest.bucket_bytes, manifest.digested)
 
 
-def _first(todo: deque[_Span]) -> _Span | None:
+def _first(todo: deque[_ByteRange]) -> _ByteRange | None:
     try:
         return todo.popleft()
     except IndexError:
