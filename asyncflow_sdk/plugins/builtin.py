@@ -1,6 +1,7 @@
-"""The transports, samplers, staleness policies, algorithms and launchers that come with the SDK."""
+"""Registration of the built-in transports, samplers, staleness policies, algorithms and launchers.
+"""
 
-from . import AdapterSpec, hookimpl
+from .spec import AdapterSpec, hookimpl
 
 SAMPLERS = {
     "fifo": "Fifo",
@@ -25,6 +26,7 @@ POLICIES = {"wait": "Wait", "drop": "Drop", "count": "Count"}
 
 @hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
+    """Return the built-in adapters. Factories are strings: nothing else is imported."""
     return [
         AdapterSpec(
             kind="transport",

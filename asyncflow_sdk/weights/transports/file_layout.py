@@ -1,9 +1,10 @@
-"""How the chunks of a manifest lie in safetensors files: which bytes, in which order, behind which header.
+"""ChunkFiles: how the chunks of a manifest lie in safetensors files: names, headers, and byte
+ranges.
 
-The whole tensors of a chunk lie in one file, one after another, without what pads them in memory, which is zero: safetensors
-allows no holes. A tensor of which a rank has a piece lies in a file of its own, whole, under its own name: each rank writes
-its piece there. The layout of all of them follows from one rank's manifest, so that whoever reads knows every byte of a header
-beforehand, and ranks write one file without a word to each other.
+The whole tensors of a chunk lie in one file, without the zero padding between them: safetensors
+allows no holes. A tensor of which a rank has a piece lies whole in its own file, under its own
+name: each rank writes its piece there. The layout follows from one rank's manifest. So readers know
+every byte of a header in advance, and ranks write to one file without coordination.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file. ``nbytes``: of the whole file. ``holds``: names of its tensors, as safetensors knows them; ``tied``: other
-    names of some of them. ``shared``: it holds one whole tensor, of which each rank writes its pieces."""
+    """A safetensors file. ``nbytes``: of the whole file. ``holds``: its tensors' names. ``tied``:
+    other names of some tensors. ``shared``: it holds one whole tensor, of which each rank writes
+    its pieces."""
 
     name: str
     header: bytes
@@ -53,15 +55,15 @@ class FileRun(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkFiles:
-    """Where a chunk lies. ``files``: those that hold a part of it. ``runs``: in the order of the chunk's bytes; what is in none is
+    """The files of a chunk. ``runs``: in the order of the chunk's bytes; bytes in no run are
     padding."""
 
     files: tuple[TensorFile, ...]
     runs: tuple[FileRun, ...]
 
     def pieces(self, chunk: Bytes, start: int, stop: int) -> Iterator[tuple[TensorFile, int, list[Bytes]]]:
-        """Of bytes ``start`` to ``stop`` of a chunk, those that lie in files: the file, where in it, and views of bytes that
-        follow one another there."""
+        """Yield bytes ``start`` to ``stop`` of a chunk by file: the file, the position in it, and
+        views of bytes that are adjacent in the file."""
         views: list[Bytes] = []
         begins = ends = 0
         before: TensorFile | None = None
@@ -82,7 +84,8 @@ class ChunkFiles:
             yield before, begins, views
 
     def bytes_of(self, file: TensorFile, chunk: Bytes) -> Iterator[tuple[int, list[Bytes]]]:
-        """What a file has of a chunk: where in the file, and views of bytes that follow one another there."""
+        """Yield the bytes of a chunk that lie in a file: the position in the file, and views of
+        adjacent bytes."""
         views: list[Bytes] = []
         begins = ends = 0
         for run in self.runs:
@@ -99,7 +102,7 @@ class ChunkFiles:
             yield begins, views
 
     def gaps(self, chunk: Bytes) -> Iterable[Bytes]:
-        """The bytes of a chunk that lie in no file."""
+        """Yield the bytes of a chunk that lie in no file."""
         end = 0
         for run in self.runs:
             if end < run.start:
@@ -110,17 +113,17 @@ class ChunkFiles:
 
 
 def chunk_files(manifest: Manifest, prefix: str = "") -> list[ChunkFiles]:
-    """Of each chunk. ``prefix``: of the names of this rank's own files. Raises WeightMismatch for tensors that do not fit into
-    their chunks."""
+    """Return the files of each chunk. ``prefix``: of this rank's own files. Raises WeightMismatch
+    for tensors outside their chunks."""
     inside: list[list[TensorInfo]] = [[] for _ in manifest.chunks]
     for tensor in manifest.tensors:
         if not inside and not tensor.nbytes:
-            continue  # of nothing but empty tensors
+            continue  # all tensors are empty
         fits = 0 <= tensor.chunk < len(inside) and tensor.offset >= 0 and all(n >= 0 for n in tensor.shape)
         if (
             not fits
             or tensor.offset + tensor.nbytes > manifest.chunks[tensor.chunk].nbytes
-            or not _lies_in_whole(tensor)
+            or not _is_inside_whole(tensor)
         ):
             raise WeightMismatch(
                 f"version {manifest.version}: tensor {tensor.name!r} does not lie in chunk {tensor.chunk}"
@@ -133,9 +136,9 @@ def chunk_files(manifest: Manifest, prefix: str = "") -> list[ChunkFiles]:
     ]
 
 
-def index(version: int, root: str, files: Iterable[TensorFile]) -> bytes:
-    """What Hugging Face tools read first: in which file each tensor is. Tied names are left out, as ``save_pretrained`` does,
-    and listed beside."""
+def encode_index(version: int, root: str, files: Iterable[TensorFile]) -> bytes:
+    """Return the index file of Hugging Face tools: the file of each tensor. Tied names are listed
+    in its metadata only, as ``save_pretrained`` does."""
     each = {file.name: file for file in files}
     metadata = {
         "total_size": sum(file.nbytes - len(file.header) for file in each.values()),
@@ -157,7 +160,7 @@ def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFil
     last: TensorInfo | None = None
     end = size = 0
     for tensor in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
-        if last is not None and tensor.nbytes and _place(tensor) == _place(last):
+        if last is not None and tensor.nbytes and _byte_range(tensor) == _byte_range(last):
             tied[tensor.name] = last.name
             continue
         if tensor.offset < end and tensor.nbytes:
@@ -174,7 +177,7 @@ def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFil
         if tensor.whole:
             if tensor.name not in shared:
                 shared[tensor.name] = _shared_file(tensor)
-            pieces += _runs(tensor, shared[tensor.name])
+            pieces += _file_runs(tensor, shared[tensor.name])
             continue
         header[tensor.name] = entry(tensor.dtype, tensor.shape, size)
         metadata |= dtype_metadata(tensor.name, tensor.dtype)
@@ -194,7 +197,7 @@ def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFil
 
 
 def _shared_file(tensor: TensorInfo) -> TensorFile:
-    """The file of a whole tensor, of which this is a piece: the same for every rank."""
+    """Return the file of the whole tensor; the same for every rank."""
     metadata = {"format": "pt"} | dtype_metadata(tensor.name, tensor.dtype)
     size = math.prod(tensor.whole) * carrier(tensor.dtype).itemsize
     front = encode_header({tensor.name: entry(tensor.dtype, tensor.whole, 0)}, metadata, ALIGN)
@@ -202,12 +205,12 @@ def _shared_file(tensor: TensorInfo) -> TensorFile:
     return TensorFile(name, front, len(front) + size, (tensor.name,), {}, shared=True)
 
 
-def _runs(tensor: TensorInfo, file: TensorFile) -> Iterator[FileRun]:
-    """A piece, as runs of bytes that follow one another in the whole, too."""
+def _file_runs(tensor: TensorInfo, file: TensorFile) -> Iterator[FileRun]:
+    """Yield a piece as runs of bytes that are adjacent in the whole, too."""
     if not tensor.nbytes:
         return
     shape, whole, start = tensor.shape, tensor.whole, tensor.start
-    cut = len(shape)  # of dimensions from here on the piece has all
+    cut = len(shape)  # from this dimension on the piece is whole
     while cut and shape[cut - 1] == whole[cut - 1]:
         cut -= 1
     outer = max(cut - 1, 0)
@@ -220,7 +223,7 @@ def _runs(tensor: TensorInfo, file: TensorFile) -> Iterator[FileRun]:
         yield FileRun(begins, begins + nbytes, file, place)
 
 
-def _lies_in_whole(tensor: TensorInfo) -> bool:
+def _is_inside_whole(tensor: TensorInfo) -> bool:
     if not tensor.whole:
         return True
     if not len(tensor.start) == len(tensor.shape) == len(tensor.whole):
@@ -228,5 +231,5 @@ def _lies_in_whole(tensor: TensorInfo) -> bool:
     return all(0 <= a <= a + n <= w for a, n, w in zip(tensor.start, tensor.shape, tensor.whole, strict=True))
 
 
-def _place(tensor: TensorInfo) -> tuple[int, int]:
+def _byte_range(tensor: TensorInfo) -> tuple[int, int]:
     return tensor.offset, tensor.nbytes

@@ -1,8 +1,10 @@
-"""Weights through shared memory on one host: chunks lie in the run's directory, receivers map them.
+"""Transport ``shm``: shared memory on one host. Chunks lie in the run's directory, and receivers
+map them.
 
-A receiver's mapping is its own (copy-on-write) and holds its version: the memory is used again only when the version is
-kept no longer and no receiver holds it, else the sender takes other memory: receivers never hold it up. What was
-sent outlives the sender; the next one of the same rank takes over what is kept and removes the rest.
+A receiver's mapping is copy-on-write. The memory of a version is reused once the version is no
+longer kept and no receiver maps it; otherwise the sender allocates other memory, and never waits.
+Versions outlive the sender; the next sender of the same rank adopts the kept ones and removes the
+rest.
 """
 
 from __future__ import annotations
@@ -19,18 +21,20 @@ from ...errors import ConfigError, DigestMismatch, LeaseLost, VersionGone
 from ...interfaces.weights import Bytes, Fetched, FilePlace, Host, WeightReceiver, WeightSender, WeightTransport
 from ...memory import Mapper, PrivateMaps
 from ...types import Manifest
-from .version_memory import HEAD_BYTES, ChunkPlace, SharedRoom, VersionMemory
+from .version_memory import HEADER_BYTES, ChunkPlace, SharedRoom, VersionMemory
 
-_NAME = re.compile(r"w[\w.-]{1,100}", re.ASCII)  # nothing else in the directory, and nothing outside it
+_NAME = re.compile(r"w[\w.-]{1,100}", re.ASCII)  # no other file of the directory, and none outside it
 
 
 class ShmTransport(WeightTransport):
     """Both ends, by the name ``shm``."""
 
     def sender(self, host: Host) -> ShmSender:
+        """Return the sending end. Raises ConfigError on another host."""
         return ShmSender(_directory(host), host.name, rank=host.rank)
 
     def receiver(self, host: Host) -> ShmReceiver:
+        """Return the receiving end. Raises ConfigError on another host."""
         return ShmReceiver(_directory(host))
 
 
@@ -44,35 +48,42 @@ def _directory(host: Host) -> Path:
 
 
 class ShmSender(WeightSender):
-    """Writes versions into files of ``directory`` that are named ``w``, its rank, ``name`` and a number."""
+    """Writes versions to files of ``directory`` with names of "w", its rank, ``name`` and a number.
+    """
 
     outlives: ClassVar[bool] = True
 
     def __init__(self, directory: Path, name: str, *, rank: int = 0) -> None:
         self._directory, self._family, self._mine = directory, f"w{rank}.", f"w{rank}.{name}-"
-        self._staging = VersionMemory(directory, self._mine)
+        self._memory = VersionMemory(directory, self._mine)
         self._adopted: dict[int, set[str]] = {}
 
     def adopt(self, kept: Sequence[tuple[Manifest, bytes]]) -> None:
+        """See ``WeightSender.adopt``."""
         for manifest, where in kept:
             with contextlib.suppress(VersionGone):
-                self._adopted[manifest.version] = {place.segment for place in _places(manifest, where)}
+                self._adopted[manifest.version] = {place.segment for place in _decode_places(manifest, where)}
         self._sweep()
 
     def room(self, nbytes: int) -> SharedRoom:
-        return self._staging.room(nbytes)
+        """See ``WeightSender.room``."""
+        return self._memory.room(nbytes)
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
-        return self._staging.prepare(sizes)
+        """See ``WeightSender.prepare``."""
+        return self._memory.prepare(sizes)
 
     def send(self, manifest: Manifest) -> bytes:
-        return msgspec.msgpack.encode(self._staging.seal(manifest.version))
+        """See ``WeightSender.send``."""
+        return msgspec.msgpack.encode(self._memory.seal(manifest.version))
 
     def abandon(self) -> None:
-        self._staging.abandon()
+        """See ``WeightSender.abandon``."""
+        self._memory.abandon()
 
     def keep(self, versions: Sequence[int]) -> None:
-        self._staging.keep(versions)
+        """See ``WeightSender.keep``."""
+        self._memory.keep(versions)
         gone = [version for version in self._adopted if version not in versions]
         if gone:
             for version in gone:
@@ -81,15 +92,17 @@ class ShmSender(WeightSender):
 
     @property
     def nbytes(self) -> int:
-        """Its own, and what it took over."""
+        """Return the bytes of its own and of adopted versions."""
         adopted = {name for segments in self._adopted.values() for name in segments}
-        return self._staging.nbytes + sum(_held(self._directory / name) for name in adopted)
+        return self._memory.nbytes + sum(_disk_bytes(self._directory / name) for name in adopted)
 
     def close(self) -> None:
-        self._staging.close()
+        """See ``WeightSender.close``."""
+        self._memory.close()
 
     def _sweep(self) -> None:
-        """Remove what earlier senders of this rank left and nobody may ask for. Who has it mapped keeps it."""
+        """Remove files of earlier senders of this rank that no receiver may request. Existing
+        mappings stay valid."""
         kept = {name for segments in self._adopted.values() for name in segments}
         for path in self._directory.glob(f"{self._family}*"):
             if path.name not in kept and not path.name.startswith(self._mine):
@@ -97,57 +110,59 @@ class ShmSender(WeightSender):
 
 
 class ShmReceiver(WeightReceiver):
-    """Maps versions that a sender on this host wrote into ``directory``."""
+    """Maps versions that a sender on this host wrote to ``directory``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._mapper, self._maps = Mapper(directory), PrivateMaps()
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
-        places = _places(manifest, where)
+        """See ``WeightReceiver.fetch``."""
+        places = _decode_places(manifest, where)
         self._maps.prune()
-        if manifest.digested:  # digests tell, too, what an engine wrote into; looking for it takes a tenth of a copy
-            chunks = self._mapped(manifest, places, look=False)
+        if manifest.digested:  # digests detect written pages, too; the check costs a tenth of a copy
+            chunks = self._map(manifest, places, check_unwritten=False)
             try:
-                return self._verified(manifest, chunks, places)
+                return self._verify(manifest, chunks, places)
             except DigestMismatch:
-                del chunks  # none of them is used again without a look from here on
-        return self._verified(manifest, self._mapped(manifest, places, look=True), places)
+                del chunks  # later maps are checked for written pages
+        return self._verify(manifest, self._map(manifest, places, check_unwritten=True), places)
 
-    def _verified(self, manifest: Manifest, chunks: Sequence[Bytes], places: Sequence[ChunkPlace]) -> Fetched:
+    def _verify(self, manifest: Manifest, chunks: Sequence[Bytes], places: Sequence[ChunkPlace]) -> Fetched:
         for bucket in manifest.buckets():
             manifest.check(bucket, memoryview(chunks[bucket.chunk][bucket.start : bucket.stop]))  # type: ignore[arg-type]
-        files = [FilePlace(str(self._directory / place.segment), place.start + HEAD_BYTES) for place in places]
+        files = [FilePlace(str(self._directory / place.segment), place.start + HEADER_BYTES) for place in places]
         return Fetched(manifest, chunks, encoding="mapped", places=files)
 
-    def _mapped(self, manifest: Manifest, places: Sequence[ChunkPlace], *, look: bool) -> list[Bytes]:
+    def _map(self, manifest: Manifest, places: Sequence[ChunkPlace], *, check_unwritten: bool) -> list[Bytes]:
         try:
             return [
-                self._mapper.private_view(*place, skip=HEAD_BYTES, maps=self._maps, unwritten=look)
+                self._mapper.private_view(*place, skip=HEADER_BYTES, maps=self._maps, unwritten=check_unwritten)
                 for place in places
             ]
         except LeaseLost as error:
             raise VersionGone(f"version {manifest.version} is no longer kept ({error}); take the newest") from None
 
     def close(self) -> None:
+        """See ``WeightReceiver.close``."""
         self._maps.close()
         self._mapper.close()
 
 
-def _places(manifest: Manifest, where: bytes) -> list[ChunkPlace]:
-    """Raises VersionGone for what no sender of such a version ever said."""
+def _decode_places(manifest: Manifest, where: bytes) -> list[ChunkPlace]:
+    """Decode and validate the places of a version's chunks. Raises VersionGone."""
     try:
         places = msgspec.msgpack.decode(where, type=list[ChunkPlace])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise VersionGone(f"version {manifest.version}: where it lies cannot be read: {error}") from None
-    sizes = [chunk.nbytes + HEAD_BYTES for chunk in manifest.chunks]
+        raise VersionGone(f"version {manifest.version}: its place cannot be decoded: {error}") from None
+    sizes = [chunk.nbytes + HEADER_BYTES for chunk in manifest.chunks]
     known = all(_NAME.fullmatch(place.segment) and 0 <= place.start < 1 << 62 for place in places)
     if [place.nbytes for place in places] != sizes or not known:
-        raise VersionGone(f"version {manifest.version}: where it lies does not fit its {len(sizes)} chunks")
+        raise VersionGone(f"version {manifest.version}: its place does not fit its {len(sizes)} chunks")
     return places
 
 
-def _held(path: Path) -> int:
+def _disk_bytes(path: Path) -> int:
     with contextlib.suppress(OSError):
         return path.stat().st_blocks * 512
     return 0

@@ -81,7 +81,7 @@ class TcpSender(WeightSender):
     def room(self, nbytes: int) -> SharedRoom:
         self._fresh = None
         room = self._staging.room(nbytes)
-        room.when_full = self._unfinished.written
+        room.on_full = self._unfinished.written
         return room
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:

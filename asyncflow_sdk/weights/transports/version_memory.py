@@ -1,12 +1,13 @@
-"""VersionMemory: host memory of a sender, for the versions that may still be asked for and the one being written.
+"""VersionMemory: host memory of a sender, for the versions still kept and the one being written.
 
-    room = staging.room(nbytes); room.memory[:] = ...; room.trim(used)   # chunk after chunk
-    places = staging.seal(version)                                       # they are that version's now
-    views = staging.chunks(version)                                      # read-only; valid for as long as they are held
-    staging.keep([version])                                              # the memory of others is used again
+    room = memory.room(nbytes); room.memory[:] = ...; room.trim(used)    # chunk after chunk
+    places = memory.seal(version)                                        # the rooms become that version
+    views = memory.chunks(version)                                       # read-only; valid while they are held
+    memory.keep([version])                                               # the memory of others is reused
 
-A block is used again as it is for a chunk of the same size, without page faults: versions of one model always find
-theirs. A version that somebody still reads keeps its memory until they are done, and nobody waits for them.
+A block is reused as it is for a chunk of the same size, without page faults: successive versions of
+one model always find theirs. A version that is still read keeps its memory until its readers end;
+nothing waits for them.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from ...errors import LeaseLost, VersionGone
 from ...interfaces.weights import Bytes, Room
 from ...memory import Allocation, Arena, Mapper, SharedDirectory
 
-HEAD_BYTES = 64
+HEADER_BYTES = 64
 SEGMENT_BYTES = 1 << 20
 
 
 class ChunkPlace(NamedTuple):
-    """A block of the arena: ``nbytes`` from ``start`` of a segment. The chunk begins HEAD_BYTES after its start."""
+    """A block of the arena: ``nbytes`` from ``start`` of a segment. The chunk begins HEADER_BYTES
+    after its start."""
 
     segment: str
     start: int
@@ -38,31 +40,34 @@ class ChunkPlace(NamedTuple):
 
 
 class SharedRoom(Room):
-    """Room for a chunk in shared memory."""
+    """Room for a chunk in shared memory. ``on_full``: called with its place once it is full."""
 
     memory: npt.NDArray[np.uint8]
 
     def __init__(self, arena: Arena, nbytes: int) -> None:
         self._arena = arena
-        self.block: Allocation = arena.allocate(HEAD_BYTES + nbytes)
-        self.memory = self.block.memory[HEAD_BYTES:]
-        self.when_full: Callable[[ChunkPlace], None] | None = None
+        self.block: Allocation = arena.allocate(HEADER_BYTES + nbytes)
+        self.memory = self.block.memory[HEADER_BYTES:]
+        self.on_full: Callable[[ChunkPlace], None] | None = None
 
     def trim(self, nbytes: int) -> None:
-        self._arena.trim(self.block, HEAD_BYTES + nbytes)
-        self.memory = self.block.memory[HEAD_BYTES:]
+        """Keep only the first ``nbytes`` bytes."""
+        self._arena.trim(self.block, HEADER_BYTES + nbytes)
+        self.memory = self.block.memory[HEADER_BYTES:]
 
     def full(self) -> None:
-        if self.when_full is not None:
-            self.when_full(self.place)
+        """Note that all bytes are written."""
+        if self.on_full is not None:
+            self.on_full(self.place)
 
     @property
     def place(self) -> ChunkPlace:
+        """Return the place of the chunk."""
         return ChunkPlace(self.block.segment, self.block.start, self.block.serial, self.block.nbytes)
 
 
 class VersionMemory:
-    """Memory in files of ``directory`` that are named ``prefix`` and a number. Thread-safe."""
+    """Memory in files of ``directory`` with names of ``prefix`` and a number. Thread-safe."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
         self.directory = directory
@@ -72,13 +77,14 @@ class VersionMemory:
         self._writing: list[SharedRoom] = []
         self._sent: int | None = None
         self._versions: dict[int, list[SharedRoom]] = {}
-        self._idle: list[SharedRoom] = []  # nobody's: nobody knows their serials
-        self._read: list[SharedRoom] = []  # of versions that are gone, but for those who hold them
+        self._idle: list[SharedRoom] = []  # free; their serials are new
+        self._still_read: list[SharedRoom] = []  # of dropped versions that readers still hold
         self._lock = threading.Lock()
 
     @classmethod
     def private(cls, name: str) -> VersionMemory:
-        """In a directory of its own, which goes with ``close``, or after the process has died."""
+        """Return memory in a new directory, which ``close`` removes; so does a later process if
+        this one was killed."""
         own = SharedDirectory()
         staging = cls(own.path, f"w{name}-")
         staging._own = own
@@ -86,31 +92,32 @@ class VersionMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: the versions kept, the one being written, and those that are still being read."""
+        """Return the bytes held: kept versions, the one being written, and those still read."""
         return self._arena.nbytes
 
     @property
     def versions(self) -> list[int]:
-        """Those that are there, oldest first."""
+        """Return the versions held, oldest first."""
         return list(self._versions)
 
     def room(self, nbytes: int) -> SharedRoom:
-        """Room for the next chunk. Raises MemoryFull."""
+        """Return room for the next chunk. Raises MemoryFull."""
         with self._lock:
             self._sent = None
-            self._look_again()
+            self._collect_unread()
             room = self._idle_room(nbytes)
             if room is None:
-                if all(len(room.memory) != nbytes for room in self._read):  # another model than before
+                if all(len(room.memory) != nbytes for room in self._still_read):  # a model of other sizes
                     self._free(self._idle)
                 room = SharedRoom(self._arena, nbytes)
             self._writing.append(room)
         return room
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Get memory for a version of such chunks, step by step, as far as there is none yet. Raises MemoryFull."""
+        """Allocate memory for a version of such chunks, one chunk at each ``next``. Raises
+        MemoryFull."""
         with self._lock:
-            there = Counter(len(room.memory) for room in (*self._idle, *self._read))
+            there = Counter(len(room.memory) for room in (*self._idle, *self._still_read))
         for size, count in (Counter(sizes) - there).items():
             for _ in range(count):
                 room = SharedRoom(self._arena, size)
@@ -119,19 +126,20 @@ class VersionMemory:
                 yield
 
     def seal(self, version: int) -> list[ChunkPlace]:
-        """The rooms given since the last one are the chunks of ``version``, in order."""
+        """Make the rooms since the last call the chunks of ``version``, in order. Return their
+        places."""
         with self._lock:
             rooms, self._writing = self._writing, []
             self._retire(self._versions.pop(version, []))
-            if self._idle:  # of another model, or more than are needed since a reader let go
+            if self._idle:  # of other sizes, or spare since a reader ended
                 self._free(self._idle)
                 self._arena.shrink()
             self._versions[version], self._sent = rooms, version
             return [room.place for room in rooms]
 
     def abandon(self) -> None:
-        """The rooms given since the last version are free again; if there are none, those of the newest version, which was
-        sealed and never kept."""
+        """Free the rooms since the last ``seal``; without any, those of the newest version if it
+        was never kept."""
         with self._lock:
             rooms, self._writing = self._writing, []
             if not rooms and self._sent is not None:
@@ -140,7 +148,8 @@ class VersionMemory:
             self._retire(rooms)
 
     def chunks(self, version: int) -> list[Bytes]:
-        """uint8 (nbytes,) each, read-only; their memory is not used again while they are held. Raises VersionGone."""
+        """Return the chunks as read-only uint8 arrays. Their memory is not reused while they are
+        held. Raises VersionGone."""
         with self._lock:
             rooms = self._versions.get(version)
             places = None if rooms is None else [room.place for room in rooms]
@@ -152,20 +161,20 @@ class VersionMemory:
             raise VersionGone(f"version {version} is no longer kept ({error}); take the newest") from None
 
     def view(self, place: ChunkPlace) -> Bytes:
-        """The chunk there, as ``chunks`` gives it. Raises LeaseLost."""
-        return self._mapper.view(*place)[HEAD_BYTES:]
+        """Return the chunk at a place, like ``chunks``. Raises LeaseLost."""
+        return self._mapper.view(*place)[HEADER_BYTES:]
 
     def keep(self, versions: Sequence[int]) -> None:
-        """The memory of all others is free. Never waits."""
+        """Free the memory of all other versions. Never waits."""
         with self._lock:
             for version in [version for version in self._versions if version not in versions]:
                 self._retire(self._versions.pop(version))
             self._sent = None
 
     def close(self) -> None:
-        """Stop writing. Views stay valid; the files stay where the directory is somebody else's. Idempotent."""
+        """Stop writing. Views stay valid, and files in a directory of others remain. Idempotent."""
         with self._lock:
-            for rooms in (self._writing, self._idle, self._read):
+            for rooms in (self._writing, self._idle, self._still_read):
                 rooms.clear()
             self._versions.clear()
         self._mapper.close()
@@ -176,12 +185,12 @@ class VersionMemory:
     # ---- with the lock held
 
     def _retire(self, rooms: Sequence[SharedRoom]) -> None:
-        """Nobody may ask for them any more."""
+        """Free rooms, or note them as still read."""
         for room in rooms:
-            (self._idle if self._arena.renew(room.block) else self._read).append(room)
+            (self._idle if self._arena.renew(room.block) else self._still_read).append(room)
 
     def _idle_room(self, nbytes: int) -> SharedRoom | None:
-        """A room to be used again; one whose file somebody removed is given up."""
+        """Return a room to reuse. A room without its file is given up."""
         while (room := next((room for room in self._idle if len(room.memory) == nbytes), None)) is not None:
             self._idle.remove(room)
             if not self._arena.is_lost(room.block):
@@ -189,8 +198,8 @@ class VersionMemory:
             self._free([room])
         return room
 
-    def _look_again(self) -> None:
-        held, self._read = self._read, []
+    def _collect_unread(self) -> None:
+        held, self._still_read = self._read, []
         self._retire(held)
 
     def _free(self, rooms: list[SharedRoom]) -> None:
