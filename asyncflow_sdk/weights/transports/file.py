@@ -37,7 +37,7 @@ from ...interfaces.weights import Room
 from ...memory import BufferPool, sync_directory
 from ...types import Manifest
 from ...types.manifest import Bucket
-from .file_layout import INDEX, ChunkFiles, TensorFile, chunk_files, index
+from .file_layout import INDEX, ChunkFiles, TensorFile, chunk_files, encode_index
 from .version_directories import VersionDirectories, copy_model_files, file_prefix, manifest_name, version_of
 from .version_memory import VersionMemory
 
@@ -197,7 +197,7 @@ class FileSender(WeightSender):
             file for r, each in enumerate(manifests) for layout in self._layouts(each, r) for file in layout.files
         ]
         root = " ".join(each.root for each in manifests)
-        _write_whole(place, INDEX, index(manifest.version, root, files), f".{self._rank}")
+        _write_whole(place, INDEX, encode_index(manifest.version, root, files), f".{self._rank}")
 
 
 def _write_whole(place: Path, name: str, content: bytes, mark: str = "") -> None:

@@ -199,7 +199,7 @@ class VersionMemory:
         return room
 
     def _collect_unread(self) -> None:
-        held, self._still_read = self._read, []
+        held, self._still_read = self._still_read, []
         self._retire(held)
 
     def _free(self, rooms: list[SharedRoom]) -> None:
