@@ -1,5 +1,4 @@
-"""Registration of the built-in transports, samplers, staleness policies, algorithms and launchers.
-"""
+"""Registration of the built-in transports, samplers, staleness policies, algorithms and launchers."""
 
 from .spec import AdapterSpec, hookimpl
 

@@ -1,11 +1,11 @@
-"""Weights through files: version directories of safetensors on any file system that trainer and replicas both see.
+"""Transport ``file``: version directories of safetensors on a file system of trainer and replicas.
 
     run.weight_publisher("file", path="/mnt/shared/run-1/weights")
 
-The trainer is held for one copy into memory; files are written, and synced, behind it. A version outlives its publisher, and
-is a Hugging Face model folder, however many ranks write it: whole tensors under their names, and the configuration and tokenizer
-of the publisher's ``model``. Replicas find the directory by the path the publisher used, or, where it is
-mounted elsewhere, by ``ASYNCFLOW_WEIGHTS_PATH``.
+The trainer waits for one copy into memory; a background thread writes and syncs the files. Versions
+outlive their publisher. Each is a Hugging Face model folder, whatever the number of ranks: whole
+tensors, and the configuration and tokenizer of the publisher's ``model``. Replicas use the
+publisher's path, or ``ASYNCFLOW_WEIGHTS_PATH`` where it is mounted elsewhere.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from ...errors import (
     ConfigError,
@@ -33,12 +31,12 @@ from ...errors import (
     WireError,
 )
 from ...interfaces import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
-from ...interfaces.weights import Room
+from ...interfaces.weights import Bytes, Room
 from ...memory import BufferPool, sync_directory
 from ...types import Manifest
 from ...types.manifest import Bucket
 from .file_layout import INDEX, ChunkFiles, TensorFile, chunk_files, encode_index
-from .version_directories import VersionDirectories, copy_model_files, file_prefix, manifest_name, version_of
+from .version_directories import RankFiles, VersionDirectories, copy_model_files, version_of
 from .version_memory import VersionMemory
 
 PATH = "ASYNCFLOW_WEIGHTS_PATH"
@@ -48,10 +46,10 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 _LINK = (errno.ELOOP, errno.ENOTDIR)
 _BAD = (msgspec.MsgspecError, ValueError, RecursionError)
 
-Bytes = npt.NDArray[np.uint8]
-
 
 class FileAddress(msgspec.Struct, frozen=True, array_like=True):
+    """The directory of a version below ``path``, and the publishing rank."""
+
     path: str
     directory: str
     rank: int = 0
@@ -59,13 +57,14 @@ class FileAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileTransport(WeightTransport):
-    """Both ends, by the name ``file``. ``path``: a directory of this run alone; made if it is not there. ``overwrite``: versions
-    of another run in it are removed; otherwise they raise ConfigError."""
+    """Both ends, by the name ``file``. ``path``: a directory for this run only, created if missing.
+    ``overwrite``: remove versions of another run in it; otherwise they raise ConfigError."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> None:
         self._path, self._overwrite = path, overwrite
 
     def check(self) -> None:
+        """Raise ConfigError without a path."""
         if not self._path:
             raise ConfigError(
                 "weights transport 'file' needs a path that trainer and replicas see, for example"
@@ -74,6 +73,7 @@ class FileTransport(WeightTransport):
             )
 
     def sender(self, host: Host) -> FileSender:
+        """See ``WeightTransport.sender``."""
         self.check()
         assert self._path is not None
         try:
@@ -83,154 +83,150 @@ class FileTransport(WeightTransport):
         return FileSender(path, host, overwrite=self._overwrite)
 
     def receiver(self, host: Host) -> FileReceiver:
+        """See ``WeightTransport.receiver``."""
         return FileReceiver()
 
 
 class FileSender(WeightSender):
-    """Stages a version in memory; ``send`` writes it into a directory of its own."""
+    """Stages a version in memory; ``send`` writes it to its directory."""
 
     outlives = True
 
     def __init__(self, path: Path, host: Host, *, overwrite: bool = False) -> None:
         self._model = Path(host.model) if host.model and not host.rank else None
-        self._rank, self._world_size = host.rank, host.world_size
-        self._directories = VersionDirectories(path, host.rank, host.world_size)
+        self._files = RankFiles(host.rank, host.world_size)
+        self._directories = VersionDirectories(path, self._files)
         try:
             self._directories.take(host.run, overwrite=overwrite)
-            if host.directory is None:
-                self._staging = VersionMemory.private(f"f{host.name}-")
-            else:
-                self._staging = VersionMemory(host.directory, f"f{host.name}-")
+            name = f"f{host.name}-"
+            self._memory = VersionMemory(host.directory, name) if host.directory else VersionMemory.private(name)
         except BaseException:
             self._directories.close()
             raise
-        self._there: set[int] = set()
+        self._written: set[int] = set()
         self._unannounced: int | None = None
 
     def adopt(self, kept: Sequence[tuple[Manifest, bytes]]) -> None:
-        self._there = self._directories.remove_all_but({manifest.version for manifest, _ in kept})
+        """See ``WeightSender.adopt``."""
+        self._written = self._directories.remove_all_but({manifest.version for manifest, _ in kept})
 
     def room(self, nbytes: int) -> Room:
+        """See ``WeightSender.room``."""
         self._unannounced = None
-        return self._staging.room(nbytes)
+        return self._memory.room(nbytes)
 
     def send(self, manifest: Manifest) -> bytes:
+        """See ``WeightSender.send``."""
         version = manifest.version
-        self._staging.seal(version)
-        place = self._directories.place(version)
+        self._memory.seal(version)
+        directory = self._directories.place(version)
         try:
             self._directories.remove(version)
-            self._write(place, manifest, self._staging.chunks(version))
+            self._write(directory, manifest, self._memory.chunks(version))
         except OSError as error:
             self._directories.remove(version)
             if error.errno in _FULL:
                 raise MemoryFull(
-                    f"version {version}: no room for its {manifest.nbytes} bytes in {place}: {error.strerror}. Free space"
-                    " there, or keep fewer versions"
+                    f"version {version}: no room for its {manifest.nbytes} bytes in {directory}: {error.strerror}."
+                    " Free space there, or keep fewer versions"
                 ) from None
-            raise OSError(error.errno, f"version {version}: {error.strerror}", str(place)) from None
+            raise OSError(error.errno, f"version {version}: {error.strerror}", str(directory)) from None
         except BaseException:
             self._directories.remove(version)
             raise
         finally:
-            self._staging.keep([])
-        self._there.add(version)
+            self._memory.keep([])
+        self._written.add(version)
         self._unannounced = version
-        return msgspec.msgpack.encode(FileAddress(str(place.parent), place.name, self._rank, self._world_size))
+        return msgspec.msgpack.encode(FileAddress(str(directory.parent), directory.name, *self._files))
 
     def abandon(self) -> None:
-        self._staging.abandon()
+        """See ``WeightSender.abandon``."""
+        self._memory.abandon()
         if self._unannounced is not None:
-            self.keep([version for version in self._there if version != self._unannounced])
+            self.keep([version for version in self._written if version != self._unannounced])
 
     def keep(self, versions: Sequence[int]) -> None:
+        """See ``WeightSender.keep``."""
         self._unannounced = None
-        for version in self._there.difference(versions):
+        for version in self._written.difference(versions):
             self._directories.remove(version)
-        self._there.intersection_update(versions)
+        self._written.intersection_update(versions)
         self._directories.remove_below(versions)
 
     @property
     def nbytes(self) -> int:
-        return self._staging.nbytes
+        """Host memory held for weights."""
+        return self._memory.nbytes
 
     def close(self) -> None:
-        self._staging.close()
+        """See ``WeightSender.close``."""
+        self._memory.close()
         self._directories.close()
 
-    def _write(self, place: Path, manifest: Manifest, chunks: Sequence[Bytes]) -> None:
-        """This rank's part; with the last of them the index. Whatever ranks write into one file is as each would write it alone."""
-        place.mkdir(exist_ok=self._world_size > 1)
+    def _write(self, directory: Path, manifest: Manifest, chunks: Sequence[Bytes]) -> None:
+        """Write this rank's part. The last rank writes the index, too."""
+        directory.mkdir(exist_ok=self._files.world_size > 1)
         if self._model is not None:
-            copy_model_files(self._model, place)
-        for layout, chunk in zip(self._layouts(manifest), chunks, strict=True):
+            copy_model_files(self._model, directory)
+        for layout, chunk in zip(chunk_files(manifest, self._files.prefix), chunks, strict=True):
             for n, gap in enumerate(layout.gaps(chunk)):
                 if gap.any():
                     raise WeightError(
                         f"version {manifest.version}: bytes between tensors of {layout.files[0].name} are not zero ({n})"
                     )
             for file in layout.files:
-                with _opened_to_write(place / file.name, file) as fd:
+                with _open_to_write(directory / file.name, file) as fd:
                     _write_all(fd, [file.header], 0)
                     for at, views in layout.bytes_of(file, chunk):
                         _write_all(fd, views, at)
-        name = manifest_name(self._rank, self._world_size)
-        _write_whole(place, name, msgspec.msgpack.encode(manifest))
-        self._write_index(place, manifest)
-        sync_directory(place.parent)
+        _write_atomically(directory, self._files.manifest, msgspec.msgpack.encode(manifest))
+        self._write_index(directory, manifest)
+        sync_directory(directory.parent)
 
-    def _layouts(self, manifest: Manifest, rank: int | None = None) -> list[ChunkFiles]:
-        return chunk_files(manifest, file_prefix(self._rank if rank is None else rank, self._world_size))
-
-    def _write_index(self, place: Path, manifest: Manifest) -> None:
-        """When all ranks have written their parts. Who sees that last writes it; if several do, they write the same."""
-        manifests = [manifest]
-        for rank in range(self._world_size):
-            if rank == self._rank:
-                continue
-            try:
-                found = (place / manifest_name(rank, self._world_size)).read_bytes()
-                manifests.insert(rank, msgspec.msgpack.decode(found, type=Manifest))
-            except (FileNotFoundError, *_BAD):
-                return
-        files = [
-            file for r, each in enumerate(manifests) for layout in self._layouts(each, r) for file in layout.files
-        ]
-        root = " ".join(each.root for each in manifests)
-        _write_whole(place, INDEX, encode_index(manifest.version, root, files), f".{self._rank}")
+    def _write_index(self, directory: Path, manifest: Manifest) -> None:
+        """Write the index if all ranks' parts are written. Several ranks may do so; they write the
+        same bytes."""
+        files: list[TensorFile] = []
+        roots = []
+        for rank in range(self._files.world_size):
+            names = self._files._replace(rank=rank)
+            part = manifest
+            if names != self._files:
+                try:
+                    part = msgspec.msgpack.decode((directory / names.manifest).read_bytes(), type=Manifest)
+                except (FileNotFoundError, *_BAD):
+                    return
+            files += [file for layout in chunk_files(part, names.prefix) for file in layout.files]
+            roots.append(part.root)
+        index = encode_index(manifest.version, " ".join(roots), files)
+        _write_atomically(directory, INDEX, index, f".{self._files.rank}")
 
 
-def _write_whole(place: Path, name: str, content: bytes, mark: str = "") -> None:
-    """A file that is there as a whole or not at all, also when the host dies."""
-    part = place / f"{name}{mark}.tmp"
+def _write_atomically(directory: Path, name: str, content: bytes, mark: str = "") -> None:
+    """Write a file that is complete or missing, even if the host dies."""
+    part = directory / f"{name}{mark}.tmp"
     part.unlink(missing_ok=True)
-    with _created(part) as fd:
+    with _synced(part, os.O_EXCL) as fd:
         _write_all(fd, [content], 0)
-    sync_directory(place)
-    os.rename(part, place / name)
-    sync_directory(place)
+    sync_directory(directory)
+    os.rename(part, directory / name)
+    sync_directory(directory)
 
 
 @contextmanager
-def _opened_to_write(path: Path, file: TensorFile) -> Iterator[int]:
-    """A file of this rank's own is new. One that ranks share may be there; it is of its size afterwards, and nothing of it is lost."""
-    if not file.shared:
-        with _created(path) as fd:
-            yield fd
-        return
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        os.ftruncate(fd, file.nbytes)
+def _open_to_write(path: Path, file: TensorFile) -> Iterator[int]:
+    """Create a file of this rank. A shared file may exist already: it keeps other ranks' bytes."""
+    with _synced(path, 0 if file.shared else os.O_EXCL) as fd:
+        if file.shared:
+            os.ftruncate(fd, file.nbytes)
         yield fd
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager
-def _created(path: Path) -> Iterator[int]:
-    """A new file, on its disk when the block ends."""
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+def _synced(path: Path, flags: int) -> Iterator[int]:
+    """Open a file to write. It is on its disk when the block ends."""
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
     try:
         yield fd
         os.fsync(fd)
@@ -243,44 +239,45 @@ def _write_all(fd: int, pieces: Sequence[bytes | Bytes], at: int) -> None:
     while views:
         done = os.pwritev(fd, views[:MOST_VIEWS], at)
         at += done
-        views = _rest(views, done)
+        views = _skip(views, done)
 
 
-def _rest(views: list[memoryview], done: int) -> list[memoryview]:
-    """What is left after so many bytes."""
+def _skip(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Return the views without their first bytes."""
     for n, view in enumerate(views):
-        if done < len(view):
-            return [view[done:], *views[n + 1 :]]
-        done -= len(view)
+        if nbytes < len(view):
+            return [view[nbytes:], *views[n + 1 :]]
+        nbytes -= len(view)
     return []
 
 
 class FileReceiver(WeightReceiver):
-    """Reads versions into memory of its own, and verifies every byte: of headers too, which follow from the manifest."""
+    """Reads versions into its own memory and verifies every byte, headers included: they follow from
+    the manifest."""
 
     def __init__(self) -> None:
-        self._interrupted = False
+        self.interrupted = False
         self._pool = BufferPool("fetched weights, of which a replica holds two versions")
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
-        self._interrupted = False
-        reading = _VersionReader(self, manifest, *_find(manifest, where), time.monotonic() + timeout_s, timeout_s)
-        return Fetched(manifest, reading.chunks(self._pool), moved=manifest.nbytes)
+        """See ``WeightReceiver.fetch``."""
+        self.interrupted = False
+        reader = _VersionReader(self, manifest, *_find(manifest, where), timeout_s)
+        return Fetched(manifest, reader.read(self._pool), moved=manifest.nbytes)
 
     def interrupt(self) -> None:
-        self._interrupted = True
-
-    @property
-    def interrupted(self) -> bool:
-        return self._interrupted
+        """See ``WeightReceiver.interrupt``."""
+        self.interrupted = True
 
     def close(self) -> None:
-        self._interrupted = True
+        """See ``WeightReceiver.close``."""
+        self.interrupted = True
         self._pool.close()
 
 
-def _find(manifest: Manifest, where: bytes) -> tuple[Path, str, str]:
-    """The directory of a version, and of the rank that wrote this part the manifest's name and its files' prefix. ``where`` comes from another process: it can name nothing but one, and only this one."""
+def _find(manifest: Manifest, where: bytes) -> tuple[Path, RankFiles]:
+    """Return the directory of a version, and the names of the publishing rank's files. ``where`` comes
+    from another process: it is limited to a directory of this version."""
     try:
         place = msgspec.msgpack.decode(where, type=FileAddress)
         if version_of(place.directory) != manifest.version or not os.path.isabs(place.path) or "\0" in place.path:
@@ -288,35 +285,32 @@ def _find(manifest: Manifest, where: bytes) -> tuple[Path, str, str]:
         if not 0 <= place.rank < place.world_size:
             raise ValueError(f"it is of rank {place.rank} of {place.world_size}")
     except _BAD as error:
-        raise ProtocolError(
-            f"version {manifest.version}: what its publisher says of its place cannot be read: {error}"
-        ) from None
+        raise ProtocolError(f"version {manifest.version}: its publisher's address cannot be read: {error}") from None
     path = Path(os.path.expanduser(os.environ.get(PATH, "")) or place.path)
-    if not os.path.isdir(path):  # of no name does it raise, however long
+    if not os.path.isdir(path):  # raises for no name, however long
         raise WeightError(
             f"version {manifest.version}: {path}, where its publisher wrote it, is not on this host; mount it, or set {PATH}"
             " to where it is mounted here"
         )
-    of = place.rank, place.world_size
-    return path / place.directory, manifest_name(*of), file_prefix(*of)
+    return path / place.directory, RankFiles(place.rank, place.world_size)
 
 
 class _VersionReader:
-    """One version being read."""
+    """Reads one version."""
 
     def __init__(
-        self, receiver: FileReceiver, manifest: Manifest, place: Path, name: str, prefix: str, deadline: float,
-        timeout_s: float,
-    ) -> None:  # fmt: skip
-        self._receiver, self._manifest, self._place, self._name = receiver, manifest, place, name
-        self._layouts = chunk_files(manifest, prefix)
-        self._deadline, self._timeout_s = deadline, timeout_s
+        self, receiver: FileReceiver, manifest: Manifest, path: Path, files: RankFiles, timeout_s: float
+    ) -> None:
+        self._receiver, self._manifest, self._path, self._files = receiver, manifest, path, files
+        self._deadline, self._timeout_s = time.monotonic() + timeout_s, timeout_s
+        self._layouts = chunk_files(manifest, files.prefix)
         self._version = f"version {manifest.version}"
 
-    def chunks(self, pool: BufferPool) -> list[Bytes]:
-        with self._opened(self._place, None, os.O_DIRECTORY) as directory:
+    def read(self, pool: BufferPool) -> list[Bytes]:
+        """Return the verified chunks, in memory of ``pool``."""
+        with self._opened(self._path, None, os.O_DIRECTORY) as directory:
             self._check_manifest(directory)
-            for layout in self._layouts:  # before memory is taken for any
+            for layout in self._layouts:  # before memory is allocated
                 for file in layout.files:
                     self._check_size(directory, file.name, file.nbytes)
             buckets: list[list[Bucket]] = [[] for _ in self._layouts]
@@ -327,30 +321,28 @@ class _VersionReader:
                 for chunk, layout, inside in zip(chunks, self._layouts, buckets, strict=True):
                     self._read_chunk(directory, chunk, layout, inside)
             except BaseException:
-                pool.give_back(chunks)  # though frames of the error's traceback refer to them
+                pool.give_back(chunks)  # frames of the error's traceback still refer to them
                 raise
             return chunks
 
     def _check_manifest(self, directory: int) -> None:
-        wanted = msgspec.msgpack.encode(self._manifest)
-        self._check_size(directory, self._name, len(wanted))
-        with self._opened(self._name, directory) as fd:
+        name, wanted = self._files.manifest, msgspec.msgpack.encode(self._manifest)
+        self._check_size(directory, name, len(wanted))
+        with self._opened(name, directory) as fd:
             found = os.pread(fd, len(wanted) + 1, 0)
         if found != wanted:
-            raise DigestMismatch(
-                f"{self._version}: {self._place / self._name} is not the manifest that was published"
-            )
+            raise DigestMismatch(f"{self._version}: {self._path / name} is not the manifest that was published")
 
     def _check_size(self, directory: int, name: str, wanted: int) -> None:
         try:
             found = os.stat(name, dir_fd=directory, follow_symlinks=False)
         except OSError as error:
-            raise self._failed(self._place / name, error) from None
+            raise self._failed(self._path / name, error) from None
         if not stat.S_ISREG(found.st_mode):
-            raise DigestMismatch(f"{self._version}: {self._place / name} is no regular file, but a link or the like")
+            raise DigestMismatch(f"{self._version}: {self._path / name} is no regular file, but a link or the like")
         if found.st_size != wanted:
             raise DigestMismatch(
-                f"{self._version}: {self._place / name} has {found.st_size} bytes, not the {wanted} that were published"
+                f"{self._version}: {self._path / name} has {found.st_size} bytes, not the {wanted} that were published"
                 f"{self._tensors(name)}"
             )
 
@@ -358,10 +350,10 @@ class _VersionReader:
         for file in layout.files:
             with self._opened(file.name, directory) as fd:
                 header = bytearray(len(file.header))
-                self._read(fd, file.name, [header], 0)
+                self._read_all(fd, file.name, [header], 0)
                 if header != file.header:
                     raise DigestMismatch(
-                        f"{self._version}: the header of {self._place / file.name} is not that which was published"
+                        f"{self._version}: the header of {self._path / file.name} is not that which was published"
                         f"{self._tensors(file.name)}"
                     )
         for gap in layout.gaps(chunk):
@@ -372,46 +364,45 @@ class _VersionReader:
             for file, at, views in layout.pieces(chunk, bucket.start, bucket.stop):
                 name = file.name
                 with self._opened(name, directory) as fd:
-                    self._read(fd, name, views, at)
+                    self._read_all(fd, name, views, at)
             try:
                 self._manifest.check(bucket, memoryview(chunk[bucket.start : bucket.stop]))  # type: ignore[arg-type]
             except DigestMismatch as error:
-                raise DigestMismatch(f"{error}, in {self._place / name}") from None
+                raise DigestMismatch(f"{error}, in {self._path / name}") from None
 
-    def _read(self, fd: int, name: str, pieces: Sequence[bytearray | Bytes], at: int) -> None:
+    def _read_all(self, fd: int, name: str, pieces: Sequence[bytearray | Bytes], at: int) -> None:
         views = [memoryview(piece) for piece in pieces]  # type: ignore[arg-type]
         while views:
             try:
                 done = os.preadv(fd, views[:MOST_VIEWS], at)
             except OSError as error:
-                raise self._failed(self._place / name, error) from None
+                raise self._failed(self._path / name, error) from None
             if not done:
-                raise DigestMismatch(f"{self._version}: {self._place / name} ends at byte {at}{self._tensors(name)}")
+                raise DigestMismatch(f"{self._version}: {self._path / name} ends at byte {at}{self._tensors(name)}")
             at += done
-            views = _rest(views, done)
+            views = _skip(views, done)
 
     def _check_time(self) -> None:
         if self._receiver.interrupted:
             raise VersionGone(f"{self._version} is wanted no more")
         if time.monotonic() > self._deadline:
-            raise DeadlineExceeded(f"{self._version}: {self._place} was not read within {self._timeout_s:g} s")
+            raise DeadlineExceeded(f"{self._version}: {self._path} was not read within {self._timeout_s:g} s")
 
     @contextmanager
     def _opened(self, name: str | Path, directory: int | None, flags: int = 0) -> Iterator[int]:
-        """Nothing is followed, and nothing waits: what lies there may be a link or a pipe."""
-        path = self._place / name
+        """Open a file to read, without following links or waiting for pipes."""
         try:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=directory)
         except OSError as error:
-            raise self._failed(path, error) from None
+            raise self._failed(self._path / name, error) from None
         try:
             yield fd
         finally:
             os.close(fd)
 
     def _failed(self, path: Path, error: OSError) -> Exception:
-        if error.errno in _GONE and not os.path.exists(self._place / self._name):
-            return VersionGone(f"{self._version} is no longer kept in {self._place}; take the newest")
+        if error.errno in _GONE and not os.path.exists(self._path / self._files.manifest):
+            return VersionGone(f"{self._version} is no longer kept in {self._path}; take the newest")
         if error.errno in _GONE:
             return DigestMismatch(f"{self._version}: {path} is missing{self._tensors(path.name)}")
         if error.errno in _LINK:
@@ -421,7 +412,7 @@ class _VersionReader:
         return WireError(f"{self._version}: {path} cannot be read: {error.strerror}")
 
     def _tensors(self, name: str) -> str:
-        """What a file should hold, for people."""
+        """Return the tensors of a file, for an error message."""
         files = (file for layout in self._layouts for file in layout.files)
         held = next((file.holds for file in files if file.name == name), ())
         return f"; it holds {', '.join(held[:5])}{' and more' if len(held) > 5 else ''}" if held else ""

@@ -1,10 +1,9 @@
-"""ChunkFiles: how the chunks of a manifest lie in safetensors files: names, headers, and byte
-ranges.
+"""ChunkFiles: the chunks of a manifest as safetensors files: names, headers and byte ranges.
 
-The whole tensors of a chunk lie in one file, without the zero padding between them: safetensors
-allows no holes. A tensor of which a rank has a piece lies whole in its own file, under its own
-name: each rank writes its piece there. The layout follows from one rank's manifest. So readers know
-every byte of a header in advance, and ranks write to one file without coordination.
+The whole tensors of a chunk share one file, without the zero padding between them: safetensors
+allows no holes. A tensor in pieces has a file of its own, and each rank writes its piece there. The
+layout follows from one rank's manifest: readers know all headers in advance, and ranks write to one
+file without coordination.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file. ``nbytes``: of the whole file. ``holds``: its tensors' names. ``tied``:
-    other names of some tensors. ``shared``: it holds one whole tensor, of which each rank writes
-    its pieces."""
+    """A safetensors file of ``nbytes``. ``holds``: its tensors' names. ``tied``: further names of its
+    tensors. ``shared``: True for one tensor in pieces, written by several ranks."""
 
     name: str
     header: bytes
@@ -52,6 +50,11 @@ class FileRun(NamedTuple):
     file: TensorFile
     place: int
 
+    def cut(self, start: int, stop: int) -> FileRun:
+        """Return the part within these bytes of the chunk."""
+        low = max(start, self.start)
+        return FileRun(low, min(stop, self.stop), self.file, self.place + low - self.start)
+
 
 @dataclass(frozen=True)
 class ChunkFiles:
@@ -62,44 +65,16 @@ class ChunkFiles:
     runs: tuple[FileRun, ...]
 
     def pieces(self, chunk: Bytes, start: int, stop: int) -> Iterator[tuple[TensorFile, int, list[Bytes]]]:
-        """Yield bytes ``start`` to ``stop`` of a chunk by file: the file, the position in it, and
-        views of bytes that are adjacent in the file."""
-        views: list[Bytes] = []
-        begins = ends = 0
-        before: TensorFile | None = None
-        for n in range(bisect.bisect_right(self.runs, start, key=lambda run: run.stop), len(self.runs)):
-            run = self.runs[n]
-            low, high = max(start, run.start), min(stop, run.stop)
-            if low >= high:
-                break
-            place = run.place + low - run.start
-            if before is not None and (run.file is not before or place != ends):
-                yield before, begins, views
-                views, before = [], None
-            if before is None:
-                before, begins = run.file, place
-            views.append(chunk[low:high])
-            ends = place + high - low
-        if before is not None:
-            yield before, begins, views
+        """Yield bytes ``start`` to ``stop`` of a chunk by file: the file, the position in it, and views
+        of adjacent bytes."""
+        first = bisect.bisect_right(self.runs, start, key=lambda run: run.stop)
+        runs = itertools.takewhile(lambda run: run.start < stop, itertools.islice(self.runs, first, None))
+        return _merge(chunk, (run.cut(start, stop) for run in runs))
 
     def bytes_of(self, file: TensorFile, chunk: Bytes) -> Iterator[tuple[int, list[Bytes]]]:
-        """Yield the bytes of a chunk that lie in a file: the position in the file, and views of
-        adjacent bytes."""
-        views: list[Bytes] = []
-        begins = ends = 0
-        for run in self.runs:
-            if run.file is not file:
-                continue
-            if views and run.place != ends:
-                yield begins, views
-                views = []
-            if not views:
-                begins = run.place
-            views.append(chunk[run.start : run.stop])
-            ends = run.place + run.stop - run.start
-        if views:
-            yield begins, views
+        """Yield the bytes of a chunk in ``file``: the position in the file, and views of adjacent bytes."""
+        for _, place, views in _merge(chunk, (run for run in self.runs if run.file is file)):
+            yield place, views
 
     def gaps(self, chunk: Bytes) -> Iterable[Bytes]:
         """Yield the bytes of a chunk that lie in no file."""
@@ -110,6 +85,23 @@ class ChunkFiles:
             end = run.stop
         if end < len(chunk):
             yield chunk[end:]
+
+
+def _merge(chunk: Bytes, runs: Iterable[FileRun]) -> Iterator[tuple[TensorFile, int, list[Bytes]]]:
+    """Join runs that are adjacent in their file."""
+    file: TensorFile | None = None
+    views: list[Bytes] = []
+    begin = end = 0
+    for run in runs:
+        if file is not None and (run.file is not file or run.place != end):
+            yield file, begin, views
+            file, views = None, []
+        if file is None:
+            file, begin = run.file, run.place
+        views.append(chunk[run.start : run.stop])
+        end = run.place + run.stop - run.start
+    if file is not None:
+        yield file, begin, views
 
 
 def chunk_files(manifest: Manifest, prefix: str = "") -> list[ChunkFiles]:

@@ -1,12 +1,13 @@
-"""Bulk: whole buckets over sockets of their own, from where they lie to where they belong, with no message between.
+"""Streams: whole buckets over sockets of their own, received into their final memory without messages.
 
-    bulk = StreamServer("/dev/shm/.../bulk", find, follow)       # find(version, root, first, count) -> the buckets' bytes
-    channel = StreamClient(bulk.where); channel.read(version, root, first, views, until, landed)    # a thread's own
-    attempt, nbytes = channel.next(attempt, number, start, stop); channel.fill(view, until, landed)
+    server = StreamServer("/dev/shm/.../stream", source)        # in the publisher; source: a StreamSource
+    client = StreamClient(server.where)                         # one for each thread
+    client.read(version, root, first, views, deadline, on_bytes)
+    attempt, nbytes = client.next(attempt, number, start, stop); client.fill(view, deadline, on_bytes)
 
-Half the work of messages, and no keys: over a socket file in a directory of the publisher's user, for replicas that see
-it; over tcp for a service that is insecure. Who knows the token that travels with a version may read. What is wrong with
-a request is told by the service, which is asked for the same then; here its connection just ends.
+A stream costs half as much as messages, and has no keys: it is a socket file in a directory of the
+publisher's user, or tcp for an insecure service. The token that travels with a version gives access.
+Errors of a request are not sent: the receiver asks the service next, which raises them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -32,65 +34,67 @@ from ...interfaces.weights import Bytes
 TOKEN_BYTES = 32
 CONNECT_S = 3.0
 SILENCE_S = 60.0
-"""A peer that takes, or sends, nothing for so long is given up."""
+"""Longest wait for a peer that neither sends nor receives."""
 MOST_CONNECTIONS = 512
 SEND_BYTES = 4 << 20
-"""What a peer must take within SILENCE_S."""
+"""Bytes that a peer must receive within SILENCE_S."""
 PIECE = 512 << 10
-"""The most bytes taken at a time: they are hashed while they are in the cache."""
-_ROOT_BYTES = 16
-_REQUEST = struct.Struct("<q16sqq")
-_ANSWER = struct.Struct("<q")
-_FOLLOW = -1  # instead of a version
-_SPAN = struct.Struct("<qq")  # in the place of a root
-_NEXT = struct.Struct("<qq")
+"""Largest number of bytes received at once: they are hashed while they are in the cache."""
+_REQUEST = struct.Struct("<q16sqq")  # version, root, first, count; or _NEXT, _SPAN, attempt, number
+_ANSWER = struct.Struct("<q")  # bytes; -1: not available
+_NEXT = -1
+_SPAN = struct.Struct("<qq")  # start, stop
+_NEXT_ANSWER = struct.Struct("<qq")  # attempt, bytes or a negative state
 _log = logging.getLogger(__name__)
 
 
 class StreamAddress(msgspec.Struct, frozen=True, array_like=True):
-    """How it is reached. ``host``: an IP address; or the path of a socket file, and ``port`` 0."""
+    """``host``: an IP address, or the path of a socket file with ``port`` 0."""
 
     host: str
     port: int
     token: bytes
 
 
-class StreamServer:
-    """Sends what ``find`` gives, a connection a thread, from now until ``close``. ``find`` raises VersionGone, or ProtocolError, for what
-    is not there; its arrays are held while they are sent. ``follow(connection, attempt, number)``
-    waits for a chunk of a version that is being written, and gives it with the number of its attempt; a negative number
-    instead where there is none; it raises EOFError when the connection ends before."""
+class StreamSource(Protocol):
+    """Provides the bytes of a StreamServer. Thread-safe. Arrays are held while they are sent."""
 
-    def __init__(
-        self,
-        host: str,
-        find: Callable[[int, str, int, int], Sequence[Bytes]],
-        follow: Callable[[socket.socket, int, int], tuple[int, Bytes | int]],
-    ) -> None:
-        self._find, self._follow = find, follow
+    def stream_buckets(self, version: int, root: str, first: int, count: int) -> Sequence[Bytes]:
+        """Return buckets of a version. Raises VersionGone, ProtocolError."""
+
+    def stream_chunk(self, connection: socket.socket, attempt: int, number: int) -> tuple[int, Bytes | int]:
+        """Wait for a chunk of the version being written. Return its attempt, and the chunk or a negative
+        state. Raises EOFError when ``connection`` ends; see ``InProgressVersion.wait``."""
+
+
+class StreamServer:
+    """Serves ``source`` until ``close``, with a thread for each connection."""
+
+    def __init__(self, host: str, source: StreamSource) -> None:
+        self._source = source
         self._token = secrets.token_bytes(TOKEN_BYTES)
+        port = 0
         if _is_file(host):
             self._listener = socket.socket(socket.AF_UNIX)
             self._listener.bind(host)
             self._listener.listen()
-            self.where = StreamAddress(host, 0, self._token)
         else:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, 0), family=family)
-            self.where = StreamAddress(host, self._listener.getsockname()[1], self._token)
+            port = self._listener.getsockname()[1]
+        self.where = StreamAddress(host, port, self._token)
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
-        threading.Thread(target=self._accept, name="asyncflow-bulk", daemon=True).start()
+        threading.Thread(target=self._accept, name="asyncflow-stream", daemon=True).start()
 
     def close(self) -> None:
-        """Idempotent. Connections end at once."""
+        """End all connections at once. Idempotent."""
         with self._lock:
             self._closed = True
-            open_ones = list(self._connections)
-        _end(self._listener)
-        for each in open_ones:
-            _end(each)
+            connections = list(self._connections)
+        for each in (self._listener, *connections):
+            _shut_down(each)
 
     def _accept(self) -> None:
         with self._listener:
@@ -100,30 +104,29 @@ class StreamServer:
                 except OSError as error:
                     if self._closed:
                         return
-                    _log.warning("a connection for weights was not taken: %s", error)
-                    time.sleep(0.1)  # no descriptor left: others will end
+                    _log.warning("a connection for weights was not accepted: %s", error)
+                    time.sleep(0.1)  # out of descriptors, until other connections end
                     continue
                 with self._lock:
-                    taken = not self._closed and len(self._connections) < MOST_CONNECTIONS
-                    if taken:
+                    accepted = not self._closed and len(self._connections) < MOST_CONNECTIONS
+                    if accepted:
                         self._connections.add(connection)
-                if not taken:
+                if accepted:
+                    serve = functools.partial(self._serve, connection)
+                    threading.Thread(target=serve, name="asyncflow-stream-out", daemon=True).start()
+                else:
                     connection.close()
-                    continue
-                threading.Thread(
-                    target=self._serve, args=(connection,), name="asyncflow-bulk-out", daemon=True
-                ).start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection, contextlib.suppress(OSError, EOFError):
-                _set(connection)
+                _set_options(connection)
                 connection.settimeout(SILENCE_S)
-                if not hmac.compare_digest(_exactly(connection, TOKEN_BYTES), self._token):
+                if not hmac.compare_digest(_receive(connection, TOKEN_BYTES), self._token):
                     return
                 while True:
-                    connection.settimeout(None)  # a replica may ask for the next version after days
-                    request = _exactly(connection, _REQUEST.size)
+                    connection.settimeout(None)  # the next version may come after days
+                    request = _receive(connection, _REQUEST.size)
                     connection.settimeout(SILENCE_S)
                     self._answer(connection, *_REQUEST.unpack(request))
         except Exception:
@@ -133,17 +136,17 @@ class StreamServer:
                 self._connections.discard(connection)
 
     def _answer(self, connection: socket.socket, version: int, root: bytes, first: int, count: int) -> None:
-        if version == _FOLLOW:
+        if version == _NEXT:
             start, stop = _SPAN.unpack(root)
-            attempt, chunk = self._follow(connection, first, count)
+            attempt, chunk = self._source.stream_chunk(connection, first, count)
             nbytes = chunk if isinstance(chunk, int) else chunk.nbytes
-            connection.sendall(_NEXT.pack(attempt, nbytes))
+            connection.sendall(_NEXT_ANSWER.pack(attempt, nbytes))
             if not isinstance(chunk, int) and 0 <= start < stop <= nbytes:
                 for at in range(start, stop, SEND_BYTES):
                     connection.sendall(memoryview(chunk[at : min(at + SEND_BYTES, stop)]))  # type: ignore[arg-type]
             return
         try:
-            found = self._find(version, root.hex(), first, count)
+            found = self._source.stream_buckets(version, root.hex(), first, count)
         except (WireError, VersionGone):
             found = []
         connection.sendall(_ANSWER.pack(sum(each.nbytes for each in found) if found else -1))
@@ -152,7 +155,10 @@ class StreamServer:
 
 
 class StreamClient:
-    """A connection to a StreamServer. One thread reads; any may ``interrupt``."""
+    """A connection to a StreamServer, for one thread. ``interrupt`` is thread-safe.
+
+    An error closes the connection: ServerLost, DeadlineExceeded, and WireError after ``interrupt``.
+    """
 
     def __init__(self, where: StreamAddress) -> None:
         self._where = where
@@ -165,149 +171,144 @@ class StreamClient:
         root: str,
         first: int,
         views: Sequence[memoryview],
-        until: float,
-        landed: Callable[[int, int], None],
+        deadline: float,
+        on_bytes: Callable[[int, int], None],
     ) -> bool:
-        """Fill ``views``, which are as long as the buckets from number ``first`` on. ``landed`` is told which view has how many bytes,
-        as they come. False when the server has not got them, or cannot be reached: its service says why. Raises
-        ServerLost, DeadlineExceeded, WireError when interrupted; then the connection is given up."""
+        """Receive the buckets from number ``first`` on into ``views``. ``on_bytes`` gets the number of a
+        view and of its bytes received. Return False if the server cannot be reached or does not
+        have them."""
         if self._interrupted:
             raise WireError("it was interrupted")
-        if not 0 <= version < 1 << 63 or (self._socket is None and not self._connect(until)):
+        if not 0 <= version < 1 << 63 or (self._socket is None and not self._connect(deadline)):
             return False
-        assert self._socket is not None
         try:
-            if self._interrupted:
-                raise WireError
-            self._socket.settimeout(SILENCE_S)
-            self._socket.sendall(_REQUEST.pack(version, bytes.fromhex(root), first, len(views)))
-            self._wait(until)
-            (nbytes,) = _ANSWER.unpack(_exactly(self._socket, _ANSWER.size))
+            connection = self._begin(_REQUEST.pack(version, bytes.fromhex(root), first, len(views)))
+            self._set_timeout(deadline)
+            (nbytes,) = _ANSWER.unpack(_receive(connection, _ANSWER.size))
             if nbytes < 0:
                 return False
             if nbytes != sum(len(view) for view in views):
                 raise ServerLost(f"{nbytes} bytes came for buckets of {sum(map(len, views))}")
             for number, view in enumerate(views):
-                self._fill(view, until, functools.partial(landed, number))
+                self._fill(view, deadline, functools.partial(on_bytes, number))
         except BaseException as error:
-            raise self._failed(error, until) from None
+            raise self._failed(error, deadline) from None
         return True
 
     def next(self, attempt: int, number: int, start: int, stop: int) -> tuple[int, int]:
-        """Ask for bytes ``start`` to ``stop`` of a chunk, by number and attempt, and wait, for however long, until it is there.
-        Returns the number of the attempt and the size of the chunk, of which those bytes come, for ``fill``; or a negative
-        number, and none do. Raises as ``read`` does."""
+        """Request bytes ``start`` to ``stop`` of a chunk, and wait without limit until it is written.
+        Return its attempt, and its size: then ``fill`` receives the bytes; or a negative state."""
         try:
             if self._socket is None and not self._connect(math.inf):
                 raise ServerLost("it cannot be reached")
-            assert self._socket is not None
-            if self._interrupted:
-                raise WireError
-            self._socket.settimeout(SILENCE_S)
-            self._socket.sendall(_REQUEST.pack(_FOLLOW, _SPAN.pack(start, stop), attempt, number))
-            self._socket.settimeout(None)  # a version comes when a step of training is done
-            return _NEXT.unpack(_exactly(self._socket, _NEXT.size))
+            connection = self._begin(_REQUEST.pack(_NEXT, _SPAN.pack(start, stop), attempt, number))
+            connection.settimeout(None)
+            return _NEXT_ANSWER.unpack(_receive(connection, _NEXT_ANSWER.size))
         except BaseException as error:
             raise self._failed(error, math.inf) from None
 
-    def fill(self, view: memoryview, until: float, landed: Callable[[int], None]) -> None:
-        """Get the bytes asked for. ``landed`` is told how many are there. Raises as ``read`` does."""
+    def fill(self, view: memoryview, deadline: float, on_bytes: Callable[[int], None]) -> None:
+        """Receive the requested bytes. ``on_bytes`` gets the number of bytes received so far."""
         try:
-            self._fill(view, until, landed)
+            self._fill(view, deadline, on_bytes)
         except BaseException as error:
-            raise self._failed(error, until) from None
+            raise self._failed(error, deadline) from None
 
-    def _fill(self, view: memoryview, until: float, landed: Callable[[int], None]) -> None:
-        assert self._socket is not None
-        got = 0
-        while got < len(view):
-            self._wait(until)
-            read = self._socket.recv_into(view[got : got + PIECE])
-            if not read:
-                raise EOFError
-            got += read
-            landed(got)
-
-    def _failed(self, error: BaseException, until: float) -> BaseException:
-        """What is raised instead, once the connection is given up."""
-        self.close()
-        if self._interrupted:
-            return WireError("it was interrupted")
-        if isinstance(error, TimeoutError) and time.monotonic() >= until:
-            return DeadlineExceeded("no time is left")
-        if isinstance(error, (OSError, EOFError)) and not isinstance(error, WireError):
-            return ServerLost(f"its connection for buckets ended: {error or 'it was closed'}")
-        return error
-
-    def wait(self) -> None:
-        """Until the other end closes. Raises ServerLost then, and WireError when interrupted."""
+    def wait_for_end(self) -> None:
+        """Wait until the server closes the connection. Raises ServerLost then."""
         try:
             assert self._socket is not None
             self._socket.settimeout(None)
-            _exactly(self._socket, 1)
-            raise ServerLost("it sent what nobody asked for")
+            _receive(self._socket, 1)
+            raise ServerLost("it sent unrequested bytes")
         except BaseException as error:
             raise self._failed(error, math.inf) from None
 
     def interrupt(self) -> None:
-        """A read under way, and every later one, raises WireError."""
+        """Make the call in progress and every later one raise WireError."""
         self._interrupted = True
         connection = self._socket
         if connection is not None:
-            _end(connection)  # whoever reads closes it
+            _shut_down(connection)  # the reading thread closes it
 
     def close(self) -> None:
-        """The next read connects anew. Idempotent. By the thread that reads."""
+        """Close the connection; the next read opens another. Call from the reading thread. Idempotent."""
         connection, self._socket = self._socket, None
         if connection is not None:
             connection.close()
 
-    def _connect(self, until: float) -> bool:
-        place = self._where
+    def _connect(self, deadline: float) -> bool:
         try:
-            left = max(min(CONNECT_S, until - time.monotonic()), 0.001)
-            connection = _open(place, left)
-        except (OSError, ValueError, OverflowError):  # nothing is there, or no such place can be
+            self._socket = _open(self._where, max(min(CONNECT_S, deadline - time.monotonic()), 0.001))
+        except (OSError, ValueError, OverflowError):  # no server, or no valid address
             return False
-        self._socket = connection
         with contextlib.suppress(OSError):
-            _set(connection)
-            connection.sendall(place.token)
+            _set_options(self._socket)
+            self._socket.sendall(self._where.token)
         return True
 
-    def _wait(self, until: float) -> None:
-        """The next read may take so long."""
+    def _begin(self, request: bytes) -> socket.socket:
         assert self._socket is not None
-        self._socket.settimeout(max(min(SILENCE_S, until - time.monotonic()), 0.001))
+        if self._interrupted:
+            raise WireError
+        self._socket.settimeout(SILENCE_S)
+        self._socket.sendall(request)
+        return self._socket
+
+    def _fill(self, view: memoryview, deadline: float, on_bytes: Callable[[int], None]) -> None:
+        assert self._socket is not None
+        got = 0
+        while got < len(view):
+            self._set_timeout(deadline)
+            read = self._socket.recv_into(view[got : got + PIECE])
+            if not read:
+                raise EOFError
+            got += read
+            on_bytes(got)
+
+    def _set_timeout(self, deadline: float) -> None:
+        assert self._socket is not None
+        self._socket.settimeout(max(min(SILENCE_S, deadline - time.monotonic()), 0.001))
+
+    def _failed(self, error: BaseException, deadline: float) -> BaseException:
+        """Close the connection. Return the error to raise."""
+        self.close()
+        if self._interrupted:
+            return WireError("it was interrupted")
+        if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
+            return DeadlineExceeded("no time is left")
+        if isinstance(error, (OSError, EOFError)) and not isinstance(error, WireError):
+            return ServerLost(f"its connection for buckets ended: {error or 'it was closed'}")
+        return error
 
 
 def _is_file(host: str) -> bool:
     return host.startswith("/")
 
 
-def _open(place: StreamAddress, timeout_s: float) -> socket.socket:
+def _open(address: StreamAddress, timeout_s: float) -> socket.socket:
     """Raises OSError, ValueError, OverflowError."""
-    if not _is_file(place.host):
-        ipaddress.ip_address(place.host)  # names are not looked up: that has no deadline
-        return socket.create_connection((place.host, place.port), timeout_s)
+    if not _is_file(address.host):
+        ipaddress.ip_address(address.host)  # a name lookup would have no deadline
+        return socket.create_connection((address.host, address.port), timeout_s)
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(timeout_s)
-        connection.connect(place.host)
+        connection.connect(address.host)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _set(connection: socket.socket) -> None:
+def _set_options(connection: socket.socket) -> None:
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _exactly(connection: socket.socket, nbytes: int) -> bytes:
-    """Raises EOFError when the other end closes before."""
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    """Return exactly ``nbytes``. Raises EOFError."""
     data = b""
     while len(data) < nbytes:
         more = connection.recv(nbytes - len(data))
@@ -317,7 +318,7 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def _end(connection: socket.socket) -> None:
-    """Whoever reads or writes there stops."""
+def _shut_down(connection: socket.socket) -> None:
+    """Wake the threads that use a connection."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

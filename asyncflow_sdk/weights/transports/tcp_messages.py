@@ -1,4 +1,4 @@
-"""What the ends of the tcp transport say to each other: requests for buckets, and what is sent for each."""
+"""Messages of the tcp transport: requests for buckets, and their answers."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from .stream import StreamAddress
 
 RAW, DELTA = 0, 1
 ANSWER_BYTES = 8 << 20
-"""An answer that gets larger has fewer buckets than were asked for, but at least one."""
+"""Limit of an answer. It has fewer buckets than requested if they are larger, but at least one."""
 MOST_BUCKETS = 256
-"""In a request."""
+"""Limit of a request."""
 
 
 class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a version is: at a service, by the number it was published under. ``rank``: of the publisher. ``bulk``: where whole
-    buckets are sent without messages, too. ``attempt``: which of those to write a version came to
-    this one. ``deltas``: whether any are made."""
+    """Address of a version. ``service``: encoded ServiceAddress. ``version``: its number when published.
+    ``rank``: of the publisher. ``stream``: None if whole buckets are sent by the service only.
+    ``attempt``: number of the attempt to write it. ``deltas``: False if the publisher makes none."""
 
     service: bytes
     version: int
     rank: int = 0
-    bulk: StreamAddress | None = None
+    stream: StreamAddress | None = None
     attempt: int = 0
     deltas: bool = True
 
 
 class Get(msgspec.Struct, frozen=True, array_like=True):
-    """``count`` buckets of a version from number ``first`` of all. ``base``: a version that is held already, by number and root,
-    which a delta may be made against; -1 for none. Roots tell versions with the same number apart."""
+    """Request for ``count`` buckets from number ``first`` on. ``base`` and ``base_root``: a version that
+    the replica holds, for deltas; -1 without one. Roots distinguish versions with the same number."""
 
     version: int
     root: str
@@ -43,7 +43,7 @@ class Get(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GetReply(msgspec.Struct, frozen=True, array_like=True):
-    """A byte for each bucket that is sent: RAW or DELTA. Each has a frame."""
+    """RAW or DELTA for each bucket sent. Each bucket is a frame."""
 
     kinds: bytes
 
@@ -53,7 +53,7 @@ _T = TypeVar("_T", TcpAddress, Get, GetReply)
 
 
 def decode(body: bytes, kind: type[_T]) -> _T:
-    """Raises ProtocolError."""
+    """Decode a message. Raises ProtocolError."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -61,7 +61,7 @@ def decode(body: bytes, kind: type[_T]) -> _T:
 
 
 def fits(manifest: Manifest, base: Manifest) -> bool:
-    """Whether buckets of one can be told as differences from the same buckets of the other, and verified."""
+    """True if deltas between two versions are possible and can be verified."""
     return (
         manifest.digested
         and base.digested

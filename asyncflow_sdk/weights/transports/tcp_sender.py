@@ -1,7 +1,7 @@
-"""The publishing end of the tcp transport: versions staged in host memory, sent from where they lie to who asks.
+"""TcpSender: versions staged in host memory, sent from there to replicas.
 
-Nobody who asks is waited for: what is being sent is pinned, and memory that is still pinned when its version is kept
-no longer is used again later. Deltas are made by threads of their own, and answered when they are made.
+Nothing waits for replicas: memory being sent is pinned, and reused once it is free. Deltas are
+encoded by threads of their own.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .version_memory import SharedRoom, VersionMemory
 DELTA_THREADS = 2
 
 
-class _Version:
-    """One that may be asked for. ``chunks`` pin its memory."""
+class _SentVersion:
+    """A version that replicas may request. ``chunks`` pin its memory."""
 
     def __init__(self, manifest: Manifest, chunks: Sequence[Bytes]) -> None:
         self.manifest, self.root = manifest, manifest.root
@@ -39,7 +39,7 @@ class _Version:
         self._widths: dict[tuple[int, int], int] = {}
 
     def span(self, first: int, count: int) -> Sequence[Bucket]:
-        """Raises ProtocolError."""
+        """Return the requested buckets. Raises ProtocolError."""
         if not (0 <= first < first + count <= len(self.buckets) and count <= MOST_BUCKETS):
             raise ProtocolError(
                 f"{count} buckets from {first} of version {self.manifest.version}, which has {len(self.buckets)}"
@@ -47,150 +47,93 @@ class _Version:
         return self.buckets[first : first + count]
 
     def bytes_of(self, bucket: Bucket) -> Bytes:
+        """Return the bytes of a bucket."""
         return self.chunks[bucket.chunk][bucket.start : bucket.stop]
 
     def width(self, bucket: Bucket) -> int:
-        """Bytes of most of its elements."""
+        """Return the element size of most of a bucket's bytes."""
         if not self._widths:
             self._widths = _widths(self.manifest)
         return self._widths.get((bucket.chunk, bucket.index), 1)
 
 
 class TcpSender(WeightSender):
-    """``listen`` and ``insecure``: see Service. ``delta_bytes``: how much memory deltas may take that were made already; 0: none are
-    made."""
+    """Sends versions by a Service, and streams whole buckets. ``listen``, ``insecure``: see Service.
+    ``delta_bytes``: memory for encoded deltas; 0: deltas are not made."""
 
     def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
-        self._rank, self._delta = host.rank, delta_bytes > 0
-        self._codes = DeltaCache(delta_bytes)
-        self._versions: dict[int, _Version] = {}
-        self._fresh: int | None = None  # sent, and not kept yet
+        self._rank, self._makes_deltas = host.rank, delta_bytes > 0
+        self._deltas = DeltaCache(delta_bytes)
+        self._versions: dict[int, _SentVersion] = {}
+        self._unannounced: int | None = None
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(DELTA_THREADS, "asyncflow-delta")
-        self._unfinished = InProgressVersion()
+        self._in_progress = InProgressVersion()
         with contextlib.ExitStack() as undo:
-            self._staging = VersionMemory.private(host.name)
-            undo.callback(self._staging.close)
+            self._memory = VersionMemory.private(host.name)
+            undo.callback(self._memory.close)
             self._service = Service(host, self, listen=listen, insecure=insecure)
             undo.callback(self._service.close)
-            here = self._service.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-            place = here if insecure else str(self._staging.directory / "bulk")
-            self._bulk = StreamServer(place, self._whole, self._next)
+            own = self._service.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+            self._stream = StreamServer(own if insecure else str(self._memory.directory / "stream"), self)
             undo.pop_all()
 
     def room(self, nbytes: int) -> SharedRoom:
-        self._fresh = None
-        room = self._staging.room(nbytes)
-        room.on_full = self._unfinished.written
+        """See ``WeightSender.room``."""
+        self._unannounced = None
+        room = self._memory.room(nbytes)
+        room.on_full = self._in_progress.add
         return room
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
-        return self._staging.prepare(sizes)
+        """See ``WeightSender.prepare``."""
+        return self._memory.prepare(sizes)
 
     def send(self, manifest: Manifest) -> bytes:
-        self._staging.seal(manifest.version)
-        version = _Version(manifest, self._staging.chunks(manifest.version))
+        """See ``WeightSender.send``."""
+        number = manifest.version
+        self._memory.seal(number)
+        version = _SentVersion(manifest, self._memory.chunks(number))
         with self._lock:
-            self._versions[manifest.version] = version
-        self._fresh = manifest.version
-        self._unfinished.whole()
-        attempt = self._unfinished.attempt
-        return encode(
-            TcpAddress(self._service.where, manifest.version, self._rank, self._bulk.where, attempt, self._delta)
-        )
+            self._versions[number] = version
+        self._unannounced = number
+        self._in_progress.complete()
+        attempt, deltas = self._in_progress.attempt, self._makes_deltas
+        return encode(TcpAddress(self._service.where, number, self._rank, self._stream.where, attempt, deltas))
 
     def abandon(self) -> None:
-        self._unfinished.dropped()
-        self._forget([version for version in self._staging.versions if version != self._fresh])
-        self._staging.abandon()
-        self._fresh = None
+        """See ``WeightSender.abandon``."""
+        self._in_progress.drop()
+        self._forget_all_but([version for version in self._memory.versions if version != self._unannounced])
+        self._memory.abandon()
+        self._unannounced = None
 
     def keep(self, versions: Sequence[int]) -> None:
-        self._fresh = None
-        self._forget(versions)
-        self._staging.keep(versions)
+        """See ``WeightSender.keep``."""
+        self._unannounced = None
+        self._forget_all_but(versions)
+        self._memory.keep(versions)
 
     @property
     def nbytes(self) -> int:
-        return self._staging.nbytes + self._codes.nbytes
+        """Host memory held for weights and deltas."""
+        return self._memory.nbytes + self._deltas.nbytes
 
     def close(self) -> None:
-        self._stop()
-        self._threads.shutdown(cancel_futures=True)
-        self._forget(())
-        self._staging.close()
-
-    def _forget(self, but: Sequence[int]) -> None:
-        with self._lock:
-            self._versions = {number: version for number, version in self._versions.items() if number in but}
-            roots = {version.root for version in self._versions.values()}
-        self._codes.keep(roots)
-
-    def _stop(self) -> None:
+        """See ``WeightSender.close``."""
         self._service.close()
-        self._bulk.close()
+        self._stream.close()
+        self._threads.shutdown(cancel_futures=True)
+        self._forget_all_but(())
+        self._memory.close()
 
-    def _whole(self, number: int, root: str, first: int, count: int) -> Sequence[Bytes]:
-        """Buckets as they are. Raises VersionGone, ProtocolError."""
-        version = self._version(number, root)
-        return [version.bytes_of(bucket) for bucket in version.span(first, count)]
-
-    def _next(self, connection: socket.socket, attempt: int, number: int) -> tuple[int, Bytes | int]:
-        """A chunk as soon as it is written; see InProgressVersion."""
-        attempt, found = self._unfinished.wait(connection, attempt, number)
-        if isinstance(found, int):
-            return attempt, found
-        try:
-            return attempt, self._staging.view(found)
-        except LeaseLost:  # its memory is a later version's
-            return attempt, GONE
-
-    # ---- called by the service
-
-    def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
-        get = decode(body, Get)
-        version = self._version(get.version, get.root)
+    def _forget_all_but(self, versions: Sequence[int]) -> None:
         with self._lock:
-            base = self._versions.get(get.base)
-        buckets = version.span(get.first, get.count)
-        if base is None or not self._delta or base.root != get.base_root or not fits(version.manifest, base.manifest):
-            buckets = _within(buckets)
-            self._send(ticket, get, buckets, [None] * len(buckets))
-        else:
-            self._threads.submit(self._answer, ticket, get, version, base, buckets)
+            self._versions = {number: version for number, version in self._versions.items() if number in versions}
+            roots = {version.root for version in self._versions.values()}
+        self._deltas.keep(roots)
 
-    def gone(self, peer: str) -> None:
-        pass
-
-    def _answer(self, ticket: int, get: Get, version: _Version, base: _Version, buckets: Sequence[Bucket]) -> None:
-        """With deltas, where they are smaller."""
-        codes, size = list[bytes | None](), 0
-        try:
-            for number, bucket in enumerate(buckets, get.first):
-                new, old = version.bytes_of(bucket), base.bytes_of(bucket)
-                make = functools.partial(delta.encode, new, old, version.width(bucket))
-                code = self._codes.get(DeltaKey(version.root, base.root, number), make)
-                codes.append(code)
-                size += len(new if code is None else code)
-                if size >= ANSWER_BYTES:
-                    break
-        except Exception as error:
-            self._service.fail(ticket, error if isinstance(error, AsyncFlowError) else ProtocolError(repr(error)))
-        else:
-            self._send(ticket, get, buckets[: len(codes)], codes)
-
-    def _send(self, ticket: int, get: Get, buckets: Sequence[Bucket], codes: Sequence[bytes | None]) -> None:
-        """Whole buckets are looked up when they are sent, and not pinned before."""
-
-        def frames() -> Sequence[Any]:
-            version = self._version(get.version, get.root)
-            return [version.bytes_of(b) if code is None else code for b, code in zip(buckets, codes, strict=True)]
-
-        self._service.answer(
-            ticket, encode(GetReply(bytes(RAW if code is None else DELTA for code in codes))), frames
-        )
-
-    def _version(self, number: int, root: str) -> _Version:
+    def _find(self, number: int, root: str) -> _SentVersion:
         with self._lock:
             version = self._versions.get(number)
         if version is None or version.root != root:
@@ -199,19 +142,82 @@ class TcpSender(WeightSender):
             )
         return version
 
+    # ---- the stream's StreamSource
 
-def _within(buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-    """As many of the first ones as an answer has room for."""
+    def stream_buckets(self, version: int, root: str, first: int, count: int) -> Sequence[Bytes]:
+        """See ``StreamSource.stream_buckets``."""
+        found = self._find(version, root)
+        return [found.bytes_of(bucket) for bucket in found.span(first, count)]
+
+    def stream_chunk(self, connection: socket.socket, attempt: int, number: int) -> tuple[int, Bytes | int]:
+        """See ``StreamSource.stream_chunk``."""
+        attempt, found = self._in_progress.wait(connection, attempt, number)
+        if isinstance(found, int):
+            return attempt, found
+        try:
+            return attempt, self._memory.view(found)
+        except LeaseLost:  # its memory was reused
+            return attempt, GONE
+
+    # ---- the service's ServiceHandler
+
+    def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+        """See ``ServiceHandler.request``."""
+        get = decode(body, Get)
+        version = self._find(get.version, get.root)
+        with self._lock:
+            base = self._versions.get(get.base) if self._makes_deltas else None
+        buckets = version.span(get.first, get.count)
+        if base is None or base.root != get.base_root or not fits(version.manifest, base.manifest):
+            buckets = _first_of(buckets, ANSWER_BYTES)
+            self._answer(ticket, get, buckets, [None] * len(buckets))
+        else:
+            self._threads.submit(self._answer_deltas, ticket, get, version, base, buckets)
+
+    def gone(self, peer: str) -> None:
+        """See ``ServiceHandler.gone``."""
+
+    def _answer_deltas(
+        self, ticket: int, get: Get, version: _SentVersion, base: _SentVersion, buckets: Sequence[Bucket]
+    ) -> None:
+        """Answer with a delta for each bucket, or the bucket if that is smaller."""
+        codes, size = list[bytes | None](), 0
+        try:
+            for number, bucket in enumerate(buckets, get.first):
+                new, old = version.bytes_of(bucket), base.bytes_of(bucket)
+                make = functools.partial(delta.encode, new, old, version.width(bucket))
+                codes.append(self._deltas.get(DeltaKey(version.root, base.root, number), make))
+                size += len(codes[-1] or new)
+                if size >= ANSWER_BYTES:
+                    break
+        except Exception as error:
+            self._service.fail(ticket, error if isinstance(error, AsyncFlowError) else ProtocolError(repr(error)))
+        else:
+            self._answer(ticket, get, buckets[: len(codes)], codes)
+
+    def _answer(self, ticket: int, get: Get, buckets: Sequence[Bucket], codes: Sequence[bytes | None]) -> None:
+        """Answer with these deltas; None: the whole bucket, pinned only when it is sent."""
+
+        def frames() -> Sequence[Any]:
+            version = self._find(get.version, get.root)
+            return [version.bytes_of(b) if code is None else code for b, code in zip(buckets, codes, strict=True)]
+
+        kinds = bytes(RAW if code is None else DELTA for code in codes)
+        self._service.answer(ticket, encode(GetReply(kinds)), frames)
+
+
+def _first_of(buckets: Sequence[Bucket], nbytes: int) -> Sequence[Bucket]:
+    """Return the first buckets, up to ``nbytes``; at least one."""
     size = 0
     for number, bucket in enumerate(buckets):
         size += bucket.stop - bucket.start
-        if size > ANSWER_BYTES and number:
+        if size > nbytes and number:
             return buckets[:number]
     return buckets
 
 
 def _widths(manifest: Manifest) -> dict[tuple[int, int], int]:
-    """Of each bucket, the element size that most of its bytes have."""
+    """Return the element size of most bytes of each bucket, by chunk and index."""
     found: dict[tuple[int, int], dict[int, int]] = {}
     step = manifest.bucket_bytes
     for info in manifest.tensors:

@@ -1,14 +1,14 @@
 """VersionDirectories: names of version directories, and when they become visible and are removed.
 
-    path/version-00000012/model-00001-of-00002.safetensors ...      one a chunk; with the rank if there are several
-                          model-tensor-5f0c….safetensors           a tensor of which each rank has a piece
-                          model.safetensors.index.json              once all ranks have written their parts
-                          config.json, tokenizer.json, ...          of the model
-                          manifest.msgpack, manifest-1-of-4.msgpack of a rank; written last: a part without it does not count
-    path/.publisher-1                                               locked by that rank's publisher; holds the run's name
+    path/version-00000012/model-00001-of-00002.safetensors     one for each chunk; with several ranks: model-rank-1-...
+                          model-tensor-5f0c….safetensors       a tensor in pieces: each rank writes its own
+                          model.safetensors.index.json         once all ranks have written their parts
+                          config.json, tokenizer.json, ...     of the model
+                          manifest.msgpack                     written last, by each rank: without it its part is invalid
+    path/.publisher-1                                          locked by the publisher of rank 1; holds the run's name
 
-Other ranks may be writing a version above every kept one: of its directory a rank removes only its
-own files. A whole directory is renamed before it is removed, so that no reader finds half of it.
+Another rank may be writing to the directory of a version above every kept one: a rank removes only
+its own files there. A whole directory is renamed first: readers never find half of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import ConfigError
 from ...memory import make_private_directory
@@ -42,19 +42,21 @@ _OWN_FILES = re.compile(
 )
 
 
-def directory_name(version: int) -> str:
-    """Return the name of a version's directory."""
-    return f"version-{version:08}"
+class RankFiles(NamedTuple):
+    """Names of one rank's files in a version directory."""
 
+    rank: int
+    world_size: int
 
-def manifest_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank's manifest."""
-    return MANIFEST if world_size == 1 else f"manifest-{rank}-of-{world_size}.msgpack"
+    @property
+    def manifest(self) -> str:
+        """Name of the manifest."""
+        return MANIFEST if self.world_size == 1 else f"manifest-{self.rank}-of-{self.world_size}.msgpack"
 
-
-def file_prefix(rank: int, world_size: int) -> str:
-    """Return the prefix of a rank's own files."""
-    return "" if world_size == 1 else f"rank-{rank}-"
+    @property
+    def prefix(self) -> str:
+        """Prefix of the rank's own tensor files."""
+        return "" if self.world_size == 1 else f"rank-{self.rank}-"
 
 
 def copy_model_files(model: Path, place: Path) -> None:
@@ -74,22 +76,22 @@ def version_of(name: str) -> int:
 
 
 class VersionDirectories:
-    """The directories of one rank's versions, below ``path``. It holds a lock: one publisher at a
-    time."""
+    """The directories of one rank's versions below ``path``. Locked: one publisher at a time."""
 
-    def __init__(self, path: Path, rank: int, world_size: int) -> None:
-        self.path, self._rank, self._several = path, rank, world_size > 1
-        self._manifest, self._prefix = manifest_name(rank, world_size), file_prefix(rank, world_size)
+    def __init__(self, path: Path, files: RankFiles) -> None:
+        self.path, self._files, self._several = path, files, files.world_size > 1
         try:
             make_private_directory(path)
-            self._lock = os.open(path / f".publisher-{rank}", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            self._lock = os.open(path / f".publisher-{files.rank}", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise ConfigError(
                 f"weights transport 'file' cannot write into {path}: {error.strerror}. Name a directory that the trainer"
                 f' can write and every replica can read, for example path="/mnt/shared/my-run/weights"'
             ) from None
         _open_directories.add(self)
-        with contextlib.suppress(OSError):  # a file system without locks: the ledger still permits one publisher in a run
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: the ledger still permits one publisher in a run
             if not try_lock(self._lock, 0, 1, exclusive=True):
                 self.close()
                 raise ConfigError(
@@ -97,8 +99,8 @@ class VersionDirectories:
                 )
 
     def take(self, run: str, *, overwrite: bool) -> None:
-        """Mark the directories as those of ``run``. Raises ConfigError if another run left whole
-        versions of this rank, unless ``overwrite``."""
+        """Mark the directories as those of ``run``. Raises ConfigError for complete versions of another
+        run, unless ``overwrite``."""
         mark = f"{run}\n".encode()
         try:
             if run and os.pread(self._lock, len(mark) + 1, 0) == mark:
@@ -118,11 +120,11 @@ class VersionDirectories:
 
     def place(self, version: int) -> Path:
         """Return the directory of a version."""
-        return self.path / directory_name(version)
+        return self.path / f"version-{version:08}"
 
     def remove(self, version: int) -> None:
-        """Remove this rank's part of a version, as far as possible; it counts no more at once.
-        Other ranks' files stay."""
+        """Remove this rank's part of a version as far as possible. It is invalid at once. Other ranks'
+        files stay."""
         self._remove(self.place(version), whole=not self._several)
 
     def remove_below(self, kept: Sequence[int]) -> None:
@@ -133,14 +135,14 @@ class VersionDirectories:
                     self._remove(found, whole=True)
 
     def remove_all_but(self, kept: set[int]) -> set[int]:
-        """Remove all files of this rank's publishers except whole versions of ``kept``. Return
-        those found."""
+        """Remove all files of this rank's publishers except complete versions of ``kept``. Return the
+        versions found."""
         present = set()
         for found in self._list():
             version = version_of(found.name)
-            if version in kept and (found / self._manifest).is_file():
+            if version in kept and (found / self._files.manifest).is_file():
                 present.add(version)
-            elif self._several or not _published_ranks(found) - {self._rank}:
+            elif self._several or not _published_ranks(found) - {self._files.rank}:
                 self._remove(found, whole=not self._several)
         self.remove_below(sorted(kept))
         for half_removed in self.path.glob(f"{REMOVED}*"):
@@ -159,11 +161,11 @@ class VersionDirectories:
         return [Path(each.path) for each in os.scandir(self.path) if _NAME.fullmatch(each.name)]
 
     def _is_whole(self, each: os.DirEntry[str]) -> bool:
-        return _NAME.fullmatch(each.name) is not None and self._rank in _published_ranks(Path(each.path))
+        return _NAME.fullmatch(each.name) is not None and self._files.rank in _published_ranks(Path(each.path))
 
     def _remove(self, found: Path, *, whole: bool) -> None:
         if not whole:
-            _delete_files(found, lambda name: name.startswith((self._manifest, f"model-{self._prefix}")))
+            _delete_files(found, lambda name: name.startswith((self._files.manifest, f"model-{self._files.prefix}")))
             (found / INDEX).unlink(missing_ok=True)
             return
         gone = self.path / f"{REMOVED}{found.name}"
@@ -172,23 +174,23 @@ class VersionDirectories:
         with contextlib.suppress(FileNotFoundError):
             try:
                 found.rename(gone)
-            except (
-                OSError
-            ):  # in the way lies something that cannot be deleted: without its manifest it counts no more
-                (found / self._manifest).unlink(missing_ok=True)
+            except OSError:  # the other name is taken; without its manifest the version is invalid
+                (found / self._files.manifest).unlink(missing_ok=True)
                 gone = found
             _delete(gone)
 
 
 def _published_ranks(found: Path) -> set[int]:
-    """Return the ranks whose parts of a version count."""
+    """Return the ranks with a valid part of a version."""
     manifests = (_MANIFESTS.fullmatch(each.name) for each in found.glob("manifest*.msgpack"))
     return {int(each[1] or 0) for each in manifests if each is not None}
 
 
 def _delete(directory: Path) -> None:
     """Delete the files that a publisher wrote. Other files stay, and keep the directory."""
-    _delete_files(directory, lambda name: _OWN_FILES.fullmatch(name) or any(fnmatch(name, each) for each in MODEL_FILES))
+    _delete_files(
+        directory, lambda name: _OWN_FILES.fullmatch(name) or any(fnmatch(name, each) for each in MODEL_FILES)
+    )
     with contextlib.suppress(OSError):
         directory.rmdir()
 
@@ -204,7 +206,7 @@ def _delete_files(directory: Path, ours: Callable[[str], Any]) -> None:
 
 
 def _after_fork() -> None:
-    """Close the locks in a child: otherwise they would survive the parent."""
+    """Close the locks in a forked child: otherwise they would survive the parent."""
     for each in list(_open_directories):
         each.close()
 
