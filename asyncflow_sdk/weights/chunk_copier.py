@@ -3,9 +3,9 @@
     copier = ChunkCopier(bucket_bytes, digests, helper, on_full)
     copier.open(memory); copier.add(source, dtype, start, stop); ...; copier.close(); copier.flush()
 
-Each thread takes the next bucket, copies it in pieces, and hashes each piece while it is in the core's
-cache: a hash from the cache costs a fraction of one from memory. Buckets that others copy (a device,
-threads of torch) are hashed by a background thread.
+Each thread takes the next bucket, copies it in pieces, and hashes each piece while it is in the
+core's cache: a hash from the cache costs a fraction of one from memory. Buckets that others copy (a
+device, threads of torch) are hashed by a background thread.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from .tensor_sources import TensorSource
 SPAN_BUCKETS = 2
 """Buckets of a large tensor that others copy before their digests are requested."""
 HELPER_BUCKETS = 1
-"""Buckets left to the helper while more are added: adding holds the interpreter lock, copying does not."""
+"""Buckets left to the helper while more are added: adding holds the interpreter lock, copying does
+not."""
 MANY_TENSORS = 8
-"""With more tensors, the adding thread copies a bucket: helper and it would wait for the interpreter lock."""
+"""With more tensors, the adding thread copies a bucket: helper and it would wait for the
+interpreter lock."""
 PIECE_BYTES = 512 << 10
 """Bytes hashed at a time: they are still in the cache."""
 
@@ -42,7 +44,8 @@ def has_spare_core() -> bool:
 
 
 class BucketDigests:
-    """Collects the digests of one version's buckets: ``add`` or ``add_memory`` for each, in order, then ``wait``."""
+    """Collects the digests of one version's buckets: ``add`` or ``add_memory`` for each, in order,
+    then ``wait``."""
 
     def __init__(self, background: Executor) -> None:
         self._background = background
@@ -88,8 +91,8 @@ class _CopyPart(NamedTuple):
 
 
 class _Bucket:
-    """Bytes ``start`` to ``stop`` of a chunk. ``parts``: still to be copied. ``hasher``: None if the bucket is hashed in the
-    background. ``last``: True for the last bucket of its chunk."""
+    """Bytes ``start`` to ``stop`` of a chunk. ``parts``: still to be copied. ``hasher``: None if
+    the bucket is hashed in the background. ``last``: True for the last bucket of its chunk."""
 
     def __init__(self, chunk: int, memory: Any, start: int, hashed: bool) -> None:
         self.chunk, self.memory, self.start = chunk, memory, start
@@ -119,8 +122,9 @@ class _Bucket:
 class ChunkCopier:
     """Copies one version. One thread calls it, in the order of the version's bytes.
 
-    ``digests`` receives each bucket's digest or its bytes; None: nothing is hashed. ``helper``: an executor with a thread that copies,
-    too; None: there is none. ``on_full`` is called by either thread, in order, with the number of each complete chunk.
+    ``digests`` receives each bucket's digest or its bytes; None: nothing is hashed. ``helper``: an
+    executor with a thread that copies, too; None: there is none. ``on_full`` is called by either
+    thread, in order, with the number of each complete chunk.
     """
 
     def __init__(
@@ -143,7 +147,8 @@ class ChunkCopier:
         self._chunk, self._memory = self._chunk + 1, memory
 
     def add(self, source: TensorSource, dtype: str, start: int, stop: int) -> None:
-        """Put a whole tensor at ``start``, and zeros from its end to ``stop``. It is copied by ``flush`` at the latest."""
+        """Put a whole tensor at ``start``, and zeros from its end to ``stop``. It is copied by
+        ``flush`` at the latest."""
         width = carrier(dtype).itemsize
         end = start + source.size * width
         self._memory[end:stop] = 0

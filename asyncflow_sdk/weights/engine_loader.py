@@ -19,11 +19,13 @@ T = TypeVar("T")
 
 
 class EngineLoader:
-    """Loads versions into ``engine``. The names of the tensors that the engine took are always compared.
+    """Loads versions into ``engine``. The names of the tensors that the engine took are always
+    compared.
 
-    ``verify``: further proofs. "probe": the engine's log-probs of the version's probe must be the trainer's; without it, a probe
-    is still scored if the version has one and the engine can. "held": the engine must hold the version byte for byte.
-    ``running``: requests run during a load. Raises ConfigError for proofs that the engine cannot give.
+    ``verify``: further proofs. "probe": the engine's log-probs of the version's probe must be the
+    trainer's; without it, a probe is still scored if the version has one and the engine can.
+    "held": the engine must hold the version byte for byte. ``running``: requests run during a load.
+    Raises ConfigError for proofs that the engine cannot give.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class EngineLoader:
         self._scores_probe = self._requires_probe or (can.logprobs and not running)
 
     async def load(self, update: StagedVersion) -> None:
-        """Load ``update`` and prove it. If the call is cancelled, the engine has stopped loading, and the update is released.
+        """Load ``update`` and prove it. If the call is cancelled, the engine has stopped loading,
+        and the update is released.
 
-        Raises ConfigError for a missing probe, DeadlineExceeded, WeightMismatch, WeightError, and the engine's errors.
+        Raises ConfigError for a missing probe, DeadlineExceeded, WeightMismatch, WeightError, and
+        the engine's errors.
         """
         if self._requires_probe and update.probe is None:
             raise ConfigError(
@@ -66,7 +70,8 @@ class EngineLoader:
             await run_in_thread("held", lambda: check_held(update, self._engine.held_weights()))
 
     async def _in_time(self, work: Awaitable[T], late: str) -> T:
-        """Return the result of ``work``, which may raise a TimeoutError of its own. Raises DeadlineExceeded after the limit."""
+        """Return the result of ``work``, which may raise a TimeoutError of its own. Raises
+        DeadlineExceeded after the limit."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait([task], timeout=self._timeout_s)

@@ -25,7 +25,8 @@ _host_numbers = itertools.count()
 
 
 class StagedVersion(Update):
-    """A verified version on this host. ``announcement``: the ledger's description. ``probe``: None if the trainer gave none."""
+    """A verified version on this host. ``announcement``: the ledger's description. ``probe``: None
+    if the trainer gave none."""
 
     def __init__(self, announcement: cmd.Version, parts: list[Fetched], rename: Callable[[str], str] | None) -> None:
         super().__init__(announcement.version, parts, rename)
@@ -37,8 +38,9 @@ class StagedVersion(Update):
 class VersionFetcher:
     """Fetches one version at a time, each part in a thread. Not thread-safe.
 
-    It owns the receivers, and the *base*: the loaded version, kept if a receiver can fetch less with its help. ``rename``: from
-    published names to the engine's. ``timeout_s``: limit of each part.
+    It owns the receivers, and the *base*: the loaded version, kept if a receiver can fetch less
+    with its help. ``rename``: from published names to the engine's. ``timeout_s``: limit of each
+    part.
     """
 
     def __init__(self, connection: Connection, rename: Callable[[str], str] | None, timeout_s: float) -> None:
@@ -54,10 +56,11 @@ class VersionFetcher:
     async def fetch(
         self, announcement: cmd.Version, *, use_base: bool = False, interruptible: bool = False
     ) -> StagedVersion:
-        """Fetch a version, after the fetch in progress. ``interruptible``: ``interrupt`` may end it.
+        """Fetch a version, after the fetch in progress. ``interruptible``: ``interrupt`` may end
+        it.
 
-        Raises the errors of receivers, ProtocolError for a broken announcement, and WeightMismatch for parts that do not fit
-        together.
+        Raises the errors of receivers, ProtocolError for a broken announcement, and WeightMismatch
+        for parts that do not fit together.
         """
         async with self._lock:
             base = self._base.parts if use_base and self._base is not None else {}
@@ -87,8 +90,8 @@ class VersionFetcher:
         return True
 
     def keep_base(self, loaded: StagedVersion) -> None:
-        """Make ``loaded`` the base, or release it if no receiver can use it. The former base is released after the fetch in
-        progress."""
+        """Make ``loaded`` the base, or release it if no receiver can use it. The former base is
+        released after the fetch in progress."""
         if self._base is not None:
             self._former_bases.append(self._base)
         self._base = None
@@ -99,8 +102,8 @@ class VersionFetcher:
             loaded.release()
 
     def close(self) -> None:
-        """Close the receivers and release the bases. No fetch may be in progress, except one that could not be interrupted: it
-        continues to its end."""
+        """Close the receivers and release the bases. No fetch may be in progress, except one that
+        could not be interrupted: it continues to its end."""
         for receiver in self._receivers.values():
             if receiver not in self._stuck:
                 receiver.close()
@@ -137,8 +140,8 @@ class VersionFetcher:
 
 
 def decode_manifest(version: int, rank: int, part: cmd.VersionPart) -> Manifest:
-    """Decode the manifest of rank ``rank``'s part. Raises ProtocolError if it cannot be decoded, and DigestMismatch if it is not
-    the published one."""
+    """Decode the manifest of rank ``rank``'s part. Raises ProtocolError if it cannot be decoded,
+    and DigestMismatch if it is not the published one."""
     try:
         manifest = msgspec.msgpack.decode(part.manifest, type=Manifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

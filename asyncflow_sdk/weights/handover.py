@@ -137,7 +137,7 @@ def read_handed(message: str) -> HandoverMessage:
     try:
         handed = msgspec.json.decode(message, type=HandoverMessage)
     except msgspec.DecodeError as error:
-        raise WeightError(f"the place of a version cannot be decoded: {error}") from None
+        raise WeightError(f"the message of a handed version cannot be read: {error}") from None
     odd = [t.name for t in handed.tensors if not 0 <= t.file < len(handed.files) or any(n < 0 for n in t.shape)]
     if odd:
         raise WeightError(f"version {handed.version}: the place of {odd[0]!r} is invalid")

@@ -16,7 +16,8 @@ class TransportPublication(Publication):
     """A version that a ``TransportPublisher`` delivers.
 
     ``stage``: the current stage of its delivery, for messages. ``reported``: True once the server
-    was asked to make it current. ``raised``: True once its result was raised or returned by ``wait``.
+    was asked to make it current. ``raised``: True once its result was raised or returned by
+    ``wait``.
     """
 
     def __init__(self, version: int) -> None:
@@ -73,13 +74,13 @@ class TransportPublication(Publication):
                 self._result.set_exception(explained)
 
     def lose(self, reason: str) -> None:
-        """Note that this rank's part is published, but the version never will be. ``reason`` names the
-        rank that withdrew it."""
+        """Note that this rank's part is published, but the version never will be. ``reason`` names
+        the rank that withdrew it."""
         self._lost = reason
 
     def start_report(self) -> None:
-        """Note that the server is asked now: only its reply decides. Raises WeightError if the version
-        was given up."""
+        """Note that the server is asked now: only its reply decides. Raises WeightError if the
+        version was given up."""
         with self._lock:
             if self.done:
                 raise WeightError(f"version {self.version} was given up")

@@ -133,7 +133,8 @@ class TransportPublisher(WeightPublisher):
                 run_blocking(self._port.send(cmd.ClosePublisher()))
             raise
         self.current: int = opened.version
-        """The newest version that is known here: current, or, of several ranks, one that this rank's part of is there."""
+        """The newest version that is known here: current, or, of several ranks, one that this
+        rank's part of is there."""
         self._background = ThreadPoolExecutor(1, thread_name_prefix="asyncflow-publish")
 
     @property
@@ -243,7 +244,7 @@ class TransportPublisher(WeightPublisher):
             manifest = Manifest(version, tensors, chunks, BUCKET_BYTES)
             publication.stage = f"being sent through transport {self.transport!r}"
             where = self._sender.send(manifest)
-            publication.stage = f"being reported to the server at {self._connection.wire.address}"
+            publication.stage = f"being told to the server at {self._connection.wire.address}"
             part = cmd.VersionPart(
                 manifest=msgspec.msgpack.encode(manifest), transport=self.transport, where=where, root=manifest.root,
                 nbytes=manifest.nbytes, outlives=self._sender.outlives,
@@ -256,7 +257,7 @@ class TransportPublisher(WeightPublisher):
                 return
             if isinstance(error, ServerLost) and publication.reported:
                 self._unconfirmed = version
-                error = ServerLost(f"{error}. It may be current; the next publish finds out")
+                error = ServerLost(f"{error}. Nobody knows whether it is current; the next publish finds out")
             else:
                 with contextlib.suppress(Exception):
                     self._sender.abandon()

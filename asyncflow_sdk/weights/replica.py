@@ -1,12 +1,13 @@
-"""ReplicaSubscriber: the state machine of one replica's weights, from an announced version to a loaded one.
+"""ReplicaSubscriber: the state machine of one replica's weights, from an announced version to a
+loaded one.
 
     WAITING ──announced──▶ FETCHING ──verified──▶ STAGED ──request──▶ AWAITING_PERMISSION ──▶ PERMITTED ──take──▶ LOADING
                             │    ▲                  ▲ └── a newer version replaces it ───────────┘               │
                             ▼    │ later            └────────────── next version ──────────── LOADED ◀──commit───┤
                             FAILED ◀────────────────────────────────────────────────────────── give_up, recover ─┘
 
-Fetching goes on in the background while an older version is staged or loading. The state is that of the version nearest to the
-engine. Everything runs on one event loop and never blocks it.
+Fetching goes on in the background while an older version is staged or loading. The state is that of
+the version nearest to the engine. Everything runs on one event loop and never blocks it.
 
     subscriber = ReplicaSubscriber(queue, loaded=None, changed=asyncio.Event())
     await subscriber.open()
@@ -52,7 +53,8 @@ from .fetcher import CLOSE_S, StagedVersion, VersionFetcher
 from .proof import check_names
 
 POLL_S = 60.0
-"""How long one request to the ledger waits. A step may take hours, and a lost server must be noticed."""
+"""How long one request to the ledger waits. A step may take hours, and a lost server must be
+noticed."""
 RETRY_S = 0.5
 RETRY_MOST_S = 30.0
 GIVE_UP_AFTER = 5
@@ -79,14 +81,16 @@ class SubscriberState(enum.Enum):
 
 
 class ReplicaSubscriber:
-    """Fetches the newest version in the background, asks the ledger for permission to load it, and reports the result.
+    """Fetches the newest version in the background, asks the ledger for permission to load it, and
+    reports the result.
 
-    ``loaded``: the engine's version; None for none. ``changed`` is set on each change of ``state``, on a ``failure``, and when the
-    run has ``ended``. ``rename``: from published names to the engine's. From ``open`` to ``close`` it is the connection's only
-    replica. Not thread-safe.
+    ``loaded``: the engine's version; None for none. ``changed`` is set on each change of ``state``,
+    on a ``failure``, and when the run has ``ended``. ``rename``: from published names to the
+    engine's. From ``open`` to ``close`` it is the connection's only replica. Not thread-safe.
 
-    Failed versions are reported and retried with a growing delay; a newer version is fetched at once. A newer version interrupts
-    the fetch of an older one, but never twice in a row: otherwise a replica slower than the trainer would never get any.
+    Failed versions are reported and retried with a growing delay; a newer version is fetched at
+    once. A newer version interrupts the fetch of an older one, but never twice in a row: otherwise
+    a replica slower than the trainer would never get any.
     """
 
     def __init__(
@@ -147,8 +151,8 @@ class ReplicaSubscriber:
         return SubscriberState.WAITING if self.loaded is None else SubscriberState.LOADED
 
     async def open(self) -> None:
-        """Report the loaded version, and start to fetch. From now on the ledger counts this session as a replica. Raises
-        ConfigError if it is one already, for another engine."""
+        """Report the loaded version, and start to fetch. From now on the ledger counts this session
+        as a replica. Raises ConfigError if it is one already, for another engine."""
         connection = self._port.connection
         with _lock:
             if _replicas.setdefault(connection, self._role) is not self._role:
@@ -161,7 +165,8 @@ class ReplicaSubscriber:
         self._tasks = [asyncio.create_task(self._guard(each)) for each in (self._watch, self._keep_staged)]
 
     async def close(self) -> None:
-        """Stop, and release all versions except the one being loaded. This session is no replica any more. Idempotent."""
+        """Stop, and release all versions except the one being loaded. This session is no replica
+        any more. Idempotent."""
         try:
             self._cancel_request()
             for task in self._tasks:
@@ -175,7 +180,8 @@ class ReplicaSubscriber:
             await self._retire()
 
     async def diagnose(self) -> str:
-        """Return why no newer version is loaded, known here or by the ledger: "; ..." to append to a sentence, or ""."""
+        """Return why no newer version is loaded, known here or by the ledger: "; ..." to append to
+        a sentence, or ""."""
         parts = [self._denial or self._fetch_error]
         with contextlib.suppress(AsyncFlowError):
             session = self._port.connection.session
@@ -186,7 +192,8 @@ class ReplicaSubscriber:
     # ---- STAGED → PERMITTED
 
     def request_permission(self) -> None:
-        """Ask in the background for permission to load the staged version. No effect if there is none, or it was asked for."""
+        """Ask in the background for permission to load the staged version. No effect if there is
+        none, or it was asked for."""
         staged = self._staged
         if staged is not None and staged not in (self._permitted, self._requested):
             self._cancel_request()
@@ -202,8 +209,8 @@ class ReplicaSubscriber:
         return self._is_permitted
 
     async def next(self, timeout_s: float) -> StagedVersion | None:
-        """Wait for the next version and for permission to load it, and take it. Return None at the end of the run. Raises
-        DeadlineExceeded with the reason."""
+        """Wait for the next version and for permission to load it, and take it. Return None at the
+        end of the run. Raises DeadlineExceeded with the reason."""
         until = time.monotonic() + timeout_s
         while True:
             self._changed.clear()
@@ -242,8 +249,9 @@ class ReplicaSubscriber:
             self._changed.set()
 
     async def _get_permission(self, staged: StagedVersion, timeout_s: float | None) -> None:
-        """Wait for permission; without ``timeout_s`` for as long as it takes. Return without it if a newer version replaces
-        ``staged``. Raises DeadlineExceeded that names the replicas it waits for."""
+        """Wait for permission; without ``timeout_s`` for as long as it takes. Return without it if
+        a newer version replaces ``staged``. Raises DeadlineExceeded that names the replicas it
+        waits for."""
         while True:
             try:
                 wait_s = POLL_S if timeout_s is None else timeout_s
@@ -274,8 +282,8 @@ class ReplicaSubscriber:
     # ---- PERMITTED → LOADING → LOADED or FAILED
 
     def take(self) -> StagedVersion:
-        """Begin to load the permitted version, and return it. It is loaded even if a newer version is announced: otherwise a slow
-        replica would never load any."""
+        """Begin to load the permitted version, and return it. It is loaded even if a newer version
+        is announced: otherwise a slow replica would never load any."""
         staged, self._staged, self._permitted = self._staged, None, None
         assert staged is not None, "no version is staged"
         self._loading = staged
@@ -283,7 +291,8 @@ class ReplicaSubscriber:
         return staged
 
     async def take_newer(self) -> StagedVersion:
-        """Replace the version to be loaded by a newer staged one, if that is permitted at once. Return the version to load."""
+        """Replace the version to be loaded by a newer staged one, if that is permitted at once.
+        Return the version to load."""
         taken = self._loading
         assert taken is not None, "no version was taken"
         if self._staged is not None:
@@ -294,8 +303,9 @@ class ReplicaSubscriber:
         return taken
 
     async def commit(self, names: Iterable[str] | None = None) -> None:
-        """Report that the engine generates with the version from now on. ``names``: the tensors it took; None if they are proven.
-        Raises WeightMismatch unless they are the version's; nothing is committed then."""
+        """Report that the engine generates with the version from now on. ``names``: the tensors it
+        took; None if they are proven. Raises WeightMismatch unless they are the version's; nothing
+        is committed then."""
         update = self._loading
         assert update is not None, "no version was taken"
         if names is not None:
@@ -308,8 +318,8 @@ class ReplicaSubscriber:
         self._fetcher.keep_base(update)
 
     async def give_up(self, reason: str, *, again: bool = True) -> None:
-        """Report that the version was not loaded: the engine has its former weights. ``again``: fetch it once more after a while,
-        unless a newer one is announced."""
+        """Report that the version was not loaded: the engine has its former weights. ``again``:
+        fetch it once more after a while, unless a newer one is announced."""
         update, self._loading = self._loading, None
         assert update is not None, "no version was taken"
         update.release()
@@ -325,11 +335,12 @@ class ReplicaSubscriber:
                 self._announced_newer.set()
 
     async def recover(self, loader: EngineLoader, error: Exception) -> None:
-        """Bring the engine back to a whole version after a load failed with ``error``: load the former version again, or this one
-        if the former is no longer kept.
+        """Bring the engine back to a whole version after a load failed with ``error``: load the
+        former version again, or this one if the former is no longer kept.
 
-        Raises ``error`` if a retry cannot help (WeightMismatch, ConfigError); WeightError if neither version can be loaded, or
-        after GIVE_UP_AFTER failed loads in a row. Then the engine must not generate any more.
+        Raises ``error`` if a retry cannot help (WeightMismatch, ConfigError); WeightError if
+        neither version can be loaded, or after GIVE_UP_AFTER failed loads in a row. Then the engine
+        must not generate any more.
         """
         update, former = self._loading, self.loaded
         assert update is not None, "no version was taken"
@@ -426,7 +437,8 @@ class ReplicaSubscriber:
             self._fetching = False
 
     async def _next_to_fetch(self) -> cmd.Version:
-        """Wait for the newest version that is not handled, and until a failed one may be retried."""
+        """Wait for the newest version that is not handled, and until a failed one may be
+        retried."""
         while True:
             self._announced_newer.clear()
             wait_s = None
@@ -483,7 +495,8 @@ class ReplicaSubscriber:
         self._retries = min(self._retries + 1, 16)
 
     async def _retire(self) -> None:
-        """Give up the role as a replica: other replicas may wait for its permission or its vote in the quorum."""
+        """Give up the role as a replica: other replicas may wait for its permission or its vote in
+        the quorum."""
         connection = self._port.connection
         if _replicas.get(connection) is not self._role:
             return

@@ -4,8 +4,8 @@ for update in run.weight_updates():           # fetched, verified, and permitted
     with update:                              # leaving commits; an exception does not
         update.took(engine.load(update))
 
-``async for`` and ``async with`` do the same without blocking the event loop. The states are those of ``ReplicaSubscriber``, which
-runs on the event loop of a thread.
+``async for`` and ``async with`` do the same without blocking the event loop. The states are those
+of ``ReplicaSubscriber``, which runs on the event loop of a thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 
 class StagedUpdate(LoadableUpdate):
-    """A version that was handed to the user's loop. ``received``: the loop has it, and was not cancelled before."""
+    """A version that was handed to the user's loop. ``received``: the loop has it, and was not
+    cancelled before."""
 
     def __init__(
         self, staged: StagedVersion, leave: Callable[[StagedUpdate, BaseException | None], Future[None]]
@@ -101,7 +102,8 @@ class StagedUpdate(LoadableUpdate):
 
 
 class TransportSubscriber(WeightSubscriber):
-    """Fetches versions through a ``WeightTransport`` in a thread. Arguments: see ``WeightSync.weight_updates``."""
+    """Fetches versions through a ``WeightTransport`` in a thread. Arguments: see
+    ``WeightSync.weight_updates``."""
 
     def __init__(
         self,
@@ -211,7 +213,8 @@ class TransportSubscriber(WeightSubscriber):
         return self._current
 
     def _return_unreceived(self) -> None:
-        """Release an update whose waiter was cancelled, so that its load permission does not block other replicas."""
+        """Release an update whose waiter was cancelled, so that its load permission does not block
+        other replicas."""
         self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._give_up_unreceived(), loop=self._loop))
 
     async def _give_up_unreceived(self) -> None:

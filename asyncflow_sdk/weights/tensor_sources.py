@@ -36,7 +36,8 @@ class TensorSource(ABC):
 
     @abstractmethod
     def copy(self, memory: Any, dtype: str, first: int, last: int) -> None:
-        """Copy elements ``first`` to ``last`` (all, unless contiguous) to the bytes of ``memory``."""
+        """Copy elements ``first`` to ``last`` (all, unless contiguous) to the bytes of
+        ``memory``."""
 
     @abstractmethod
     def equals(self, memory: Any, dtype: str) -> bool:
@@ -140,7 +141,8 @@ class TorchSource(TensorSource):
 
 
 def _numpy_identity(array: Any) -> tuple[tuple[Any, ...], Callable[[], bool]]:
-    """Return the identity of an array's memory, and a function that returns True while it exists."""
+    """Return the identity of an array's memory, and a function that returns True while it
+    exists."""
     owner = array
     while True:
         below = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)

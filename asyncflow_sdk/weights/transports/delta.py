@@ -26,7 +26,8 @@ Bytes = npt.NDArray[np.uint8]
 Words = np.ndarray[Any, np.dtype[Any]]
 
 SPARSE = 0.4
-"""The largest share of changed words in a sparse code. Above it dense codes are as small, and faster."""
+"""The largest share of changed words in a sparse code. Above it dense codes are as small, and
+faster."""
 WORTH = 0.9
 """The largest useful code, as a share of its bucket."""
 _HEAD = struct.Struct("<BBxxII")  # kind, width; bytes of the bucket, words in the code
@@ -45,7 +46,8 @@ _own = threading.local()
 
 def encode(new: Bytes, base: Bytes, width: int) -> bytes | None:
     """Return the delta of ``new`` against ``base``; None if it is not clearly smaller than ``new``.
-    Both contiguous, of the same size. ``width``: bytes of a word. Releases the GIL most of the time."""
+    Both contiguous, of the same size. ``width``: bytes of a word. Releases the GIL most of the
+    time."""
     size = len(new) // _GROUP * _GROUP
     head, tail = (new[:size], base[:size]), new[size:].tobytes()
     differ = _differ(*head, _GROUP)
@@ -67,9 +69,10 @@ def encode(new: Bytes, base: Bytes, width: int) -> bytes | None:
 
 
 def apply(code: Any, base: Bytes, out: Bytes) -> None:
-    """Write the bucket encoded against ``base`` to ``out``, of the same size. Both contiguous, without
-    overlap. Raises ProtocolError for an invalid code, before ``out`` is written. Memory is limited to
-    a few times the bucket for any code. A wrong base is not detected: compare digests."""
+    """Write the bucket encoded against ``base`` to ``out``, of the same size. Both contiguous,
+    without overlap. Raises ProtocolError for an invalid code, before ``out`` is written. Memory is
+    limited to a few times the bucket for any code. A wrong base is not detected: compare
+    digests."""
     data = memoryview(code).cast("B")
     try:
         kind, width, nbytes, count = _HEAD.unpack_from(data)

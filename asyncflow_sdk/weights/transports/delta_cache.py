@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 
 class DeltaKey(NamedTuple):
-    """A bucket of version ``new`` against the same bucket of ``base``. Versions are named by root."""
+    """A bucket of version ``new`` against the same bucket of ``base``. Versions are named by
+    root."""
 
     new: str
     base: str

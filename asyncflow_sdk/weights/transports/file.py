@@ -252,8 +252,8 @@ def _skip(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 class FileReceiver(WeightReceiver):
-    """Reads versions into its own memory and verifies every byte, headers included: they follow from
-    the manifest."""
+    """Reads versions into its own memory and verifies every byte, headers included: they follow
+    from the manifest."""
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -276,8 +276,8 @@ class FileReceiver(WeightReceiver):
 
 
 def _find(manifest: Manifest, where: bytes) -> tuple[Path, RankFiles]:
-    """Return the directory of a version, and the names of the publishing rank's files. ``where`` comes
-    from another process: it is limited to a directory of this version."""
+    """Return the directory of a version, and the names of the publishing rank's files. ``where``
+    comes from another process: it is limited to a directory of this version."""
     try:
         place = msgspec.msgpack.decode(where, type=FileAddress)
         if version_of(place.directory) != manifest.version or not os.path.isabs(place.path) or "\0" in place.path:

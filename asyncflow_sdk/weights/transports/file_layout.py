@@ -31,8 +31,8 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file of ``nbytes``. ``holds``: its tensors' names. ``tied``: further names of its
-    tensors. ``shared``: True for one tensor in pieces, written by several ranks."""
+    """A safetensors file of ``nbytes``. ``holds``: its tensors' names. ``tied``: further names of
+    its tensors. ``shared``: True for one tensor in pieces, written by several ranks."""
 
     name: str
     header: bytes
@@ -65,14 +65,15 @@ class ChunkFiles:
     runs: tuple[FileRun, ...]
 
     def pieces(self, chunk: Bytes, start: int, stop: int) -> Iterator[tuple[TensorFile, int, list[Bytes]]]:
-        """Yield bytes ``start`` to ``stop`` of a chunk by file: the file, the position in it, and views
-        of adjacent bytes."""
+        """Yield bytes ``start`` to ``stop`` of a chunk by file: the file, the position in it, and
+        views of adjacent bytes."""
         first = bisect.bisect_right(self.runs, start, key=lambda run: run.stop)
         runs = itertools.takewhile(lambda run: run.start < stop, itertools.islice(self.runs, first, None))
         return _merge(chunk, (run.cut(start, stop) for run in runs))
 
     def bytes_of(self, file: TensorFile, chunk: Bytes) -> Iterator[tuple[int, list[Bytes]]]:
-        """Yield the bytes of a chunk in ``file``: the position in the file, and views of adjacent bytes."""
+        """Yield the bytes of a chunk in ``file``: the position in the file, and views of adjacent
+        bytes."""
         for _, place, views in _merge(chunk, (run for run in self.runs if run.file is file)):
             yield place, views
 

@@ -39,8 +39,8 @@ class ServiceHandler(Protocol):
     """Called in the service's one thread, which it must not block. The caller gets its errors."""
 
     def request(self, peer: str, ticket: int, body: bytes, frames: Frames) -> None:
-        """Handle a call: ``Service.answer`` or ``fail`` for ``ticket``, now or later, from any thread.
-        ``peer``: the same for all calls of a ServiceClient."""
+        """Handle a call: ``Service.answer`` or ``fail`` for ``ticket``, now or later, from any
+        thread. ``peer``: the same for all calls of a ServiceClient."""
 
     def gone(self, peer: str) -> None:
         """Handle the end of a peer: closed, process ended, or silent for FORGET_S."""
@@ -98,8 +98,8 @@ _decode_address = msgspec.msgpack.Decoder(ServiceAddress).decode
 class Service:
     """Answers calls in its own thread, from now until ``close``. ``where``: the encoded address.
 
-    ``listen``: an address; default: a free port of ``host.address``. ``insecure``: no keys, so every
-    process with access to the address may call. Raises ConfigError.
+    ``listen``: an address; default: a free port of ``host.address``. ``insecure``: no keys, so
+    every process with access to the address may call. Raises ConfigError.
     """
 
     def __init__(
@@ -242,11 +242,13 @@ class ServiceClient:
         since: int | None = None,
         most_bytes: int | None = None,
     ) -> ServiceResult:
-        """Send a call and wait for its answer. ``what``: the requested object, for errors. ``since``: a
-        former value of ``interrupts``; the call raises if it has changed. ``most_bytes``: limit of the answer.
+        """Send a call and wait for its answer. ``what``: the requested object, for errors.
+        ``since``: a former value of ``interrupts``; the call raises if it has changed.
+        ``most_bytes``: limit of the answer.
 
-        Raises the handler's error; ServerLost after ``timeout_s``, when the service's process ends, and
-        on ``close``; WireError on ``interrupt``; ProtocolError for a broken or large answer; AccessDenied.
+        Raises the handler's error; ServerLost after ``timeout_s``, when the service's process ends,
+        and on ``close``; WireError on ``interrupt``; ProtocolError for a broken or large answer;
+        AccessDenied.
         """
         until = time.monotonic() + timeout_s
         with self._lock:
@@ -266,7 +268,8 @@ class ServiceClient:
         self._client.interrupt()
 
     def close(self) -> None:
-        """Close the connections. Calls in progress in other threads raise ServerLost. Idempotent."""
+        """Close the connections. Calls in progress in other threads raise ServerLost.
+        Idempotent."""
         if self._introduced and not self._client.closed:
             with contextlib.suppress(WireError):  # best effort: the service also watches the process
                 self._client.send(_encode(PeerBye()))

@@ -48,7 +48,8 @@ def _directory(host: Host) -> Path:
 
 
 class ShmSender(WeightSender):
-    """Writes versions to files of ``directory`` with names of "w", its rank, ``name`` and a number."""
+    """Writes versions to files of ``directory`` with names of "w", its rank, ``name`` and a
+    number."""
 
     outlives: ClassVar[bool] = True
 

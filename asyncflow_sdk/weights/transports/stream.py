@@ -1,4 +1,5 @@
-"""Streams: whole buckets over sockets of their own, received into their final memory without messages.
+"""Streams: whole buckets over sockets of their own, received into their final memory without
+messages.
 
     server = StreamServer("/dev/shm/.../stream", source)        # in the publisher; source: a StreamSource
     client = StreamClient(server.where)                         # one for each thread
@@ -6,8 +7,8 @@
     attempt, nbytes = client.next(attempt, number, start, stop); client.fill(view, deadline, on_bytes)
 
 A stream costs half as much as messages, and has no keys: it is a socket file in a directory of the
-publisher's user, or tcp for an insecure service. The token that travels with a version gives access.
-Errors of a request are not sent: the receiver asks the service next, which raises them.
+publisher's user, or tcp for an insecure service. The token that travels with a version gives
+access. Errors of a request are not sent: the receiver asks the service next, which raises them.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class StreamSource(Protocol):
         """Return buckets of a version. Raises VersionGone, ProtocolError."""
 
     def stream_chunk(self, connection: socket.socket, attempt: int, number: int) -> tuple[int, Bytes | int]:
-        """Wait for a chunk of the version being written. Return its attempt, and the chunk or a negative
-        state. Raises EOFError when ``connection`` ends; see ``InProgressVersion.wait``."""
+        """Wait for a chunk of the version being written. Return its attempt, and the chunk or a
+        negative state. Raises EOFError when ``connection`` ends; see ``InProgressVersion.wait``."""
 
 
 class StreamServer:
@@ -174,9 +175,9 @@ class StreamClient:
         deadline: float,
         on_bytes: Callable[[int, int], None],
     ) -> bool:
-        """Receive the buckets from number ``first`` on into ``views``. ``on_bytes`` gets the number of a
-        view and of its bytes received. Return False if the server cannot be reached or does not
-        have them."""
+        """Receive the buckets from number ``first`` on into ``views``. ``on_bytes`` gets the number
+        of a view and of its bytes received. Return False if the server cannot be reached or does
+        not have them."""
         if self._interrupted:
             raise WireError("it was interrupted")
         if not 0 <= version < 1 << 63 or (self._socket is None and not self._connect(deadline)):
@@ -196,8 +197,9 @@ class StreamClient:
         return True
 
     def next(self, attempt: int, number: int, start: int, stop: int) -> tuple[int, int]:
-        """Request bytes ``start`` to ``stop`` of a chunk, and wait without limit until it is written.
-        Return its attempt, and its size: then ``fill`` receives the bytes; or a negative state."""
+        """Request bytes ``start`` to ``stop`` of a chunk, and wait without limit until it is
+        written. Return its attempt, and its size: then ``fill`` receives the bytes; or a negative
+        state."""
         try:
             if self._socket is None and not self._connect(math.inf):
                 raise ServerLost("it cannot be reached")
@@ -232,7 +234,8 @@ class StreamClient:
             _shut_down(connection)  # the reading thread closes it
 
     def close(self) -> None:
-        """Close the connection; the next read opens another. Call from the reading thread. Idempotent."""
+        """Close the connection; the next read opens another. Call from the reading thread.
+        Idempotent."""
         connection, self._socket = self._socket, None
         if connection is not None:
             connection.close()

@@ -41,8 +41,8 @@ _log = logging.getLogger(__name__)
 
 
 class RunningDigests:
-    """Hashes the buckets of a memory range in pieces, as their bytes arrive. ``found``: digests of the
-    complete buckets."""
+    """Hashes the buckets of a memory range in pieces, as their bytes arrive. ``found``: digests of
+    the complete buckets."""
 
     def __init__(self, memory: memoryview, bucket_bytes: int) -> None:
         self._memory, self._bucket_bytes = memory, bucket_bytes
@@ -107,8 +107,9 @@ class _Layout(NamedTuple):
 
 
 class StreamingFetch:
-    """Streams the version after the one of ``address`` and ``manifest``, in threads of its own, until
-    ``take`` or ``stop``. Memory comes from ``pool``, and returns to it if the connection ends."""
+    """Streams the version after the one of ``address`` and ``manifest``, in threads of its own,
+    until ``take`` or ``stop``. Memory comes from ``pool``, and returns to it if the connection
+    ends."""
 
     def __init__(self, pool: BufferPool, address: TcpAddress, manifest: Manifest) -> None:
         assert address.stream is not None

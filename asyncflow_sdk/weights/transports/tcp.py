@@ -23,8 +23,8 @@ class TcpTransport(WeightTransport):
     """Both ends, by the name ``tcp``.
 
     ``listen``: the publisher's address; default: a free port of its host. ``insecure``: no keys, so
-    everyone with access to the address may fetch the weights. ``delta_bytes``: the publisher's memory
-    for deltas made for one replica and kept for others; 0: whole buckets only.
+    everyone with access to the address may fetch the weights. ``delta_bytes``: the publisher's
+    memory for deltas made for one replica and kept for others; 0: whole buckets only.
     """
 
     def __init__(self, *, listen: str | None = None, insecure: bool = False, delta_bytes: int = DELTA_BYTES) -> None:

@@ -18,9 +18,10 @@ MOST_BUCKETS = 256
 
 
 class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Address of a version. ``service``: encoded ServiceAddress. ``version``: its number when published.
-    ``rank``: of the publisher. ``stream``: None if whole buckets are sent by the service only.
-    ``attempt``: number of the attempt to write it. ``deltas``: False if the publisher makes none."""
+    """Address of a version. ``service``: encoded ServiceAddress. ``version``: its number when
+    published. ``rank``: of the publisher. ``stream``: None if whole buckets are sent by the service
+    only. ``attempt``: number of the attempt to write it. ``deltas``: False if the publisher makes
+    none."""
 
     service: bytes
     version: int
@@ -31,8 +32,9 @@ class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Get(msgspec.Struct, frozen=True, array_like=True):
-    """Request for ``count`` buckets from number ``first`` on. ``base`` and ``base_root``: a version that
-    the replica holds, for deltas; -1 without one. Roots distinguish versions with the same number."""
+    """Request for ``count`` buckets from number ``first`` on. ``base`` and ``base_root``: a version
+    that the replica holds, for deltas; -1 without one. Roots distinguish versions with the same
+    number."""
 
     version: int
     root: str

@@ -25,7 +25,8 @@ from .streaming_fetch import PartialVersion, RunningDigests, StreamingFetch, ali
 from .tcp_messages import DELTA, MOST_BUCKETS, RAW, Get, GetReply, TcpAddress, decode, encode, fits
 
 THREADS = 2
-"""As many as ZeroMQ's own: with more, memory for messages returns to the system and faults in again."""
+"""As many as ZeroMQ's own: with more, memory for messages returns to the system and faults in
+again."""
 SILENCE_S = 60.0
 """Longest wait for one answer."""
 AT_ONCE = 16
@@ -39,8 +40,8 @@ _log = logging.getLogger(__name__)
 
 
 class TcpReceiver(WeightReceiver):
-    """Fetches versions from TcpSenders. ``refetched``: number of buckets requested again in full, because
-    a delta or the base was wrong."""
+    """Fetches versions from TcpSenders. ``refetched``: number of buckets requested again in full,
+    because a delta or the base was wrong."""
 
     keeps_base: ClassVar[bool] = True
 
@@ -319,7 +320,8 @@ class _TcpFetch:
         return ours.digests[bucket.index] == theirs.digests[bucket.index]
 
     def _copy_base(self, number: int) -> None:
-        """Copy a bucket from the base. If the base was changed since, request the bucket in full."""
+        """Copy a bucket from the base. If the base was changed since, request the bucket in
+        full."""
         assert self._base is not None
         bucket = self._buckets[number]
         if self._copy(bucket, self._base.chunks[bucket.chunk][bucket.start : bucket.stop]):

@@ -58,8 +58,8 @@ class _SentVersion:
 
 
 class TcpSender(WeightSender):
-    """Sends versions by a Service, and streams whole buckets. ``listen``, ``insecure``: see Service.
-    ``delta_bytes``: memory for encoded deltas; 0: deltas are not made."""
+    """Sends versions by a Service, and streams whole buckets. ``listen``, ``insecure``: see
+    Service. ``delta_bytes``: memory for encoded deltas; 0: deltas are not made."""
 
     def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
         self._rank, self._makes_deltas = host.rank, delta_bytes > 0

@@ -99,8 +99,8 @@ class VersionDirectories:
                 )
 
     def take(self, run: str, *, overwrite: bool) -> None:
-        """Mark the directories as those of ``run``. Raises ConfigError for complete versions of another
-        run, unless ``overwrite``."""
+        """Mark the directories as those of ``run``. Raises ConfigError for complete versions of
+        another run, unless ``overwrite``."""
         mark = f"{run}\n".encode()
         try:
             if run and os.pread(self._lock, len(mark) + 1, 0) == mark:
@@ -123,8 +123,8 @@ class VersionDirectories:
         return self.path / f"version-{version:08}"
 
     def remove(self, version: int) -> None:
-        """Remove this rank's part of a version as far as possible. It is invalid at once. Other ranks'
-        files stay."""
+        """Remove this rank's part of a version as far as possible. It is invalid at once. Other
+        ranks' files stay."""
         self._remove(self.place(version), whole=not self._several)
 
     def remove_below(self, kept: Sequence[int]) -> None:
@@ -135,8 +135,8 @@ class VersionDirectories:
                     self._remove(found, whole=True)
 
     def remove_all_but(self, kept: set[int]) -> set[int]:
-        """Remove all files of this rank's publishers except complete versions of ``kept``. Return the
-        versions found."""
+        """Remove all files of this rank's publishers except complete versions of ``kept``. Return
+        the versions found."""
         present = set()
         for found in self._list():
             version = version_of(found.name)
