@@ -18,13 +18,13 @@ from .choices import (
 )
 from .engine_loader import EngineLoader
 from .fetcher import StagedVersion
-from .handover import Handover, handed_over, read_handed
+from .handover import Handover, decode_handover, map_handover
 from .host import host_of
 from .proof import check_held, check_names, check_probe
 from .publication import TransportPublication
 from .publisher import TransportPublisher
 from .replica import ReplicaSubscriber, SubscriberState
-from .restoration import Restoration, packed_restoration, restoration, restored
+from .restoration import Restoration, get_restoration, pack_restoration, report_restored
 from .subscriber import StagedUpdate, TransportSubscriber
 from .update import Update
 
@@ -51,11 +51,11 @@ __all__ = [
     "choose_encoding",
     "choose_swap",
     "choose_transport",
-    "handed_over",
+    "decode_handover",
+    "get_restoration",
     "host_of",
     "make_transport",
-    "packed_restoration",
-    "read_handed",
-    "restoration",
-    "restored",
+    "map_handover",
+    "pack_restoration",
+    "report_restored",
 ]

@@ -37,8 +37,8 @@ class Choice:
 
 
 def make_transport(name: str, **options: Any) -> WeightTransport:
-    """Return a transport found through the hook. Raises PluginError that lists the known ones, and
-    ConfigError that lists its options."""
+    """Make a transport by its registered name. Raises PluginError, and ConfigError for odd
+    options."""
     adapter = registry().get("transport", name)
     try:
         factory = adapter.load()
@@ -158,8 +158,7 @@ def check_verify(name: str, can: Capabilities, verify: Sequence[str], *, running
 
 
 def check_fetching(name: str, can: Capabilities, transport: str, host: Host) -> None:
-    """Raise ConfigError or PluginError unless an engine in this process can receive weights by a
-    transport."""
+    """Raise ConfigError or PluginError unless this engine can fetch by ``transport`` here."""
     if can.transports is not None and transport not in can.transports:
         takes = ", ".join(sorted(can.transports)) or "nothing"
         raise ConfigError(f"{name} cannot take weights by {transport}, only by {takes}; say Weights(transport=...)")

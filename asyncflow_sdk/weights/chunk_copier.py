@@ -29,11 +29,9 @@ from .tensor_sources import TensorSource
 SPAN_BUCKETS = 2
 """Buckets of a large tensor that others copy before their digests are requested."""
 HELPER_BUCKETS = 1
-"""Buckets left to the helper while more are added: adding holds the interpreter lock, copying does
-not."""
+"""Buckets left to the helper while more are added: only adding holds the interpreter lock."""
 MANY_TENSORS = 8
-"""With more tensors, the adding thread copies a bucket: helper and it would wait for the
-interpreter lock."""
+"""The adding thread copies a bucket of more tensors: the helper would wait for the lock."""
 PIECE_BYTES = 512 << 10
 """Bytes hashed at a time: they are still in the cache."""
 
@@ -44,8 +42,8 @@ def has_spare_core() -> bool:
 
 
 class BucketDigests:
-    """Collects the digests of one version's buckets: ``add`` or ``add_memory`` for each, in order,
-    then ``wait``."""
+    """The digests of one version, collected by ``add`` or ``add_memory`` for each bucket in
+    order."""
 
     def __init__(self, background: Executor) -> None:
         self._background = background
@@ -147,8 +145,8 @@ class ChunkCopier:
         self._chunk, self._memory = self._chunk + 1, memory
 
     def add(self, source: TensorSource, dtype: str, start: int, stop: int) -> None:
-        """Put a whole tensor at ``start``, and zeros from its end to ``stop``. It is copied by
-        ``flush`` at the latest."""
+        """Put a tensor at ``start``, and zeros from its end to ``stop``; copied by ``flush`` at
+        last."""
         width = carrier(dtype).itemsize
         end = start + source.size * width
         self._memory[end:stop] = 0

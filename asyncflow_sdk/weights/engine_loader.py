@@ -70,8 +70,7 @@ class EngineLoader:
             await run_in_thread("held", lambda: check_held(update, self._engine.held_weights()))
 
     async def _in_time(self, work: Awaitable[T], late: str) -> T:
-        """Return the result of ``work``, which may raise a TimeoutError of its own. Raises
-        DeadlineExceeded after the limit."""
+        """Return the result of ``work``. Raises its errors; DeadlineExceeded after the limit."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait([task], timeout=self._timeout_s)

@@ -25,8 +25,8 @@ _host_numbers = itertools.count()
 
 
 class StagedVersion(Update):
-    """A verified version on this host. ``announcement``: the ledger's description. ``probe``: None
-    if the trainer gave none."""
+    """A verified version on this host. ``announcement``: from the ledger. ``probe``: may be
+    None."""
 
     def __init__(self, announcement: cmd.Version, parts: list[Fetched], rename: Callable[[str], str] | None) -> None:
         super().__init__(announcement.version, parts, rename)

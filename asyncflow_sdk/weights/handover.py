@@ -3,7 +3,7 @@
     handover = Handover()                            # in the worker, beside the engine
     with handover.give(update) as message:           # JSON: names, dtypes, shapes, and places of the bytes
         engine.load(message)                         # by the engine's own way to its processes
-    for name, array in handed_over(message):         # in the other process: views, nothing is copied
+    for name, array in map_handover(message):         # in the other process: views, nothing is copied
 
 Tensors in a file of shared memory are read there. Others are copied once, into memory that is
 reused for the next version.
@@ -115,11 +115,11 @@ class Handover:
         return {name: FilePlace(path, place.start + HEADER_BYTES + offset) for name, offset in offsets.items()}
 
 
-def handed_over(message: str) -> Iterator[tuple[str, Array]]:
+def map_handover(message: str) -> Iterator[tuple[str, Array]]:
     """Yield (name, array) of every tensor, in the update's order. The views are valid until the
     giving end leaves its block, and may be written to: no other process sees it. bfloat16 and the
     like use ml_dtypes. Raises WeightError for files that cannot be read."""
-    handed = read_handed(message)
+    handed = decode_handover(message)
     maps = [_map_file(handed, path) for path in handed.files]
     for tensor in handed.tensors:
         dtype, count = carrier(tensor.dtype), math.prod(tensor.shape)
@@ -132,7 +132,7 @@ def handed_over(message: str) -> Iterator[tuple[str, Array]]:
         yield tensor.name, whole[tensor.offset : stop].view(dtype).reshape(tensor.shape)
 
 
-def read_handed(message: str) -> HandoverMessage:
+def decode_handover(message: str) -> HandoverMessage:
     """Decode a message. Raises WeightError for an invalid one."""
     try:
         handed = msgspec.json.decode(message, type=HandoverMessage)
@@ -161,8 +161,7 @@ def _map_file(handed: HandoverMessage, path: str) -> Array:
 
 
 def _named_place(update: WeightUpdate, name: str) -> FilePlace | None:
-    """Return the place of a tensor if its file still has a name; a dead publisher's file may have
-    none."""
+    """Return the place of a tensor; None if its file has no name, as that of a dead publisher."""
     place = update.place(name)
     return place if place is not None and os.path.exists(place.path) else None
 

@@ -17,16 +17,14 @@ _SHOWN = 10
 
 
 def check_names(update: WeightUpdate, names: Iterable[str]) -> None:
-    """Raise WeightMismatch that names tensors, unless the engine took exactly the tensors of the
-    update."""
+    """Raise WeightMismatch with names unless the engine took exactly the tensors of the update."""
     published, taken = set(update.tensors), names_taken(update.version, names)
     _check_empty(update, published - taken, "were not taken by the engine")
     _check_empty(update, taken - published, "were never published")
 
 
 def names_taken(version: int, names: Any, source: str = "load_weights returned", verb: str = "return") -> Set[str]:
-    """Return the names that an engine reports, as a set. Raises WeightMismatch for values that are
-    no names."""
+    """Return an engine's names as a set. Raises WeightMismatch for values that are no names."""
     if isinstance(names, Iterable) and not isinstance(names, (str, bytes)):
         names = list(names)
         if all(isinstance(name, str) for name in names):

@@ -74,13 +74,11 @@ class TransportPublication(Publication):
                 self._result.set_exception(explained)
 
     def lose(self, reason: str) -> None:
-        """Note that this rank's part is published, but the version never will be. ``reason`` names
-        the rank that withdrew it."""
+        """Note that another rank withdrew the version. ``reason`` names the rank."""
         self._lost = reason
 
     def start_report(self) -> None:
-        """Note that the server is asked now: only its reply decides. Raises WeightError if the
-        version was given up."""
+        """Note that only the server's reply decides now. Raises WeightError after ``give_up``."""
         with self._lock:
             if self.done:
                 raise WeightError(f"version {self.version} was given up")

@@ -133,8 +133,7 @@ class TransportPublisher(WeightPublisher):
                 run_blocking(self._port.send(cmd.ClosePublisher()))
             raise
         self.current: int = opened.version
-        """The newest version that is known here: current, or, of several ranks, one that this
-        rank's part of is there."""
+        """The newest version known here; of several ranks, the newest of this rank's parts."""
         self._background = ThreadPoolExecutor(1, thread_name_prefix="asyncflow-publish")
 
     @property
@@ -272,8 +271,7 @@ class TransportPublisher(WeightPublisher):
             publication.succeed(manifest)
 
     def _free_all_but(self, versions: Sequence[int]) -> None:
-        """Free the memory of other versions. Memory that is not freed now is freed with the next
-        version."""
+        """Free the memory of other versions; memory still in use, with the next version."""
         try:
             self._sender.keep(versions)
         except Exception as error:

@@ -53,8 +53,7 @@ from .fetcher import CLOSE_S, StagedVersion, VersionFetcher
 from .proof import check_names
 
 POLL_S = 60.0
-"""How long one request to the ledger waits. A step may take hours, and a lost server must be
-noticed."""
+"""Duration of one request. A step may take hours, but a lost server must be noticed."""
 RETRY_S = 0.5
 RETRY_MOST_S = 30.0
 GIVE_UP_AFTER = 5
@@ -165,8 +164,7 @@ class ReplicaSubscriber:
         self._tasks = [asyncio.create_task(self._guard(each)) for each in (self._watch, self._keep_staged)]
 
     async def close(self) -> None:
-        """Stop, and release all versions except the one being loaded. This session is no replica
-        any more. Idempotent."""
+        """Stop, retire, and release all versions except the one being loaded. Idempotent."""
         try:
             self._cancel_request()
             for task in self._tasks:
@@ -180,8 +178,8 @@ class ReplicaSubscriber:
             await self._retire()
 
     async def diagnose(self) -> str:
-        """Return why no newer version is loaded, known here or by the ledger: "; ..." to append to
-        a sentence, or ""."""
+        """Return the reason why no newer version is loaded: "; ..." to append to a sentence, or
+        ""."""
         parts = [self._denial or self._fetch_error]
         with contextlib.suppress(AsyncFlowError):
             session = self._port.connection.session
@@ -192,8 +190,7 @@ class ReplicaSubscriber:
     # ---- STAGED → PERMITTED
 
     def request_permission(self) -> None:
-        """Ask in the background for permission to load the staged version. No effect if there is
-        none, or it was asked for."""
+        """Request permission to load the staged version, in the background and only once."""
         staged = self._staged
         if staged is not None and staged not in (self._permitted, self._requested):
             self._cancel_request()
@@ -291,8 +288,7 @@ class ReplicaSubscriber:
         return staged
 
     async def take_newer(self) -> StagedVersion:
-        """Replace the version to be loaded by a newer staged one, if that is permitted at once.
-        Return the version to load."""
+        """Return the version to load: a newer staged one if it is permitted at once."""
         taken = self._loading
         assert taken is not None, "no version was taken"
         if self._staged is not None:
@@ -437,8 +433,7 @@ class ReplicaSubscriber:
             self._fetching = False
 
     async def _next_to_fetch(self) -> cmd.Version:
-        """Wait for the newest version that is not handled, and until a failed one may be
-        retried."""
+        """Wait for the newest unhandled version, and until a failed one may be retried."""
         while True:
             self._announced_newer.clear()
             wait_s = None
@@ -495,8 +490,7 @@ class ReplicaSubscriber:
         self._retries = min(self._retries + 1, 16)
 
     async def _retire(self) -> None:
-        """Give up the role as a replica: other replicas may wait for its permission or its vote in
-        the quorum."""
+        """Give up the role as a replica: others may wait for its permission or its vote."""
         connection = self._port.connection
         if _replicas.get(connection) is not self._role:
             return

@@ -1,9 +1,9 @@
 """Restoration: the version that a trainer must load after a rollback, before it may publish again.
 
-pending = restoration(queue)                              # None: no rollback is pending
+pending = get_restoration(queue)                              # None: no rollback is pending
 with pending.fetch() as update:
     engine.load_weights(update)
-restored(queue, pending.version, "fresh")                 # versions may be published again
+report_restored(queue, pending.version, "fresh")                 # versions may be published again
 """
 
 from __future__ import annotations
@@ -67,17 +67,16 @@ class Restoration:
             yield update
 
 
-def packed_restoration(queue: QueueClient) -> bytes:
+def pack_restoration(queue: QueueClient) -> bytes:
     """Return the ledger's restoration, encoded for the other ranks."""
     return msgspec.msgpack.encode(queue.send(cmd.GetRestoreTarget()))
 
 
-def restoration(queue: QueueClient) -> Restoration | None:
+def get_restoration(queue: QueueClient) -> Restoration | None:
     """Return the version that the trainer must load; None if no rollback is pending."""
-    return Restoration.decoded(queue, packed_restoration(queue))
+    return Restoration.decoded(queue, pack_restoration(queue))
 
 
-def restored(queue: QueueClient, version: int, optimizer: str = "") -> None:
-    """Report that the trainer has loaded ``version``. Raises ConfigError if another version is
-    current."""
+def report_restored(queue: QueueClient, version: int, optimizer: str = "") -> None:
+    """Report that the trainer has loaded ``version``. Raises ConfigError if it is not current."""
     queue.send(cmd.ReportRestored(version=version, optimizer=optimizer))

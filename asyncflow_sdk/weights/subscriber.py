@@ -33,8 +33,7 @@ T = TypeVar("T")
 
 
 class StagedUpdate(LoadableUpdate):
-    """A version that was handed to the user's loop. ``received``: the loop has it, and was not
-    cancelled before."""
+    """A version for the user's loop. ``received``: True once the loop has it."""
 
     def __init__(
         self, staged: StagedVersion, leave: Callable[[StagedUpdate, BaseException | None], Future[None]]
@@ -102,8 +101,7 @@ class StagedUpdate(LoadableUpdate):
 
 
 class TransportSubscriber(WeightSubscriber):
-    """Fetches versions through a ``WeightTransport`` in a thread. Arguments: see
-    ``WeightSync.weight_updates``."""
+    """Fetches versions in a thread. Arguments: see ``WeightSync.weight_updates``."""
 
     def __init__(
         self,
@@ -213,8 +211,8 @@ class TransportSubscriber(WeightSubscriber):
         return self._current
 
     def _return_unreceived(self) -> None:
-        """Release an update whose waiter was cancelled, so that its load permission does not block
-        other replicas."""
+        """Release an update whose waiter was cancelled: its permission must not block other
+        replicas."""
         self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._give_up_unreceived(), loop=self._loop))
 
     async def _give_up_unreceived(self) -> None:

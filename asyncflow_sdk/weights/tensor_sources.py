@@ -36,8 +36,7 @@ class TensorSource(ABC):
 
     @abstractmethod
     def copy(self, memory: Any, dtype: str, first: int, last: int) -> None:
-        """Copy elements ``first`` to ``last`` (all, unless contiguous) to the bytes of
-        ``memory``."""
+        """Copy elements ``first`` to ``last`` (all, unless contiguous) to ``memory``."""
 
     @abstractmethod
     def equals(self, memory: Any, dtype: str) -> bool:
@@ -141,8 +140,7 @@ class TorchSource(TensorSource):
 
 
 def _numpy_identity(array: Any) -> tuple[tuple[Any, ...], Callable[[], bool]]:
-    """Return the identity of an array's memory, and a function that returns True while it
-    exists."""
+    """Return the identity of an array's memory, and a test that it still exists."""
     owner = array
     while True:
         below = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)

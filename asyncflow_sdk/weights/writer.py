@@ -113,8 +113,7 @@ class VersionWriter:
         self._tensors.append(info)
 
     def _published_name(self, name: str, shard: Shard | None) -> str:
-        """Return the name under which a tensor is published. Raises SchemaError, WeightMismatch for
-        a duplicate."""
+        """Return the published name. Raises SchemaError, and WeightMismatch for a duplicate."""
         public = self._rename(name) if self._rename is not None and isinstance(name, str) else name
         if not isinstance(public, str):
             raise SchemaError(f"version {self._version}: {public!r}, for tensor {name!r}, is no name")

@@ -26,8 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 Words = np.ndarray[Any, np.dtype[Any]]
 
 SPARSE = 0.4
-"""The largest share of changed words in a sparse code. Above it dense codes are as small, and
-faster."""
+"""The largest share of changed words in a sparse code; above it dense codes are as small."""
 WORTH = 0.9
 """The largest useful code, as a share of its bucket."""
 _HEAD = struct.Struct("<BBxxII")  # kind, width; bytes of the bucket, words in the code

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 
 class DeltaKey(NamedTuple):
-    """A bucket of version ``new`` against the same bucket of ``base``. Versions are named by
-    root."""
+    """A bucket of version ``new`` against the same bucket of ``base``, both named by root."""
 
     new: str
     base: str

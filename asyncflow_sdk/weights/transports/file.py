@@ -185,8 +185,7 @@ class FileSender(WeightSender):
         sync_directory(directory.parent)
 
     def _write_index(self, directory: Path, manifest: Manifest) -> None:
-        """Write the index if all ranks' parts are written. Several ranks may do so; they write the
-        same bytes."""
+        """Write the index if all ranks' parts are written. Several ranks write the same bytes."""
         files: list[TensorFile] = []
         roots = []
         for rank in range(self._files.world_size):
@@ -252,8 +251,7 @@ def _skip(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 class FileReceiver(WeightReceiver):
-    """Reads versions into its own memory and verifies every byte, headers included: they follow
-    from the manifest."""
+    """Reads versions into its own memory and verifies every byte, headers included."""
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -285,7 +283,9 @@ def _find(manifest: Manifest, where: bytes) -> tuple[Path, RankFiles]:
         if not 0 <= place.rank < place.world_size:
             raise ValueError(f"it is of rank {place.rank} of {place.world_size}")
     except _BAD as error:
-        raise ProtocolError(f"version {manifest.version}: its publisher's address cannot be read: {error}") from None
+        raise ProtocolError(
+            f"version {manifest.version}: what its publisher says of its place cannot be read: {error}"
+        ) from None
     path = Path(os.path.expanduser(os.environ.get(PATH, "")) or place.path)
     if not os.path.isdir(path):  # raises for no name, however long
         raise WeightError(

@@ -58,21 +58,20 @@ class FileRun(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkFiles:
-    """The files of a chunk. ``runs``: in the order of the chunk's bytes; bytes in no run are
-    padding."""
+    """The files of a chunk. ``runs``: in the chunk's order; other bytes are padding."""
 
     files: tuple[TensorFile, ...]
     runs: tuple[FileRun, ...]
 
     def pieces(self, chunk: Bytes, start: int, stop: int) -> Iterator[tuple[TensorFile, int, list[Bytes]]]:
-        """Yield bytes ``start`` to ``stop`` of a chunk by file: the file, the position in it, and
-        views of adjacent bytes."""
+        """Yield bytes of a chunk by file: the file, the position in it, and views of adjacent
+        bytes."""
         first = bisect.bisect_right(self.runs, start, key=lambda run: run.stop)
         runs = itertools.takewhile(lambda run: run.start < stop, itertools.islice(self.runs, first, None))
         return _merge(chunk, (run.cut(start, stop) for run in runs))
 
     def bytes_of(self, file: TensorFile, chunk: Bytes) -> Iterator[tuple[int, list[Bytes]]]:
-        """Yield the bytes of a chunk in ``file``: the position in the file, and views of adjacent
+        """Yield the bytes of a chunk in ``file``: position in the file, and views of adjacent
         bytes."""
         for _, place, views in _merge(chunk, (run for run in self.runs if run.file is file)):
             yield place, views

@@ -23,8 +23,7 @@ NEXT_ATTEMPT = -1
 
 
 class InProgressVersion:
-    """``attempt``: number of the newest attempt to write a version; 0 before the first.
-    Thread-safe."""
+    """``attempt``: number of the newest attempt; 0 before the first. Thread-safe."""
 
     def __init__(self) -> None:
         self.attempt = 0

@@ -268,8 +268,7 @@ class ServiceClient:
         self._client.interrupt()
 
     def close(self) -> None:
-        """Close the connections. Calls in progress in other threads raise ServerLost.
-        Idempotent."""
+        """Close the connections. Calls in other threads raise ServerLost. Idempotent."""
         if self._introduced and not self._client.closed:
             with contextlib.suppress(WireError):  # best effort: the service also watches the process
                 self._client.send(_encode(PeerBye()))

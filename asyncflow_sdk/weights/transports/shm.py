@@ -48,8 +48,7 @@ def _directory(host: Host) -> Path:
 
 
 class ShmSender(WeightSender):
-    """Writes versions to files of ``directory`` with names of "w", its rank, ``name`` and a
-    number."""
+    """Writes versions to files of ``directory``, named by "w", rank, ``name`` and a number."""
 
     outlives: ClassVar[bool] = True
 
@@ -101,8 +100,7 @@ class ShmSender(WeightSender):
         self._memory.close()
 
     def _sweep(self) -> None:
-        """Remove files of earlier senders of this rank that no receiver may request. Existing
-        mappings stay valid."""
+        """Remove unused files of earlier senders of this rank. Existing mappings stay valid."""
         kept = {name for segments in self._adopted.values() for name in segments}
         for path in self._directory.glob(f"{self._family}*"):
             if path.name not in kept and not path.name.startswith(self._mine):

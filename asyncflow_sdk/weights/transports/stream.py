@@ -234,7 +234,7 @@ class StreamClient:
             _shut_down(connection)  # the reading thread closes it
 
     def close(self) -> None:
-        """Close the connection; the next read opens another. Call from the reading thread.
+        """Close the connection, from the reading thread. The next read opens another.
         Idempotent."""
         connection, self._socket = self._socket, None
         if connection is not None:

@@ -41,8 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunningDigests:
-    """Hashes the buckets of a memory range in pieces, as their bytes arrive. ``found``: digests of
-    the complete buckets."""
+    """Hashes arriving buckets in pieces. ``found``: digests of the complete ones."""
 
     def __init__(self, memory: memoryview, bucket_bytes: int) -> None:
         self._memory, self._bucket_bytes = memory, bucket_bytes

@@ -25,7 +25,7 @@ from .streaming_fetch import PartialVersion, RunningDigests, StreamingFetch, ali
 from .tcp_messages import DELTA, MOST_BUCKETS, RAW, Get, GetReply, TcpAddress, decode, encode, fits
 
 THREADS = 2
-"""As many as ZeroMQ's own: with more, memory for messages returns to the system and faults in
+"""ZeroMQ has as many. With more, memory of messages is returned to the system and faults in
 again."""
 SILENCE_S = 60.0
 """Longest wait for one answer."""
@@ -320,8 +320,7 @@ class _TcpFetch:
         return ours.digests[bucket.index] == theirs.digests[bucket.index]
 
     def _copy_base(self, number: int) -> None:
-        """Copy a bucket from the base. If the base was changed since, request the bucket in
-        full."""
+        """Copy a bucket from the base, or request it in full if the base was changed since."""
         assert self._base is not None
         bucket = self._buckets[number]
         if self._copy(bucket, self._base.chunks[bucket.chunk][bucket.start : bucket.stop]):

@@ -114,8 +114,7 @@ class VersionMemory:
         return room
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Allocate memory for a version of such chunks, one chunk at each ``next``. Raises
-        MemoryFull."""
+        """Allocate memory for such chunks, one at each ``next``. Raises MemoryFull."""
         with self._lock:
             there = Counter(len(room.memory) for room in (*self._idle, *self._still_read))
         for size, count in (Counter(sizes) - there).items():
@@ -126,8 +125,7 @@ class VersionMemory:
                 yield
 
     def seal(self, version: int) -> list[ChunkPlace]:
-        """Make the rooms since the last call the chunks of ``version``, in order. Return their
-        places."""
+        """Make the rooms since the last call the chunks of ``version``. Return their places."""
         with self._lock:
             rooms, self._writing = self._writing, []
             self._retire(self._versions.pop(version, []))
@@ -138,8 +136,7 @@ class VersionMemory:
             return [room.place for room in rooms]
 
     def abandon(self) -> None:
-        """Free the rooms since the last ``seal``; without any, those of the newest version if it
-        was never kept."""
+        """Free the rooms since the last ``seal``, or an unkept newest version if there are none."""
         with self._lock:
             rooms, self._writing = self._writing, []
             if not rooms and self._sent is not None:
