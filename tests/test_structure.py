@@ -14,7 +14,7 @@ import asyncflow_sdk
 
 pytestmark = pytest.mark.fast
 ROOT = Path(asyncflow_sdk.__file__).parent
-CORE = ("types", "interfaces", "plugins", "algorithms", "memory", "wire", "ledger", "queue")
+CORE = ("types", "interfaces", "plugins", "algorithms", "memory", "wire", "ledger", "queue", "weights")
 TREES = {
     str(path.relative_to(ROOT)): ast.parse(path.read_text())
     for package in CORE

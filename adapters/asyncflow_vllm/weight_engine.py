@@ -1,7 +1,7 @@
 """HandedWeights: how a worker of vLLM takes a version, in the process that holds the model.
 
 vLLM's own extension point for weights (``WeightTransferEngine``). What arrives is not the weights but where they lie
-(`asyncflow_sdk.weights.handed_over`): each worker maps the bytes, and its model's loaders copy what is this rank's shard.
+(`asyncflow_sdk.weights.map_handover`): each worker maps the bytes, and its model's loaders copy what is this rank's shard.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 
 from asyncflow_sdk.errors import WeightMismatch
 from asyncflow_sdk.types import to_torch
-from asyncflow_sdk.weights import handed_over
+from asyncflow_sdk.weights import map_handover
 
 
 @dataclass
@@ -69,7 +69,7 @@ class HandedWeights(WeightTransferEngine):  # type: ignore[misc]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Told) -> None:
-        self._noting(lambda: self._load([(name, to_torch(array)) for name, array in handed_over(update_info.told)]))
+        self._noting(lambda: self._load([(name, to_torch(array)) for name, array in map_handover(update_info.told)]))
 
     def finish_weight_update(self) -> None:
         self._noting(self._finish)

@@ -2,7 +2,7 @@
 
 How rows come to be is ``answering``'s, of an agent ``agent``'s; what an engine is asked ``drawing``'s; how they get to the
 ledger ``completing``'s. New weights are fetched and verified while the engine generates; when they are loaded is the swap
-policy's to say (``swapping``), how, and what becomes of a load that fails, is ``Loading``'s.
+policy's to say (``swap_policy``); their states, and what becomes of a load that fails, is ``ReplicaSubscriber``'s.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..interfaces import Producer, RolloutEngine
 from ..queue import AsyncLeasedBatch, QueueClient
 from ..types import Sampling
 from ..types import events as ev
-from ..weights import Loading, Staged, WeightUpdates, choose_swap
+from ..weights import EngineLoader, ReplicaSubscriber, StagedVersion, SubscriberState, choose_swap
 from .agent import Agent
 from .answering import Answering
 from .completing import Completing
 from .drawing import Drawing
 from .specs import rollout_task
-from .swapping import Swapping
+from .swap_policy import SwapPolicy
 from .text import Text, with_stop_ids
 from .work import tokenizer_file
 
@@ -91,9 +91,9 @@ class EngineProducer(Producer):
             engine, self._drawing, self._completing, self._connection, sampling=with_stop_ids(sampling or Sampling(), text), prompt=prompt,
             text=text, agent=agent, wake=wake, room=self._room,
         )  # fmt: skip
-        self._updates = WeightUpdates(queue, self._drawing.loaded, wake, rename=engine.weight_name)
-        self._swapping = Swapping(self._updates, swap, wake)
-        self._loading = Loading(engine, self._updates, verify, running=not self._swapping.stops)
+        self._swap_policy = SwapPolicy(swap)
+        self._loader = EngineLoader(engine, verify, running=not self._swap_policy.stops)
+        self._subscriber = ReplicaSubscriber(queue, self._drawing.loaded, self._wake, rename=engine.weight_name)
         self._asking: asyncio.Task[AsyncLeasedBatch] | None = None
         self._failure: BaseException | None = None
 
@@ -103,12 +103,11 @@ class EngineProducer(Producer):
 
     async def run(self) -> None:
         self._aio = self._queue.aio
-        self._updates.claim()
         background = [
             asyncio.create_task(self._watched(work)) for work in (self._completing.run(), self._hear_of_lost())
         ]
         try:
-            await self._updates.join()
+            await self._subscriber.open()
             while await self._turn():
                 pass
             await self._drain()
@@ -118,7 +117,6 @@ class EngineProducer(Producer):
     async def _end(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
         """Whatever fails on the way, and when it is cancelled: this session is no replica any more."""
         try:
-            self._swapping.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(self._answering.close(), *tasks, return_exceptions=True)
@@ -126,7 +124,7 @@ class EngineProducer(Producer):
                 await asyncio.wait_for(self._engine.close(), CLOSE_S)
         finally:
             try:
-                await self._updates.close()
+                await self._subscriber.close()
             finally:
                 await self._connection.wire.aclose_loop()
 
@@ -134,16 +132,19 @@ class EngineProducer(Producer):
         """Swap what is due, else begin what is allowed. False when the stream has ended."""
         self._wake.clear()
         self._raise_failure()
-        if self._swapping.waits_for_boundary and self._answering.idle:
-            with self._drawing.held():  # or something would begin in the moment that permission takes
-                await self._take_back()
-                if self._answering.idle:
-                    await self._swapping.ask_now()
-        if self._swapping.due(idle=self._answering.idle):
+        if self._subscriber.state is SubscriberState.STAGED:
+            if self._swap_policy.waits_for_boundary and self._answering.idle:
+                with self._drawing.held():  # or something would begin in the moment that permission takes
+                    await self._take_back()
+                    if self._answering.idle:
+                        await self._subscriber.try_permission()
+            if self._answering.idle or not self._swap_policy.waits_for_boundary:
+                self._subscriber.request_permission()
+        if self._subscriber.state is SubscriberState.PERMITTED:
             await self._swap()
             return True
         if self._asking is None:
-            if self._drawing.loaded is None and self._updates.ended:
+            if self._drawing.loaded is None and self._subscriber.ended:
                 return False  # it was to generate nothing before it had a version, and none will come
             if not self._may_ask:
                 await self._first_of(self._wake.wait())
@@ -177,7 +178,7 @@ class EngineProducer(Producer):
             self._wake.set()
 
     def _raise_failure(self) -> None:
-        for failure in (self._failure, self._answering.failure, self._updates.failure, self._swapping.failure):
+        for failure in (self._failure, self._answering.failure, self._subscriber.failure):
             if failure is not None:
                 raise failure
 
@@ -189,7 +190,7 @@ class EngineProducer(Producer):
             if task is not wait:  # made here, so ended here
                 task.cancel()
         if not done:
-            why = await self._updates.why()
+            why = await self._subscriber.diagnose()
             raise DeadlineExceeded(f"nothing came for {WAIT_S:g} s: no version to load, no row to finish{why}")
 
     async def _watched(self, work: Awaitable[None]) -> None:
@@ -224,47 +225,50 @@ class EngineProducer(Producer):
 
     async def _swap(self) -> None:
         """Load the version that is due. While requests run, none is completed before the weights are proven that drew it."""
-        update = self._swapping.take()
+        update = self._subscriber.take()
         async with contextlib.AsyncExitStack() as stack:
-            if self._swapping.stops:
+            if self._swap_policy.stops:
                 try:
                     await self._stop(update, stack)
-                    update = await self._swapping.newer(update)
+                    update = await self._subscriber.take_newer()
                 except BaseException:
                     update.release()
                     raise
             await stack.enter_async_context(self._completing.held)
             await self._load(update)
 
-    async def _stop(self, update: Staged, stack: contextlib.AsyncExitStack) -> None:
+    async def _stop(self, update: StagedVersion, stack: contextlib.AsyncExitStack) -> None:
         """Nothing is in the engine from here to the end of ``stack``."""
         began = time.monotonic()
         ran = not self._answering.idle
-        if self._swapping.drains:
+        if self._swap_policy.drains:
             await self._drain()
         else:
-            await stack.enter_async_context(self._drawing.stopped(interrupt=self._swapping.interrupts))
+            await stack.enter_async_context(self._drawing.stopped(interrupt=self._swap_policy.interrupts))
             self._raise_failure()
-        if ran and not self._swapping.interrupts:
+        if ran and not self._swap_policy.interrupts:
             self._answering.span("wait", began, detail=f"draining for version {update.version}")
 
-    async def _load(self, update: Staged) -> None:
+    async def _load(self, update: StagedVersion) -> None:
         answering = self._answering
         answering.end_wait()
         began, self._drawing.newest = time.monotonic(), update.version
         answering.load_ended = load_ended = asyncio.Event()
-        # Weights that are not proven draw tokens of what runs, and nobody knows which.
-        on_failure = self._abort if answering.running and not self._swapping.stops else None
         try:
-            if await self._loading.load(update, on_failure):
-                self._drawing.loaded = update.version
+            try:
+                await self._loader.load(update)
+            except Exception as error:
+                if answering.running and not self._swap_policy.stops:
+                    # Unproven weights generated tokens of running requests, and nobody knows which.
+                    await answering.abort("a load of new weights failed")
+                await self._subscriber.recover(self._loader, error)
+            else:
+                await self._subscriber.commit()
+            self._drawing.loaded = self._subscriber.loaded
         finally:
             answering.load_ended = None
             load_ended.set()
         answering.loaded(began, update.version)
-
-    async def _abort(self) -> None:
-        await self._answering.abort("a load of new weights failed")
 
     def _warn(self, text: str) -> None:
         name = self._connection.name

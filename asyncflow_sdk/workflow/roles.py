@@ -18,7 +18,7 @@ from ..queue import QueueClient
 from ..types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_version
 from ..types import events as ev
 from ..types.defaults import NEXT_S
-from ..weights import Restoration, TransportPublisher, packed_restoration, restoration, restored
+from ..weights import Restoration, TransportPublisher, get_restoration, pack_restoration, report_restored
 from .checkpoint import Checkpoints, Damaged, Point
 from .meeting import APART, Meeting
 
@@ -199,7 +199,7 @@ class _Versions:
             if at_once:
                 self._publisher.flush()
         except (ConfigError, VersionGone):
-            if restoration(self._queue) is None:
+            if get_restoration(self._queue) is None:
                 raise
             return False
         return True
@@ -219,7 +219,7 @@ class _Versions:
         try:
             self._publisher.flush()
         except (ConfigError, VersionGone):
-            if restoration(self._queue) is None:
+            if get_restoration(self._queue) is None:
                 raise
         self._ranks.words("the last version")
 
@@ -233,7 +233,7 @@ class _Versions:
             connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
 
     def _asked(self) -> Restoration | None:
-        packed = self._ranks.by_first("rollbacks", lambda: packed_restoration(self._queue))
+        packed = self._ranks.by_first("rollbacks", lambda: pack_restoration(self._queue))
         return Restoration.decoded(self._queue, packed)
 
     def _load(self, asked: Restoration) -> str:
@@ -269,7 +269,7 @@ class _Versions:
     def _say_restored(self, asked: Restoration, optimizer: str) -> bytes:
         """b"" if another rollback came meanwhile."""
         try:
-            restored(self._queue, asked.version, optimizer)
+            report_restored(self._queue, asked.version, optimizer)
         except ConfigError:
             return b""
         return b"restored"

@@ -34,7 +34,7 @@ from ..ledger import commands as cmd
 from ..queue import Connection, QueueClient, QueueServer, Recovered, open_queue
 from ..types import events as ev
 from ..types.defaults import FETCH_S, NEXT_S, STEP_LEASE_S
-from ..weights import Restoration, TransportPublisher, TransportSubscriber, restoration, restored
+from ..weights import Restoration, TransportPublisher, TransportSubscriber, get_restoration, report_restored
 from ..weights.arguments import version_number
 from .address import remove_addresses
 from .checkpoint import Checkpoints, Point
@@ -215,13 +215,13 @@ class Run(WeightSync):
     def restoration(self) -> Restoration | None:
         """The version that a training loop of one's own has to load after a rollback; None if there is none. Load it by
         ``with restoration.fetch() as update``, or from the checkpoint that it names, then call ``restored``."""
-        return restoration(self.queue)
+        return get_restoration(self.queue)
 
     def restored(self, version: int, optimizer: str = "") -> None:
         """This training loop has loaded ``version``, which a rollback made current: publishing may go on. Of several ranks one
         calls it, after all have loaded. ``optimizer``: where its state comes from, for people. Raises ConfigError if another
         version is current, as after a second rollback."""
-        restored(self.queue, version_number(version), optimizer)
+        report_restored(self.queue, version_number(version), optimizer)
 
     def checkpoint(self, save: Callable[[Path], None], *, keep: int = 2, directory: str | Path | None = None) -> Path:
         """Have ``save(path)`` write the training engine's state into a new folder, so that ``resume`` can go on after the last

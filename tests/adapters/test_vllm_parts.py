@@ -12,7 +12,7 @@ import pytest
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import Request
 from asyncflow_sdk.types import Sampling
-from asyncflow_sdk.weights import Handover, handed_over
+from asyncflow_sdk.weights import Handover, map_handover
 from asyncflow_vllm.checkpoint import Checkpoint
 from asyncflow_vllm.folder import FolderWeights
 from asyncflow_vllm.requests import Limits, drawing, end_tokens
@@ -63,7 +63,7 @@ def test_the_weights_of_a_folder_are_told_of_where_they_lie(tmp_path: Path, dtyp
     handover = Handover()
 
     with handover.give(weights) as told:
-        found = {name: np.array(array) for name, array in handed_over(told)}
+        found = {name: np.array(array) for name, array in map_handover(told)}
 
     assert handover.nbytes == 0
     assert found.keys() == weights.tensors.keys()
@@ -92,7 +92,7 @@ def test_weights_across_the_grain_of_their_dtype_are_copied(tmp_path: Path) -> N
     assert weights.place("a") is not None
 
     with Handover().give(weights) as told:
-        found = {name: array.tolist() for name, array in handed_over(told)}
+        found = {name: array.tolist() for name, array in map_handover(told)}
 
     assert found == {"a": [0, 1, 2], "b": [0.0, 1.0, 2.0, 3.0]}
     assert (weights.place("b") is None) == bool((8 + len(text) + 3) % 4)

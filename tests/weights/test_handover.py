@@ -18,13 +18,13 @@ from waiting import in_thread
 from asyncflow_sdk.errors import WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
 from asyncflow_sdk.types import Shard
-from asyncflow_sdk.weights import Handover, handed_over, read_handed
+from asyncflow_sdk.weights import Handover, decode_handover, map_handover
 
 READER = """
 import hashlib, json, sys
-from asyncflow_sdk.weights import handed_over
+from asyncflow_sdk.weights import map_handover
 print(json.dumps([(name, str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest())
-                  for name, array in handed_over(sys.stdin.read())]))
+                  for name, array in map_handover(sys.stdin.read())]))
 """
 
 
@@ -54,7 +54,7 @@ def test_another_process_reads_what_lies_in_shared_memory_there(served: Served, 
         assert not done.returncode, done.stderr
         assert json.loads(done.stdout) == as_read(update.arrays())
     assert handover.nbytes == 0
-    assert {Path(path).parent for path in read_handed(told).files} == {served.directory}
+    assert {Path(path).parent for path in decode_handover(told).files} == {served.directory}
 
 
 def test_what_lies_in_private_memory_is_copied_into_memory_that_is_used_again(handover: Handover) -> None:
@@ -65,9 +65,9 @@ def test_what_lies_in_private_memory_is_copied_into_memory_that_is_used_again(ha
             served.publish(number, weights(number))
             with next(updates) as update:
                 with handover.give(update) as told:
-                    assert as_read(handed_over(told)) == as_read(update.arrays())
+                    assert as_read(map_handover(told)) == as_read(update.arrays())
                 held.add(handover.nbytes)
-                files |= {(path, read_handed(told).tensors[0].offset) for path in read_handed(told).files}
+                files |= {(path, decode_handover(told).tensors[0].offset) for path in decode_handover(told).files}
     assert len(held) == len(files) == 1
     assert held != {0}
 
@@ -84,9 +84,9 @@ def test_what_came_in_pieces_is_put_together(served: Served, handover: Handover)
     ]
     assert [each().version for each in publishing] == [1, 1]
     with served.newest() as update, handover.give(update) as told:
-        found = {name: array.tolist() for name, array in handed_over(told)}
+        found = {name: array.tolist() for name, array in map_handover(told)}
         assert found == {"rows": whole.tolist(), "rest": [1] * 4}
-        lies = {tensor.name: read_handed(told).files[tensor.file] for tensor in read_handed(told).tensors}
+        lies = {tensor.name: decode_handover(told).files[tensor.file] for tensor in decode_handover(told).tensors}
     assert Path(lies["rest"]).parent == served.directory  # whole in one part, so it is not copied
     assert Path(lies["rows"]).parent != served.directory
 
@@ -98,15 +98,15 @@ def test_a_file_that_is_gone_is_not_referred_to(served: Served, handover: Handov
         for path in served.directory.glob("w*"):
             path.unlink()
         with handover.give(update) as told:
-            assert as_read(handed_over(told)) == as_read(update.arrays())
+            assert as_read(map_handover(told)) == as_read(update.arrays())
 
 
 def test_what_is_written_into_there_harms_nobody(served: Served, handover: Handover) -> None:
     served.publish(1, {"a": np.ones(4)})
     with served.newest() as update, handover.give(update) as told:
-        dict(handed_over(told))["a"][:] = 5
+        dict(map_handover(told))["a"][:] = 5
 
-        assert dict(handed_over(told))["a"].tolist() == dict(update.arrays())["a"].tolist() == [1, 1, 1, 1]
+        assert dict(map_handover(told))["a"].tolist() == dict(update.arrays())["a"].tolist() == [1, 1, 1, 1]
 
 
 class Odd(WeightUpdate):
@@ -141,13 +141,13 @@ def test_an_update_that_is_not_what_it_announced_is_refused(handover: Handover) 
     ):
         pass
     with handover.give(Odd(announced, {"a": four, "b": four + 1, "c": four})) as told:  # and then one that is
-        assert {name: array.tolist() for name, array in handed_over(told)} == {"a": [1] * 4, "b": [2] * 4}
+        assert {name: array.tolist() for name, array in map_handover(told)} == {"a": [1] * 4, "b": [2] * 4}
 
 
 def test_what_makes_no_sense_is_refused(served: Served, handover: Handover, tmp_path: Path) -> None:
     served.publish(3, {"a": np.ones(4, np.float32)})
     with served.newest() as update, handover.give(update) as told:
-        good = read_handed(told)
+        good = decode_handover(told)
         (tensor,) = good.tensors
         for wrong in (
             {"offset": -4},
@@ -159,12 +159,12 @@ def test_what_makes_no_sense_is_refused(served: Served, handover: Handover, tmp_
         ):
             bad = msgspec.structs.replace(good, tensors=(msgspec.structs.replace(tensor, **wrong),))  # type: ignore[arg-type]
             with pytest.raises(WeightError, match="'a'"):
-                list(handed_over(msgspec.json.encode(bad).decode()))
+                list(map_handover(msgspec.json.encode(bad).decode()))
         (tmp_path / "link").symlink_to(good.files[0])
         for path in (tmp_path, tmp_path / "gone", tmp_path / "link"):
             bad = msgspec.structs.replace(good, files=(str(path),))
             with pytest.raises(WeightError, match="version 3: .* cannot be read here"):
-                list(handed_over(msgspec.json.encode(bad).decode()))
+                list(map_handover(msgspec.json.encode(bad).decode()))
     for text in ("", "{}", "[1]", told[:-5]):
         with pytest.raises(WeightError, match="cannot be read"):
-            list(handed_over(text))
+            list(map_handover(text))
