@@ -1,0 +1,254 @@
+"""RequestScheduler: the running requests of a rollout worker, one for each shared prompt, or an agent's conversation for each row."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, LeaseLost
+from ..interfaces import Request, RolloutEngine
+from ..queue.error_text import plain_text
+from ..types import Sampling
+from .agent_worker import Agent, AgentFailed, Turns
+from .completion_batcher import CompletionBatcher
+from .engine_gateway import RESPONSE_S, EngineGateway, Generated, derived_seed
+from .prompt_lease import Ids, PromptLease
+from .tokenizer import Tokenizer
+from .user_code import FunctionFailed
+from .worker_log import WorkerLog
+
+GIVE_UP_AFTER = 8
+"""After this many refused prompts in a row, none accepted between them, the worker ends with the reason."""
+
+
+class RequestScheduler:
+    """Runs requests for leased rows and adds finished rows to ``batcher``. ``failure``: why the worker must end; None if it can
+    go on. Sets ``wake`` when a request fails, when none runs any more, and when there is room for another group."""
+
+    def __init__(
+        self, engine: RolloutEngine, gateway: EngineGateway, batcher: CompletionBatcher, log: WorkerLog, wake: asyncio.Event, *,
+        sampling: Sampling, tokenizer: Tokenizer | None = None, agent: Agent | None = None, kind: str = "generate",
+    ) -> None:  # fmt: skip
+        self._engine, self._gateway, self._batcher, self._log, self._wake = engine, gateway, batcher, log, wake
+        self._sampling, self._tokenizer, self._agent, self._kind = sampling, tokenizer, agent, kind
+        self.failure: BaseException | None = None
+        self._running: dict[asyncio.Task[None], tuple[PromptLease, set[int]]] = {}  # with each one's unfinished rows
+        self._rows, self._largest = 0, 1  # unfinished rows, and rows of the largest group
+        self._ended_early = np.empty(0, np.int64)  # rows that ended, perhaps of a lease on its way
+        self._refused: set[int] = set()  # groups
+        self._load_ended: asyncio.Event | None = None  # of the load under way
+        self._cpu_s = 0.0
+        self._idle_since: float | None = time.monotonic()
+
+    @property
+    def running(self) -> bool:
+        """True if a request or a conversation has not ended."""
+        return bool(self._running)
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing is in the engine. Conversations may be between two turns."""
+        return not self._running if self._agent is None else self._gateway.idle
+
+    @property
+    def room(self) -> int:
+        """Rows that may be leased now; 0 unless a whole group fits."""
+        free = self._engine.capabilities.max_rows - self._rows
+        return free if free >= (self._largest if self._running else 1) else 0
+
+    def begin(self, lease: PromptLease) -> None:
+        """Start the requests of a lease. Raises ConfigError for a group larger than the engine's ``max_rows``."""
+        most = self._engine.capabilities.max_rows
+        self._largest = max(self._largest, *map(len, lease.shared))
+        if self._largest > most:
+            raise ConfigError(
+                f"groups of {self._largest} do not fit {type(self._engine).__name__}, which generates {most} rows at once;"
+                " raise its max_rows"
+            )
+        self._end_wait()
+        ended, self._ended_early = lease.find(self._ended_early), np.empty(0, np.int64)
+        given = {} if self._agent is None else {name: lease.batch[name] for name in self._agent.needs or ()}
+        for rows in lease.shared:
+            if not ended.isdisjoint(rows):
+                continue
+            prompt = lease.prompt_ids[rows[0]]
+            if self._agent is None:
+                waiting = set(rows)
+                self._start(lease, waiting, partial(self._respond, lease, waiting, rows, prompt))
+                continue
+            for row in rows:
+                columns, waiting = {name: column[row] for name, column in given.items()}, {row}
+                converse = partial(self._converse, self._agent, lease, waiting, row, prompt, columns)
+                self._start(lease, waiting, converse)
+        if not self._running:
+            self._idle_since = time.monotonic()
+
+    def _start(self, lease: PromptLease, waiting: set[int], work: Callable[[], Awaitable[None]]) -> None:
+        self._rows += len(waiting)
+        lease.requests += 1
+        task = asyncio.create_task(self._run(lease, waiting, work))
+        self._running[task] = lease, waiting
+        task.add_done_callback(self._end)
+
+    async def _run(self, lease: PromptLease, waiting: set[int], work: Callable[[], Awaitable[None]]) -> None:
+        """Do ``work``, and give back the rows that it leaves unfinished when it fails."""
+        group = int(lease.batch.groups[min(waiting)])
+        try:
+            await work()
+            self._refused.clear()
+            return
+        except EngineGone:
+            raise  # not the prompt's fault; the engine answers no other either
+        except (EngineError, AgentFailed) as failed:
+            error = failed
+        blame = self._load_ended is None or isinstance(error, AgentFailed)
+        if blame:
+            self._refuse(group, error)
+        else:  # the engine may lose requests with its weights; a failed load cancels this task here
+            assert self._load_ended is not None
+            await self._load_ended.wait()
+        rows = sorted(waiting)
+        waiting.clear()
+        self._free(len(rows))
+        if rows:
+            engine = f"the engine refused the prompt: EngineError: {error}"
+            with contextlib.suppress(LeaseLost):
+                reason = str(error) if isinstance(error, AgentFailed) else engine
+                await lease.batch.give_back(index=rows, reason=reason, blame=blame)
+
+    def _refuse(self, group: int, error: Exception) -> None:
+        self._refused.add(group)
+        if len(self._refused) >= GIVE_UP_AFTER:
+            text = f"{len(self._refused)} prompts in a row were refused, the last because: {error}"
+            if isinstance(error, AgentFailed):
+                raise FunctionFailed(text) from None  # its text has the agent's traceback
+            raise ConfigError(text) from error
+        self._log.note(plain_text(f"a prompt was refused: {error}"))
+
+    async def _respond(self, lease: PromptLease, waiting: set[int], rows: range, prompt: Ids) -> None:
+        """Generate a response for each row of a shared prompt, by one request."""
+        request = Request(prompt, self._sampling, len(rows), self._seed(lease, rows[0]))
+        async with contextlib.aclosing(self._gateway.generate(request)) as responses:
+            async for generated in responses:
+                self._finish(lease, waiting, [rows[index] for index in generated.indices], generated)
+
+    async def _converse(
+        self, agent: Agent, lease: PromptLease, waiting: set[int], row: int, prompt: Ids, columns: Mapping[str, Any]
+    ) -> None:
+        turns = Turns(
+            self._gateway, prompt, self._sampling, seed=self._seed(lease, row), tokenizer=self._tokenizer,
+            context=self._engine.capabilities.context,
+        )  # fmt: skip
+        self._finish(lease, waiting, [row], await agent.converse(turns, columns))
+
+    def _seed(self, lease: PromptLease, row: int) -> int | None:
+        return derived_seed(self._sampling.seed, int(lease.batch.ids[row]))
+
+    def _finish(self, lease: PromptLease, waiting: set[int], rows: list[int], generated: Generated) -> None:
+        waiting.difference_update(rows)
+        lease.tokens += generated.tokens
+        self._batcher.add(lease, rows, generated)
+        self._free(len(rows))  # the longest response of a group does not keep the places of the others
+
+    def _free(self, rows: int) -> None:
+        had_room = self.room
+        self._rows -= rows
+        if self.room and not had_room:
+            self._wake.set()
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        lease, waiting = self._running.pop(task)
+        self._free(len(waiting))
+        lease.requests -= 1
+        if not task.cancelled() and task.exception() is not None and self.failure is None:
+            self.failure = task.exception()
+        if not lease.requests:
+            self._batcher.flush_soon()
+            cpu_s, self._cpu_s = self._engine.cpu_s - self._cpu_s, self._engine.cpu_s
+            self._log.span(
+                self._kind,
+                lease.began,
+                rows=lease.batch.rows,
+                tokens=lease.tokens,
+                version=lease.version,
+                cpu_s=cpu_s,
+            )
+        if not self._running:
+            self._idle_since = time.monotonic()
+        if not self._running or self.failure is not None:
+            self._wake.set()
+
+    # ---- waits and cancellations
+
+    def raise_failure(self) -> None:
+        """Raise ``failure``, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+    async def drain(self) -> None:
+        """Wait until every request has ended. Raises DeadlineExceeded for a request without an end."""
+        while self._running:
+            ended, running = await asyncio.wait(self._running, timeout=RESPONSE_S)
+            if not ended:
+                raise DeadlineExceeded(f"{len(running)} requests have not ended in {RESPONSE_S:g} s")
+
+    async def abort_rows(self, ended: npt.NDArray[np.int64]) -> None:
+        """Forget the rows with these ids, which have ended, and cancel their requests. Groups end as a whole."""
+        self._ended_early = np.concatenate([self._ended_early, ended])
+        self._batcher.discard(ended)
+        lost = {lease: lease.find(ended) for lease in {lease for lease, _ in self._running.values()}}
+        tasks = [task for task, (lease, rows) in self._running.items() if not lost[lease].isdisjoint(rows)]
+        await _cancel(tasks)
+        if tasks:
+            self._log.note(f"{len(tasks)} requests were aborted: their rows had ended", "info")
+
+    async def abort(self, reason: str) -> None:
+        """Cancel all requests, and give back all rows that are not written yet."""
+        rows = self._batcher.rows()
+        for lease, waiting in self._running.values():
+            rows[lease] = rows.get(lease, set()) | waiting
+        await _cancel(list(self._running))
+        self._batcher.clear()
+        for lease, index in rows.items():
+            if index:
+                with contextlib.suppress(LeaseLost):
+                    await lease.batch.give_back(index=sorted(index), reason=reason)
+
+    async def close(self) -> None:
+        """Cancel all requests. The end of the session gives their rows to other workers."""
+        await _cancel(list(self._running))
+
+    # ---- times
+
+    @contextlib.contextmanager
+    def load(self, version: int) -> Iterator[None]:
+        """Mark a load of new weights: requests that fail inside this block fail by the load, not by their prompts."""
+        self._end_wait()
+        began, self._load_ended = time.monotonic(), asyncio.Event()
+        try:
+            yield
+        finally:
+            self._load_ended.set()
+            self._load_ended = None
+        if not self._running:
+            self._idle_since = time.monotonic()
+        self._log.span("load", began, version=version)
+
+    def _end_wait(self) -> None:
+        """Report the time without requests, which ends now."""
+        if self._idle_since is not None and time.monotonic() - self._idle_since > 0.001:
+            self._log.span("wait", self._idle_since)
+        self._idle_since = None
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
