@@ -1,6 +1,6 @@
 """Runs and workflows: producers, consumers, stages, supervision."""
 
-from .agent_worker import Agent, Turn, Turns
+from .agent import Agent, Turn, Turns
 from .data import load_prompts
 from .producer import EngineProducer
 from .recorder import ages_of, read_steps, staleness_of

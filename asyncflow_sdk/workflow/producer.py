@@ -14,7 +14,7 @@ from ..queue import QueueClient
 from ..types import Sampling
 from ..types import events as ev
 from ..weights import choose_swap
-from .agent_worker import Agent
+from .agent import Agent
 from .completion_batcher import RolloutColumns
 from .prompt_lease import PromptReader
 from .rollout_worker import RolloutWorker

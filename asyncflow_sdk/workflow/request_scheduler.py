@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +15,25 @@ from ..errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, Lea
 from ..interfaces import Request, RolloutEngine
 from ..queue.error_text import plain_text
 from ..types import Sampling
-from .agent_worker import Agent, AgentFailed, Turns
+from .agent import Agent, AgentFailed, Turns
 from .completion_batcher import CompletionBatcher
 from .engine_gateway import RESPONSE_S, EngineGateway, Generated, derived_seed
-from .prompt_lease import Ids, PromptLease
+from .prompt_lease import PromptLease
 from .tokenizer import Tokenizer
 from .user_code import FunctionFailed
 from .worker_log import WorkerLog
 
 GIVE_UP_AFTER = 8
 """After this many refused prompts in a row, none accepted between them, the worker ends with the reason."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request for ``rows`` of a lease, or a conversation for one row. ``unfinished``: positions without a response."""
+
+    lease: PromptLease
+    rows: range
+    unfinished: set[int]
 
 
 class RequestScheduler:
@@ -39,7 +47,7 @@ class RequestScheduler:
         self._engine, self._gateway, self._batcher, self._log, self._wake = engine, gateway, batcher, log, wake
         self._sampling, self._tokenizer, self._agent, self._kind = sampling, tokenizer, agent, kind
         self.failure: BaseException | None = None
-        self._running: dict[asyncio.Task[None], tuple[PromptLease, set[int]]] = {}  # with each one's unfinished rows
+        self._running: dict[asyncio.Task[None], _Running] = {}
         self._rows, self._largest = 0, 1  # unfinished rows, and rows of the largest group
         self._ended_early = np.empty(0, np.int64)  # rows that ended, perhaps of a lease on its way
         self._refused: set[int] = set()  # groups
@@ -74,54 +82,44 @@ class RequestScheduler:
             )
         self._end_wait()
         ended, self._ended_early = lease.find(self._ended_early), np.empty(0, np.int64)
-        given = {} if self._agent is None else {name: lease.batch[name] for name in self._agent.needs or ()}
         for rows in lease.shared:
-            if not ended.isdisjoint(rows):
-                continue
-            prompt = lease.prompt_ids[rows[0]]
-            if self._agent is None:
-                waiting = set(rows)
-                self._start(lease, waiting, partial(self._respond, lease, waiting, rows, prompt))
-                continue
-            for row in rows:
-                columns, waiting = {name: column[row] for name, column in given.items()}, {row}
-                converse = partial(self._converse, self._agent, lease, waiting, row, prompt, columns)
-                self._start(lease, waiting, converse)
+            if ended.isdisjoint(rows):
+                for part in [rows] if self._agent is None else [range(row, row + 1) for row in rows]:
+                    self._start(_Running(lease, part, set(part)))
         if not self._running:
             self._idle_since = time.monotonic()
 
-    def _start(self, lease: PromptLease, waiting: set[int], work: Callable[[], Awaitable[None]]) -> None:
-        self._rows += len(waiting)
-        lease.requests += 1
-        task = asyncio.create_task(self._run(lease, waiting, work))
-        self._running[task] = lease, waiting
+    def _start(self, work: _Running) -> None:
+        self._rows += len(work.rows)
+        work.lease.requests += 1
+        task = asyncio.create_task(self._run(work))
+        self._running[task] = work
         task.add_done_callback(self._end)
 
-    async def _run(self, lease: PromptLease, waiting: set[int], work: Callable[[], Awaitable[None]]) -> None:
-        """Do ``work``, and give back the rows that it leaves unfinished when it fails."""
-        group = int(lease.batch.groups[min(waiting)])
+    async def _run(self, work: _Running) -> None:
+        """Generate, and give back the rows without a response if that fails."""
         try:
-            await work()
+            await (self._respond(work) if self._agent is None else self._converse(self._agent, work))
             self._refused.clear()
             return
         except EngineGone:
             raise  # not the prompt's fault; the engine answers no other either
         except (EngineError, AgentFailed) as failed:
             error = failed
-        blame = self._load_ended is None or isinstance(error, AgentFailed)
-        if blame:
-            self._refuse(group, error)
-        else:  # the engine may lose requests with its weights; a failed load cancels this task here
-            assert self._load_ended is not None
-            await self._load_ended.wait()
-        rows = sorted(waiting)
-        waiting.clear()
-        self._free(len(rows))
+        blame, reason = True, str(error)
+        if isinstance(error, EngineError):
+            blame, reason = self._load_ended is None, f"the engine refused the prompt: EngineError: {error}"
+        if self._load_ended is not None and not blame:
+            await (
+                self._load_ended.wait()
+            )  # the engine may lose requests with its weights; a failed load cancels this task here
+        else:
+            self._refuse(int(work.lease.batch.groups[work.rows[0]]), error)
+        rows = sorted(work.unfinished)
+        self._finish_rows(work, rows)
         if rows:
-            engine = f"the engine refused the prompt: EngineError: {error}"
             with contextlib.suppress(LeaseLost):
-                reason = str(error) if isinstance(error, AgentFailed) else engine
-                await lease.batch.give_back(index=rows, reason=reason, blame=blame)
+                await work.lease.batch.give_back(index=rows, reason=reason, blame=blame)
 
     def _refuse(self, group: int, error: Exception) -> None:
         self._refused.add(group)
@@ -132,40 +130,42 @@ class RequestScheduler:
             raise ConfigError(text) from error
         self._log.note(plain_text(f"a prompt was refused: {error}"))
 
-    async def _respond(self, lease: PromptLease, waiting: set[int], rows: range, prompt: Ids) -> None:
+    async def _respond(self, work: _Running) -> None:
         """Generate a response for each row of a shared prompt, by one request."""
-        request = Request(prompt, self._sampling, len(rows), self._seed(lease, rows[0]))
+        prompt, seed = work.lease.prompt_ids[work.rows[0]], self._seed(work)
+        request = Request(prompt, self._sampling, len(work.rows), seed)
         async with contextlib.aclosing(self._gateway.generate(request)) as responses:
             async for generated in responses:
-                self._finish(lease, waiting, [rows[index] for index in generated.indices], generated)
+                self._finish(work, [work.rows[index] for index in generated.indices], generated)
 
-    async def _converse(
-        self, agent: Agent, lease: PromptLease, waiting: set[int], row: int, prompt: Ids, columns: Mapping[str, Any]
-    ) -> None:
+    async def _converse(self, agent: Agent, work: _Running) -> None:
+        row = work.rows[0]
         turns = Turns(
-            self._gateway, prompt, self._sampling, seed=self._seed(lease, row), tokenizer=self._tokenizer,
+            self._gateway, work.lease.prompt_ids[row], self._sampling, seed=self._seed(work), tokenizer=self._tokenizer,
             context=self._engine.capabilities.context,
         )  # fmt: skip
-        self._finish(lease, waiting, [row], await agent.converse(turns, columns))
+        columns = {name: work.lease.batch[name][row] for name in agent.needs or ()}
+        self._finish(work, [row], await agent.converse(turns, columns))
 
-    def _seed(self, lease: PromptLease, row: int) -> int | None:
-        return derived_seed(self._sampling.seed, int(lease.batch.ids[row]))
+    def _seed(self, work: _Running) -> int | None:
+        return derived_seed(self._sampling.seed, int(work.lease.batch.ids[work.rows[0]]))
 
-    def _finish(self, lease: PromptLease, waiting: set[int], rows: list[int], generated: Generated) -> None:
-        waiting.difference_update(rows)
-        lease.tokens += generated.tokens
-        self._batcher.add(lease, rows, generated)
-        self._free(len(rows))  # the longest response of a group does not keep the places of the others
+    def _finish(self, work: _Running, rows: list[int], generated: Generated) -> None:
+        work.lease.tokens += generated.tokens
+        self._batcher.add(work.lease, rows, generated)
+        self._finish_rows(work, rows)  # the longest response of a group does not keep the places of the others
 
-    def _free(self, rows: int) -> None:
+    def _finish_rows(self, work: _Running, rows: Sequence[int]) -> None:
         had_room = self.room
-        self._rows -= rows
+        work.unfinished.difference_update(rows)
+        self._rows -= len(rows)
         if self.room and not had_room:
             self._wake.set()
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        lease, waiting = self._running.pop(task)
-        self._free(len(waiting))
+        work = self._running.pop(task)
+        lease = work.lease
+        self._finish_rows(work, list(work.unfinished))
         lease.requests -= 1
         if not task.cancelled() and task.exception() is not None and self.failure is None:
             self.failure = task.exception()
@@ -187,11 +187,6 @@ class RequestScheduler:
 
     # ---- waits and cancellations
 
-    def raise_failure(self) -> None:
-        """Raise ``failure``, if there is one."""
-        if self.failure is not None:
-            raise self.failure
-
     async def drain(self) -> None:
         """Wait until every request has ended. Raises DeadlineExceeded for a request without an end."""
         while self._running:
@@ -203,18 +198,18 @@ class RequestScheduler:
         """Forget the rows with these ids, which have ended, and cancel their requests. Groups end as a whole."""
         self._ended_early = np.concatenate([self._ended_early, ended])
         self._batcher.discard(ended)
-        lost = {lease: lease.find(ended) for lease in {lease for lease, _ in self._running.values()}}
-        tasks = [task for task, (lease, rows) in self._running.items() if not lost[lease].isdisjoint(rows)]
-        await _cancel(tasks)
+        lost = {lease: lease.find(ended) for lease in {work.lease for work in self._running.values()}}
+        tasks = [task for task, work in self._running.items() if not lost[work.lease].isdisjoint(work.unfinished)]
+        await self._cancel(tasks)
         if tasks:
             self._log.note(f"{len(tasks)} requests were aborted: their rows had ended", "info")
 
     async def abort(self, reason: str) -> None:
         """Cancel all requests, and give back all rows that are not written yet."""
         rows = self._batcher.rows()
-        for lease, waiting in self._running.values():
-            rows[lease] = rows.get(lease, set()) | waiting
-        await _cancel(list(self._running))
+        for work in self._running.values():
+            rows[work.lease] = rows.get(work.lease, set()) | work.unfinished
+        await self.close()
         self._batcher.clear()
         for lease, index in rows.items():
             if index:
@@ -223,7 +218,12 @@ class RequestScheduler:
 
     async def close(self) -> None:
         """Cancel all requests. The end of the session gives their rows to other workers."""
-        await _cancel(list(self._running))
+        await self._cancel(list(self._running))
+
+    async def _cancel(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # ---- times
 
@@ -246,9 +246,3 @@ class RequestScheduler:
         if self._idle_since is not None and time.monotonic() - self._idle_since > 0.001:
             self._log.span("wait", self._idle_since)
         self._idle_since = None
-
-
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,10 +1,19 @@
-"""RolloutWorker: lease prompts, generate responses with one engine, complete the rows, and load new weights in between.
+"""RolloutWorker: the state machine of one rollout engine. The first state of the table that applies is next.
 
-    PromptReader → RequestScheduler → EngineGateway → engine      prompts of a lease, running requests, requests in the engine
-                   RequestScheduler → CompletionBatcher → queue   finished rows
-    WeightSwap → RequestScheduler, EngineGateway, CompletionBatcher
+    state        applies when                                            action
+    END          the stream has ended, or no first version will come     finish all requests, write their rows
+    PERMISSION   a version is staged, its load not requested yet (*)     request permission to load it
+    LOAD         permission is granted                                   stop requests, load, verify, continue them
+    LEASE        the engine has weights, and room for a group            wait for prompts, start their requests
+    WAIT         none of the above                                       wait for ``wake``
 
-The worker calls its parts; none calls it. They set one event, ``wake``, when its next state may be another.
+    (*) with the swap policy "boundary" only while nothing runs
+
+``wake`` ends LEASE and WAIT. The parts set it: a version is staged or permitted, a request has ended, there is room, or something
+has failed. The worker calls its parts, and they call in one direction:
+
+    PromptReader   RequestScheduler → EngineGateway → engine
+    WeightSwap     RequestScheduler → CompletionBatcher → queue
 """
 
 from __future__ import annotations
@@ -12,7 +21,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import DeadlineExceeded, Ended
@@ -21,7 +32,7 @@ from ..queue import AsyncLeasedBatch, QueueClient
 from ..queue.coroutines import wait_for_event
 from ..types import Sampling
 from ..types.defaults import NEXT_S
-from .agent_worker import Agent
+from .agent import Agent
 from .completion_batcher import ColumnWriter, CompletionBatcher
 from .engine_gateway import EngineGateway
 from .prompt_lease import PromptReader
@@ -35,13 +46,13 @@ CLOSE_S = 30.0
 
 
 class State(enum.Enum):
-    """The next action of a rollout worker."""
+    """The states of a rollout worker; see the module."""
 
-    BOUNDARY = "withdraw the request for prompts, and ask if weights may be loaded"
-    LOAD = "load new weights"
-    LEASE = "wait for prompts"
-    WAIT = "wait for room, or for the first weights"
-    END = "finish all requests"
+    END = "end"
+    PERMISSION = "permission"
+    LOAD = "load"
+    LEASE = "lease"
+    WAIT = "wait"
 
 
 class RolloutWorker:
@@ -59,17 +70,15 @@ class RolloutWorker:
     ) -> None:  # fmt: skip
         self._queue, self._engine, self._task, self._prompts = queue, engine, task, prompts
         self._wake = wake = asyncio.Event()
-        log = WorkerLog(queue.connection)
+        self._log = WorkerLog(queue.connection)
         self._gateway = EngineGateway(engine, None if needs_first else 0, wake)
-        self._batcher = CompletionBatcher(columns, log)
+        self._batcher = CompletionBatcher(columns, self._log)
         self._requests = RequestScheduler(
-            engine, self._gateway, self._batcher, log, wake, sampling=sampling, tokenizer=tokenizer, agent=agent, kind=kind
+            engine, self._gateway, self._batcher, self._log, wake, sampling=sampling, tokenizer=tokenizer, agent=agent, kind=kind
         )  # fmt: skip
         self._swap: WeightSwap | None = None
         if swap is not None:
-            self._swap = WeightSwap(
-                queue, engine, self._gateway, self._requests, self._batcher, log, wake, policy=swap, verify=verify
-            )
+            self._swap = WeightSwap(queue, engine, self._gateway.loaded, wake, policy=swap, verify=verify)
         self._lease: asyncio.Task[AsyncLeasedBatch] | None = None  # the request for prompts
         self._ended = False
         self._failure: BaseException | None = None
@@ -77,47 +86,44 @@ class RolloutWorker:
     async def run(self) -> None:
         """Generate until the stream ends. Raises the errors of the engine and of the queue, and DeadlineExceeded with the reason of
         a wait without an end."""
-        self._aio = self._queue.aio
         actions: dict[State, Callable[[], Awaitable[None]]] = {
-            State.BOUNDARY: self._ask_at_boundary, State.LEASE: self._lease_prompts, State.WAIT: self._wait,
+            State.PERMISSION: self._request_permission, State.LOAD: self._load_weights,
+            State.LEASE: self._lease_prompts, State.WAIT: self._wait,
         }  # fmt: skip
-        if self._swap is not None:
-            actions[State.LOAD] = self._swap.load
-            self._swap.claim()
         background = [asyncio.create_task(self._guard(work)) for work in (self._batcher.run(), self._abort_ended())]
         try:
             if self._swap is not None:
-                await self._swap.join()
+                await self._swap.open()
             while (state := self._next_state()) is not State.END:
                 await actions[state]()
-            await self._requests.drain()
-            await self._batcher.flush()
-            self._raise_failure()
+            await self._drain()
         finally:
             await self._close(background)
 
     def _next_state(self) -> State:
         self._wake.clear()
         self._raise_failure()
+        swap, unloaded = self._swap, self._gateway.loaded is None
         if self._ended:
             return State.END
-        idle, swap = self._requests.idle, self._swap
-        if swap is not None and swap.waits_for_boundary and idle:
-            return State.BOUNDARY
-        if swap is not None and swap.due(idle):
-            return State.LOAD
-        unloaded = self._gateway.loaded is None
-        if unloaded and swap is not None and swap.ended:
-            return State.END  # without a first version nothing may be generated
+        if swap is not None:
+            if swap.unrequested and (self._requests.idle or not swap.at_boundary):
+                return State.PERMISSION
+            if swap.permitted:
+                return State.LOAD
+            if unloaded and swap.ended:
+                return State.END
         if self._lease is not None or (self._requests.room and not unloaded):
             return State.LEASE
         return State.WAIT
 
+    # ---- actions
+
     async def _lease_prompts(self) -> None:
-        """Request prompts, and begin them once they are there. The server may answer first that a version must be loaded."""
+        """Wait for prompts, and start their requests. The server may announce first that a version must be loaded."""
         if self._lease is None:
-            most = self._engine.capabilities.max_rows
-            get = self._aio.get(self._task, self._requests.room, most=most if self._swap else 0, timeout_s=NEXT_S)
+            most = self._engine.capabilities.max_rows if self._swap is not None else 0
+            get = self._queue.aio.get(self._task, self._requests.room, most=most, timeout_s=NEXT_S)
             self._lease = asyncio.create_task(get)
         woken = asyncio.ensure_future(self._wake.wait())
         await asyncio.wait([self._lease, woken], return_when=asyncio.FIRST_COMPLETED)
@@ -132,9 +138,11 @@ class RolloutWorker:
                 if not self._requests.running:
                     raise
 
-    async def _ask_at_boundary(self) -> None:
-        """Ask for permission to load while nothing runs. The request for prompts is withdrawn before."""
+    async def _request_permission(self) -> None:
         assert self._swap is not None
+        if not self._swap.at_boundary:
+            self._swap.request_permission()
+            return
         with self._gateway.held():  # no request starts in the meantime
             lease, self._lease = self._lease, None
             if lease is not None:
@@ -142,19 +150,61 @@ class RolloutWorker:
                 await asyncio.gather(lease, return_exceptions=True)
                 if not lease.cancelled() and lease.exception() is None:
                     self._begin(lease.result())
-            if self._requests.idle:
-                await self._swap.request_now()
-                self._swap.due(idle=True)
+            if self._requests.idle and not await self._swap.try_permission():
+                self._swap.request_permission()
+
+    async def _load_weights(self) -> None:
+        """Load the permitted version. If requests run, their completions are held back until the new weights are verified."""
+        swap, requests = self._swap, self._requests
+        assert swap is not None
+        update = swap.take()
+        async with contextlib.AsyncExitStack() as stack:
+            if swap.stops:
+                began, ran = time.monotonic(), not requests.idle
+                try:
+                    if swap.drains:
+                        await self._drain()
+                    else:
+                        await stack.enter_async_context(self._gateway.stopped(interrupt=swap.interrupts))
+                        self._raise_failure()
+                    if ran and not swap.interrupts:
+                        self._log.span("wait", began, detail=f"draining for version {update.version}")
+                    update = await swap.take_newer(update)
+                except BaseException:
+                    update.release()
+                    raise
+            await stack.enter_async_context(self._batcher.held)
+            # Hazard: unverified weights may have generated tokens of running requests, and nobody knows which.
+            unproven = requests.running and not swap.stops
+            on_failure = partial(requests.abort, "a load of new weights failed") if unproven else None
+            with requests.load(update.version):
+                self._gateway.newest = update.version
+                if await swap.load(update, on_failure):
+                    self._gateway.loaded = update.version
+
+    async def _wait(self) -> None:
+        """Wait for ``wake``. Raises DeadlineExceeded with the reason."""
+        if not await wait_for_event(self._wake, NEXT_S):
+            why = await self._swap.diagnose() if self._swap is not None else ""
+            raise DeadlineExceeded(f"in {NEXT_S:g} s no version was staged and no row finished{why}")
 
     def _begin(self, batch: AsyncLeasedBatch) -> None:
         assert self._gateway.loaded is not None
         self._requests.begin(self._prompts.read(batch, self._gateway.loaded))
 
+    async def _drain(self) -> None:
+        """Finish all requests, and write their rows."""
+        await self._requests.drain()
+        await self._batcher.flush()
+        self._raise_failure()
+
+    # ---- in the background
+
     async def _abort_ended(self) -> None:
         """Abort requests for rows that end early: too stale for any step, cancelled, or of a failed group."""
         while True:
             with contextlib.suppress(DeadlineExceeded):
-                await self._requests.abort_rows(await self._aio.lost(timeout_s=NEXT_S))
+                await self._requests.abort_rows(await self._queue.aio.lost(timeout_s=NEXT_S))
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -164,17 +214,10 @@ class RolloutWorker:
             self._wake.set()
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._requests.raise_failure()
-        if self._swap is not None:
-            self._swap.raise_failure()
-
-    async def _wait(self) -> None:
-        """Wait for room, or for a version. Raises DeadlineExceeded with the reason."""
-        if not await wait_for_event(self._wake, NEXT_S):
-            why = await self._swap.why() if self._swap is not None else ""
-            raise DeadlineExceeded(f"in {NEXT_S:g} s no version was staged and no row finished{why}")
+        swap_failure = self._swap.failure if self._swap is not None else None
+        for failure in (self._failure, self._requests.failure, swap_failure):
+            if failure is not None:
+                raise failure
 
     async def _close(self, background: Sequence[asyncio.Task[None]]) -> None:
         """End everything, also after errors and a cancellation: the session is no replica afterwards."""

@@ -20,7 +20,7 @@ from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 from ..types.defaults import LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S
 from ..types.tasks import SamplerSpec
 from ..types.validation import check_least
-from .agent_worker import Agent
+from .agent import Agent
 from .describing import Described
 from .work import (
     FunctionWork,

@@ -1,4 +1,4 @@
-"""WeightSwap: load each new version into an engine, at the moment of the swap policy.
+"""WeightSwap: the new versions of one replica, and the policy of loading them.
 
 "drain"       once permitted: take no new prompts, finish all requests, load
 "boundary"    when nothing runs: continue with the old version as long as the staleness rule admits prompts
@@ -13,44 +13,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from ..errors import DeadlineExceeded
 from ..interfaces import RolloutEngine
 from ..queue import QueueClient
 from ..weights import Loading, Staged, WeightUpdates
-from .completion_batcher import CompletionBatcher
-from .engine_gateway import EngineGateway
-from .request_scheduler import RequestScheduler
-from .worker_log import WorkerLog
 
 
 class WeightSwap:
-    """The new versions of one replica: staged → permitted → loaded. Permission comes before draining: if few replicas may swap at
+    """The versions of one replica: staged → permitted → loaded. Permission comes before draining: if few replicas may load at
     once, the others go on generating. Sets ``wake`` when a version is staged or permitted, and after a failure.
 
-    ``policy``: see the module. ``verify``: see ``Loading``; raises ConfigError for unsupported checks.
+    ``policy``: see the module. ``loaded``: the engine's version; None for none. ``verify``: see ``Loading``; raises ConfigError
+    for unsupported checks.
     """
 
     def __init__(
-        self, queue: QueueClient, engine: RolloutEngine, gateway: EngineGateway, requests: RequestScheduler,
-        batcher: CompletionBatcher, log: WorkerLog, wake: asyncio.Event, *, policy: str, verify: Sequence[str],
+        self, queue: QueueClient, engine: RolloutEngine, loaded: int | None, wake: asyncio.Event, *, policy: str,
+        verify: Sequence[str],
     ) -> None:  # fmt: skip
-        self._gateway, self._requests, self._batcher, self._log, self._wake = gateway, requests, batcher, log, wake
-        self._policy, self._stops = policy, policy != "in_flight"
-        self._updates = WeightUpdates(queue, gateway.loaded, wake.set, rename=engine.weight_name)
-        self._loading = Loading(engine, self._updates, verify, running=not self._stops)
+        self.stops = policy != "in_flight"
+        """True if the engine must have no requests during a load."""
+        self.drains, self.interrupts, self.at_boundary = policy == "drain", policy == "partial", policy == "boundary"
+        self._wake = wake
+        self._updates = WeightUpdates(queue, loaded, wake.set, rename=engine.weight_name)
+        self._loading = Loading(engine, self._updates, verify, running=not self.stops)
         self._request: tuple[int, asyncio.Task[None]] | None = None  # for permission, by version
         self._permitted = -1
         self._failure: Exception | None = None
 
-    def claim(self) -> None:
-        """Become the connection's replica. Raises ConfigError if it is the replica of another engine."""
-        self._updates.claim()
-
-    async def join(self) -> None:
-        """Report the engine's version, and begin to fetch newer ones."""
+    async def open(self) -> None:
+        """Report the engine's version, and begin to fetch newer ones. Raises ConfigError if the connection is the replica of
+        another engine."""
         await self._updates.join()
 
     async def close(self) -> None:
@@ -58,60 +53,48 @@ class WeightSwap:
         await self._updates.close()
 
     @property
+    def failure(self) -> Exception | None:
+        """The error that no retry can mend."""
+        return self._updates.failure or self._failure
+
+    @property
     def ended(self) -> bool:
         """True if no further version will be published."""
         return self._updates.ended
 
-    async def why(self) -> str:
+    @property
+    def permitted(self) -> bool:
+        """True if the staged version may be loaded now."""
+        return self._updates.staged is not None and self._updates.staged.version == self._permitted
+
+    @property
+    def unrequested(self) -> bool:
+        """True if a version is staged, and permission to load it neither granted nor requested."""
+        staged, requested = self._updates.staged, self._request[0] if self._request is not None else -1
+        return staged is not None and staged.version not in (self._permitted, requested)
+
+    async def diagnose(self) -> str:
         """Return "; " and the reason why no newer version is loaded; "" without one."""
         return await self._updates.why()
 
-    def raise_failure(self) -> None:
-        """Raise the error of fetching or of the permission, if there is one."""
-        for failure in (self._updates.failure, self._failure):
-            if failure is not None:
-                raise failure
-
     # ---- permission
 
-    @property
-    def waits_for_boundary(self) -> bool:
-        """True if a version is to be loaded as soon as nothing runs, and no permission was requested yet."""
-        staged = self._updates.staged
-        requested = -1 if self._request is None else self._request[0]
-        return (
-            self._policy == "boundary" and staged is not None and staged.version not in (self._permitted, requested)
-        )
-
-    def due(self, idle: bool) -> bool:
-        """True if the staged version may be loaded now; else request permission in the background, with "boundary" only if
-        ``idle``: nothing is in the engine."""
-        staged = self._updates.staged
-        if staged is None:
-            return False
-        if self._permitted == staged.version:
-            return True
-        if (idle or self._policy != "boundary") and (self._request is None or self._request[0] != staged.version):
+    def request_permission(self) -> None:
+        """Request permission in the background to load the staged version, unless it was requested before."""
+        if self.unrequested:
+            assert self._updates.staged is not None
             self.cancel_request()
-            self._request = staged.version, asyncio.create_task(self._wait_for_permission(staged.version))
-        return False
+            version = self._updates.staged.version
+            self._request = version, asyncio.create_task(self._wait_for_permission(version))
 
-    async def request_now(self) -> None:
-        """Request permission, without waiting for other replicas."""
+    async def try_permission(self) -> bool:
+        """Return True if the staged version may be loaded now. Does not wait for other replicas."""
         staged = self._updates.staged
-        if staged is not None and await self._is_permitted(staged.version):
-            self._permitted = staged.version
-
-    def cancel_request(self) -> None:
-        """Request permission no more."""
-        if self._request is not None:
-            self._request[1].cancel()
-            self._request = None
-
-    async def _is_permitted(self, version: int) -> bool:
-        with contextlib.suppress(DeadlineExceeded):
-            return await self._updates.permission(version, timeout_s=0.0)
-        return False
+        if staged is not None:
+            with contextlib.suppress(DeadlineExceeded):
+                if await self._updates.permission(staged.version, timeout_s=0.0):
+                    self._permitted = staged.version
+        return self.permitted
 
     async def _wait_for_permission(self, version: int) -> None:
         try:
@@ -124,50 +107,30 @@ class WeightSwap:
                 self._request = None
             self._wake.set()
 
+    def cancel_request(self) -> None:
+        """Withdraw the request for permission."""
+        if self._request is not None:
+            self._request[1].cancel()
+            self._request = None
+
     # ---- loading
 
-    async def load(self) -> None:
-        """Load the permitted version. If requests run, their completions are held back until the new weights are verified."""
-        self._permitted = -1  # it is loaded even if a newer one arrives, or a slow replica would never load any
-        update = self._updates.take()
-        async with contextlib.AsyncExitStack() as stack:
-            if self._stops:
-                try:
-                    await self._stop(update, stack)
-                    update = await self._newest(update)
-                except BaseException:
-                    update.release()
-                    raise
-            await stack.enter_async_context(self._batcher.held)
-            with self._requests.load(update.version):
-                self._gateway.newest = update.version
-                # unverified weights may have generated tokens of running requests
-                on_failure = self._abort if self._requests.running and not self._stops else None
-                if await self._loading.load(update, on_failure):
-                    self._gateway.loaded = update.version
+    def take(self) -> Staged:
+        """Return the permitted version. It is loaded even if a newer one arrives, or a slow replica would never load any."""
+        self._permitted = -1
+        return self._updates.take()
 
-    async def _stop(self, update: Staged, stack: contextlib.AsyncExitStack) -> None:
-        """Keep the engine without requests until ``stack`` ends."""
-        began, ran = time.monotonic(), not self._requests.idle
-        if self._policy == "drain":
-            await self._requests.drain()
-            await self._batcher.flush()
-        else:
-            await stack.enter_async_context(self._gateway.stopped(interrupt=self._policy == "partial"))
-        self._requests.raise_failure()
-        if ran and self._policy != "partial":
-            self._log.span("wait", began, detail=f"draining for version {update.version}")
-
-    async def _newest(self, update: Staged) -> Staged:
+    async def take_newer(self, update: Staged) -> Staged:
         """Return the version staged since, if it may be loaded at once; else ``update``."""
-        staged = self._updates.staged
-        if staged is None:
+        if self._updates.staged is None:
             return update
         self.cancel_request()
-        if await self._is_permitted(staged.version) and self._updates.staged is staged:
+        if await self.try_permission():
             update.release()
-            return self._updates.take()
+            return self.take()
         return update
 
-    async def _abort(self) -> None:
-        await self._requests.abort("a load of new weights failed")
+    async def load(self, update: Staged, on_failure: Callable[[], Awaitable[None]] | None) -> bool:
+        """Load and verify ``update``. Return False after a failure, with the previous version loaded again; ``on_failure`` is
+        awaited before. Raises WeightMismatch if a retry cannot help, and WeightError if the engine has no whole version."""
+        return await self._loading.load(update, on_failure)

@@ -252,7 +252,7 @@ def _work(queue: QueueClient, job: RolloutJob | StageJob | TrainJob, rank: Rank)
 
 
 async def _rollout(queue: QueueClient, job: RolloutJob) -> None:
-    from .agent_worker import Agent
+    from .agent import Agent
     from .producer import EngineProducer
     from .tokenizer import Tokenizer
 
