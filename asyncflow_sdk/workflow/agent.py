@@ -52,7 +52,7 @@ class Turn(NamedTuple):
     finish_reason: str
 
 
-class _Part(NamedTuple):
+class _TurnTokens(NamedTuple):
     ids: Ids
     logprobs: npt.NDArray[np.float32]
     spans: Sequence[VersionSpan] | None  # None: observed
@@ -75,7 +75,7 @@ class Turns:
         """True once the context is full: nothing more is generated or observed."""
         self._gateway, self._sampling, self._seed = gateway, sampling, seed
         self._tokenizer, self._context = tokenizer, context
-        self._parts: list[_Part] = []
+        self._parts: list[_TurnTokens] = []
         self._generating = self._closed = False
         self._count = 0
         self.failure: EngineError | None = None
@@ -122,7 +122,7 @@ class Turns:
         finally:
             self._generating = False
         completion, version = got[0]
-        part = _Part(
+        part = _TurnTokens(
             np.asarray(completion.token_ids, np.int32), np.asarray(completion.logprobs, np.float32),
             spans_of(completion, version),
         )  # fmt: skip
@@ -140,7 +140,7 @@ class Turns:
             room = self._context - len(self.prompt_ids) - sum(len(part.ids) for part in self._parts)
             self.over, ids = self.over or len(ids) >= room, ids[:room]
         if len(ids):
-            self._parts.append(_Part(ids, np.zeros(len(ids), np.float32), None))
+            self._parts.append(_TurnTokens(ids, np.zeros(len(ids), np.float32), None))
 
     def close(self) -> None:
         """Refuse all further turns and observations."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,18 +25,41 @@ BATCH_S = 0.1
 """A response waits this long for others at most, unless its lease is finished (seconds)."""
 
 
-class ColumnWriter(Protocol):
-    """Makes the columns of finished rows."""
+class ResponseColumns:
+    """Makes the columns of finished rows: token ids, log-probs, version spans, text if there is a ``tokenizer``, the loss mask
+    and further columns of an agent. ``prefix``: of their names. ``prompt_ids``: with the encoded prompts. ``only``: the name of
+    a single column instead: text, without a tokenizer token ids."""
 
-    def __call__(self, lease: PromptLease, rows: Sequence[int], responses: Sequence[Generated]) -> dict[str, Any]:
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, prefix: str = "", prompt_ids: bool = False, only: str = ""
+    ) -> None:
+        self._tokenizer, self._prefix, self._prompt_ids, self._only = tokenizer, prefix, prompt_ids, only
+
+    def make(self, lease: PromptLease, rows: Sequence[int], responses: Sequence[Generated]) -> dict[str, Any]:
         """Return the columns of ``rows``, the rows of ``responses`` in order."""
+        completions = [each.completion for each in responses]
+        ids = _ragged([each.token_ids for each in completions], np.int32)
+        text = {} if self._tokenizer is None else {"response": self._tokenizer.decode(ids)}
+        if self._only:
+            return {self._only: text.get("response", ids)}
+        columns: dict[str, Any] = {
+            "response_ids": ids,
+            "logprobs": Ragged(_joined([each.logprobs for each in completions], np.float32), ids.offsets),
+            VERSION_SPANS: _spans(responses, ids.lengths),
+        } | text
+        masks = [each.mask for each in responses if each.mask is not None]
+        if masks:
+            columns[LOSS_MASK] = _ragged(masks, np.bool_)
+        columns |= {name: [each.columns[name] for each in responses] for name in responses[0].columns}
+        if self._prompt_ids:
+            columns["prompt_ids"] = _ragged([lease.prompt_ids[row] for row in rows], np.int32)
+        return {self._prefix + name: column for name, column in columns.items()}
 
 
 class CompletionBatcher:
-    """Finished rows that are not written yet. ``columns``: makes their columns. ``held``: while this lock is held, nothing is
-    written. For one event loop."""
+    """Finished rows to be written. ``held``: while this lock is held, nothing is written. For one event loop."""
 
-    def __init__(self, columns: ColumnWriter, log: WorkerLog) -> None:
+    def __init__(self, columns: ResponseColumns, log: WorkerLog) -> None:
         self._columns, self._log = columns, log
         self._finished: dict[int, tuple[PromptLease, list[tuple[Sequence[int], Generated]]]] = {}  # by lease token
         self._added, self._urgent = asyncio.Event(), asyncio.Event()
@@ -88,49 +111,11 @@ class CompletionBatcher:
         rows = [row for part, _ in parts for row in part]
         if not rows:
             return
-        columns = self._columns(lease, rows, [generated for _, generated in parts])
+        columns = self._columns.make(lease, rows, [generated for _, generated in parts])
         try:
             await lease.batch.complete(columns, index=rows)
         except LeaseLost as error:
             self._log.note(f"{len(rows)} responses came too late: {error}")
-
-
-class RolloutColumns:
-    """The columns of a rollout. ``prefix``: of their names. ``prompt_ids``: the rows get their encoded prompts, too."""
-
-    def __init__(self, prefix: str, tokenizer: Tokenizer | None, *, prompt_ids: bool) -> None:
-        self._prefix, self._tokenizer, self._prompt_ids = prefix, tokenizer, prompt_ids
-
-    def __call__(self, lease: PromptLease, rows: Sequence[int], responses: Sequence[Generated]) -> dict[str, Any]:
-        """Return token ids, log-probs and version spans; with them text, loss mask, prompts and an agent's columns."""
-        completions = [each.completion for each in responses]
-        ids = _ragged([each.token_ids for each in completions], np.int32)
-        columns: dict[str, Any] = {
-            "response_ids": ids,
-            "logprobs": Ragged(_joined([each.logprobs for each in completions], np.float32), ids.offsets),
-            VERSION_SPANS: _spans(responses, ids.lengths),
-        }
-        if self._tokenizer is not None:
-            columns["response"] = self._tokenizer.decode(ids)
-        masks = [each.mask for each in responses if each.mask is not None]
-        if masks:
-            columns[LOSS_MASK] = _ragged(masks, np.bool_)
-        columns |= {name: [each.columns[name] for each in responses] for name in responses[0].columns}
-        if self._prompt_ids:
-            columns["prompt_ids"] = _ragged([lease.prompt_ids[row] for row in rows], np.int32)
-        return {self._prefix + name: column for name, column in columns.items()}
-
-
-class ResponseColumn:
-    """One column ``name`` of responses: text if there is a tokenizer, else token ids."""
-
-    def __init__(self, name: str, tokenizer: Tokenizer | None) -> None:
-        self._name, self._tokenizer = name, tokenizer
-
-    def __call__(self, lease: PromptLease, rows: Sequence[int], responses: Sequence[Generated]) -> dict[str, Any]:
-        """Return the column."""
-        ids = _ragged([each.completion.token_ids for each in responses], np.int32)
-        return {self._name: ids if self._tokenizer is None else self._tokenizer.decode(ids)}
 
 
 def _without(lost: set[int], rows: Sequence[int], generated: Generated) -> Iterable[tuple[Sequence[int], Generated]]:

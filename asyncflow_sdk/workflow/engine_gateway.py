@@ -121,11 +121,8 @@ class EngineGateway:
             raise EngineError(f"the engine ended a request with {len(waiting)} of {request.n} responses missing")
         rests = [asyncio.ensure_future(self._continue(request, part, version)) for part in interrupted]
         try:
-            unfinished = set(rests)
-            while unfinished:
-                finished, unfinished = await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
-                for rest in finished:
-                    yield rest.result()
+            for rest in asyncio.as_completed(rests):
+                yield await rest
         finally:
             for rest in rests:
                 rest.cancel()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ from ..types import Sampling
 from ..types import events as ev
 from ..weights import choose_swap
 from .agent import Agent
-from .completion_batcher import RolloutColumns
+from .completion_batcher import ResponseColumns
 from .prompt_lease import PromptReader
 from .rollout_worker import RolloutWorker
 from .specs import rollout_task
 from .tokenizer import Tokenizer, with_stop_ids
 from .work import tokenizer_file
+from .worker_log import WorkerLog
 
 
 class EngineProducer(Producer):
@@ -54,19 +54,15 @@ class EngineProducer(Producer):
             raise ConfigError(f"column {prompt!r} is text; a producer needs a tokenizer to encode it")
         if agent is not None and not isinstance(agent, Agent):
             agent = Agent(function=agent)
-        can, connection = engine.capabilities, queue.connection
+        can = engine.capabilities
         chosen = choose_swap(type(engine).__name__, can.swap, swap, token_versions=can.token_versions, verify=verify)
         if swap == "auto":
-            connection.report(
-                ev.Chosen(
-                    time_s=time.monotonic(), worker=connection.name, what=chosen.what, chosen=chosen.chosen,
-                    reason=chosen.reason,
-                )
-            )  # fmt: skip
+            log = WorkerLog(queue.connection)
+            log.report(ev.Chosen, what=chosen.what, chosen=chosen.chosen, reason=chosen.reason)
         self._queue, self._spec = queue, rollout_task(task, prompt, prefix, tokenizer is not None, agent)
         self._worker = RolloutWorker(
             queue, engine, task=task, prompts=PromptReader(prompt, tokenizer),
-            columns=RolloutColumns(prefix, tokenizer, prompt_ids=prompt != "prompt_ids"),
+            columns=ResponseColumns(tokenizer, prefix=prefix, prompt_ids=prompt != "prompt_ids"),
             sampling=with_stop_ids(sampling or Sampling(), tokenizer), tokenizer=tokenizer, agent=agent,
             swap=chosen.chosen, verify=verify, needs_first=needs_first,
         )  # fmt: skip

@@ -33,7 +33,7 @@ from ..queue.coroutines import wait_for_event
 from ..types import Sampling
 from ..types.defaults import NEXT_S
 from .agent import Agent
-from .completion_batcher import ColumnWriter, CompletionBatcher
+from .completion_batcher import CompletionBatcher, ResponseColumns
 from .engine_gateway import EngineGateway
 from .prompt_lease import PromptReader
 from .request_scheduler import RequestScheduler
@@ -45,7 +45,7 @@ CLOSE_S = 30.0
 """An engine may take this long to close (seconds)."""
 
 
-class State(enum.Enum):
+class RolloutState(enum.Enum):
     """The states of a rollout worker; see the module."""
 
     END = "end"
@@ -64,7 +64,7 @@ class RolloutWorker:
     """
 
     def __init__(
-        self, queue: QueueClient, engine: RolloutEngine, *, task: str, prompts: PromptReader, columns: ColumnWriter,
+        self, queue: QueueClient, engine: RolloutEngine, *, task: str, prompts: PromptReader, columns: ResponseColumns,
         sampling: Sampling, tokenizer: Tokenizer | None = None, agent: Agent | None = None, kind: str = "generate",
         swap: str | None = None, verify: Sequence[str] = (), needs_first: bool = False,
     ) -> None:  # fmt: skip
@@ -86,36 +86,36 @@ class RolloutWorker:
     async def run(self) -> None:
         """Generate until the stream ends. Raises the errors of the engine and of the queue, and DeadlineExceeded with the reason of
         a wait without an end."""
-        actions: dict[State, Callable[[], Awaitable[None]]] = {
-            State.PERMISSION: self._request_permission, State.LOAD: self._load_weights,
-            State.LEASE: self._lease_prompts, State.WAIT: self._wait,
+        actions: dict[RolloutState, Callable[[], Awaitable[None]]] = {
+            RolloutState.PERMISSION: self._request_permission, RolloutState.LOAD: self._load_weights,
+            RolloutState.LEASE: self._lease_prompts, RolloutState.WAIT: self._wait,
         }  # fmt: skip
         background = [asyncio.create_task(self._guard(work)) for work in (self._batcher.run(), self._abort_ended())]
         try:
             if self._swap is not None:
                 await self._swap.open()
-            while (state := self._next_state()) is not State.END:
+            while (state := self._next_state()) is not RolloutState.END:
                 await actions[state]()
             await self._drain()
         finally:
             await self._close(background)
 
-    def _next_state(self) -> State:
+    def _next_state(self) -> RolloutState:
         self._wake.clear()
         self._raise_failure()
         swap, unloaded = self._swap, self._gateway.loaded is None
         if self._ended:
-            return State.END
+            return RolloutState.END
         if swap is not None:
             if swap.unrequested and (self._requests.idle or not swap.at_boundary):
-                return State.PERMISSION
+                return RolloutState.PERMISSION
             if swap.permitted:
-                return State.LOAD
+                return RolloutState.LOAD
             if unloaded and swap.ended:
-                return State.END
+                return RolloutState.END
         if self._lease is not None or (self._requests.room and not unloaded):
-            return State.LEASE
-        return State.WAIT
+            return RolloutState.LEASE
+        return RolloutState.WAIT
 
     # ---- actions
 

@@ -18,7 +18,7 @@ from ..queue.error_text import error_text
 from ..types import Batch, Ragged
 from ..types.columns import find_invalid_entry, pack
 from ..types.defaults import NEXT_S
-from .completion_batcher import ResponseColumn
+from .completion_batcher import ResponseColumns
 from .engines import loading_model, make_engine
 from .prompt_lease import PromptReader
 from .rollout_worker import RolloutWorker
@@ -53,7 +53,7 @@ def run_stage(
         asyncio.run(_responding(stage, work, needs[0]).run())
     else:
         function: Callable[..., Any] = import_name(work.path) if isinstance(work, FunctionWork) else work
-        call = _Call(function, gives, groups)
+        call = _UserFunction(function, gives, groups)
         if is_coroutine(function):
             asyncio.run(stage.run_async(batch, concurrency, call))
         else:
@@ -86,7 +86,7 @@ class _Stage:
                 self._report_late(unsent, error)
         self.queue.flush()
 
-    async def run_async(self, count: int, concurrency: int, call: _Call) -> None:
+    async def run_async(self, count: int, concurrency: int, call: _UserFunction) -> None:
         """Await ``call`` for up to ``concurrency`` leases at a time, of ``count`` rows each."""
         running: dict[asyncio.Task[None], int] = {}
         lease: asyncio.Task[AsyncLeasedBatch] | None = None
@@ -119,7 +119,7 @@ class _Stage:
             await asyncio.gather(*left, return_exceptions=True)
             await self.queue.connection.wire.aclose_loop()
 
-    async def _await_call(self, rows: AsyncLeasedBatch, call: _Call) -> None:
+    async def _await_call(self, rows: AsyncLeasedBatch, call: _UserFunction) -> None:
         began = time.monotonic()
         async with rows:
             columns = await call.run_async(rows)
@@ -171,14 +171,14 @@ def _responding(stage: _Stage, work: GenerateWork, prompt: str) -> RolloutWorker
         engine = make_engine("rollout", work.engine, model=work.model, **work.options)
     return RolloutWorker(
         stage.queue, engine, task=stage.task, prompts=PromptReader(prompt, tokenizer, per_row=True),
-        columns=ResponseColumn(stage.gives[0], tokenizer), sampling=sampling, kind=stage.kind,
+        columns=ResponseColumns(tokenizer, only=stage.gives[0]), sampling=sampling, kind=stage.kind,
     )  # fmt: skip
 
 
 # ---- functions
 
 
-class _Call:
+class _UserFunction:
     """Calls a user's function with the columns of a lease, and checks the columns it returns. Raises FunctionFailed with function
     and row."""
 

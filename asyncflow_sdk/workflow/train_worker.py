@@ -20,7 +20,7 @@ from ..types import events as ev
 from ..types.defaults import NEXT_S
 from ..weights import Restoration, TransportPublisher, packed_restoration, restoration, restored
 from .checkpoint import Checkpoints, Damaged, Point
-from .rank_barrier import BARRIER_ERRORS, RankBarrier
+from .rank_communicator import RANK_ERRORS, RankCommunicator
 from .worker_log import WorkerLog
 
 
@@ -33,7 +33,7 @@ def train(
     export: Path | None = None,
     checkpoints: Checkpoints | None = None,
     every: int = 50,
-    ranks: RankBarrier | None = None,
+    ranks: RankCommunicator | None = None,
     model: str = "",
 ) -> None:
     """Train each step until the stream ends, and publish its version; then export the policy, if the engine can.
@@ -49,33 +49,32 @@ def train(
     ``model``: the engine's model folder. ``ranks``: the barrier of several trainers; each trains its shard of every step and
     publishes its part of every version, and the first rank reports for all.
     """
-    ranks, log = ranks or RankBarrier(), WorkerLog(queue.connection)
+    ranks, log = ranks or RankCommunicator(), WorkerLog(queue.connection)
     with contextlib.ExitStack() as ending:  # everything is closed, even if the run is gone or one close fails
         ending.callback(engine.close)
         versions = _TrainedVersions(queue, engine, weights or Weights(), ranks, checkpoints, model)
         ending.callback(versions.close)
         ending.callback(queue.flush)
-        versions.begin(_resume(engine, checkpoints) if checkpoints is not None else None)
+        point = checkpoints.resume() if checkpoints is not None else None
+        if point is not None and point.path is not None:
+            engine.load(point.path)
+        versions.begin(point)
         steps = queue.stream(
             task, timeout_s=NEXT_S, ahead=True, group=task, rank=ranks.rank, world_size=ranks.world_size
         )
         for step in steps:
+            ages = step.ages(step.index)
             while True:
                 versions.restore()
                 trained = versions.number(step)
                 began, cpu = time.monotonic(), time.process_time()
                 result = engine.train_step(step)
-                seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu
+                log.span(
+                    "train", began, rows=step.rows, tokens=len(ages.total), version=trained, cpu_s=time.process_time() - cpu
+                )  # fmt: skip
                 # Hazard: if a step from before a rollback is acknowledged before its version is published, the ledger counts
                 # the update as given up, and the version as that of a later step.
                 published = versions.publish(trained + 1, at_once=trained != step.version)
-                ages = step.ages(step.index)
-                queue.connection.report(
-                    ev.Span(
-                        time_s=began, worker=queue.connection.name, kind="train", seconds=seconds, rows=step.rows,
-                        tokens=len(ages.total), version=trained, cpu_s=cpu_s,
-                    )
-                )  # fmt: skip
                 payloads = ranks.all_gather(
                     f"the end of step {step.index}", bytes([published]) + AgeSums.of(ages).packed()
                 )
@@ -87,12 +86,7 @@ def train(
             if ranks.first:
                 metrics = {name: float(value) for name, value in result.metrics.items()}
                 metrics |= AgeSums.all([payload[1:] for payload in payloads]).metrics()
-                queue.connection.report(
-                    ev.StepTrained(
-                        time_s=time.monotonic(), worker=queue.connection.name, step=step.index, version=trained,
-                        metrics=metrics,
-                    )
-                )  # fmt: skip
+                log.report(ev.StepTrained, step=step.index, version=trained, metrics=metrics)
             step.ack(filtered=result.filtered)
             if checkpoints is not None and (step.index + 1) % every == 0:
                 versions.restore()
@@ -105,22 +99,15 @@ def train(
             _export(engine, export, ranks, log)
 
 
-def _resume(engine: TrainEngine, checkpoints: Checkpoints) -> Point:
-    point = checkpoints.resume()
-    if point.path is not None:
-        engine.load(point.path)
-    return point
-
-
 def _save(
-    engine: TrainEngine, checkpoints: Checkpoints, ranks: RankBarrier, log: WorkerLog, *, last: bool = False
+    engine: TrainEngine, checkpoints: Checkpoints, ranks: RankCommunicator, log: WorkerLog, *, last: bool = False
 ) -> None:
     """Save a checkpoint. Without it rows are kept longer and a restart repeats more steps; training goes on."""
     began = time.monotonic()
     try:
         path = checkpoints.save(engine.save, last=last)
     except Exception as error:
-        if ranks.world_size > 1 and isinstance(error, BARRIER_ERRORS):
+        if ranks.world_size > 1 and isinstance(error, RANK_ERRORS):
             raise
         if ranks.first:
             log.note(f"no checkpoint was made: {type(error).__name__}: {error}", "error")
@@ -129,7 +116,7 @@ def _save(
             log.span("checkpoint", began, detail=path.parent.name)
 
 
-def _export(engine: TrainEngine, path: Path, ranks: RankBarrier, log: WorkerLog) -> None:
+def _export(engine: TrainEngine, path: Path, ranks: RankCommunicator, log: WorkerLog) -> None:
     """Export the policy. Optional for engines: without it the training still counts."""
 
     def make_folder() -> bytes:
@@ -151,7 +138,7 @@ class _TrainedVersions:
     """The versions of one trainer: one published for each step, and one loaded after a rollback."""
 
     def __init__(
-        self, queue: QueueClient, engine: TrainEngine, weights: Weights, ranks: RankBarrier,
+        self, queue: QueueClient, engine: TrainEngine, weights: Weights, ranks: RankCommunicator,
         checkpoints: Checkpoints | None, model: str,
     ) -> None:  # fmt: skip
         self._queue, self._engine, self._probe, self._ranks = queue, engine, weights.probe, ranks

@@ -214,7 +214,7 @@ def _ending(error: BaseException) -> WorkerExit:
 
 def _work(queue: QueueClient, job: RolloutJob | StageJob | TrainJob, rank: Rank) -> None:
     from .checkpoint import Checkpoints
-    from .rank_barrier import RankBarrier
+    from .rank_communicator import RankCommunicator
     from .stage_worker import run_stage
     from .train_worker import train
 
@@ -241,7 +241,7 @@ def _work(queue: QueueClient, job: RolloutJob | StageJob | TrainJob, rank: Rank)
                 f" not compute; it computes {', '.join(engine.computes) or 'nothing for algorithms'}"
             )
         _state(connection, "ready")
-        ranks = RankBarrier(queue, "train", rank.rank, rank.world_size)
+        ranks = RankCommunicator(queue, "train", rank.rank, rank.world_size)
         checkpoints = Checkpoints(queue, Path(job.checkpoints), job.keep, ranks) if job.checkpoints else None
         train(
             queue, engine, weights=job.weights, export=Path(job.export) if job.export else None,

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from ..queue import Connection
+from ..types import Event
 from ..types import events as ev
 
 
@@ -15,15 +16,14 @@ class WorkerLog:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
+    def report(self, event: type[Event], **fields: Any) -> None:
+        """Report an event of now."""
+        self._connection.report(event(**{"time_s": time.monotonic(), "worker": self._connection.name, **fields}))
+
     def note(self, text: str, level: str = "warning") -> None:
         """Report a message for people. ``level``: info, warning or error."""
-        self._connection.report(
-            ev.Note(time_s=time.monotonic(), worker=self._connection.name, text=text, level=level)
-        )
+        self.report(ev.Note, text=text, level=level)
 
     def span(self, kind: str, began: float, **fields: Any) -> None:
         """Report work of ``kind`` from ``began`` (monotonic seconds) until now. ``fields``: others of ``ev.Span``."""
-        seconds = time.monotonic() - began
-        self._connection.report(
-            ev.Span(time_s=began, worker=self._connection.name, kind=kind, seconds=seconds, **fields)
-        )
+        self.report(ev.Span, time_s=began, seconds=time.monotonic() - began, kind=kind, **fields)

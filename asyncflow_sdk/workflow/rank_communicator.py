@@ -1,6 +1,6 @@
-"""RankBarrier: the ranks of a trainer wait for each other, so a step, a checkpoint or a resume counts for all of them or for none.
+"""RankCommunicator: the ranks of a trainer wait for each other, so a step, a checkpoint or a resume counts for all of them or for none.
 
-ranks = RankBarrier(queue, rank=0, world_size=2)
+ranks = RankCommunicator(queue, rank=0, world_size=2)
 payloads = ranks.all_gather("step 7", b"mine")            # of all ranks, once all have called
 with ranks.all_or_none("the checkpoint of step 7"):       # an exception in one rank is raised in all
     engine.save(path)
@@ -20,16 +20,16 @@ from ..queue import QueueClient
 TIMEOUT_S = 3600.0
 """A rank may arrive this much later than the others, for example after a large checkpoint. A rank that dies ends its group long
 before."""
-BARRIER_ERRORS = (DeadlineExceeded, LeaseLost, ServerLost)
+RANK_ERRORS = (DeadlineExceeded, LeaseLost, ServerLost)
 """Errors of the barrier itself: the ranks cannot continue together."""
 
 
-class _Outcome(msgspec.Struct, frozen=True):
+class _RankOutcome(msgspec.Struct, frozen=True):
     error: tuple[str, str] | None = None  # name and text
     payload: bytes = b""
 
 
-class RankBarrier:
+class RankCommunicator:
     """Rank ``rank`` of ``world_size``. A single rank waits for nobody, and needs no queue. Not thread-safe."""
 
     def __init__(
@@ -60,33 +60,33 @@ class RankBarrier:
         try:
             yield
         except Exception as error:
-            if isinstance(error, BARRIER_ERRORS):
+            if isinstance(error, RANK_ERRORS):
                 raise
-            self._exchange(what, _Outcome(_name_and_text(error)))
+            self._exchange(what, _RankOutcome(_name_and_text(error)))
             raise
-        for rank, outcome in enumerate(self._exchange(what, _Outcome())):
+        for rank, outcome in enumerate(self._exchange(what, _RankOutcome())):
             if outcome.error is not None:
                 raise error_from_name(outcome.error[0], f"rank {rank}: {outcome.error[1]}")
 
     def by_first(self, what: str, do: Callable[[], bytes]) -> bytes:
         """Call ``do`` in rank 0, and return its result in every rank; its error is raised in all."""
-        outcome = _Outcome()
+        outcome = _RankOutcome()
         if self.first:
             try:
-                outcome = _Outcome(None, do())
+                outcome = _RankOutcome(None, do())
             except Exception as error:
-                self._exchange(what, _Outcome(_name_and_text(error)))
+                self._exchange(what, _RankOutcome(_name_and_text(error)))
                 raise
         found = self._exchange(what, outcome)[0]
         if found.error is not None:
             raise error_from_name(found.error[0], f"rank 0: {found.error[1]}")
         return found.payload
 
-    def _exchange(self, what: str, outcome: _Outcome) -> list[_Outcome]:
+    def _exchange(self, what: str, outcome: _RankOutcome) -> list[_RankOutcome]:
         if self.world_size == 1:
             return [outcome]
         packed = self.all_gather(what, msgspec.msgpack.encode(outcome))
-        return [msgspec.msgpack.decode(each, type=_Outcome) for each in packed]
+        return [msgspec.msgpack.decode(each, type=_RankOutcome) for each in packed]
 
 
 def _name_and_text(error: Exception) -> tuple[str, str]:
