@@ -53,7 +53,7 @@ class RequestScheduler:
         self._refused: set[int] = set()  # groups
         self._load_ended: asyncio.Event | None = None  # of the load under way
         self._cpu_s = 0.0
-        self._idle_since: float | None = time.monotonic()
+        self._idle_since = time.monotonic()  # while nothing runs
 
     @property
     def running(self) -> bool:
@@ -80,16 +80,15 @@ class RequestScheduler:
                 f"groups of {self._largest} do not fit {type(self._engine).__name__}, which generates {most} rows at once;"
                 " raise its max_rows"
             )
-        self._end_wait()
         ended, self._ended_early = lease.find(self._ended_early), np.empty(0, np.int64)
         for rows in lease.shared:
             if ended.isdisjoint(rows):
                 for part in [rows] if self._agent is None else [range(row, row + 1) for row in rows]:
                     self._start(_Running(lease, part, set(part)))
-        if not self._running:
-            self._idle_since = time.monotonic()
 
     def _start(self, work: _Running) -> None:
+        if not self._running:
+            self._report_wait()
         self._rows += len(work.rows)
         work.lease.requests += 1
         task = asyncio.create_task(self._run(work))
@@ -109,12 +108,10 @@ class RequestScheduler:
         blame, reason = True, str(error)
         if isinstance(error, EngineError):
             blame, reason = self._load_ended is None, f"the engine refused the prompt: EngineError: {error}"
-        if self._load_ended is not None and not blame:
-            await (
-                self._load_ended.wait()
-            )  # the engine may lose requests with its weights; a failed load cancels this task here
-        else:
+        if blame or self._load_ended is None:
             self._refuse(int(work.lease.batch.groups[work.rows[0]]), error)
+        else:  # the engine may lose requests with its weights; a failed load cancels this task here
+            await self._load_ended.wait()
         rows = sorted(work.unfinished)
         self._finish_rows(work, rows)
         if rows:
@@ -198,8 +195,8 @@ class RequestScheduler:
         """Forget the rows with these ids, which have ended, and cancel their requests. Groups end as a whole."""
         self._ended_early = np.concatenate([self._ended_early, ended])
         self._batcher.discard(ended)
-        lost = {lease: lease.find(ended) for lease in {work.lease for work in self._running.values()}}
-        tasks = [task for task, work in self._running.items() if not lost[work.lease].isdisjoint(work.unfinished)]
+        running = self._running.items()
+        tasks = [task for task, work in running if not work.unfinished.isdisjoint(work.lease.find(ended))]
         await self._cancel(tasks)
         if tasks:
             self._log.note(f"{len(tasks)} requests were aborted: their rows had ended", "info")
@@ -230,19 +227,18 @@ class RequestScheduler:
     @contextlib.contextmanager
     def load(self, version: int) -> Iterator[None]:
         """Mark a load of new weights: requests that fail inside this block fail by the load, not by their prompts."""
-        self._end_wait()
+        if not self._running:
+            self._report_wait()
         began, self._load_ended = time.monotonic(), asyncio.Event()
         try:
             yield
         finally:
             self._load_ended.set()
             self._load_ended = None
-        if not self._running:
-            self._idle_since = time.monotonic()
+        self._idle_since = time.monotonic()
         self._log.span("load", began, version=version)
 
-    def _end_wait(self) -> None:
-        """Report the time without requests, which ends now."""
-        if self._idle_since is not None and time.monotonic() - self._idle_since > 0.001:
+    def _report_wait(self) -> None:
+        """Report the time without requests until now."""
+        if time.monotonic() - self._idle_since > 0.001:
             self._log.span("wait", self._idle_since)
-        self._idle_since = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -88,24 +89,22 @@ class _Stage:
 
     async def run_async(self, count: int, concurrency: int, call: _UserFunction) -> None:
         """Await ``call`` for up to ``concurrency`` leases at a time, of ``count`` rows each."""
-        running: dict[asyncio.Task[None], int] = {}
+        running: set[asyncio.Task[None]] = set()
         lease: asyncio.Task[AsyncLeasedBatch] | None = None
         ended = False
         try:
             while running or not ended:
-                room = min(count, count * concurrency - sum(running.values()))
-                if lease is None and not ended and room > 0 and len(running) < concurrency:
-                    lease = asyncio.create_task(self.queue.aio.get(self.task, room, timeout_s=NEXT_S))
+                if lease is None and not ended and len(running) < concurrency:
+                    lease = asyncio.create_task(self.queue.aio.get(self.task, count, timeout_s=NEXT_S))
                 waits: list[asyncio.Task[Any]] = [*running, *([lease] if lease is not None else [])]
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for finished in [task for task in running if task.done()]:
-                    del running[finished]
+                    running.remove(finished)
                     finished.result()
                 if lease is not None and lease.done():
                     leased, lease = lease, None
                     try:
-                        rows = leased.result()
-                        running[asyncio.create_task(self._await_call(rows, call))] = rows.rows
+                        running.add(asyncio.create_task(self._await_call(leased.result(), call)))
                     except Ended:
                         ended = True
                     except DeadlineExceeded:
@@ -188,28 +187,28 @@ class _UserFunction:
 
     def run(self, rows: Batch) -> dict[str, Any]:
         """Call the function."""
-        try:
+        with self._errors(rows):
             returned = self._function(**self._arguments(rows))
-        except Exception as error:
-            raise self._failed(rows, error) from None
         return self._check(returned, rows)
 
     async def run_async(self, rows: Batch) -> dict[str, Any]:
         """Await the coroutine function."""
         function: Callable[..., Awaitable[Any]] = self._function
-        try:
+        with self._errors(rows):
             returned = await function(**self._arguments(rows))
-        except Exception as error:
-            raise self._failed(rows, error) from None
         return self._check(returned, rows)
 
     def _arguments(self, rows: Batch) -> dict[str, Any]:
         return {**rows, "groups": rows.groups} if self._groups else dict(rows)
 
-    def _failed(self, rows: Batch, error: Exception) -> FunctionFailed:
-        ids = f"rows {rows.ids[0]} to {rows.ids[-1]}" if rows.rows > 1 else f"row {rows.ids[0]}"
-        text = f"{self._name}() raised {error_text(error)} (called with {', '.join(rows)} of {ids})"
-        return FunctionFailed(with_user_trace(text, error))
+    @contextlib.contextmanager
+    def _errors(self, rows: Batch) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            ids = f"rows {rows.ids[0]} to {rows.ids[-1]}" if rows.rows > 1 else f"row {rows.ids[0]}"
+            text = f"{self._name}() raised {error_text(error)} (called with {', '.join(rows)} of {ids})"
+            raise FunctionFailed(with_user_trace(text, error)) from None
 
     def _check(self, returned: Any, rows: Batch) -> dict[str, Any]:
         single = {self._gives[0]: returned} if self._gives else {}
