@@ -1,6 +1,6 @@
 """CompletionBatcher: write finished responses to the queue, in one command a lease.
 
-Rows of a finished lease are written at once, others together with those that finish in the next 0.1 s.
+Rows of a finished lease are written at once, others with the rows finishing in the next 0.1 s.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ BATCH_S = 0.1
 
 
 class ResponseColumns:
-    """Makes the columns of finished rows: token ids, log-probs, version spans, text if there is a ``tokenizer``, the loss mask
-    and further columns of an agent. ``prefix``: of their names. ``prompt_ids``: with the encoded prompts. ``only``: the name of
-    a single column instead: text, without a tokenizer token ids."""
+    """Makes the columns of finished rows. ``tokenizer``: for text. ``prefix``: of their names.
+    ``prompt_ids``: with the encoded prompts. ``only``: one column of this name, text if there is a
+    tokenizer, else token ids."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, *, prefix: str = "", prompt_ids: bool = False, only: str = ""
@@ -57,7 +57,7 @@ class ResponseColumns:
 
 
 class CompletionBatcher:
-    """Finished rows to be written. ``held``: while this lock is held, nothing is written. For one event loop."""
+    """Finished rows to be written, unless the lock ``held`` is held. For one event loop."""
 
     def __init__(self, columns: ResponseColumns, log: WorkerLog) -> None:
         self._columns, self._log = columns, log

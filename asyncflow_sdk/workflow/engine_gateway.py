@@ -1,4 +1,4 @@
-"""EngineGateway: the requests inside one rollout engine, and how they continue after a load of new weights.
+"""EngineGateway: the requests inside one rollout engine, across loads of new weights.
 
 async with contextlib.aclosing(gateway.generate(request)) as responses:
     async for generated in responses: ...               # each response once, as it finishes
@@ -27,8 +27,8 @@ RESPONSE_S = 3600.0
 
 
 class Generated(NamedTuple):
-    """One generated response, or several. ``version``: of all tokens, if the completion has no spans. ``mask``: bool (length,),
-    False for observed tokens; None if all were generated. ``columns``: further ones, from an agent."""
+    """One response or several. ``version``: of tokens without spans. ``mask``: bool (length,), False
+    for observed tokens; None if all were generated. ``columns``: further ones, of an agent."""
 
     completion: Completion | Completions
     version: int
@@ -49,8 +49,9 @@ class Generated(NamedTuple):
 
 
 class EngineGateway:
-    """Passes requests to one engine, on one event loop. ``loaded``: the engine's version, None before its first. ``newest``: the
-    newest version given to the engine, loaded or not. Sets ``wake`` whenever the engine becomes idle."""
+    """Passes requests to one engine, on one event loop. ``loaded``: the engine's version, None
+    before its first. ``newest``: the newest version given to the engine, loaded or not. Sets
+    ``wake`` whenever the engine becomes idle."""
 
     def __init__(self, engine: RolloutEngine, loaded: int | None, wake: asyncio.Event) -> None:
         self.loaded, self.newest = loaded, loaded or 0
@@ -75,8 +76,8 @@ class EngineGateway:
 
     @contextlib.asynccontextmanager
     async def stopped(self, *, interrupt: bool) -> AsyncIterator[None]:
-        """Keep the engine without requests inside this block. Running ones finish before; with ``interrupt`` they are interrupted,
-        and continue after the block. Raises DeadlineExceeded if the engine does not become idle."""
+        """Keep the engine without requests inside this block. Running ones finish before; with
+        ``interrupt`` they continue after the block. Raises DeadlineExceeded for a busy engine."""
         with self.held():
             self._empty.clear()
             if self._requests:
@@ -88,9 +89,10 @@ class EngineGateway:
             yield
 
     async def generate(self, request: Request) -> AsyncGenerator[Generated, None]:
-        """Yield every response of ``request`` once, as it finishes, across loads of new weights. Close the generator.
+        """Yield every response of ``request`` once, as it finishes. Close the generator.
 
-        Raises EngineError if the engine rejects the request or breaks its contract, possibly after some responses.
+        Raises EngineError, possibly after some responses, for a rejected request or a broken
+        contract.
         """
         while not self._open.is_set():  # it may close again before this task runs
             await self._open.wait()
@@ -144,7 +146,7 @@ class EngineGateway:
         return Generated(_joined(part, version, end, later), version)
 
     def _check(self, completion: Completion, request: Request, version: int, waiting: set[int]) -> None:
-        """Raise EngineError for a response that breaks the engine's contract: it might be written to another row."""
+        """Raise EngineError for a response against the contract: another row might get it."""
         tokens = len(completion.token_ids)
         if completion.index not in waiting:
             raise EngineError(f"{self._name} gave response {completion.index} twice, or more than were asked for")
@@ -170,8 +172,7 @@ class EngineGateway:
 
 
 def _is_sound(completed: Completions, version: int, waiting: set[int]) -> bool:
-    """True if packed responses are whole, expected, and of the loaded version. Others are checked one by one, for an error
-    that names the fault."""
+    """True if packed responses are whole, expected, and of the loaded version."""
     index, offsets = set(completed.index.tolist()), completed.token_ids.offsets
     return (
         len(index) == len(completed.index) == len(completed.token_ids) == len(completed.finish_reason)

@@ -24,14 +24,16 @@ from .worker_log import WorkerLog
 
 
 class EngineProducer(Producer):
-    """Runs one engine until the stream ends: ``work`` in this thread, or ``run`` on an event loop. Call one of them, once.
+    """Runs one engine until the stream ends: ``work`` in this thread, or ``run`` on an event loop.
+    Call one of them, once.
 
-    ``prompt``: the column of prompts; "prompt_ids" holds token ids, any other text, which needs ``text``: the folder of a
-    tokenizer. ``prefix``: of the names of the columns it gives. ``agent``: answers each row by a conversation. ``needs_first``:
-    generate nothing before a published version is loaded; else the engine's own weights are version 0. ``swap``: when new
-    versions are loaded: "drain", "boundary", "partial", "in_flight"; "auto": the engine's best. ``verify``: checks of a load
-    beyond the names of its tensors: "probe", "held". Raises ConfigError, with the reason, for options the engine does not
-    support.
+    ``prompt``: the column of prompts; "prompt_ids" holds token ids, any other text, which needs
+    ``text``: the folder of a tokenizer. ``prefix``: of the names of the columns it gives.
+    ``agent``: answers each row by a conversation. ``needs_first``: generate nothing before a
+    published version is loaded; else the engine's own weights are version 0. ``swap``: when new
+    versions are loaded: "drain", "boundary", "partial", "in_flight"; "auto": the engine's best.
+    ``verify``: checks of a load beyond the names of its tensors: "probe", "held". Raises
+    ConfigError, with the reason, for options the engine does not support.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 @dataclass(eq=False)
 class PromptLease:
-    """``shared``: ranges of rows with the same prompt. ``prompt_ids``: one a row. ``version``: loaded when the lease began.
-    ``requests``: unfinished ones. ``tokens``: generated so far."""
+    """``shared``: ranges of rows with the same prompt. ``prompt_ids``: one a row. ``version``:
+    loaded when the lease began. ``requests``: unfinished ones. ``tokens``: generated so far."""
 
     batch: AsyncLeasedBatch
     shared: list[range]
@@ -35,14 +35,14 @@ class PromptLease:
 
 
 class PromptReader:
-    """Reads the prompts of leased rows. ``column``: "prompt_ids" holds token ids, any other text or token ids. ``per_row``: the
-    rows of a group have prompts of their own; by default they share one."""
+    """Reads the prompts of leased rows. ``column``: "prompt_ids" holds token ids, any other text or
+    token ids. ``per_row``: each row has its own prompt; default: groups share one."""
 
     def __init__(self, column: str, tokenizer: Tokenizer | None, *, per_row: bool = False) -> None:
         self._column, self._tokenizer, self._per_row = column, tokenizer, per_row
 
     def read(self, batch: AsyncLeasedBatch, version: int) -> PromptLease:
-        """Encode the prompts of a lease. Raises SchemaError for invalid ones, ConfigError for text without a tokenizer."""
+        """Encode prompts. Raises SchemaError for invalid ones, ConfigError without a tokenizer."""
         firsts = np.arange(batch.rows) if self._per_row else np.flatnonzero(np.diff(batch.groups, prepend=-1))
         shared = list(map(range, firsts.tolist(), np.append(firsts[1:], batch.rows).tolist()))
         prompts = self._encode(batch, firsts.tolist())

@@ -1,4 +1,5 @@
-"""RankCommunicator: the ranks of a trainer wait for each other, so a step, a checkpoint or a resume counts for all of them or for none.
+"""RankCommunicator: barriers of a trainer's ranks. A step, a checkpoint or a resume counts for all
+ranks or for none.
 
 ranks = RankCommunicator(queue, rank=0, world_size=2)
 payloads = ranks.all_gather("step 7", b"mine")            # of all ranks, once all have called
@@ -18,8 +19,7 @@ from ..ledger import commands as cmd
 from ..queue import QueueClient
 
 TIMEOUT_S = 3600.0
-"""A rank may arrive this much later than the others, for example after a large checkpoint. A rank that dies ends its group long
-before."""
+"""A rank may arrive this much later than others (seconds). A dead rank ends its group before."""
 RANK_ERRORS = (DeadlineExceeded, LeaseLost, ServerLost)
 """Errors of the barrier itself: the ranks cannot continue together."""
 
@@ -30,7 +30,7 @@ class _RankOutcome(msgspec.Struct, frozen=True):
 
 
 class RankCommunicator:
-    """Rank ``rank`` of ``world_size``. A single rank waits for nobody, and needs no queue. Not thread-safe."""
+    """Rank ``rank`` of ``world_size``. A single rank needs no queue. Not thread-safe."""
 
     def __init__(
         self, queue: QueueClient | None = None, group: str = "train", rank: int = 0, world_size: int = 1
@@ -43,8 +43,8 @@ class RankCommunicator:
         return self.rank == 0
 
     def all_gather(self, what: str, payload: bytes = b"", timeout_s: float = TIMEOUT_S) -> tuple[bytes, ...]:
-        """Wait until every rank has called this for ``what``, and return the payloads by rank. Raises DeadlineExceeded with the
-        missing ranks; LeaseLost if another process has become this rank."""
+        """Wait until every rank has called this for ``what``. Return the payloads by rank. Raises
+        DeadlineExceeded with the missing ranks, LeaseLost if another process became this rank."""
         if self._queue is None or self.world_size == 1:
             return (payload,)
         command = cmd.AllGather(
@@ -56,7 +56,7 @@ class RankCommunicator:
 
     @contextlib.contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
-        """Leave this block once every rank has done its part; an error of one rank is raised in all."""
+        """Leave this block once every rank has left it. One rank's error is raised in all."""
         try:
             yield
         except Exception as error:
@@ -69,7 +69,7 @@ class RankCommunicator:
                 raise error_from_name(outcome.error[0], f"rank {rank}: {outcome.error[1]}")
 
     def by_first(self, what: str, do: Callable[[], bytes]) -> bytes:
-        """Call ``do`` in rank 0, and return its result in every rank; its error is raised in all."""
+        """Call ``do`` in rank 0. Its result is returned, or its error raised, in every rank."""
         outcome = _RankOutcome()
         if self.first:
             try:

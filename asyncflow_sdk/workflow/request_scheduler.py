@@ -1,4 +1,4 @@
-"""RequestScheduler: the running requests of a rollout worker, one for each shared prompt, or an agent's conversation for each row."""
+"""RequestScheduler: the running requests of a rollout worker, and the conversations of its agent."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .user_code import FunctionFailed
 from .worker_log import WorkerLog
 
 GIVE_UP_AFTER = 8
-"""After this many refused prompts in a row, none accepted between them, the worker ends with the reason."""
+"""After this many refused prompts, none accepted between them, the worker ends with the reason."""
 
 
 @dataclass(eq=False)
 class _Running:
-    """A request for ``rows`` of a lease, or a conversation for one row. ``unfinished``: positions without a response."""
+    """A request for ``rows`` with one prompt, or a conversation for one row."""
 
     lease: PromptLease
     rows: range
@@ -37,8 +37,8 @@ class _Running:
 
 
 class RequestScheduler:
-    """Runs requests for leased rows and adds finished rows to ``batcher``. ``failure``: why the worker must end; None if it can
-    go on. Sets ``wake`` when a request fails, when none runs any more, and when there is room for another group."""
+    """Runs requests for leased rows and adds finished rows to ``batcher``. ``failure``: an error to
+    end the worker. Sets ``wake`` on a failure, when idle, and when another group fits."""
 
     def __init__(
         self, engine: RolloutEngine, gateway: EngineGateway, batcher: CompletionBatcher, log: WorkerLog, wake: asyncio.Event, *,
@@ -72,7 +72,7 @@ class RequestScheduler:
         return free if free >= (self._largest if self._running else 1) else 0
 
     def begin(self, lease: PromptLease) -> None:
-        """Start the requests of a lease. Raises ConfigError for a group larger than the engine's ``max_rows``."""
+        """Start the requests of a lease. Raises ConfigError for a group above ``max_rows``."""
         most = self._engine.capabilities.max_rows
         self._largest = max(self._largest, *map(len, lease.shared))
         if self._largest > most:
@@ -185,14 +185,14 @@ class RequestScheduler:
     # ---- waits and cancellations
 
     async def drain(self) -> None:
-        """Wait until every request has ended. Raises DeadlineExceeded for a request without an end."""
+        """Wait until every request has ended. Raises DeadlineExceeded."""
         while self._running:
             ended, running = await asyncio.wait(self._running, timeout=RESPONSE_S)
             if not ended:
                 raise DeadlineExceeded(f"{len(running)} requests have not ended in {RESPONSE_S:g} s")
 
     async def abort_rows(self, ended: npt.NDArray[np.int64]) -> None:
-        """Forget the rows with these ids, which have ended, and cancel their requests. Groups end as a whole."""
+        """Forget ended rows by their ids, and cancel their requests. Groups end as a whole."""
         self._ended_early = np.concatenate([self._ended_early, ended])
         self._batcher.discard(ended)
         running = self._running.items()
@@ -226,7 +226,7 @@ class RequestScheduler:
 
     @contextlib.contextmanager
     def load(self, version: int) -> Iterator[None]:
-        """Mark a load of new weights: requests that fail inside this block fail by the load, not by their prompts."""
+        """Mark a load of new weights: prompts are not blamed for errors inside this block."""
         if not self._running:
             self._report_wait()
         began, self._load_ended = time.monotonic(), asyncio.Event()

@@ -1,4 +1,4 @@
-"""RolloutWorker: the state machine of one rollout engine. The first state of the table that applies is next.
+"""RolloutWorker: the state machine of one rollout engine. The next state is the first that applies.
 
     state        applies when                                            action
     END          the stream has ended, or no first version will come     finish all requests, write their rows
@@ -9,8 +9,9 @@
 
     (*) with the swap policy "boundary" only while nothing runs
 
-``wake`` ends LEASE and WAIT. The parts set it: a version is staged or permitted, a request has ended, there is room, or something
-has failed. The worker calls its parts, and they call in one direction:
+``wake`` ends LEASE and WAIT. The parts set it: a version is staged or permitted, a request has
+ended, there is room, or something has failed. The worker calls its parts, and they call in one
+direction:
 
     PromptReader   RequestScheduler → EngineGateway → engine
     WeightSwap     RequestScheduler → CompletionBatcher → queue
@@ -58,9 +59,10 @@ class RolloutState(enum.Enum):
 class RolloutWorker:
     """One engine's loop, on an event loop. Run it once.
 
-    ``swap``: policy of loading new versions; None: the engine keeps its weights, and the session is no replica. ``needs_first``:
-    generate nothing before a published version is loaded; else the engine's own weights are version 0. ``kind``: of its spans.
-    Raises ConfigError for an unsupported ``verify``.
+    ``swap``: policy of loading new versions; None: the engine keeps its weights, and the session is
+    no replica. ``needs_first``: generate nothing before a published version is loaded; else the
+    engine's own weights are version 0. ``kind``: of its spans. Raises ConfigError for an
+    unsupported ``verify``.
     """
 
     def __init__(
@@ -84,8 +86,8 @@ class RolloutWorker:
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
-        """Generate until the stream ends. Raises the errors of the engine and of the queue, and DeadlineExceeded with the reason of
-        a wait without an end."""
+        """Generate until the stream ends. Raises errors of the engine and of the queue, and
+        DeadlineExceeded with the reason."""
         actions: dict[RolloutState, Callable[[], Awaitable[None]]] = {
             RolloutState.PERMISSION: self._request_permission, RolloutState.LOAD: self._load_weights,
             RolloutState.LEASE: self._lease_prompts, RolloutState.WAIT: self._wait,
@@ -120,7 +122,7 @@ class RolloutWorker:
     # ---- actions
 
     async def _lease_prompts(self) -> None:
-        """Wait for prompts, and start their requests. The server may announce first that a version must be loaded."""
+        """Wait for prompts, and start their requests."""
         if self._lease is None:
             most = self._engine.capabilities.max_rows if self._swap is not None else 0
             get = self._queue.aio.get(self._task, self._requests.room, most=most, timeout_s=NEXT_S)
@@ -154,7 +156,7 @@ class RolloutWorker:
                 self._swap.request_permission()
 
     async def _load_weights(self) -> None:
-        """Load the permitted version. If requests run, their completions are held back until the new weights are verified."""
+        """Load the permitted version. Completions are held back until it is verified."""
         swap, requests = self._swap, self._requests
         assert swap is not None
         update = swap.take()
@@ -201,7 +203,7 @@ class RolloutWorker:
     # ---- in the background
 
     async def _abort_ended(self) -> None:
-        """Abort requests for rows that end early: too stale for any step, cancelled, or of a failed group."""
+        """Abort requests for rows that end early: too stale, cancelled, or of a failed group."""
         while True:
             with contextlib.suppress(DeadlineExceeded):
                 await self._requests.abort_rows(await self._queue.aio.lost(timeout_s=NEXT_S))
@@ -220,7 +222,7 @@ class RolloutWorker:
                 raise failure
 
     async def _close(self, background: Sequence[asyncio.Task[None]]) -> None:
-        """End everything, also after errors and a cancellation: the session is no replica afterwards."""
+        """End everything, also after errors and a cancellation. Leave the run's replicas."""
         tasks = [*background, *([self._lease] if self._lease is not None else [])]
         try:
             if self._swap is not None:

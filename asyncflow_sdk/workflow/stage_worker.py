@@ -1,4 +1,4 @@
-"""Stage worker: functions, coroutines and engines with fixed weights, run on the rows of a task until the stream ends."""
+"""Stage worker: functions, coroutines and engines with fixed weights on the rows of a task."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_stage(
     concurrency: int = 8,
     groups: bool = False,
 ) -> None:
-    """Work on the rows of a declared task until the stream ends. ``groups``: pass the rows' group ids to the function, too.
+    """Work on the rows of a declared task until the stream ends. ``groups``: pass group ids, too.
 
     Raises FunctionFailed for an error of the function, EngineError for one of the engine.
     """
@@ -71,7 +71,7 @@ class _Stage:
         self._cpu_s = time.process_time()
 
     def run(self, count: int, work: Callable[[LeasedBatch], dict[str, Any]]) -> None:
-        """Call ``work`` for one lease after another. The columns of one are sent with the request for the next."""
+        """Call ``work`` for each lease. Its columns are sent with the request for the next."""
         batches, ended = self.queue.stream(self.task, count, timeout_s=NEXT_S), False
         while not ended:
             unsent = 0
@@ -178,8 +178,7 @@ def _responding(stage: _Stage, work: GenerateWork, prompt: str) -> RolloutWorker
 
 
 class _UserFunction:
-    """Calls a user's function with the columns of a lease, and checks the columns it returns. Raises FunctionFailed with function
-    and row."""
+    """Calls a function on a lease and checks the returned columns. Raises FunctionFailed."""
 
     def __init__(self, function: Callable[..., Any], gives: tuple[str, ...], groups: bool) -> None:
         self._function, self._gives, self._groups = function, gives, groups

@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back, by a model folder's tokenizer.json. Token ids given by users are checked here, too."""
+"""Tokenizer: text to token ids and back, by a tokenizer.json; and checks of given token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST_ID = 2**31 - 1
 
 
 def token_ids(batch: Batch, column: str) -> Ragged:
-    """Return a column of token ids as int32. Raises SchemaError, with the row, for values other than token ids."""
+    """Return a column of token ids as int32. Raises SchemaError, with the row, for other values."""
     ids = batch.ragged(column)
     if ids.values.ndim != 1 or ids.values.dtype.kind not in "iu":
         raise SchemaError(
@@ -30,8 +30,7 @@ def token_ids(batch: Batch, column: str) -> Ragged:
 
 
 def with_stop_ids(sampling: Sampling, tokenizer: Tokenizer | None) -> Sampling:
-    """Return ``sampling`` with ``stop`` encoded as ``stop_ids``. Raises ConfigError for a stop of several tokens, or without
-    a tokenizer."""
+    """Encode ``stop`` as ``stop_ids``. Raises ConfigError for several tokens, or no tokenizer."""
     if not sampling.stop:
         return sampling
     if tokenizer is None:
@@ -42,7 +41,7 @@ def with_stop_ids(sampling: Sampling, tokenizer: Tokenizer | None) -> Sampling:
 
 
 class Tokenizer:
-    """The tokenizer in ``file``. Needs the package ``tokenizers``, a dependency of every text engine. Thread-safe."""
+    """The tokenizer in ``file``, by the package ``tokenizers``. Thread-safe."""
 
     def __init__(self, file: str) -> None:
         try:
@@ -54,8 +53,8 @@ class Tokenizer:
         self._file, self._tokenizer = file, tokenizers.Tokenizer.from_file(file)
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[npt.NDArray[np.int32]]:
-        """Return the token ids of each text. ``special``: with the tokenizer's special tokens, as at the beginning of a text.
-        Raises SchemaError for a text without tokens in this tokenizer."""
+        """Return the token ids of each text. ``special``: with the tokenizer's special tokens, as
+        at the beginning of a text. Raises SchemaError for a text that cannot be encoded."""
         try:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as error:  # its only exception class, without the text
@@ -63,7 +62,7 @@ class Tokenizer:
         return [np.array(e.ids, np.int32) for e in encoded]
 
     def stop_id(self, stop: str) -> int:
-        """Return the token of a text at which responses end. Raises ConfigError for several tokens: engines stop at one."""
+        """Return the one token of a text. Raises ConfigError for several: engines stop at one."""
         ids = self.encode([stop], special=False)[0]
         if len(ids) != 1:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Train worker: train step after step with one engine, publish each version, save checkpoints, follow rollbacks."""
+"""Train worker: train each step, publish its version, save checkpoints, follow rollbacks."""
 
 from __future__ import annotations
 
@@ -36,18 +36,21 @@ def train(
     ranks: RankCommunicator | None = None,
     model: str = "",
 ) -> None:
-    """Train each step until the stream ends, and publish its version; then export the policy, if the engine can.
+    """Train each step until the stream ends, publish its version, and export the policy at the end.
 
-    Publishes version 0 first: rollouts begin with exactly these weights. With ``checkpoints`` it resumes from the newest, or from
-    the start if there is none; it saves one after every ``every`` steps, and a last one. Without them, if another trainer has
-    published versions before it died, it continues with the next step and the weights of ``engine``, and reports this.
+    Publishes version 0 first: rollouts begin with exactly these weights. With ``checkpoints`` it
+    resumes from the newest, or from the start if there is none; it saves one after every ``every``
+    steps, and a last one. Without them, if another trainer has published versions before it died,
+    it continues with the next step and the weights of ``engine``, and reports this.
 
-    After a rollback it loads the version's weights before it trains, saves or exports anything: with the optimizer's state from
-    the checkpoint of that version, else by ``load_weights``. A step trained before that is not published, but trained again from
-    these weights; so each acknowledged step is one of the later versions.
+    After a rollback it loads the version's weights before it trains, saves or exports anything:
+    with the optimizer's state from the checkpoint of that version, else by ``load_weights``. A step
+    trained before that is not published, but trained again from these weights; so each acknowledged
+    step is one of the later versions.
 
-    ``model``: the engine's model folder. ``ranks``: the barrier of several trainers; each trains its shard of every step and
-    publishes its part of every version, and the first rank reports for all.
+    ``model``: the engine's model folder. ``ranks``: the barrier of several trainers; each trains
+    its shard of every step and publishes its part of every version, and the first rank reports for
+    all.
     """
     ranks, log = ranks or RankCommunicator(), WorkerLog(queue.connection)
     with contextlib.ExitStack() as ending:  # everything is closed, even if the run is gone or one close fails
@@ -102,7 +105,7 @@ def train(
 def _save(
     engine: TrainEngine, checkpoints: Checkpoints, ranks: RankCommunicator, log: WorkerLog, *, last: bool = False
 ) -> None:
-    """Save a checkpoint. Without it rows are kept longer and a restart repeats more steps; training goes on."""
+    """Save a checkpoint. After an error training goes on; a restart then repeats more steps."""
     began = time.monotonic()
     try:
         path = checkpoints.save(engine.save, last=last)
@@ -153,7 +156,7 @@ class _TrainedVersions:
         self._last = -1
 
     def begin(self, point: Point | None) -> None:
-        """Publish version 0, unless there are versions already; after a resume, the version that the ledger wants."""
+        """Publish version 0, unless there are versions; after a resume, the ledger's choice."""
         if point is not None:
             if point.version is not None:
                 self.publish(point.version)
@@ -168,11 +171,11 @@ class _TrainedVersions:
             )
 
     def number(self, step: LeasedBatch) -> int:
-        """Return the version that a step trains; after a rollback it is later than at the time of the lease."""
+        """Return the version trained by a step; after a rollback it is later than the leased one."""
         return max(step.version, self._last)
 
     def publish(self, version: int, *, at_once: bool = False) -> bool:
-        """Publish the engine's weights. Return False if a rollback has given them up. ``at_once``: wait for this rank's part."""
+        """Publish the weights. Return False after a rollback. ``at_once``: wait for this rank's part."""
         probe = _scored(self._probe, self._engine) if self._probe is not None else None
         try:
             self._publisher.flush()
@@ -196,7 +199,7 @@ class _TrainedVersions:
                 self._last = target.version
 
     def finish(self) -> None:
-        """Wait for every rank's part of the last version: a rank that closes earlier withdraws it."""
+        """Wait for every rank's part of the last version: a closing rank withdraws its part."""
         try:
             self._publisher.flush()
         except (ConfigError, VersionGone):

@@ -10,8 +10,8 @@ from ..queue.error_text import user_trace
 
 
 class FunctionFailed(ConfigError):
-    """Raised when a user's function raised an error or returned an invalid value. The message has the function's frames; the
-    SDK's are not shown."""
+    """Raised when a user's function raised an error or returned an invalid value. The message has
+    the function's frames; the SDK's are not shown."""
 
 
 def with_user_trace(text: str, error: BaseException) -> str:

@@ -25,5 +25,6 @@ class WorkerLog:
         self.report(ev.Note, text=text, level=level)
 
     def span(self, kind: str, began: float, **fields: Any) -> None:
-        """Report work of ``kind`` from ``began`` (monotonic seconds) until now. ``fields``: others of ``ev.Span``."""
+        """Report work of ``kind`` from ``began`` (monotonic seconds) until now. ``fields``: others
+        of ``ev.Span``."""
         self.report(ev.Span, time_s=began, seconds=time.monotonic() - began, kind=kind, **fields)
