@@ -22,7 +22,7 @@ from asyncflow_sdk.errors import MemoryFull, WeightMismatch
 from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.types import dtype_name
 from asyncflow_sdk.types.safetensors import plan
-from asyncflow_sdk.weights.staging import Staging
+from asyncflow_sdk.weights.transports import VersionMemory
 
 _ALIGN = 64
 
@@ -32,7 +32,7 @@ class Handing:
     kill by the next one (shared memory only)."""
 
     def __init__(self, directory: str | None = None) -> None:
-        self._staging = Staging.private("sglang") if directory is None else None
+        self._staging = VersionMemory.private("sglang") if directory is None else None
         if self._staging is not None:
             self.folder = self._staging.directory
         else:

@@ -31,7 +31,7 @@ if not dist.is_available():  # a build of torch without it, as on some platforms
     raise ConfigError("this torch is built without torch.distributed; use the transport tcp instead")
 
 
-class Exchange(dist.Store):  # type: ignore[misc]
+class StoreProxy(dist.Store):  # type: ignore[misc]
     """A store in Python: what members must know of each other to connect.
 
     ``put`` and ``look`` carry it; ``look`` waits until all keys are there, or raises at its deadline.
@@ -61,11 +61,11 @@ class Exchange(dist.Store):  # type: ignore[misc]
         return self._seen.issuperset(keys)
 
 
-class Group:
+class BroadcastGroup:
     """Broadcasts from rank 0. Making one waits for all members, at most ``stall_s`` for each; a bucket as long as ``limit_s``
     says when it is begun, ``stall_s`` unless set."""
 
-    def __init__(self, backend: str, store: Exchange, rank: int, size: int, address: str, stall_s: float) -> None:
+    def __init__(self, backend: str, store: StoreProxy, rank: int, size: int, address: str, stall_s: float) -> None:
         self.rank = rank
         self._options = dist.BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0

@@ -18,10 +18,24 @@ from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.types.manifest import Bucket
 from asyncflow_sdk.weights import BufferPool
 from asyncflow_sdk.weights.host import own_address
-from asyncflow_sdk.weights.service import ServiceClient
+from asyncflow_sdk.weights.transports import ServiceClient
 
-from .dist_group import Exchange, Group, flat
-from .dist_words import BAD, CLOSING, GO_ON, Join, Leave, Look, Over, Put, Start, Where, encode, stretches, where_of
+from .dist_group import BroadcastGroup, StoreProxy, flat
+from .dist_messages import (
+    BAD,
+    CLOSING,
+    GO_ON,
+    DistAddress,
+    EndRound,
+    GetKeys,
+    JoinRound,
+    LeaveRound,
+    PutKey,
+    RoundStart,
+    bucket_batches,
+    decode_address,
+    encode,
+)
 
 LAST_WORD_S = 2.0
 """For a call that tells a publisher that nobody waits for its answer."""
@@ -38,19 +52,19 @@ class DistReceiver(WeightReceiver):
         self._host, self._fits = host, fits
         self._memory = BufferPool("fetched weights, of which a replica holds two versions")
         self._asks = itertools.count(1)
-        self._links: dict[bytes, _Link] = {}
+        self._links: dict[bytes, _PublisherLink] = {}
         self._places: dict[int, bytes] = {}  # the last that gave a version, by rank
-        self._asking: tuple[_Link, int] | None = None  # by the fetch under way
+        self._asking: tuple[_PublisherLink, int] | None = None  # by the fetch under way
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         until = time.monotonic() + timeout_s
         link, ask = self._link(where), next(self._asks)
         chunks = self._memory.take([chunk.nbytes for chunk in manifest.chunks])
-        join = Join(ask, manifest.version, manifest.root, self._host.name)
+        join = JoinRound(ask, manifest.version, manifest.root, self._host.name)
         self._asking = link, ask
         try:
             start = link.join(join, until)
-            _Part(link, start, manifest, chunks, until).take()
+            _RoundMember(link, start, manifest, chunks, until).take()
             self._gave(link.where.rank, where)
         except (ServerLost, DeadlineExceeded):
             link.given_up = True
@@ -88,10 +102,10 @@ class DistReceiver(WeightReceiver):
         if link is not None:
             link.close(under_way)
 
-    def _link(self, raw: bytes) -> _Link:
+    def _link(self, raw: bytes) -> _PublisherLink:
         link = self._links.pop(raw, None)
         if link is None:
-            link = _Link(where_of(raw))
+            link = _PublisherLink(decode_address(raw))
             try:
                 self._fits(link.where.backend, link.where.insecure, link.publisher)
             except BaseException:
@@ -103,24 +117,24 @@ class DistReceiver(WeightReceiver):
         return link
 
 
-class _Link:
+class _PublisherLink:
     """To one publisher, at the IP address ``publisher``: the calls, and the group of the last round."""
 
-    def __init__(self, where: Where) -> None:
+    def __init__(self, where: DistAddress) -> None:
         self.where = where
         self.given_up = self.closed = False
         self._client = ServiceClient(where.service)
         self.publisher = self._client.address.partition("://")[2].rpartition(":")[0].strip("[]")
         self._address = own_address(self._client.address)  # where others of its rounds reach this end
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._number = 0
 
-    def join(self, join: Join, until: float) -> Start:
+    def join(self, join: JoinRound, until: float) -> RoundStart:
         """Returns when a round of that version begins, with this receiver in it."""
         what = f"version {join.version} from {self.where.name}"
         try:
             body = self._client.call(encode(join), _left(until), what).body
-            start = msgspec.msgpack.decode(body, type=Start)
+            start = msgspec.msgpack.decode(body, type=RoundStart)
             if not 0 < start.rank < len(start.names):
                 raise ProtocolError(f"{what}: rank {start.rank} of {len(start.names)}")
         except BAD as error:
@@ -144,28 +158,28 @@ class _Link:
             timer.daemon = True
             timer.start()
             with contextlib.suppress(AsyncFlowError):
-                self._client.call(encode(Leave(ask)), LAST_WORD_S, "the last word")
+                self._client.call(encode(LeaveRound(ask)), LAST_WORD_S, "the last word")
                 timer.cancel()
 
         threading.Thread(target=tell, name="weights dist leave", daemon=True).start()
 
-    def group(self, start: Start, until: float) -> Group:
+    def group(self, start: RoundStart, until: float) -> BroadcastGroup:
         """That of a round; the last one if it is the same. It waits for nothing past ``until``."""
 
         def limit_s() -> float:
             return max(min(self.where.stall_s, until - time.monotonic()), LEAST_S)
 
         def put(key: str, value: bytes) -> None:
-            self._client.call(encode(Put(start.group, key, value)), limit_s(), "making a group")
+            self._client.call(encode(PutKey(start.group, key, value)), limit_s(), "making a group")
 
         def look(keys: list[str]) -> list[bytes]:
-            body = self._client.call(encode(Look(start.group, tuple(keys))), limit_s(), "making a group").body
+            body = self._client.call(encode(GetKeys(start.group, tuple(keys))), limit_s(), "making a group").body
             return msgspec.msgpack.decode(body, type=list[bytes])
 
         if self._group is None or self._number != start.group:
             self.drop_group()
-            store, size = Exchange(put, look), len(start.names)
-            self._group = Group(self.where.backend, store, start.rank, size, self._address, limit_s())
+            store, size = StoreProxy(put, look), len(start.names)
+            self._group = BroadcastGroup(self.where.backend, store, start.rank, size, self._address, limit_s())
             self._number = start.group
         self._group.limit_s = limit_s
         return self._group
@@ -176,7 +190,7 @@ class _Link:
             with contextlib.suppress(Exception):
                 group.close()
 
-    def over(self, over: Over, timeout_s: float, what: str) -> str:
+    def over(self, over: EndRound, timeout_s: float, what: str) -> str:
         return bytes(self._client.call(encode(over), timeout_s, what).body).decode(errors="replace")
 
     def close(self, under_way: bool = False) -> None:
@@ -187,10 +201,12 @@ class _Link:
         self._client.close()
 
 
-class _Part:
+class _RoundMember:
     """What one receiver does in one round."""
 
-    def __init__(self, link: _Link, start: Start, manifest: Manifest, chunks: list[Bytes], until: float) -> None:
+    def __init__(
+        self, link: _PublisherLink, start: RoundStart, manifest: Manifest, chunks: list[Bytes], until: float
+    ) -> None:
         self._link, self._start, self._manifest, self._chunks, self._until = link, start, manifest, chunks, until
         self._what = f"version {manifest.version}: round {start.round} with {', '.join(start.names)}"
         self._damage: WeightError | None = None
@@ -204,7 +220,7 @@ class _Part:
             self._link.drop_group()  # first of all, so that the others see it
             raise self._verdict(error) from None
         try:
-            self._link.over(Over(self._start.round), min(_left(self._until), LAST_WORD_S), self._what)
+            self._link.over(EndRound(self._start.round), min(_left(self._until), LAST_WORD_S), self._what)
         except WireError:  # what came is here; only the publisher does not know it
             self._link.given_up = True
         if self._damage is not None:
@@ -214,13 +230,13 @@ class _Part:
         if word != GO_ON:
             raise WireError(f"{self._what}: interrupted")
 
-    def _receive(self, group: Group) -> int:
+    def _receive(self, group: BroadcastGroup) -> int:
         tensors = [flat(chunk) for chunk in self._chunks]
-        for stretch in stretches(self._manifest):
+        for batch in bucket_batches(self._manifest):
             word = group.word()
             if word != GO_ON:
                 return word
-            group.stream(tensors, stretch, self._arrived)
+            group.stream(tensors, batch, self._arrived)
         return GO_ON
 
     def _arrived(self, bucket: Bucket) -> None:
@@ -242,7 +258,7 @@ class _Part:
             return WireError(f"{self._what}: this receiver was closed before it had it")
         try:
             left = 0.0 if self._link.given_up else min(3 * where.stall_s, _left(self._until))
-            why = self._link.over(Over(self._start.round, saw), left, self._what) or saw
+            why = self._link.over(EndRound(self._start.round, saw), left, self._what) or saw
         except ServerLost as lost:
             if self._link.given_up:
                 return WireError(f"{self._what}: interrupted")

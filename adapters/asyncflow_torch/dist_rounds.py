@@ -1,4 +1,4 @@
-"""Rounds: the publishing end of the transport ``dist``, in a thread of its own, so that training never waits for it.
+"""RoundServer: the publishing end of the transport ``dist``, in a thread of its own, so that training never waits for it.
 
 Receivers that ask for one version are served together: those who ask while a round runs, and those who ask within
 ``gather_s`` of each other, since all hear of a version at about the same time. A round whose member dies or stops ends for all of
@@ -19,22 +19,35 @@ from typing import Any
 from asyncflow_sdk.errors import AsyncFlowError, ProtocolError, ServerLost, WireError
 from asyncflow_sdk.interfaces.weights import Bytes
 from asyncflow_sdk.types import Manifest
-from asyncflow_sdk.weights.service import Service
+from asyncflow_sdk.weights.transports import Service
 
-from .dist_board import Board
-from .dist_group import Group, flat
-from .dist_words import CLOSING, GO_ON, UNWANTED, Join, Leave, Look, Over, Put, Start, asked, encode, stretches
+from .dist_group import BroadcastGroup, flat
+from .dist_messages import (
+    CLOSING,
+    GO_ON,
+    UNWANTED,
+    EndRound,
+    GetKeys,
+    JoinRound,
+    LeaveRound,
+    PutKey,
+    RoundStart,
+    asked,
+    bucket_batches,
+    encode,
+)
+from .dist_store import KeyValueStore
 
 REMEMBERED = 8
-"""Rounds whose end is told to members that were away."""
+"""RoundServer whose end is told to members that were away."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Asking:
+class _Joined:
     peer: str
     ticket: int
-    join: Join
+    join: JoinRound
     since: float
 
 
@@ -67,7 +80,7 @@ class _Round:
         return "; ".join(seen[:3]) or (f"the publisher saw: {own}" if own else "")
 
 
-class Rounds:
+class RoundServer:
     """A handler of ``Service``. ``manifest`` gives that of a version, ``chunks`` its bytes; both raise VersionGone."""
 
     service: Service
@@ -80,16 +93,16 @@ class Rounds:
         self._manifest, self._chunks = manifest, chunks
         self._stall_s, self._gather_s = stall_s, gather_s
         self._changed = threading.Condition()
-        self._asking: dict[str, _Asking] = {}
+        self._asking: dict[str, _Joined] = {}
         self._expected: dict[str, int] = {}  # receivers likely to ask for what others do → the version they had last
         self._left: dict[str, int] = {}
         self._round: _Round | None = None
         self._ended: dict[int, str] = {}
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._group_of: tuple[str, ...] = ()
         self._groups = self._rounds = 0
         self._newest = -1
-        self._board = Board()
+        self._board = KeyValueStore()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weights dist rounds", daemon=True)
 
@@ -98,7 +111,7 @@ class Rounds:
         self._thread.start()
 
     def close(self) -> None:
-        """End the round under way, at its next stretch. Waits for it, but never longer than a member may stall it."""
+        """End the round under way, at its next batch. Waits for it, but never longer than a member may stall it."""
         with self._changed:
             self._closed = True
             self._board.fail(self._closing(0))
@@ -112,10 +125,10 @@ class Rounds:
 
     def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
         said = asked.decode(body)
-        if isinstance(said, Put):
+        if isinstance(said, PutKey):
             self._board_of(said.group, peer).put(said.key, said.value)
             self.service.answer(ticket, b"")
-        elif isinstance(said, Look):
+        elif isinstance(said, GetKeys):
             board = self._board_of(said.group, peer)
             board.look(
                 said.keys,
@@ -127,9 +140,9 @@ class Rounds:
             )
         else:
             with self._changed:
-                if isinstance(said, Join):
+                if isinstance(said, JoinRound):
                     self._join(peer, ticket, said)
-                elif isinstance(said, Leave):
+                elif isinstance(said, LeaveRound):
                     self._leave(peer, ticket, said)
                 else:
                     self._over(peer, ticket, said)
@@ -145,17 +158,17 @@ class Rounds:
                 self._board.fail(f"{self._round.members[peer]} died or left")
             self._changed.notify_all()
 
-    def _join(self, peer: str, ticket: int, join: Join) -> None:
+    def _join(self, peer: str, ticket: int, join: JoinRound) -> None:
         if self._closed:
             raise ServerLost(self._closing(join.version))
         if join.ask <= self._left.get(peer, 0):
             raise WireError(f"version {join.version}: interrupted")
         if self._manifest(join.version).root != join.root:
             raise ProtocolError(f"version {join.version}: {join.name} has another manifest of it than its publisher")
-        self._asking[peer] = _Asking(peer, ticket, join, time.monotonic())
+        self._asking[peer] = _Joined(peer, ticket, join, time.monotonic())
         self._expected.setdefault(peer, -1)
 
-    def _leave(self, peer: str, ticket: int, leave: Leave) -> None:
+    def _leave(self, peer: str, ticket: int, leave: LeaveRound) -> None:
         self._left[peer] = max(leave.ask, self._left.get(peer, 0))
         asking = self._asking.get(peer)
         if asking is not None and asking.join.ask <= leave.ask:
@@ -165,7 +178,7 @@ class Rounds:
             self._round.unwanted.add(peer)
         self.service.answer(ticket, b"")
 
-    def _over(self, peer: str, ticket: int, over: Over) -> None:
+    def _over(self, peer: str, ticket: int, over: EndRound) -> None:
         if self._round is None or self._round.number != over.round or peer not in self._round.members:
             self.service.answer(ticket, self._ended.get(over.round, "it ended long ago").encode())
             return
@@ -176,7 +189,7 @@ class Rounds:
             self._expected[peer] = self._round.version
             self.service.answer(ticket, b"")
 
-    def _board_of(self, group: int, peer: str) -> Board:
+    def _board_of(self, group: int, peer: str) -> KeyValueStore:
         """That of the round under way, for its members alone: whoever reaches the port may ask."""
         with self._changed:
             if self._round is None or group != self._groups:
@@ -198,7 +211,7 @@ class Rounds:
                 _log.exception("a round of weights failed")
         self._drop_group()
 
-    def _gather(self) -> tuple[_Round, list[_Asking]] | None:
+    def _gather(self) -> tuple[_Round, list[_Joined]] | None:
         """The next round, and who is served in it; None when closed."""
         with self._changed:
             while not self._closed:
@@ -227,7 +240,7 @@ class Rounds:
                 return self._round, chosen
         return None
 
-    def _serve(self, round_: _Round, chosen: list[_Asking]) -> None:
+    def _serve(self, round_: _Round, chosen: list[_Joined]) -> None:
         try:
             manifest, chunks = self._manifest(round_.version), self._chunks(round_.version)
         except AsyncFlowError as error:
@@ -241,16 +254,16 @@ class Rounds:
         if fresh:
             self._drop_group()
             with self._changed:
-                self._groups, self._board = self._groups + 1, Board()
+                self._groups, self._board = self._groups + 1, KeyValueStore()
                 if round_.dead:
                     self._board.fail(f"{_names(round_.members[peer] for peer in round_.dead)} died or left")
         names = (self._name, *round_.members.values())
         for rank, asking in enumerate(chosen, 1):
-            self.service.answer(asking.ticket, encode(Start(round_.number, self._groups, rank, names)))
+            self.service.answer(asking.ticket, encode(RoundStart(round_.number, self._groups, rank, names)))
         try:
             if fresh:
                 store = self._board.store(self._stall_s)
-                self._group = Group(self._backend, store, 0, len(names), self._address, self._stall_s)
+                self._group = BroadcastGroup(self._backend, store, 0, len(names), self._address, self._stall_s)
                 self._group_of = group_of
             assert self._group is not None
             self._send(self._group, round_, manifest, [flat(chunk) for chunk in chunks])
@@ -260,14 +273,14 @@ class Rounds:
             self._drop_group()  # first of all, so that the others see it
         self._end(round_, why)
 
-    def _send(self, group: Group, round_: _Round, manifest: Manifest, chunks: list[Any]) -> None:
-        for stretch in stretches(manifest):
+    def _send(self, group: BroadcastGroup, round_: _Round, manifest: Manifest, chunks: list[Any]) -> None:
+        for batch in bucket_batches(manifest):
             with self._changed:
                 unwanted = round_.unwanted | round_.dead >= round_.members.keys()
                 word = CLOSING if self._closed else UNWANTED if unwanted else GO_ON
             if group.word(word) != GO_ON:
                 return
-            group.stream(chunks, stretch, lambda bucket: None)
+            group.stream(chunks, batch, lambda bucket: None)
 
     def _end(self, round_: _Round, why: str) -> None:
         """Wait until all have said how it ended, and tell those who want to know."""

@@ -24,13 +24,13 @@ import torch
 from asyncflow_sdk.errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, VersionGone, WireError
 from asyncflow_sdk.interfaces import Fetched, Host, Room, WeightReceiver, WeightSender, WeightTransport
 from asyncflow_sdk.types import Manifest
-from asyncflow_sdk.weights.service import Service, ServiceClient
+from asyncflow_sdk.weights.transports import Service, ServiceClient
 
 _COUNTER = re.compile(rb"/?[\w.-]{1,200}")  # the name of torch's shared memory with its counters, and no path
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class HandleRequest(msgspec.Struct, frozen=True, array_like=True):
     """For handles of a version; ``copied``: whether it was there to the end of the copy."""
 
     version: int
@@ -38,7 +38,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     copied: bool = False
 
 
-class Handle(msgspec.Struct, frozen=True, array_like=True):
+class CudaHandle(msgspec.Struct, frozen=True, array_like=True):
     """A storage of ``nbytes`` on the GPU with this uuid, as ``_share_cuda_`` describes it."""
 
     gpu: str
@@ -80,11 +80,11 @@ class DeviceMemory:
         """Wait until all that was begun on a device is done."""
         torch.cuda.synchronize(device)
 
-    def share(self, whole: Any, device: Any) -> Handle:
+    def share(self, whole: Any, device: Any) -> CudaHandle:
         _, *shared = whole.untyped_storage()._share_cuda_()
-        return Handle(str(torch.cuda.get_device_properties(device).uuid), *shared)
+        return CudaHandle(str(torch.cuda.get_device_properties(device).uuid), *shared)
 
-    def opened(self, handle: Handle) -> Any:
+    def opened(self, handle: CudaHandle) -> Any:
         """A tensor over a storage of another process. Raises ConfigError where its GPU is not visible."""
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         if handle.gpu not in visible:
@@ -186,7 +186,7 @@ class CudaSender(WeightSender):
     # ---- called by the service
 
     def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
-        ask = msgspec.msgpack.decode(body, type=Ask)
+        ask = msgspec.msgpack.decode(body, type=HandleRequest)
         with self._lock:
             if ask.version not in self._versions:
                 raise VersionGone(f"version {ask.version} is no longer kept; take the newest")
@@ -220,7 +220,7 @@ class CudaReceiver(WeightReceiver):
             client = ServiceClient(where)
             self.close()
             self._client, self._where = client, where
-        ask = Ask(manifest.version, manifest.root)
+        ask = HandleRequest(manifest.version, manifest.root)
         handles = handles_of(self._client.call(msgspec.msgpack.encode(ask), timeout_s, what).body, manifest)
         chunks, device = [], self._memory.current()
         try:
@@ -253,10 +253,10 @@ class CudaReceiver(WeightReceiver):
             client.close()
 
 
-def handles_of(body: bytes, manifest: Manifest) -> list[Handle]:
+def handles_of(body: bytes, manifest: Manifest) -> list[CudaHandle]:
     """One for each chunk that is not empty. Raises ProtocolError for what no sender of such a version would say."""
     try:
-        handles = msgspec.msgpack.decode(body, type=list[Handle])
+        handles = msgspec.msgpack.decode(body, type=list[CudaHandle])
     except _BAD as error:
         raise ProtocolError(f"version {manifest.version}: its handles cannot be read: {error}") from None
     sizes = [chunk.nbytes for chunk in manifest.chunks if chunk.nbytes]

@@ -20,13 +20,12 @@ from asyncflow_sdk.errors import (
 )
 from asyncflow_sdk.interfaces import Host, Room, WeightSender, WeightTransport
 from asyncflow_sdk.types import Manifest
-from asyncflow_sdk.weights.service import Service
-from asyncflow_sdk.weights.staging import Staging
+from asyncflow_sdk.weights.transports import Service, VersionMemory
 
 from .dist_group import BACKENDS, missing
+from .dist_messages import DistAddress, encode
 from .dist_receiver import DistReceiver
-from .dist_rounds import Rounds
-from .dist_words import Where, encode
+from .dist_rounds import RoundServer
 
 
 class DistTransport(WeightTransport):
@@ -65,9 +64,9 @@ class DistSender(WeightSender):
     """Stages versions, and serves rounds in a thread of its own."""
 
     def __init__(self, host: Host, backend: str, insecure: bool, *, stall_s: float, gather_s: float) -> None:
-        self._staging = Staging.private(host.name)
+        self._staging = VersionMemory.private(host.name)
         self._manifests: dict[int, Manifest] = {}
-        self._rounds = Rounds(
+        self._rounds = RoundServer(
             host.name, host.address, backend, self._manifest, self._staging.chunks, stall_s=stall_s, gather_s=gather_s
         )
         try:
@@ -76,7 +75,7 @@ class DistSender(WeightSender):
             self._staging.close()
             raise
         self._rounds.start(self._service)
-        self._where = encode(Where(self._service.where, backend, insecure, stall_s, host.name, host.rank))
+        self._where = encode(DistAddress(self._service.where, backend, insecure, stall_s, host.name, host.rank))
 
     @property
     def nbytes(self) -> int:

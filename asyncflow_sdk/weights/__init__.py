@@ -1,36 +1,48 @@
-"""WeightSync: moves and verifies versions of the weights; the ledger says which is current."""
+"""WeightSync: moves and verifies versions of the weights; the ledger decides which is current.
+
+``TransportPublisher`` publishes for a trainer. ``TransportSubscriber`` offers the versions to a
+user's loop, ``ReplicaSubscriber`` and ``EngineLoader`` load them into an engine. ``transports``
+move the bytes.
+"""
 
 from ..memory import BufferPool
+from .choices import (
+    AUTO,
+    Choice,
+    check_fetching,
+    check_swap,
+    choose_encoding,
+    choose_swap,
+    choose_transport,
+    make_transport,
+)
+from .engine_loader import EngineLoader
+from .fetcher import StagedVersion
 from .handover import Handover, handed_over, read_handed
 from .host import host_of
-from .loading import Loading
-from .negotiating import AUTO, Choice, check_fetching, check_swap, choose_encoding, choose_swap, choose_transport
-from .own_loop import StagedUpdate, TransportSubscriber
-from .prefetch import Staged
 from .proof import check_held, check_names, check_probe
 from .publication import TransportPublication
-from .publisher import TransportPublisher, transport_named
+from .publisher import TransportPublisher
+from .replica import ReplicaSubscriber, SubscriberState
 from .restoration import Restoration, packed_restoration, restoration, restored
-from .staging import Place, Staging
+from .subscriber import StagedUpdate, TransportSubscriber
 from .update import Update
-from .updates import WeightUpdates
 
 __all__ = [
     "AUTO",
     "BufferPool",
     "Choice",
+    "EngineLoader",
     "Handover",
-    "Loading",
-    "Place",
+    "ReplicaSubscriber",
     "Restoration",
-    "Staged",
     "StagedUpdate",
-    "Staging",
+    "StagedVersion",
+    "SubscriberState",
     "TransportPublication",
     "TransportPublisher",
     "TransportSubscriber",
     "Update",
-    "WeightUpdates",
     "check_fetching",
     "check_held",
     "check_names",
@@ -41,9 +53,9 @@ __all__ = [
     "choose_transport",
     "handed_over",
     "host_of",
+    "make_transport",
     "packed_restoration",
     "read_handed",
     "restoration",
     "restored",
-    "transport_named",
 ]

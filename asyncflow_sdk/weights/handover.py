@@ -1,12 +1,12 @@
-"""Handover: an update's bytes for other processes of this host, such as those in which an engine computes.
+"""Handover: an update's bytes for other processes of this host, for example an engine's workers.
 
     handover = Handover()                            # in the worker, beside the engine
-    with handover.give(update) as told:              # JSON: names, dtypes, shapes, and where the bytes lie
-        engine.load(told)                            # by whatever way the engine has to its processes
-    for name, array in handed_over(told):            # there: views, nothing is copied
+    with handover.give(update) as message:           # JSON: names, dtypes, shapes, and places of the bytes
+        engine.load(message)                         # by the engine's own way to its processes
+    for name, array in handed_over(message):         # in the other process: views, nothing is copied
 
-Tensors that lie in a file of shared memory are read from there. Others are copied once, into memory that is used again for
-the next version.
+Tensors in a file of shared memory are read there. Others are copied once, into memory that is
+reused for the next version.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import numpy as np
 from ..errors import WeightError, WeightMismatch
 from ..interfaces.weights import FilePlace, WeightUpdate
 from ..types import carrier, dtype_name
-from .staging import HEAD_BYTES, Staging
-from .writing import padded
+from .transports.version_memory import HEADER_BYTES, VersionMemory
+from .writer import padded
 
 Array = np.ndarray[Any, Any]
 
 
-class HandedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """``offset`` bytes from the start of file number ``file`` it lies, in C order."""
+class HandoverTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor, ``offset`` bytes from the start of file number ``file``, in C order."""
 
     name: str
     dtype: str
@@ -41,63 +41,64 @@ class HandedTensor(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
-class Handed(msgspec.Struct, frozen=True):
-    """What is told of an update. ``root``: one digest of everything."""
+class HandoverMessage(msgspec.Struct, frozen=True):
+    """An update in files. ``root``: one digest of all bytes."""
 
     version: int
     root: str
     files: tuple[str, ...]
-    tensors: tuple[HandedTensor, ...]
+    tensors: tuple[HandoverTensor, ...]
 
 
 class Handover:
     """The giving end. Blocking; one update at a time."""
 
     def __init__(self) -> None:
-        self._staging: Staging | None = None
+        self._memory: VersionMemory | None = None
 
     @property
     def nbytes(self) -> int:
-        """Memory held for tensors that did not lie where others can read them."""
-        return 0 if self._staging is None else self._staging.nbytes
+        """Return the bytes held for tensors that were copied."""
+        return 0 if self._memory is None else self._memory.nbytes
 
     @contextlib.contextmanager
     def give(self, update: WeightUpdate) -> Iterator[str]:
-        """What to tell the others, who must have read it when this is left. Raises MemoryFull, WeightMismatch for tensors that
-        are not what the update announced, and what the update raises."""
-        places = {name: place for name in update.tensors if (place := _there(update, name)) is not None}
+        """Yield the message for the other processes. They must have read the bytes when the block
+        ends. Raises MemoryFull, WeightMismatch for tensors that differ from the update's
+        description, and the errors of the update."""
+        places = {name: place for name in update.tensors if (place := _named_place(update, name)) is not None}
         missing = update.tensors.keys() - places.keys()
         try:
             if missing:
-                places |= self._copied(update, missing)
+                places |= self._copy(update, missing)
             files = {
                 path: number for number, path in enumerate(dict.fromkeys(place.path for place in places.values()))
             }
             tensors = tuple(
-                HandedTensor(name, dtype, shape, files[places[name].path], places[name].offset)
+                HandoverTensor(name, dtype, shape, files[places[name].path], places[name].offset)
                 for name, (dtype, shape) in update.tensors.items()
             )
-            yield msgspec.json.encode(Handed(update.version, update.root, tuple(files), tensors)).decode()
+            yield msgspec.json.encode(HandoverMessage(update.version, update.root, tuple(files), tensors)).decode()
         finally:
-            if self._staging is not None:
-                self._staging.abandon()
-                self._staging.keep(())
+            if self._memory is not None:
+                self._memory.abandon()
+                self._memory.keep(())
 
     def close(self) -> None:
         """Free the memory. Idempotent."""
-        staging, self._staging = self._staging, None
+        staging, self._memory = self._memory, None
         if staging is not None:
             staging.close()
 
-    def _copied(self, update: WeightUpdate, names: set[str]) -> dict[str, FilePlace]:
-        """Where those tensors lie once they are copied."""
+    def _copy(self, update: WeightUpdate, names: set[str]) -> dict[str, FilePlace]:
+        """Copy these tensors, and return their places."""
         offsets, size = {}, 0
         for name in update.tensors:
             if name in names:
                 offsets[name], size = size, size + padded(_nbytes(update, name))
-        if self._staging is None:
-            self._staging = Staging.private("handover")
-        room = self._staging.room(max(size, 1))
+        if self._memory is None:
+            self._memory = VersionMemory.private("handover")
+        room = self._memory.room(max(size, 1))
         left = set(names)
         for name, array in update.arrays():
             if name in left:
@@ -109,16 +110,17 @@ class Handover:
             raise WeightMismatch(
                 f"version {update.version} announced {', '.join(sorted(left)[:10])}, and did not bring it"
             )
-        (place,) = self._staging.seal(update.version)
-        path = str(self._staging.directory / place.segment)
-        return {name: FilePlace(path, place.start + HEAD_BYTES + offset) for name, offset in offsets.items()}
+        (place,) = self._memory.seal(update.version)
+        path = str(self._memory.directory / place.segment)
+        return {name: FilePlace(path, place.start + HEADER_BYTES + offset) for name, offset in offsets.items()}
 
 
-def handed_over(told: str) -> Iterator[tuple[str, Array]]:
-    """(name, array) of every tensor, in the order of the update: views that are valid until the giving end goes on, writable
-    without harm to anyone else; bfloat16 and the like by ml_dtypes. Raises WeightError for what cannot be read."""
-    handed = read_handed(told)
-    maps = [_mapped(handed, path) for path in handed.files]
+def handed_over(message: str) -> Iterator[tuple[str, Array]]:
+    """Yield (name, array) of every tensor, in the update's order. The views are valid until the
+    giving end leaves its block, and may be written to: no other process sees it. bfloat16 and the
+    like use ml_dtypes. Raises WeightError for files that cannot be read."""
+    handed = read_handed(message)
+    maps = [_map_file(handed, path) for path in handed.files]
     for tensor in handed.tensors:
         dtype, count = carrier(tensor.dtype), math.prod(tensor.shape)
         whole = maps[tensor.file]
@@ -130,21 +132,21 @@ def handed_over(told: str) -> Iterator[tuple[str, Array]]:
         yield tensor.name, whole[tensor.offset : stop].view(dtype).reshape(tensor.shape)
 
 
-def read_handed(told: str) -> Handed:
-    """What was told. Raises WeightError for what is no such thing."""
+def read_handed(message: str) -> HandoverMessage:
+    """Decode a message. Raises WeightError for an invalid one."""
     try:
-        handed = msgspec.json.decode(told, type=Handed)
+        handed = msgspec.json.decode(message, type=HandoverMessage)
     except msgspec.DecodeError as error:
-        raise WeightError(f"what was said of a version's place cannot be read: {error}") from None
+        raise WeightError(f"the message of a handed version cannot be read: {error}") from None
     odd = [t.name for t in handed.tensors if not 0 <= t.file < len(handed.files) or any(n < 0 for n in t.shape)]
     if odd:
-        raise WeightError(f"version {handed.version}: what was said of {odd[0]!r} makes no sense")
+        raise WeightError(f"version {handed.version}: the place of {odd[0]!r} is invalid")
     return handed
 
 
-def _mapped(handed: Handed, path: str) -> Array:
-    """A file, as memory. A mapping of its own each time: in one that is used again, pages that an engine wrote into would be
-    those of the version before."""
+def _map_file(handed: HandoverMessage, path: str) -> Array:
+    """Map a file privately. Each call makes a new mapping: a reused one would show pages that an
+    engine wrote to, instead of the new version."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -158,8 +160,9 @@ def _mapped(handed: Handed, path: str) -> Array:
     return np.frombuffer(memory, np.uint8)
 
 
-def _there(update: WeightUpdate, name: str) -> FilePlace | None:
-    """Where a tensor lies, if its file has a name still: that of a publisher that is gone may have none."""
+def _named_place(update: WeightUpdate, name: str) -> FilePlace | None:
+    """Return the place of a tensor if its file still has a name; a dead publisher's file may have
+    none."""
     place = update.place(name)
     return place if place is not None and os.path.exists(place.path) else None
 

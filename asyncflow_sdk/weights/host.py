@@ -1,4 +1,4 @@
-"""What a transport may know of the end it works for."""
+"""host_of: the ``Host`` description that a transport gets."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..queue import Connection
 from ..wire import is_loopback
 
 LOOPBACK = "127.0.0.1"
-_ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way there is the way out of this host
+_UNUSED_ADDRESS = "192.0.2.1"  # reserved (RFC 5737): its route is this host's default route
 
 
 def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int = 1, model: str = "") -> Host:
-    """That of a process that is connected to a run as ``connection``. ``name``: nobody else's in the run."""
+    """Describe the host of ``connection``. ``name``: unique in the run."""
     return Host(
         directory=None if connection.inline else connection.directory,
         name=name,
@@ -27,23 +27,25 @@ def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int
 
 
 def own_address(server: str, served: Sequence[str] = ()) -> str:
-    """The IP address from which this host reaches ``server``: others that reach it too, reach this one there. From the server's
-    own host, that at which others reach it, if it is ``served`` to others."""
+    """Return the IP address at which other members of the run reach this host: the one of its route
+    to ``server``. On the server's own host: the address it serves to others, if any of ``served``
+    is not a loopback address."""
     if server.startswith("tcp://") and not is_loopback(server):
-        return _way_to(server)
+        return _route_to(server)
     outward = next((each for each in served if not is_loopback(each)), None)
-    return LOOPBACK if outward is None else _way_to(outward)
+    return LOOPBACK if outward is None else _route_to(outward)
 
 
-def _way_to(server: str) -> str:
+def _route_to(server: str) -> str:
+    """Return this host's address on the route to a server; loopback if there is none."""
     host, _, port = server.partition("://")[2].rpartition(":")
     host = host.strip("[]")
     if host in ("*", "0.0.0.0", "::"):
-        host = _ELSEWHERE
+        host = _UNUSED_ADDRESS
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # of a datagram socket: a route is looked up, nothing is sent
+            probe.connect(target)  # a datagram socket only looks up the route
             return str(probe.getsockname()[0])
     except (OSError, ValueError):
         return LOOPBACK

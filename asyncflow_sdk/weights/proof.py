@@ -1,4 +1,4 @@
-"""Proof that an engine holds what was published: names, log-probs of a probe, what it holds."""
+"""Proofs that an engine holds the published weights: names, log-probs of a probe, held bytes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ _SHOWN = 10
 
 
 def check_names(update: WeightUpdate, names: Iterable[str]) -> None:
-    """Raise WeightMismatch, naming tensors, unless the names an engine took are exactly the update's."""
+    """Raise WeightMismatch that names tensors, unless the engine took exactly the tensors of the
+    update."""
     published, taken = set(update.tensors), names_taken(update.version, names)
-    _none(update, published - taken, "were not taken by the engine")
-    _none(update, taken - published, "were never published")
+    _check_empty(update, published - taken, "were not taken by the engine")
+    _check_empty(update, taken - published, "were never published")
 
 
-def names_taken(version: int, names: Any, said: str = "load_weights returned", do: str = "return") -> Set[str]:
-    """The names an engine says it took, in whatever they come. Raises WeightMismatch for what are no names."""
+def names_taken(version: int, names: Any, source: str = "load_weights returned", verb: str = "return") -> Set[str]:
+    """Return the names that an engine reports, as a set. Raises WeightMismatch for values that are
+    no names."""
     if isinstance(names, Iterable) and not isinstance(names, (str, bytes)):
         names = list(names)
         if all(isinstance(name, str) for name in names):
             return set(names)
-    raise WeightMismatch(f"version {version}: {said} {repr(names)[:80]}; {do} the set of names it took")
+    raise WeightMismatch(f"version {version}: {source} {repr(names)[:80]}; {verb} the set of names it took")
 
 
 def check_probe(update: WeightUpdate, probe: Probe, logprobs: Sequence[Sequence[float]]) -> None:
-    """Raise WeightError unless an engine's ``logprobs`` of the probe's responses are the trainer's, to its tolerance.
-    It names the worst token: sequence, position, and both values."""
+    """Raise WeightError unless the engine's ``logprobs`` of the probe's responses equal the
+    trainer's within its tolerance. The error names the worst token: sequence, position, and both
+    values."""
     whole = len(logprobs) == len(probe.logprobs)
     worst, where = -1.0, (0, 0, 0.0, 0.0)
     for number, (mine, theirs) in enumerate(zip(logprobs, probe.logprobs, strict=False)):
@@ -62,13 +65,14 @@ def check_probe(update: WeightUpdate, probe: Probe, logprobs: Sequence[Sequence[
 
 
 def check_held(update: WeightUpdate, held: Iterable[tuple[str, Any]]) -> None:
-    """Raise unless what an engine holds is the update, byte for byte: WeightMismatch for names and types, WeightError for
-    bytes, each naming the first tensor that differs. One tensor is looked at at a time, in whatever order."""
+    """Raise unless the engine holds the update byte for byte: WeightMismatch for names and types,
+    WeightError for bytes, each with the first tensor that differs. One tensor at a time is read, in
+    any order."""
     wanted = {name: _digest(array) for name, array in update.arrays()}
     seen = set()
     for name, tensor in held:
         if name not in wanted:
-            _none(update, {name}, "were never published, and are held by the engine")
+            _check_empty(update, {name}, "were never published, and are held by the engine")
         array = from_torch(tensor) if is_torch(tensor) else np.asarray(tensor)
         mine, theirs = TensorType(dtype_name(array.dtype), array.shape), update.tensors[name]
         if mine != theirs:
@@ -79,7 +83,7 @@ def check_held(update: WeightUpdate, held: Iterable[tuple[str, Any]]) -> None:
         if _digest(array) != wanted[name]:
             raise WeightError(f"version {update.version}: the bytes of {name!r} that the engine holds are other ones")
         seen.add(name)
-    _none(update, wanted.keys() - seen, "are not held by the engine")
+    _check_empty(update, wanted.keys() - seen, "are not held by the engine")
 
 
 def _digest(array: np.ndarray[Any, Any]) -> bytes:
@@ -87,7 +91,7 @@ def _digest(array: np.ndarray[Any, Any]) -> bytes:
     return digest(memoryview(raw))  # type: ignore[arg-type]
 
 
-def _none(update: WeightUpdate, odd: Set[str], what: str) -> None:
+def _check_empty(update: WeightUpdate, odd: Set[str], what: str) -> None:
     if odd:
         listed = ", ".join(sorted(odd)[:_SHOWN])
         more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""

@@ -1,4 +1,4 @@
-"""A version on its way from the trainer: copied, hashed, sent, and made current."""
+"""TransportPublication: one version on its way from the trainer: hashed, sent, and made current."""
 
 from __future__ import annotations
 
@@ -13,24 +13,53 @@ from ..types.defaults import FETCH_S
 
 
 class TransportPublication(Publication):
-    """A version that a ``TransportPublisher`` delivers."""
+    """A version that a ``TransportPublisher`` delivers.
+
+    ``stage``: the current stage of its delivery, for messages. ``reported``: True once the server
+    was asked to make it current. ``raised``: True once its result was raised or returned by
+    ``wait``.
+    """
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.doing = "being hashed"
-        self._done: Future[Manifest] = Future()
-        self._heard = False
+        self.stage = "being hashed"
+        self.reported = self.raised = False
+        self._result: Future[Manifest] = Future()
         self._lost = ""
-        self.told = False
         self._lock = threading.RLock()
 
     @property
     def done(self) -> bool:
-        return self._done.done()
+        """True once the version is current, or has failed."""
+        return self._result.done()
 
-    def _failed(self, error: BaseException) -> None:
-        """It will not be current because of ``error``. Once it has ended nothing changes that."""
-        what = f"version {self.version} failed while it was {self.doing}"
+    def wait(self, timeout_s: float = FETCH_S) -> Manifest:
+        """Return the manifest once the version is published; see ``Publication.wait``."""
+        try:
+            manifest = self._result.result(timeout_s)
+        except FutureTimeout:
+            if self._result.done():  # a timeout inside the transport
+                self.raised = True
+                raise
+            raise DeadlineExceeded(
+                f"version {self.version} is not published after {timeout_s:g} s: it is {self.stage}"
+            ) from None
+        except BaseException:
+            self.raised = self._result.done()
+            raise
+        if self._lost:
+            raise WeightError(self._lost)
+        return manifest
+
+    # ---- called by the publisher
+
+    def succeed(self, manifest: Manifest) -> None:
+        """Set the result: the version is current."""
+        self._result.set_result(manifest)
+
+    def fail(self, error: BaseException) -> None:
+        """Set ``error`` as the result. No effect once there is one."""
+        what = f"version {self.version} failed while it was {self.stage}"
         explained: BaseException
         if not isinstance(error, AsyncFlowError):
             explained = WeightError(f"{what}: {type(error).__name__}: {error}")
@@ -42,38 +71,23 @@ class TransportPublication(Publication):
             explained.__cause__ = error
         with self._lock:
             if not self.done:
-                self._done.set_exception(explained)
+                self._result.set_exception(explained)
 
-    def _lose(self, reason: str) -> None:
-        """This rank's part is there, and the version will not be: ``reason`` says which rank withdrew it and why."""
+    def lose(self, reason: str) -> None:
+        """Note that this rank's part is published, but the version never will be. ``reason`` names
+        the rank that withdrew it."""
         self._lost = reason
 
-    def _last_word(self) -> None:
-        """The server is told now, and what it answers counts. Raises WeightError where it was given up."""
+    def start_report(self) -> None:
+        """Note that the server is asked now: only its reply decides. Raises WeightError if the
+        version was given up."""
         with self._lock:
             if self.done:
                 raise WeightError(f"version {self.version} was given up")
-            self.told = True
+            self.reported = True
 
-    def _give_up(self, error: BaseException) -> None:
-        """Wait for it no longer, unless the server is told already: that has a deadline of its own."""
+    def give_up(self, error: BaseException) -> None:
+        """Fail, unless the server was asked already: that request has its own deadline."""
         with self._lock:
-            if not self.told:
-                self._failed(error)
-
-    def wait(self, timeout_s: float = FETCH_S) -> Manifest:
-        try:
-            manifest = self._done.result(timeout_s)
-        except FutureTimeout:
-            if self._done.done():  # a deadline of the transport itself
-                self._heard = True
-                raise
-            raise DeadlineExceeded(
-                f"version {self.version} is not published after {timeout_s:g} s: it is {self.doing}"
-            ) from None
-        except BaseException:
-            self._heard = self._done.done()
-            raise
-        if self._lost:
-            raise WeightError(self._lost)
-        return manifest
+            if not self.reported:
+                self.fail(error)

@@ -2,10 +2,11 @@
 
     publisher = TransportPublisher(queue, "shm", dtype="bfloat16")
     publication = publisher.publish(version, engine.named_weights())   # copied: training may go on
-    publication.wait()                                                 # current; otherwise the next publish says what went wrong
+    publication.wait()                                                 # current
 
-Tensors are hashed as they are copied, or by a thread behind; when they all are, it makes the version available and
-tells the ledger. One version at a time is under way.
+``VersionWriter`` copies the tensors. A background thread completes their digests, sends the version
+through the transport and reports it to the ledger. One version at a time is in progress; an error
+of its delivery is raised by ``wait`` or by the next ``publish``.
 """
 
 from __future__ import annotations
@@ -28,15 +29,12 @@ from ..errors import (
     ConfigError,
     DeadlineExceeded,
     MemoryFull,
-    PluginError,
     ServerLost,
     WeightError,
     WeightMismatch,
 )
 from ..interfaces import RollbackResult, WeightPublisher
-from ..interfaces.weights import WeightTransport
 from ..ledger import commands as cmd
-from ..plugins import registry
 from ..queue import QueueClient
 from ..queue.connection import BlockingPort
 from ..queue.coroutines import run_blocking
@@ -46,57 +44,42 @@ from ..types.defaults import FETCH_S
 from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES
 from ..types.probe import validate_probe
-from .arguments import lasts, pairs, version_number
-from .filling import helps
-from .hashing import Hashing
+from .arguments import is_stable, iterate_pairs, version_number
+from .choices import AUTO, choose_transport, make_transport
+from .chunk_copier import BucketDigests, has_spare_core
 from .host import host_of
-from .negotiating import AUTO, choose_transport
 from .publication import TransportPublication
-from .writing import DtypePolicy, Rename, Writer
+from .writer import DtypePolicy, Rename, VersionWriter
 
-_publishers = itertools.count()  # a session may publish from more than one, one after another
-
-
-def transport_named(name: str, **options: Any) -> WeightTransport:
-    """A transport found through the hook. Raises PluginError that lists the known ones, ConfigError that lists its options."""
-    adapter = registry().get("transport", name)
-    try:
-        factory = adapter.load()
-    except PluginError as error:
-        plain = [a.spec.name for a in registry().adapters if a.spec.kind == "transport" and not a.spec.requires]
-        raise PluginError(f"{error}. Transports that need nothing more: {', '.join(plain)}") from error
-    known = inspect.signature(factory).parameters
-    odd = options.keys() - known.keys()
-    if odd and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
-        has = f"its options: {', '.join(known)}" if known else "it has none"
-        raise ConfigError(f"transport {name!r} has no option {', '.join(map(repr, sorted(odd)))}; {has}")
-    try:
-        made: WeightTransport = factory(**options)
-    except TypeError as error:
-        raise ConfigError(f"transport {name!r} cannot be made with options {options}: {error}") from error
-    return made
+_publishers = itertools.count()  # a session may open several, one after another
 
 
-def check_publishing(transport: str, options: Mapping[str, Any]) -> None:
-    """Raises before there is a run what ``TransportPublisher(queue, transport, **options)`` would raise in a process like this one."""
+def check_publisher(transport: str, options: Mapping[str, Any]) -> None:
+    """Raise the errors of ``TransportPublisher(queue, transport, **options)`` in a process like
+    this one, as far as they are known before there is a run."""
     own = inspect.signature(TransportPublisher).parameters
     elsewhere = sorted(options.keys() & {"queue", "transport", "dtype"})
     if elsewhere:
         raise ConfigError(
             f"{', '.join(map(repr, elsewhere))} is no option of a transport; give it beside the options"
         )
-    transport_named(transport, **{name: value for name, value in options.items() if name not in own}).check()
+    make_transport(transport, **{name: value for name, value in options.items() if name not in own}).check()
 
 
 class TransportPublisher(WeightPublisher):
-    """Publishes versions through a ``WeightTransport``, for a trainer, or for rank ``rank`` of ``world_size`` that each publish a part.
+    """Publishes versions through a ``WeightTransport``, for a trainer, or for rank ``rank`` of
+    ``world_size`` ranks with a part each.
 
-    ``transport``: "auto" is shm where all of the run are on this host, else tcp. ``dtype``: in which floating-point tensors are published, or a function from name and dtype to dtype. ``rename``: from the
-    engine's names to those of the checkpoint. ``digests`` False: nothing can be verified. ``timeout_s``: how long the delivery
-    of a version may hold up the next. ``no_rollback``: why the trainer cannot load the bytes of an earlier version: rollbacks are
-    refused with this reason. ``model``: the Hugging Face folder that is trained, whose configuration and
-    tokenizer transport ``file`` puts beside the weights. ``options``: of the transport. One live publisher a run: raises ConfigError for
-    another, for a dtype that is not one of floating-point numbers, and for what the transport cannot do.
+    ``transport``: "auto" is shm if all members of the run are on this host, else tcp. ``dtype``: of
+    published floating-point tensors, or a function from name and dtype to dtype. ``rename``: from
+    the engine's names to the checkpoint's. ``digests`` False: nothing can be verified.
+    ``timeout_s``: how long the delivery of a version may delay the next. ``no_rollback``: the
+    reason for refusing rollbacks, if the trainer cannot load an earlier version. ``model``: the
+    trained Hugging Face folder; transport ``file`` copies its configuration and tokenizer beside
+    the weights. ``options``: of the transport.
+
+    Raises ConfigError if the run has another live publisher, for a ``dtype`` without floating-point
+    numbers, and for options and hosts that the transport cannot work with.
     """
 
     def __init__(
@@ -124,23 +107,23 @@ class TransportPublisher(WeightPublisher):
         host = host_of(self._connection, name, rank=rank, world_size=world_size, model=os.fspath(model))
         if transport == AUTO:
             transport = self.transport = choose_transport(host.elsewhere, {}).chosen
-        made = transport_named(transport, **options)
+        made = make_transport(transport, **options)
         self._sizes: Sequence[int] = ()
         self._delivery: TransportPublication | None = None
         self._newest: TransportPublication | None = None
-        self._doubtful: int | None = None  # a version of which the server's last word was lost
-        self._preparing: Future[None] | None = None
-        self._needed = threading.Event()  # the sender, by somebody else than who prepares
+        self._unconfirmed: int | None = None  # the server's reply about this version was lost
+        self._preparation: Future[None] | None = None
+        self._memory_needed = threading.Event()  # the next version needs the sender
         self._closed = False
-        role = run_blocking(
+        opened = run_blocking(
             self._port.send(cmd.OpenPublisher(rank=rank, world_size=world_size, no_rollback=no_rollback))
         )
-        try:  # with the role: what a live publisher has is touched by no other
+        try:  # only the live publisher may change its transport's versions
             self._sender = made.sender(host)
             try:
-                kept = [part for _, part in role.kept if part.transport == transport]
+                kept = [part for _, part in opened.kept if part.transport == transport]
                 self._sender.adopt(
-                    [(manifest, p.where) for p in kept if (manifest := _readable(p.manifest)) is not None]
+                    [(manifest, p.where) for p in kept if (manifest := _decode_or_none(p.manifest)) is not None]
                 )
             except BaseException:
                 self._sender.close()
@@ -149,53 +132,57 @@ class TransportPublisher(WeightPublisher):
             with contextlib.suppress(AsyncFlowError):
                 run_blocking(self._port.send(cmd.ClosePublisher()))
             raise
-        self.current: int = role.version
-        """The newest version that is known here: current, or, of several ranks, one that this rank's part of is there."""
+        self.current: int = opened.version
+        """The newest version that is known here: current, or, of several ranks, one that this
+        rank's part of is there."""
         self._background = ThreadPoolExecutor(1, thread_name_prefix="asyncflow-publish")
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of host memory held for weights."""
         return self._sender.nbytes
 
     def publish(
         self, version: int, weights: Mapping[str, Any] | Iterable[tuple[str, Any]], *, probe: Probe | None = None
     ) -> TransportPublication:
-        version, lasting, weights = version_number(version), lasts(weights), pairs(version, weights)
+        """Make ``weights`` the current version; see ``WeightPublisher.publish``."""
+        version, stable = version_number(version), is_stable(weights)
+        pairs = iterate_pairs(version, weights)
         if probe is not None:
             probe = validate_probe(probe, scored=True)
-        self._settle(f"version {version} cannot be published yet", self.timeout_s)
+        self._wait_for_delivery(f"version {version} cannot be published yet", self.timeout_s)
         if self._closed:
             raise ConfigError(f"version {version}: this publisher is closed")
         began = time.monotonic()
-        self._stop_preparing()
-        hashing = Hashing(self._background) if self._digests else None
-        writer = Writer(
-            version, self._sender.room, hashing, helper=self._background if helps() else None, dtype=self._dtype,
+        self._stop_preparation()
+        digests = BucketDigests(self._background) if self._digests else None
+        writer = VersionWriter(
+            version, self._sender.room, digests, helper=self._background if has_spare_core() else None, dtype=self._dtype,
             rename=self._rename, sizes=self._sizes,
         )  # fmt: skip
-        announced = True
+        is_announced = True
         try:
             try:
-                told = run_blocking(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s)))
+                announced = run_blocking(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s)))
             except AsyncFlowError:
-                announced = False
+                is_announced = False
                 raise
             finally:
-                self._clear_doubt()
-            if told.lost and self._newest is not None:
-                self._newest._lose(told.lost)
-            self._keep(told.keep)
-            sizes = writer.write(weights, lasting=lasting)
+                self._resolve_unconfirmed()
+            if announced.lost and self._newest is not None:
+                self._newest.lose(announced.lost)
+            self._free_all_but(announced.keep)
+            sizes = writer.write(pairs, stable=stable)
             if not writer.tensors and self.world_size == 1:
                 raise WeightMismatch(f"version {version} has no tensors")
             self._sizes, self._delivery = writer.sizes, TransportPublication(version)
             self._newest = self._delivery
-            self._background.submit(self._deliver, self._delivery, writer.tensors, sizes, hashing, probe)
+            self._background.submit(self._deliver, self._delivery, writer.tensors, sizes, digests, probe)
         except BaseException as error:
             self._delivery = None
-            if announced:
-                if hashing is not None:
-                    hashing.cancel()
+            if is_announced:
+                if digests is not None:
+                    digests.cancel()
                 with contextlib.suppress(Exception):
                     self._sender.abandon()
                 self._withdraw(version, error)
@@ -207,16 +194,19 @@ class TransportPublisher(WeightPublisher):
         return self._delivery
 
     def rollback(self, version: int, reason: str = "") -> RollbackResult:
+        """Make a kept version current under a new number; see ``WeightPublisher.rollback``."""
         version = version_number(version)
-        self._settle(f"version {version} cannot be rolled back to yet", self.timeout_s)
+        self._wait_for_delivery(f"version {version} cannot be rolled back to yet", self.timeout_s)
         reply = run_blocking(self._port.send(cmd.Rollback(version=version, reason=reason)))
-        self.current, self._doubtful = reply.version, None
+        self.current, self._unconfirmed = reply.version, None
         return RollbackResult(reply.version, reply.expired, reply.checkpoint)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        self._settle("not everything is published", self.timeout_s if timeout_s is None else timeout_s)
+        """Wait until everything published is current; see ``WeightPublisher.flush``."""
+        self._wait_for_delivery("not everything is published", self.timeout_s if timeout_s is None else timeout_s)
 
     def close(self) -> None:
+        """Flush, and let another publisher take over; see ``WeightPublisher.close``."""
         if self._closed:
             return
         self._closed, delivery = True, self._delivery
@@ -224,8 +214,8 @@ class TransportPublisher(WeightPublisher):
             self.flush()
         finally:
             if delivery is not None:
-                delivery._give_up(WeightError("the publisher was closed"))
-            self._stop_preparing()
+                delivery.give_up(WeightError("the publisher was closed"))
+            self._stop_preparation()
             self._background.shutdown(wait=False, cancel_futures=True)
             with contextlib.suppress(AsyncFlowError):
                 run_blocking(self._port.send(cmd.ClosePublisher()))
@@ -244,85 +234,87 @@ class TransportPublisher(WeightPublisher):
         publication: TransportPublication,
         tensors: Any,
         sizes: Sequence[int],
-        hashing: Hashing | None,
+        digests: BucketDigests | None,
         probe: Probe | None,
     ) -> None:
         version = publication.version
         try:
-            digests = [()] * len(sizes) if hashing is None else hashing.digests()
-            chunks = tuple(Chunk(*each) for each in zip(sizes, digests, strict=True))
+            found = [()] * len(sizes) if digests is None else digests.wait()
+            chunks = tuple(Chunk(*each) for each in zip(sizes, found, strict=True))
             manifest = Manifest(version, tensors, chunks, BUCKET_BYTES)
-            publication.doing = f"being sent through transport {self.transport!r}"
+            publication.stage = f"being sent through transport {self.transport!r}"
             where = self._sender.send(manifest)
-            publication.doing = f"being told to the server at {self._connection.wire.address}"
+            publication.stage = f"being told to the server at {self._connection.wire.address}"
             part = cmd.VersionPart(
                 manifest=msgspec.msgpack.encode(manifest), transport=self.transport, where=where, root=manifest.root,
                 nbytes=manifest.nbytes, outlives=self._sender.outlives,
             )  # fmt: skip
             command = cmd.Publish(version=version, part=part, probe=msgspec.msgpack.encode(probe) if probe else b"")
-            publication._last_word()
+            publication.start_report()
             keep = run_blocking(self._port.send(command)).keep
         except BaseException as error:
-            if publication.done:  # given up, and so was the role
+            if publication.done:  # given up, and the publisher is closed
                 return
-            if isinstance(error, ServerLost) and publication.told:
-                self._doubtful = version
+            if isinstance(error, ServerLost) and publication.reported:
+                self._unconfirmed = version
                 error = ServerLost(f"{error}. Nobody knows whether it is current; the next publish finds out")
             else:
                 with contextlib.suppress(Exception):
                     self._sender.abandon()
                 self._withdraw(version, error)
-            publication._failed(error)
+            publication.fail(error)
         else:
             self.current = version
-            self._keep(keep)
-            self._needed.clear()
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._preparing = self._background.submit(self._prepare)
-            publication._done.set_result(manifest)
+            self._free_all_but(keep)
+            self._memory_needed.clear()
+            with contextlib.suppress(RuntimeError):  # the publisher was closed
+                self._preparation = self._background.submit(self._prepare)
+            publication.succeed(manifest)
 
-    def _keep(self, versions: Sequence[int]) -> None:
-        """What is not freed now is freed with the next version: no reason to have none."""
+    def _free_all_but(self, versions: Sequence[int]) -> None:
+        """Free the memory of other versions. Memory that is not freed now is freed with the next
+        version."""
         try:
             self._sender.keep(versions)
         except Exception as error:
             self._note(f"memory of versions that are kept no longer is not free yet: {type(error).__name__}: {error}")
 
-    def _clear_doubt(self) -> None:
-        """Find out what became of a version of which the last word was lost, once it cannot arrive any more."""
-        if self._doubtful is None:
+    def _resolve_unconfirmed(self) -> None:
+        """Ask whether a version became current whose reply was lost. Call after the next request,
+        behind which the lost one cannot arrive."""
+        if self._unconfirmed is None:
             return
         with contextlib.suppress(AsyncFlowError):
             self.current = run_blocking(self._port.send(cmd.GetStatus())).version
-            if self.current == self._doubtful:
+            if self.current == self._unconfirmed:
                 self._note(f"version {self.current} is current: only the server's answer was lost")
-            self._doubtful = None
+            self._unconfirmed = None
 
     def _note(self, text: str) -> None:
         worker = self._connection.name
         self._connection.report(ev.Note(time_s=time.monotonic(), worker=worker, text=text, level="warning"))
 
     def _prepare(self) -> None:
-        """Get memory for the next version while nobody waits for it."""
-        with contextlib.suppress(MemoryFull):  # it will be said when it is needed
+        """Allocate memory for the next version in advance."""
+        with contextlib.suppress(MemoryFull):  # raised again when the memory is needed
             for _ in self._sender.prepare(self._sizes):
-                if self._needed.is_set():
+                if self._memory_needed.is_set():
                     return
 
-    def _stop_preparing(self) -> None:
-        self._needed.set()
-        if self._preparing is not None:
-            wait_for([self._preparing])  # a step at most
+    def _stop_preparation(self) -> None:
+        self._memory_needed.set()
+        if self._preparation is not None:
+            wait_for([self._preparation])  # one step at most
 
     def _withdraw(self, version: int, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"
         with contextlib.suppress(AsyncFlowError):
             run_blocking(self._port.send(cmd.Withdraw(version=version, reason=reason[:1000])))
 
-    def _settle(self, what: str, timeout_s: float) -> None:
-        """Wait for the version under way, and until the sender is free. Raises what went wrong with it, once."""
+    def _wait_for_delivery(self, what: str, timeout_s: float) -> None:
+        """Wait until the sender is free. Raises the error of the version in progress, once."""
         delivery = self._delivery
-        if delivery is not None and not delivery._heard:
+        if delivery is not None and not delivery.raised:
             try:
                 delivery.wait(timeout_s)
             except DeadlineExceeded as error:
@@ -332,8 +324,8 @@ class TransportPublisher(WeightPublisher):
                     self._delivery = None
 
 
-def _readable(manifest: bytes) -> Manifest | None:
-    """Of a publisher before this one; what it spoilt must not keep this one from going on."""
+def _decode_or_none(manifest: bytes) -> Manifest | None:
+    """Decode a former publisher's manifest; None if it is broken."""
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.msgpack.decode(manifest, type=Manifest)
     return None

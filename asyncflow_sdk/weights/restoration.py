@@ -1,9 +1,9 @@
-"""Restoration: the version that a trainer has to load after a rollback, before it may publish again.
+"""Restoration: the version that a trainer must load after a rollback, before it may publish again.
 
-asked = restoration(queue)                                # None: no rollback is pending
-with asked.fetch() as update:
+pending = restoration(queue)                              # None: no rollback is pending
+with pending.fetch() as update:
     engine.load_weights(update)
-restored(queue, asked.version, "fresh")                   # from now on versions may be published
+restored(queue, pending.version, "fresh")                 # versions may be published again
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ..interfaces import WeightUpdate
 from ..ledger import commands as cmd
 from ..queue import QueueClient
 from ..types.defaults import FETCH_S
+from .choices import make_transport
+from .fetcher import decode_manifest
 from .host import host_of
-from .prefetch import manifest_of
-from .publisher import transport_named
 from .update import Update
 
 _names = itertools.count()
 
 
 class Restoration:
-    """``version``: the number to load. ``source``: the number that its bytes were published under. ``checkpoint``: the step of the
-    checkpoint with its optimizer state; -1 without one."""
+    """``version``: the number to load. ``source``: the number under which its bytes were published.
+    ``checkpoint``: the step of the checkpoint with its optimizer state; -1 without one."""
 
     def __init__(self, queue: QueueClient, reply: cmd.RestoreTarget) -> None:
         self.version, self.source, self.checkpoint = reply.version, reply.source, reply.checkpoint
@@ -38,16 +38,15 @@ class Restoration:
 
     @classmethod
     def decoded(cls, queue: QueueClient, packed: bytes) -> Restoration | None:
-        """The restoration that another rank has packed; None if it found none."""
+        """Decode the restoration packed by another rank; None if there is none."""
         reply = msgspec.msgpack.decode(packed, type=cmd.RestoreTarget)
         return None if reply.version < 0 else cls(queue, reply)
 
     @contextlib.contextmanager
     def fetch(self, timeout_s: float = FETCH_S) -> Iterator[WeightUpdate]:
-        """Fetch and verify the version's bytes, all ranks' parts; they are released when the block ends.
-
-        This process is no replica for it. ``timeout_s``: for all parts together. Raises WeightError if the bytes cannot be fetched
-        any more, and what receivers raise."""
+        """Fetch and verify all ranks' parts of the version; the bytes are released after the block.
+        This process does not count as a replica. ``timeout_s``: for all parts together. Raises
+        WeightError if the bytes are no longer kept, and the errors of receivers."""
         if not self._reply.parts:
             raise WeightError(
                 f"version {self.version} cannot be restored: {self._reply.why or 'it is not kept any more'}"
@@ -56,9 +55,9 @@ class Restoration:
         with contextlib.ExitStack() as ending:
             fetched = []
             for rank, part in enumerate(self._reply.parts):
-                manifest = manifest_of(self.version, rank, part)
+                manifest = decode_manifest(self.version, rank, part)
                 host = host_of(connection, f"{connection.session}-restored-{next(_names)}")
-                receiver = transport_named(part.transport).receiver(host)
+                receiver = make_transport(part.transport).receiver(host)
                 ending.callback(receiver.close)
                 left_s = max(until - time.monotonic(), 0.0)
                 fetched.append(receiver.fetch(manifest, part.where, timeout_s=left_s))
@@ -69,15 +68,16 @@ class Restoration:
 
 
 def packed_restoration(queue: QueueClient) -> bytes:
-    """Ask the ledger, and pack its answer for other ranks."""
+    """Return the ledger's restoration, encoded for the other ranks."""
     return msgspec.msgpack.encode(queue.send(cmd.GetRestoreTarget()))
 
 
 def restoration(queue: QueueClient) -> Restoration | None:
-    """The version that the trainer has to load; None if no rollback is pending."""
+    """Return the version that the trainer must load; None if no rollback is pending."""
     return Restoration.decoded(queue, packed_restoration(queue))
 
 
 def restored(queue: QueueClient, version: int, optimizer: str = "") -> None:
-    """The trainer has loaded ``version``. Raises ConfigError if another version is current."""
+    """Report that the trainer has loaded ``version``. Raises ConfigError if another version is
+    current."""
     queue.send(cmd.ReportRestored(version=version, optimizer=optimizer))

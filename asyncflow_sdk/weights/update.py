@@ -1,4 +1,4 @@
-"""Update: the parts of a version, as transports fetched them, put together to whole tensors."""
+"""Update: the fetched parts of a version, assembled into whole tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Array = np.ndarray[Any, Any]
 
 
 class Update(WeightUpdate):
-    """``parts``: by rank. ``rename``: from the names of the checkpoint to those an engine knows.
+    """``parts``: by rank. ``rename``: from the checkpoint's names to the engine's.
 
-    A tensor that lies whole in one part is a view; one in pieces is put together when it is asked for, and only then takes
-    memory. Raises WeightMismatch for pieces that leave gaps, overlap or differ in dtype, for what does not lie in its
-    chunk, and for a name that stands for different bytes.
+    A tensor that lies whole in one part is a view. One in pieces is assembled when it is read, and
+    takes memory only then. Raises WeightMismatch for pieces that leave gaps, overlap or differ in
+    dtype, for tensors outside their chunk, and for one name with different bytes.
     """
 
     def __init__(self, version: int, parts: Sequence[Fetched], rename: Callable[[str], str] | None = None) -> None:
@@ -36,18 +36,19 @@ class Update(WeightUpdate):
                 self._check(part, info)
                 name = info.name if rename is None else rename(info.name)
                 if given.setdefault(name, info.name) != info.name:
-                    raise self._wrong(name, f"both {given[name]!r} and {info.name!r} are renamed to it")
+                    raise self._mismatch(name, f"both {given[name]!r} and {info.name!r} are renamed to it")
                 self._pieces.setdefault(name, []).append((part, info))
         for name, pieces in self._pieces.items():
             if len(pieces) > 1 or pieces[0][1].whole:
-                self._pieces[name] = self._fitted(name, pieces)
+                self._pieces[name] = self._covering(name, pieces)
         self.tensors: Mapping[str, TensorType] = {
-            name: TensorType(pieces[0][1].dtype, _whole(pieces[0][1])) for name, pieces in self._pieces.items()
+            name: TensorType(pieces[0][1].dtype, _whole_shape(pieces[0][1])) for name, pieces in self._pieces.items()
         }
         roots = [part.manifest.root for part in parts]
         self.root = roots[0] if len(roots) == 1 else xxhash.xxh3_128_hexdigest(" ".join(roots).encode())
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
+        """Yield (name, numpy array)."""
         for name in self.tensors:
             value = self._value(name)
             yield name, value if isinstance(value, np.ndarray) else from_torch(value)
@@ -58,6 +59,7 @@ class Update(WeightUpdate):
             yield name, to_torch(value) if isinstance(value, np.ndarray) else value
 
     def place(self, name: str) -> FilePlace | None:
+        """Return the place of a whole tensor in a file, or None."""
         pieces = self._pieces[name]
         part, info = pieces[0]
         if len(pieces) > 1 or not info.nbytes or not part.places:
@@ -66,12 +68,13 @@ class Update(WeightUpdate):
         return FilePlace(path, start + info.offset)
 
     def release(self) -> None:
+        """Release all parts. Idempotent."""
         parts, self._parts = self._parts, None
         for part in parts or ():
             part.release()
 
     def _value(self, name: str) -> Any:
-        """A whole tensor: numpy, or of torch where its bytes lie on a device."""
+        """Return a whole tensor: numpy, or torch if its bytes are on a device."""
         if self._parts is None:
             raise VersionGone(f"version {self.version} was released")
         pieces = self._pieces[name]
@@ -86,10 +89,10 @@ class Update(WeightUpdate):
         else:
             whole = sys.modules["torch"].empty(shape, dtype=first.dtype, device=first.device)
         for (_, info), value in zip(pieces, values, strict=True):
-            whole[_box(info)] = value
+            whole[_slices(info)] = value
         return whole
 
-    # ---- whether it fits
+    # ---- checks
 
     def _check(self, part: Fetched, info: TensorInfo) -> None:
         chunks = part.manifest.chunks
@@ -101,20 +104,21 @@ class Update(WeightUpdate):
                 and info.offset % carrier(info.dtype).itemsize == 0
             )
         ):
-            raise self._wrong(info.name, f"it does not lie in chunk {info.chunk}")
+            raise self._mismatch(info.name, f"it does not lie in chunk {info.chunk}")
         if info.whole and not (
             len(info.start) == len(info.shape) == len(info.whole)
             and all(0 <= a <= a + n <= w for a, n, w in zip(info.start, info.shape, info.whole, strict=True))
         ):
-            raise self._wrong(info.name, f"a piece {info.shape} at {info.start} does not lie in {info.whole}")
+            raise self._mismatch(info.name, f"a piece {info.shape} at {info.start} does not lie in {info.whole}")
 
-    def _fitted(self, name: str, pieces: list[tuple[Fetched, TensorInfo]]) -> list[tuple[Fetched, TensorInfo]]:
-        """Those pieces that make up the whole, each place once."""
+    def _covering(self, name: str, pieces: list[tuple[Fetched, TensorInfo]]) -> list[tuple[Fetched, TensorInfo]]:
+        """Return the pieces of a whole tensor, without duplicates. Raises WeightMismatch."""
         first = pieces[0][1]
         for _, info in pieces:
-            if (info.dtype, _whole(info)) != (first.dtype, _whole(first)):
-                raise self._wrong(
-                    name, f"it is {info.dtype}{_whole(info)} in one part and {first.dtype}{_whole(first)} in another"
+            if (info.dtype, _whole_shape(info)) != (first.dtype, _whole_shape(first)):
+                raise self._mismatch(
+                    name,
+                    f"it is {info.dtype}{_whole_shape(info)} in one part and {first.dtype}{_whole_shape(first)} in another",
                 )
         places: dict[tuple[Any, ...], tuple[Fetched, TensorInfo]] = {}
         for part, info in pieces:
@@ -122,29 +126,29 @@ class Update(WeightUpdate):
             if place not in places:
                 places[place] = part, info
             elif not _equal(_view(*places[place]), _view(part, info)):
-                raise self._wrong(name, "two parts have different bytes of it")
+                raise self._mismatch(name, "two parts have different bytes of it")
         fitted = [each for each in places.values() if each[1].nbytes] or [pieces[0]]
         for (_, one), (_, other) in itertools.combinations(fitted, 2):
-            if all(a.start < b.stop and b.start < a.stop for a, b in zip(_box(one), _box(other), strict=True)):
-                raise self._wrong(
+            if all(a.start < b.stop and b.start < a.stop for a, b in zip(_slices(one), _slices(other), strict=True)):
+                raise self._mismatch(
                     name, f"pieces {one.shape} at {one.start} and {other.shape} at {other.start} overlap"
                 )
-        there, whole = sum(math.prod(info.shape) for _, info in fitted), math.prod(_whole(first))
+        there, whole = sum(math.prod(info.shape) for _, info in fitted), math.prod(_whole_shape(first))
         if there != whole:
-            raise self._wrong(
+            raise self._mismatch(
                 name, f"{len(fitted)} pieces have {there} of its {whole} elements: some rank did not send its own"
             )
         return fitted
 
-    def _wrong(self, name: str, what: str) -> WeightMismatch:
+    def _mismatch(self, name: str, what: str) -> WeightMismatch:
         return WeightMismatch(f"version {self.version}: tensor {name!r}: {what}")
 
 
-def _whole(info: TensorInfo) -> tuple[int, ...]:
+def _whole_shape(info: TensorInfo) -> tuple[int, ...]:
     return info.whole or info.shape
 
 
-def _box(info: TensorInfo) -> tuple[slice, ...]:
+def _slices(info: TensorInfo) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(info.start or (0,) * len(info.shape), info.shape, strict=True))
 
 

@@ -18,7 +18,7 @@ from ..interfaces import Launcher, Placement
 from ..plugins import registry
 from ..types.dtypes import floating_name
 from ..weights import AUTO
-from ..weights.publisher import check_publishing
+from ..weights.publisher import check_publisher
 from .dataflow import PROMPTS, Dataflow, Edge, Node, same_name
 from .engines import odd_options
 from .planning import planned
@@ -350,7 +350,7 @@ def _check_weights(flow: Workflow) -> None:
     place = flow.train.place
     here = place.python is None and not place.env and _is_here("train")  # as it will be in the trainer's process
     if here and flow.plan.transport != AUTO:  # else it was told already why there is none
-        check_publishing(flow.plan.transport, flow.weights.options)
+        check_publisher(flow.plan.transport, flow.weights.options)
     temperature = flow.train.options.get("temperature", 1.0)
     if flow.weights.probe is not None and temperature != 1.0:
         raise ConfigError(

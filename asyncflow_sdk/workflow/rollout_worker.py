@@ -1,9 +1,10 @@
 """RolloutWorker: the state machine of one rollout engine. The next state is the first that applies.
 
     state        applies when                                            action
-    END          the stream has ended, or no first version will come     finish all requests, write their rows
+    END          the stream has ended                                    finish all requests, write their rows
     PERMISSION   a version is staged, its load not requested yet (*)     request permission to load it
     LOAD         permission is granted                                   stop requests, load, verify, continue them
+    END          the engine has no weights, and no version will come     the same
     LEASE        the engine has weights, and room for a group            wait for prompts, start their requests
     WAIT         none of the above                                       wait for ``wake``
 
@@ -13,8 +14,9 @@
 ended, there is room, or something has failed. The worker calls its parts, and they call in one
 direction:
 
-    PromptReader   RequestScheduler → EngineGateway → engine
-    WeightSwap     RequestScheduler → CompletionBatcher → queue
+    PromptReader        RequestScheduler → EngineGateway → engine
+    ReplicaSubscriber   RequestScheduler → CompletionBatcher → queue
+    EngineLoader
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ import contextlib
 import enum
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any
 
 from ..errors import DeadlineExceeded, Ended
@@ -33,13 +34,14 @@ from ..queue import AsyncLeasedBatch, QueueClient
 from ..queue.coroutines import wait_for_event
 from ..types import Sampling
 from ..types.defaults import NEXT_S
+from ..weights import EngineLoader, ReplicaSubscriber, SubscriberState
 from .agent import Agent
 from .completion_batcher import CompletionBatcher, ResponseColumns
 from .engine_gateway import EngineGateway
 from .prompt_lease import PromptReader
 from .request_scheduler import RequestScheduler
+from .swap_policy import SwapPolicy
 from .tokenizer import Tokenizer
-from .weight_swap import WeightSwap
 from .worker_log import WorkerLog
 
 CLOSE_S = 30.0
@@ -78,9 +80,11 @@ class RolloutWorker:
         self._requests = RequestScheduler(
             engine, self._gateway, self._batcher, self._log, wake, sampling=sampling, tokenizer=tokenizer, agent=agent, kind=kind
         )  # fmt: skip
-        self._swap: WeightSwap | None = None
+        self._policy = SwapPolicy(swap or "drain")
+        self._loader = EngineLoader(engine, verify, running=not self._policy.stops)
+        self._replica: ReplicaSubscriber | None = None
         if swap is not None:
-            self._swap = WeightSwap(queue, engine, self._gateway.loaded, wake, policy=swap, verify=verify)
+            self._replica = ReplicaSubscriber(queue, self._gateway.loaded, wake, rename=engine.weight_name)
         self._lease: asyncio.Task[AsyncLeasedBatch] | None = None  # the request for prompts
         self._ended = False
         self._failure: BaseException | None = None
@@ -94,8 +98,8 @@ class RolloutWorker:
         }  # fmt: skip
         background = [asyncio.create_task(self._guard(work)) for work in (self._batcher.run(), self._abort_ended())]
         try:
-            if self._swap is not None:
-                await self._swap.open()
+            if self._replica is not None:
+                await self._replica.open()
             while (state := self._next_state()) is not RolloutState.END:
                 await actions[state]()
             await self._drain()
@@ -105,15 +109,17 @@ class RolloutWorker:
     def _next_state(self) -> RolloutState:
         self._wake.clear()
         self._raise_failure()
-        swap, unloaded = self._swap, self._gateway.loaded is None
+        replica, unloaded = self._replica, self._gateway.loaded is None
         if self._ended:
             return RolloutState.END
-        if swap is not None:
-            if swap.unrequested and (self._requests.idle or not swap.at_boundary):
+        if replica is not None:
+            if replica.state is SubscriberState.STAGED and (
+                self._requests.idle or not self._policy.waits_for_boundary
+            ):
                 return RolloutState.PERMISSION
-            if swap.permitted:
+            if replica.state is SubscriberState.PERMITTED:
                 return RolloutState.LOAD
-            if unloaded and swap.ended:
+            if unloaded and replica.ended:
                 return RolloutState.END
         if self._lease is not None or (self._requests.room and not unloaded):
             return RolloutState.LEASE
@@ -124,7 +130,7 @@ class RolloutWorker:
     async def _lease_prompts(self) -> None:
         """Wait for prompts, and start their requests."""
         if self._lease is None:
-            most = self._engine.capabilities.max_rows if self._swap is not None else 0
+            most = self._engine.capabilities.max_rows if self._replica is not None else 0
             get = self._queue.aio.get(self._task, self._requests.room, most=most, timeout_s=NEXT_S)
             self._lease = asyncio.create_task(get)
         woken = asyncio.ensure_future(self._wake.wait())
@@ -141,9 +147,9 @@ class RolloutWorker:
                     raise
 
     async def _request_permission(self) -> None:
-        assert self._swap is not None
-        if not self._swap.at_boundary:
-            self._swap.request_permission()
+        assert self._replica is not None
+        if not self._policy.waits_for_boundary:
+            self._replica.request_permission()
             return
         with self._gateway.held():  # no request starts in the meantime
             lease, self._lease = self._lease, None
@@ -152,42 +158,48 @@ class RolloutWorker:
                 await asyncio.gather(lease, return_exceptions=True)
                 if not lease.cancelled() and lease.exception() is None:
                     self._begin(lease.result())
-            if self._requests.idle and not await self._swap.try_permission():
-                self._swap.request_permission()
+            if self._requests.idle and not await self._replica.try_permission():
+                self._replica.request_permission()
 
     async def _load_weights(self) -> None:
         """Load the permitted version. Completions are held back until it is verified."""
-        swap, requests = self._swap, self._requests
-        assert swap is not None
-        update = swap.take()
+        replica, policy, requests = self._replica, self._policy, self._requests
+        assert replica is not None
+        update = replica.take()
         async with contextlib.AsyncExitStack() as stack:
-            if swap.stops:
+            if policy.stops:
                 began, ran = time.monotonic(), not requests.idle
                 try:
-                    if swap.drains:
+                    if policy.drains:
                         await self._drain()
                     else:
-                        await stack.enter_async_context(self._gateway.stopped(interrupt=swap.interrupts))
+                        await stack.enter_async_context(self._gateway.stopped(interrupt=policy.interrupts))
                         self._raise_failure()
-                    if ran and not swap.interrupts:
+                    if ran and not policy.interrupts:
                         self._log.span("wait", began, detail=f"draining for version {update.version}")
-                    update = await swap.take_newer(update)
+                    update = await replica.take_newer()
                 except BaseException:
                     update.release()
                     raise
             await stack.enter_async_context(self._batcher.held)
-            # Hazard: unverified weights may have generated tokens of running requests, and nobody knows which.
-            unproven = requests.running and not swap.stops
-            on_failure = partial(requests.abort, "a load of new weights failed") if unproven else None
+            # Hazard: unverified weights may generate tokens of these requests, and some may end before the load fails.
+            unproven = requests.running and not policy.stops
             with requests.load(update.version):
                 self._gateway.newest = update.version
-                if await swap.load(update, on_failure):
-                    self._gateway.loaded = update.version
+                try:
+                    await self._loader.load(update)
+                except Exception as error:
+                    if unproven:
+                        await requests.abort("a load of new weights failed")
+                    await replica.recover(self._loader, error)
+                else:
+                    await replica.commit()
+                self._gateway.loaded = replica.loaded
 
     async def _wait(self) -> None:
         """Wait for ``wake``. Raises DeadlineExceeded with the reason."""
         if not await wait_for_event(self._wake, NEXT_S):
-            why = await self._swap.diagnose() if self._swap is not None else ""
+            why = await self._replica.diagnose() if self._replica is not None else ""
             raise DeadlineExceeded(f"in {NEXT_S:g} s no version was staged and no row finished{why}")
 
     def _begin(self, batch: AsyncLeasedBatch) -> None:
@@ -216,8 +228,8 @@ class RolloutWorker:
             self._wake.set()
 
     def _raise_failure(self) -> None:
-        swap_failure = self._swap.failure if self._swap is not None else None
-        for failure in (self._failure, self._requests.failure, swap_failure):
+        replica_failure = self._replica.failure if self._replica is not None else None
+        for failure in (self._failure, self._requests.failure, replica_failure):
             if failure is not None:
                 raise failure
 
@@ -225,8 +237,6 @@ class RolloutWorker:
         """End everything, also after errors and a cancellation. Leave the run's replicas."""
         tasks = [*background, *([self._lease] if self._lease is not None else [])]
         try:
-            if self._swap is not None:
-                self._swap.cancel_request()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(self._requests.close(), *tasks, return_exceptions=True)
@@ -234,7 +244,7 @@ class RolloutWorker:
                 await asyncio.wait_for(self._engine.close(), CLOSE_S)
         finally:
             try:
-                if self._swap is not None:
-                    await self._swap.close()
+                if self._replica is not None:
+                    await self._replica.close()
             finally:
                 await self._queue.connection.wire.aclose_loop()

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 import asyncflow_sdk as af
 from asyncflow_sdk.testing.ends import Ends
 from asyncflow_sdk.weights import Update
-from asyncflow_sdk.weights.shm import ShmTransport
+from asyncflow_sdk.weights.transports.shm import ShmTransport
 
 from .contender import PLACES, Contender
 from .work import Work

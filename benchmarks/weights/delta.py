@@ -23,7 +23,7 @@ import torch
 import asyncflow_sdk as af
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.manifest import BUCKET_BYTES
-from asyncflow_sdk.weights import delta
+from asyncflow_sdk.weights.transports import delta
 
 LR = 1e-6
 VOCABULARY = 2048

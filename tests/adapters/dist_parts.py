@@ -18,7 +18,7 @@ from asyncflow_sdk.errors import AsyncFlowError
 from asyncflow_sdk.interfaces import Fetched, Host
 from asyncflow_sdk.types import Chunk, Manifest, TensorInfo
 from asyncflow_sdk.types.manifest import digest
-from asyncflow_sdk.weights import transport_named
+from asyncflow_sdk.weights import make_transport
 
 MB = 1 << 20
 LOOPBACK = "127.0.0.1"
@@ -54,7 +54,7 @@ class Sent(NamedTuple):
 
 
 def transport(**options: Any) -> Any:
-    return transport_named("dist", **options)
+    return make_transport("dist", **options)
 
 
 def a_sender(address: str = LOOPBACK, **options: Any) -> Any:

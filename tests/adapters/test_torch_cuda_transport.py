@@ -14,10 +14,10 @@ from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.testing import check_transport
 from asyncflow_sdk.testing.transports import TRANSPORT_CHECKS
 from asyncflow_sdk.types import Chunk, Manifest
-from asyncflow_torch.transport_cuda import CudaTransport, DeviceMemory, Handle, handles_of
+from asyncflow_torch.transport_cuda import CudaTransport, DeviceMemory, CudaHandle, handles_of
 
 HERE = Host(directory=None, name="here")
-GOOD = Handle("GPU-1", bytes(64), 1 << 20, 512, b"/torch_123_456_7", 0, bytes(64), True)
+GOOD = CudaHandle("GPU-1", bytes(64), 1 << 20, 512, b"/torch_123_456_7", 0, bytes(64), True)
 MANIFEST = Manifest(4, (), (Chunk(1000), Chunk(0), Chunk(1 << 20)))
 
 
@@ -92,12 +92,12 @@ class HostMemory(DeviceMemory):
     def settle(self, device: Any) -> None:
         self.settled()
 
-    def share(self, whole: Any, device: Any) -> Handle:
+    def share(self, whole: Any, device: Any) -> CudaHandle:
         name = str(len(self.shared)).encode()
         self.shared[name] = whole
-        return Handle("GPU-0", name, len(whole), 0, b"/torch_1_2_3", 0, b"", False)
+        return CudaHandle("GPU-0", name, len(whole), 0, b"/torch_1_2_3", 0, b"", False)
 
-    def opened(self, handle: Handle) -> Any:
+    def opened(self, handle: CudaHandle) -> Any:
         return self.shared[handle.memory]
 
 

@@ -14,7 +14,7 @@ from dist_parts import a_receiver, a_sender, fetching, own_sockets, sent_by, tra
 
 from asyncflow_sdk.errors import AsyncFlowError, ConfigError, ProtocolError, WireError
 from asyncflow_sdk.interfaces import Host
-from asyncflow_sdk.weights.service import ServiceClient
+from asyncflow_sdk.weights.transports import ServiceClient
 
 
 def test_what_cannot_work_is_refused_with_what_to_use_instead() -> None:

@@ -111,7 +111,7 @@ def test_of_two_adapters_with_one_name_the_first_is_taken_and_the_sdks_own_befor
     found = find_plugins()
 
     assert found.get("tracker", "twice").source == "aa_first 1.0"
-    assert found.get("transport", "shm").spec.factory == "asyncflow_sdk.weights.shm:ShmTransport"
+    assert found.get("transport", "shm").spec.factory == "asyncflow_sdk.weights.transports.shm:ShmTransport"
     theirs, again = found.problems
     assert "plugin 'aa_shm' of aa_shm 1.0: transport adapter 'shm' is already registered by asyncflow-sdk" in theirs
     assert (

@@ -9,7 +9,7 @@ from transport_ends import names, publishing, tensors
 from asyncflow_sdk.errors import ConfigError, DigestMismatch, ProtocolError, WeightError
 from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.testing.ends import Ends
-from asyncflow_sdk.weights import transport_named
+from asyncflow_sdk.weights import make_transport
 
 pytestmark = pytest.mark.fast
 PATH = "ASYNCFLOW_WEIGHTS_PATH"
@@ -25,7 +25,7 @@ def test_a_path_is_needed_and_must_be_writable(tmp_path: Path) -> None:
         ({"path": "/proc/self"}, "cannot write into /proc/self"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            transport_named("file", **options).sender(Host(directory=tmp_path, name="1-0"))
+            make_transport("file", **options).sender(Host(directory=tmp_path, name="1-0"))
 
 
 def test_where_names_only_the_version_it_is_of(files: Ends, path: Path, tmp_path: Path) -> None:
@@ -88,5 +88,5 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(PATH, "~/weights")
         sent.check(ends.fetch(ends.receiver(), sent))
     with pytest.raises(ConfigError, match="cannot write into ~nobody-of-this-name/weights: .*home"):
-        transport_named("file", path="~nobody-of-this-name/weights").sender(Host(directory=None, name="1-0"))
+        make_transport("file", path="~nobody-of-this-name/weights").sender(Host(directory=None, name="1-0"))
     assert names(tmp_path) == ["home"]

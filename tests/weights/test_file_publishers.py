@@ -15,7 +15,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, MemoryFull, WeightError
 from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.testing.ends import Ends
-from asyncflow_sdk.weights import transport_named
+from asyncflow_sdk.weights import make_transport
 
 
 def test_what_a_killed_publisher_left_half_written_goes(path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_path_is_held_against_other_publishers_of_the_same_process(path: Path)
             assert other.wait() != 0
             assert "another publisher writes versions into" in other.errors()
         assert names(path) == ["version-00000001"]
-    transport_named("file", path=path).sender(Host(directory=None, name="1-0", run="one")).close()
+    make_transport("file", path=path).sender(Host(directory=None, name="1-0", run="one")).close()
 
 
 def test_a_second_publisher_of_a_run_is_refused_before_it_touches_the_path(path: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from asyncflow_sdk.errors import WeightMismatch
 from asyncflow_sdk.interfaces import Host, WeightSender
 from asyncflow_sdk.testing.ends import Ends, layout
 from asyncflow_sdk.types import Chunk, Manifest, Shard, TensorInfo
-from asyncflow_sdk.weights import Update, transport_named
+from asyncflow_sdk.weights import Update, make_transport
 
 pytestmark = pytest.mark.fast
 
@@ -67,7 +67,7 @@ def test_any_tensors_are_valid_files(
 
 def ranks_of(path: Path, tmp_path: Path, count: int) -> list[WeightSender]:
     hosts = [Host(directory=tmp_path, name=f"{rank}-0", rank=rank, world_size=count) for rank in range(count)]
-    senders = [transport_named("file", path=path).sender(host) for host in hosts]
+    senders = [make_transport("file", path=path).sender(host) for host in hosts]
     for sender in senders:
         sender.adopt([])
     return senders
@@ -129,7 +129,7 @@ def test_tensors_that_ranks_have_pieces_of_lie_whole_under_their_names_in_one_fo
     found = whole_of(path / "version-00000003")
     assert found.keys() == WHOLE.keys()
     assert all(np.array_equal(found[name], WHOLE[name]) for name in WHOLE)
-    receiver = transport_named("file").receiver(Host(directory=tmp_path, name="r-0"))
+    receiver = make_transport("file").receiver(Host(directory=tmp_path, name="r-0"))
     update = Update(3, [receiver.fetch(manifest, where, timeout_s=30.0) for manifest, where in sent])
     assert all(np.array_equal(array, WHOLE[name]) for name, array in update.arrays())
     for sender in senders:
@@ -144,7 +144,7 @@ def test_a_rank_that_gives_its_part_up_takes_nothing_from_the_others(path: Path,
     senders[1].abandon()
 
     assert not (place / "model.safetensors.index.json").exists()  # the version is not whole
-    receiver = transport_named("file").receiver(Host(directory=tmp_path, name="r-0"))
+    receiver = make_transport("file").receiver(Host(directory=tmp_path, name="r-0"))
     receiver.fetch(*first, timeout_s=30.0).release()
     send(senders[1], 3, part_of(1))  # its number is announced again
     assert np.array_equal(whole_of(place)["columns"], WHOLE["columns"])

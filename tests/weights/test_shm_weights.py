@@ -14,14 +14,14 @@ from asyncflow_sdk.errors import DigestMismatch, MemoryFull, VersionGone
 from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.memory import SharedDirectory
 from asyncflow_sdk.testing.ends import Ends, Sent
-from asyncflow_sdk.weights import transport_named
+from asyncflow_sdk.weights import make_transport
 
 pytestmark = pytest.mark.fast
 SLACK = 1 << 20
 
 
 def shm() -> Ends:
-    return Ends(lambda: transport_named("shm"), lambda: transport_named("shm"))
+    return Ends(lambda: make_transport("shm"), lambda: make_transport("shm"))
 
 
 @pytest.fixture
@@ -127,13 +127,13 @@ def test_a_successor_keeps_what_is_kept_and_removes_the_rest() -> None:
     memory = SharedDirectory()
 
     def sender(name: str, rank: int = 0) -> Any:
-        return transport_named("shm").sender(Host(directory=memory.path, name=name, rank=rank, world_size=2))
+        return make_transport("shm").sender(Host(directory=memory.path, name=name, rank=rank, world_size=2))
 
     with shm() as ends:
         # given senders of two ranks, one of which is replaced
         ends.sender.close()
         dead, other, new = sender("1-0"), sender("2-0", rank=1), sender("3-0")
-        receiver = transport_named("shm").receiver(Host(directory=memory.path, name="4-0"))
+        receiver = make_transport("shm").receiver(Host(directory=memory.path, name="4-0"))
 
         def publish(end: Any, version: int) -> Sent:
             ends.sender = end
@@ -147,7 +147,7 @@ def test_a_successor_keeps_what_is_kept_and_removes_the_rest() -> None:
         # then
         for sent in (*versions[2:], theirs, mine):
             sent.check(ends.fetch(receiver, sent))
-        fresh = transport_named("shm").receiver(Host(directory=memory.path, name="5-0"))
+        fresh = make_transport("shm").receiver(Host(directory=memory.path, name="5-0"))
         for sent in versions[:2]:
             with pytest.raises(VersionGone):
                 ends.fetch(fresh, sent)
@@ -156,7 +156,7 @@ def test_a_successor_keeps_what_is_kept_and_removes_the_rest() -> None:
         # and what is kept no longer goes
         new.keep([4])
         fresh.close()
-        fresh = transport_named("shm").receiver(Host(directory=memory.path, name="6-0"))
+        fresh = make_transport("shm").receiver(Host(directory=memory.path, name="6-0"))
         for sent in versions:
             with pytest.raises(VersionGone):
                 ends.fetch(fresh, sent)

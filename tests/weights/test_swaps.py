@@ -17,7 +17,7 @@ from asyncflow_sdk.testing import EchoRollout
 from asyncflow_sdk.testing.echo import weights
 from asyncflow_sdk.types import Probe
 from asyncflow_sdk.types.events import Loaded
-from asyncflow_sdk.weights import loading
+from asyncflow_sdk.weights import replica
 
 pytestmark = pytest.mark.fast
 
@@ -203,7 +203,7 @@ def test_a_probe_that_is_asked_for_and_is_not_there(run: Served, producing: Call
 def test_a_replica_whose_loads_fail_one_after_another_ends(
     run: Served, producing: Callable[..., Producing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "GIVE_UP_AFTER", 2)
+    monkeypatch.setattr(replica, "GIVE_UP_AFTER", 2)
     producer = producing(lambda: EchoRollout(ignore_at=2), verify=["held"])
     publish(run, 2)
     producer.fails(WeightError, "2 loads failed one after another, the last of version 2: WeightError")

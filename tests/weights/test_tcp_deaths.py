@@ -12,7 +12,7 @@ from waiting import in_thread, until
 from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
 from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.types import Manifest
-from asyncflow_sdk.weights import transport_named
+from asyncflow_sdk.weights import make_transport
 
 NBYTES = 4 << 20
 
@@ -33,7 +33,7 @@ def publish() -> None:
 
 def fetch(manifest: str, where: str) -> None:
     """Begin to fetch a version."""
-    receiver = transport_named("tcp").receiver(Host(directory=None, name="replica"))
+    receiver = make_transport("tcp").receiver(Host(directory=None, name="replica"))
     receiver.fetch(
         msgspec.msgpack.decode(bytes.fromhex(manifest), type=Manifest), bytes.fromhex(where), timeout_s=3600.0
     )
@@ -41,7 +41,7 @@ def fetch(manifest: str, where: str) -> None:
 
 @pytest.mark.parametrize("seen", [True, False], ids=["its process is seen", "on another host"])
 def test_a_publisher_that_is_killed_in_the_middle_of_a_fetch(seen: bool) -> None:
-    receiver = transport_named("tcp").receiver(Host(directory=None, name="replica"))
+    receiver = make_transport("tcp").receiver(Host(directory=None, name="replica"))
     with Child(publish) as publisher:
         versions: list[Any] = []
         for _ in range(2):

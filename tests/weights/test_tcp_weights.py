@@ -18,7 +18,7 @@ from asyncflow_sdk.interfaces import Fetched, Host
 from asyncflow_sdk.queue import Connection, QueueServer
 from asyncflow_sdk.testing.ends import BUCKET, Ends
 from asyncflow_sdk.types import Chunk, Manifest
-from asyncflow_sdk.weights import host_of, transport_named
+from asyncflow_sdk.weights import host_of, make_transport
 
 pytestmark = pytest.mark.fast
 COUNT = 4 * BUCKET  # of bf16 numbers: 8 buckets
@@ -242,7 +242,7 @@ def test_versions_may_go_while_they_are_fetched_and_the_sender_never_waits() -> 
         stop, problems = threading.Event(), list[BaseException]()
 
         def fetch() -> None:
-            receiver, base = transport_named("tcp").receiver(Host(directory=None, name="other")), None
+            receiver, base = make_transport("tcp").receiver(Host(directory=None, name="other")), None
             try:
                 while not stop.is_set():
                     each = sent[-1]

@@ -18,7 +18,7 @@ from asyncflow_sdk.testing import check_transport, ends
 from asyncflow_sdk.testing.memory import MemoryReceiver, MemorySender, MemoryTransport
 from asyncflow_sdk.testing.transports import TRANSPORT_CHECKS
 from asyncflow_sdk.types import Manifest
-from asyncflow_sdk.weights import transport_named
+from asyncflow_sdk.weights import make_transport
 
 WRONG = {
     "every_bit": ["loses the last byte", "gives chunks that cannot be written"],
@@ -167,7 +167,7 @@ NEEDS_CUDA = ("cuda-ipc",)
 
 def ends_of(name: str, folder: Path) -> tuple[Callable[[], WeightTransport], Callable[[], WeightTransport]]:
     options: dict[str, Any] = {"path": folder / "weights"} if name == "file" else {}
-    return partial(transport_named, name, **options), partial(transport_named, name)
+    return partial(make_transport, name, **options), partial(make_transport, name)
 
 
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS)

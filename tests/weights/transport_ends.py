@@ -12,14 +12,14 @@ import numpy as np
 from children import hear, say
 
 from asyncflow_sdk.testing.ends import Ends
-from asyncflow_sdk.weights import transport_named
+from asyncflow_sdk.weights import make_transport
 
 FIRST = "model-00001-of-00003.safetensors"
 
 
 def ends_of(transport: str, run: str = "", **options: Any) -> Ends:
     """``run``: its name; one of its own without it. ``options``: of the sending end."""
-    ends = Ends(lambda: transport_named(transport, **options), lambda: transport_named(transport), run=run)
+    ends = Ends(lambda: make_transport(transport, **options), lambda: make_transport(transport), run=run)
     ends.random = np.random.default_rng(0)
     return ends
 

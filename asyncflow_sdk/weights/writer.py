@@ -1,9 +1,9 @@
-"""Writing a version: tensors, as they come, into chunks.
+"""VersionWriter: copies the tensors of a version into chunks.
 
-A chunk takes tensors until the next one does not fit; one that is larger than a chunk gets a chunk of its own. Where
-tensors lie follows from their order and sizes alone, so equal weights have equal manifests, and a version like the one
-before asks for rooms of just the sizes that one had. The first chunks are smaller than the rest: a small model
-needs no large one.
+A chunk takes tensors until the next one does not fit; a larger tensor gets its own chunk. The
+layout depends only on the order and sizes of the tensors. So equal weights have equal manifests,
+and successive versions of a model need rooms of equal sizes. The first chunks are smaller than the
+rest, for small models.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from ..errors import MemoryFull, SchemaError, WeightMismatch
 from ..interfaces.weights import Room
 from ..types import Shard, TensorInfo
 from ..types.manifest import BUCKET_BYTES, CHUNK_BYTES
-from .copying import Source, check_conversion, source
-from .filling import Filling
-from .hashing import Hashing
+from .chunk_copier import BucketDigests, ChunkCopier
+from .tensor_sources import TensorSource, check_conversion, tensor_source
 
 ALIGN = 64
 DtypePolicy: TypeAlias = str | Callable[[str, str], str]
-"""A dtype in which floating-point tensors are published (those of 8 bits and fewer stay as they are), or a function from
-name and dtype to dtype."""
+"""The dtype of published floating-point tensors (those of 8 bits and fewer are kept), or a function
+from name and dtype to dtype."""
 Rename: TypeAlias = Callable[[str], str]
 
 
-def capacity(chunk: int) -> int:
-    """Bytes of chunk number ``chunk``, unless a tensor is larger."""
+def chunk_capacity(chunk: int) -> int:
+    """Return the size of chunk number ``chunk`` in bytes, unless one tensor is larger."""
     return min(BUCKET_BYTES << min(chunk, 16), CHUNK_BYTES)
 
 
 def padded(nbytes: int) -> int:
+    """Round a size up to the alignment of tensors."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
-class Writer:
-    """Writes one version. ``room`` gives memory for the next chunk, ``hashing`` is told each bucket, in order, once its bytes are
-    there, if there is one. ``helper``: has a thread that may copy, too. ``sizes``: of the chunks that are expected."""
+class VersionWriter:
+    """Writes one version. ``room`` allocates the next chunk. ``digests`` collects those of the
+    buckets; None: nothing is hashed. ``helper``: an executor with a thread that may copy, too.
+    ``sizes``: the expected sizes of the chunks."""
 
     def __init__(
         self,
         version: int,
         room: Callable[[int], Room],
-        hashing: Hashing | None,
+        digests: BucketDigests | None,
         *,
         helper: Executor | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -56,61 +57,64 @@ class Writer:
     ) -> None:
         self._version, self._room = version, room
         self._dtype, self._rename = dtype, rename
-        self._filling = Filling(bucket_bytes, hashing, helper, lambda chunk: self._rooms[chunk].full())
+        self._copier = ChunkCopier(bucket_bytes, digests, helper, lambda chunk: self._rooms[chunk].full())
         self._expected = sizes
         self._rooms: list[Room] = []
-        self._used = 0  # bytes of the last room
-        self._layout = Layout()
+        self._used = 0  # of the last room, in bytes
+        self._chunk_sizes = ChunkSizes()
         self._tensors: list[TensorInfo] = []
-        self._names: dict[tuple[str, tuple[int, ...]], str] = {}  # published name and start → name given
+        self._names: dict[tuple[str, tuple[int, ...]], str] = {}  # published name and start → given name
         self._seen: dict[tuple[Any, ...], tuple[TensorInfo, Callable[[], bool]]] = {}
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
+        """Return the tensors written so far."""
         return tuple(self._tensors)
 
     @property
     def sizes(self) -> list[int]:
-        """Of the chunks of a version like this one."""
-        return self._layout.sizes
+        """Return the chunk sizes of a version like this one."""
+        return self._chunk_sizes.sizes
 
-    def write(self, weights: Iterable[tuple[str, Any]], *, lasting: bool = False) -> list[int]:
-        """Copy all of them; each is let go before the next is asked for, unless all are there, and stay as they are, while this
-        goes on (``lasting``). Returns the size of each chunk. Raises WeightMismatch, SchemaError, MemoryFull, and what ``weights`` raises."""
+    def write(self, weights: Iterable[tuple[str, Any]], *, stable: bool = False) -> list[int]:
+        """Copy all tensors, and return the size of each chunk. Each tensor is released before the
+        next is requested, unless they are ``stable``: all exist, and do not change during the call.
+        Raises WeightMismatch, SchemaError, MemoryFull, and the errors of ``weights``."""
         try:
             for name, tensor in weights:
                 self._add(name, tensor)
-                if not lasting:
-                    self._filling.flush()
+                if not stable:
+                    self._copier.flush()
                 del tensor
             self._close()
-            self._filling.flush()
+            self._copier.flush()
         except BaseException:
-            self._filling.stop()
+            self._copier.stop()
             raise
         return [len(room.memory) for room in self._rooms]
 
     def _add(self, name: str, tensor: Any) -> None:
         shard = tensor if isinstance(tensor, Shard) else None
-        public = self._public(name, shard)
+        public = self._published_name(name, shard)
         try:
             if shard is not None and (problem := shard.problem()):
                 raise SchemaError(problem)
-            given = source(tensor if shard is None else shard.tensor)
-            dtype = self._target(name, given.dtype)
+            source = tensor_source(tensor if shard is None else shard.tensor)
+            dtype = self._target_dtype(name, source.dtype)
         except SchemaError as error:
             raise SchemaError(f"version {self._version}: tensor {name!r}: {error}") from None
         start, whole = ((), ()) if shard is None else (tuple(shard.start), tuple(shard.whole))
-        info = TensorInfo(public, dtype, given.shape, max(len(self._rooms) - 1, 0), self._used, start, whole)
+        info = TensorInfo(public, dtype, source.shape, max(len(self._rooms) - 1, 0), self._used, start, whole)
         if info.nbytes:
             try:
-                info = self._tied(info, given) or self._written(info, given)
+                info = self._tied(info, source) or self._written(info, source)
             except MemoryFull as error:
                 raise MemoryFull(f"version {self._version}: tensor {name!r}: {error}") from None
         self._tensors.append(info)
 
-    def _public(self, name: str, shard: Shard | None) -> str:
-        """Under which name it is published."""
+    def _published_name(self, name: str, shard: Shard | None) -> str:
+        """Return the name under which a tensor is published. Raises SchemaError, WeightMismatch for
+        a duplicate."""
         public = self._rename(name) if self._rename is not None and isinstance(name, str) else name
         if not isinstance(public, str):
             raise SchemaError(f"version {self._version}: {public!r}, for tensor {name!r}, is no name")
@@ -124,7 +128,7 @@ class Writer:
         self._names[key] = name
         return public
 
-    def _target(self, name: str, dtype: str) -> str:
+    def _target_dtype(self, name: str, dtype: str) -> str:
         if self._dtype is None:
             return dtype
         if isinstance(self._dtype, str):
@@ -133,29 +137,28 @@ class Writer:
         check_conversion(name, dtype, wanted)
         return wanted
 
-    def _tied(self, info: TensorInfo, given: Source) -> TensorInfo | None:
-        """The place of the same memory under another name, if the tensor seen there is not gone, and what was written is what it
-        still holds: a buffer that is filled anew for each tensor is the same memory too."""
-        there, held = self._seen.get((*given.identity, info.dtype), (None, None))
+    def _tied(self, info: TensorInfo, source: TensorSource) -> TensorInfo | None:
+        """Return the place of an earlier tensor in the same memory, if that memory was not freed
+        and still holds the written bytes. A buffer that is refilled for each tensor has the same
+        memory, too."""
+        there, held = self._seen.get((*source.identity, info.dtype), (None, None))
         if there is None or held is None or not held():
             return None
-        self._filling.flush()
+        self._copier.flush()
         room = self._rooms[there.chunk].memory[there.offset : there.offset + there.nbytes]
-        if not given.equals(room, info.dtype):
+        if not source.equals(room, info.dtype):
             return None
         return msgspec.structs.replace(info, chunk=there.chunk, offset=there.offset)
 
-    def _written(self, info: TensorInfo, given: Source) -> TensorInfo:
+    def _written(self, info: TensorInfo, source: TensorSource) -> TensorInfo:
         size = padded(info.nbytes)
-        self._layout.add(size)
+        self._chunk_sizes.add(size)
         if not self._rooms or self._used + size > len(self._rooms[-1].memory):
             self._open(size)
         info = msgspec.structs.replace(info, chunk=len(self._rooms) - 1, offset=self._used)
         self._used += size
-        self._filling.add(
-            given, info.dtype, info.offset, self._used
-        )  # what lies between tensors is part of the digest
-        self._seen[(*given.identity, info.dtype)] = info, given.held
+        self._copier.add(source, info.dtype, info.offset, self._used)  # padding is part of the digest
+        self._seen[(*source.identity, info.dtype)] = info, source.held
         return info
 
     # ---- chunks
@@ -163,28 +166,29 @@ class Writer:
     def _open(self, size: int) -> None:
         self._close()
         number = len(self._rooms)
-        wanted = max(capacity(number), size)
+        wanted = max(chunk_capacity(number), size)
         if number < len(self._expected) and size <= self._expected[number]:
             wanted = self._expected[number]
         self._rooms.append(self._room(wanted))
         self._used = 0
-        self._filling.open(self._rooms[-1].memory)
+        self._copier.open(self._rooms[-1].memory)
 
     def _close(self) -> None:
         if self._rooms:
             if self._used < len(self._rooms[-1].memory):
                 self._rooms[-1].trim(self._used)
-            self._filling.close()
+            self._copier.close()
 
 
-class Layout:
-    """Sizes of chunks, from those of tensors in their order."""
+class ChunkSizes:
+    """Computes the sizes of chunks from those of tensors in their order."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
     def add(self, size: int) -> None:
-        if self.sizes and self.sizes[-1] + size <= capacity(len(self.sizes) - 1):
+        """Add a tensor of ``size`` bytes."""
+        if self.sizes and self.sizes[-1] + size <= chunk_capacity(len(self.sizes) - 1):
             self.sizes[-1] += size
         else:
             self.sizes.append(size)

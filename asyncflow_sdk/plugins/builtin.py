@@ -1,6 +1,6 @@
-"""The transports, samplers, staleness policies, algorithms and launchers that come with the SDK."""
+"""Registration of the built-in transports, samplers, staleness policies, algorithms and launchers."""
 
-from ..plugins import AdapterSpec, hookimpl
+from .spec import AdapterSpec, hookimpl
 
 SAMPLERS = {
     "fifo": "Fifo",
@@ -25,25 +25,26 @@ POLICIES = {"wait": "Wait", "drop": "Drop", "count": "Count"}
 
 @hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
+    """Return the built-in adapters. Factories are strings: nothing else is imported."""
     return [
         AdapterSpec(
             kind="transport",
             name="shm",
-            factory="asyncflow_sdk.weights.shm:ShmTransport",
+            factory="asyncflow_sdk.weights.transports.shm:ShmTransport",
             tested="Linux 6.18",
             can={"hosts": "one", "encodings": ["mapped"]},
         ),
         AdapterSpec(
             kind="transport",
             name="file",
-            factory="asyncflow_sdk.weights.file:FileTransport",
+            factory="asyncflow_sdk.weights.transports.file:FileTransport",
             tested="Linux 6.18",
             can={"hosts": "many", "encodings": ["full"]},
         ),
         AdapterSpec(
             kind="transport",
             name="tcp",
-            factory="asyncflow_sdk.weights.tcp:TcpTransport",
+            factory="asyncflow_sdk.weights.transports.tcp:TcpTransport",
             tested="Linux 6.18",
             can={"hosts": "many", "encodings": ["full", "delta"]},
         ),

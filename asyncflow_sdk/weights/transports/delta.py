@@ -1,12 +1,13 @@
-"""Delta: what a bucket differs in from the same bucket of an earlier version, without loss.
+"""Delta: the lossless difference between a bucket and the same bucket of an earlier version.
 
-    code = encode(new, base, 2)      # None: the bucket itself is as small
-    apply(code, base, out)           # out equals new; nothing is written for a code that is not one
+    code = encode(new, base, 2)      # None: the delta is no smaller than the bucket
+    apply(code, base, out)           # out equals new; an invalid code writes nothing
 
-A bucket is words of 1, 2, 4 or 8 bytes, subtracted as integers: a weight that moves to the next number it can be
-differs by 1, whatever its exponent. Few words that differ are listed (sparse): gaps between their places, a byte each
-with 255 for 255 that are passed over, and their differences. Else all are there (dense). Differences are folded (0, -1, 1,
--2, ...), split into a plane for each byte, and every plane is compressed by itself: those of high bytes are mostly zeros.
+A bucket is words of 1, 2, 4 or 8 bytes, subtracted as integers: two neighbouring floating-point
+numbers differ by 1 at any exponent. A sparse code lists the changed words: the gaps between their
+places, one byte each, with 255 for 255 unchanged words, and their differences. A dense code holds
+the differences of all words. Differences are folded (0, -1, 1, -2, ...) and split into one plane
+for each byte. Each plane is compressed on its own: planes of high bytes are mostly zeros.
 """
 
 from __future__ import annotations
@@ -19,32 +20,34 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from ..errors import ProtocolError
+from ...errors import ProtocolError
 
 Bytes = npt.NDArray[np.uint8]
 Words = np.ndarray[Any, np.dtype[Any]]
 
 SPARSE = 0.4
-"""The share of words that may differ for them to be listed: above it dense codes are as small, and faster to make."""
+"""The largest share of changed words in a sparse code. Above it dense codes are as small, and
+faster."""
 WORTH = 0.9
-"""The largest code that is used, as a share of its bucket."""
-_HEAD = struct.Struct("<BBxxII")  # kind, width; bytes of the bucket, words that differ
+"""The largest useful code, as a share of its bucket."""
+_HEAD = struct.Struct("<BBxxII")  # kind, width; bytes of the bucket, words in the code
 _LENGTH = struct.Struct("<I")
 _SPARSE, _DENSE = 1, 2
 _TYPES: dict[int, tuple[type[Any], type[Any]]] = {
     1: (np.uint8, np.int8), 2: (np.uint16, np.int16), 4: (np.uint32, np.int32), 8: (np.uint64, np.int64)
 }  # fmt: skip
-_GROUP = 8  # bytes that are compared at once; what is left of a bucket behind them is sent as it is
-_PROBE = 32 << 10  # words by which it is told whether a dense code is worth making
-_BLOCK = 64 << 10  # words subtracted at once, so that each step finds them in the cache
+_GROUP = 8  # bytes compared at once; the rest of a bucket, less than this, is sent unchanged
+_PROBE = 32 << 10  # words of the sample that decides whether a dense code is made
+_BLOCK = 64 << 10  # words subtracted at once: they stay in the cache
 _STEP = 255
-_MOST_WINDOW = 8 << 20  # what a frame may ask for beside its content; ours ask for 512 KB
+_MOST_WINDOW = 8 << 20  # memory for a frame beside its content; valid frames need 512 KB
 _own = threading.local()
 
 
 def encode(new: Bytes, base: Bytes, width: int) -> bytes | None:
-    """A code that is clearly smaller than ``new``, of the same size as ``base``, or None. Uint8, contiguous. Releases the GIL
-    for most of its time."""
+    """Return the delta of ``new`` against ``base``; None if it is not clearly smaller than ``new``.
+    Both contiguous, of the same size. ``width``: bytes of a word. Releases the GIL most of the
+    time."""
     size = len(new) // _GROUP * _GROUP
     head, tail = (new[:size], base[:size]), new[size:].tobytes()
     differ = _differ(*head, _GROUP)
@@ -66,10 +69,10 @@ def encode(new: Bytes, base: Bytes, width: int) -> bytes | None:
 
 
 def apply(code: Any, base: Bytes, out: Bytes) -> None:
-    """Make ``out`` what was encoded against ``base``; both uint8, contiguous, of one size, without overlap. Whatever the
-    code is, no more memory is taken than a few times their size, and ``out`` is written only by one that can be read.
-    That it was made against this base is for digests to say. Raises ProtocolError.
-    """
+    """Write the bucket encoded against ``base`` to ``out``, of the same size. Both contiguous,
+    without overlap. Raises ProtocolError for an invalid code, before ``out`` is written. Memory is
+    limited to a few times the bucket for any code. A wrong base is not detected: compare
+    digests."""
     data = memoryview(code).cast("B")
     try:
         kind, width, nbytes, count = _HEAD.unpack_from(data)
@@ -109,14 +112,14 @@ def apply(code: Any, base: Bytes, out: Bytes) -> None:
 
 
 def _differ(new: Bytes, base: Bytes, width: int) -> npt.NDArray[np.bool_]:
-    """Which words differ."""
+    """Return a mask of the changed words."""
     unsigned, _ = _TYPES[width]
     differ: npt.NDArray[np.bool_] = new.view(unsigned) != base.view(unsigned)
     return differ
 
 
 def _listed(new: Bytes, base: Bytes, groups: Words, width: int) -> tuple[Words, Words]:
-    """Places of the words that differ, all in these groups, and the differences, folded."""
+    """Return the places of the changed words, all in these groups, and their folded differences."""
     unsigned, _ = _TYPES[width]
     shift = (_GROUP // width).bit_length() - 1
     difference = new.view(np.uint64)[groups].view(unsigned) - base.view(np.uint64)[groups].view(unsigned)
@@ -126,7 +129,7 @@ def _listed(new: Bytes, base: Bytes, groups: Words, width: int) -> tuple[Words, 
 
 
 def _gaps(places: Words) -> Bytes:
-    """How many words lie before each place, from the one before."""
+    """Return the number of unchanged words before each place, since the last one."""
     gaps = places.copy()
     gaps[1:] -= places[:-1] + 1
     wide = np.flatnonzero(gaps >= _STEP)
@@ -156,7 +159,7 @@ def _places(gaps: Bytes, count: int, words: int) -> Words:
 
 
 def _folded(difference: Words) -> Words:
-    """Small ones of either sign as small numbers without."""
+    """Map small differences of either sign to small unsigned numbers."""
     unsigned, signed = _TYPES[difference.itemsize]
     sign = difference.view(signed) >> (8 * difference.itemsize - 1)
     folded: Words = (difference << unsigned(1)) ^ sign.view(unsigned)
@@ -183,13 +186,13 @@ def _unfolded(planes: list[Bytes], width: int) -> Words:
 
 
 def _planes(words: Words) -> list[Bytes]:
-    """The low bytes of all, then the next ones, ..."""
+    """Return the low bytes of all words, then the next bytes, and so on."""
     unsigned, _ = _TYPES[words.itemsize]
     return [(words >> unsigned(8 * number)).astype(np.uint8) for number in range(words.itemsize)]
 
 
 def _promising(new: Bytes, base: Bytes, width: int) -> bool:
-    """Whether a piece in the middle compresses."""
+    """True if a sample from the middle compresses."""
     middle = len(new) // 2 // _GROUP * _GROUP
     part = slice(middle, middle + _PROBE * width)
     folded = _folded_all(new[part], base[part], width)
@@ -200,14 +203,14 @@ def _promising(new: Bytes, base: Bytes, width: int) -> bool:
 
 
 def _pack(stream: Bytes) -> bytes:
-    if not hasattr(_own, "compressor"):  # neither may be used by two threads at once
+    if not hasattr(_own, "compressor"):  # a compressor is not thread-safe
         _own.compressor = zstandard.ZstdCompressor(level=1)
     packed: bytes = _own.compressor.compress(stream.data)
     return packed
 
 
 def _unpack(data: memoryview, least: int, most: int) -> tuple[Bytes, memoryview]:
-    """The next stream, of ``least`` to ``most`` bytes, and what follows it."""
+    """Return the next stream, of ``least`` to ``most`` bytes, and the data behind it."""
     (length,) = _LENGTH.unpack_from(data)
     packed, rest = data[_LENGTH.size : _LENGTH.size + length], data[_LENGTH.size + length :]
     if len(packed) != length:
@@ -215,7 +218,7 @@ def _unpack(data: memoryview, least: int, most: int) -> tuple[Bytes, memoryview]
     if not hasattr(_own, "decompressor"):
         _own.decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
     try:
-        size = zstandard.frame_content_size(packed)  # what it says is what would be allocated
+        size = zstandard.frame_content_size(packed)  # checked before it is allocated
         if not least <= size <= most:
             raise ProtocolError(f"a delta with a stream of {size} bytes; {least} to {most} are expected")
         raw = np.frombuffer(_own.decompressor.decompress(packed, allow_extra_data=False), np.uint8)

@@ -1,7 +1,7 @@
-"""Copying a tensor of torch or numpy into a chunk, bit for bit or converted, and comparing it with what lies there.
+"""TensorSource: a tensor of torch or numpy, to be copied into a chunk bit for bit or converted.
 
-A tensor that lies contiguous is copied in spans of its elements, so that what is copied already can be hashed
-then, or while the next span is; any other at once. Chunks are numpy arrays, or torch tensors on a device.
+A contiguous tensor is copied in spans of its elements, so that copied spans can be hashed
+meanwhile; any other at once. Chunks are numpy arrays, or torch tensors on a device.
 """
 
 from __future__ import annotations
@@ -17,61 +17,67 @@ import numpy as np
 from ..errors import SchemaError
 from ..types.dtypes import FLOATS, carrier, dtype_name, is_torch, storable
 
-SPAN_BYTES = 256 << 10  # of comparisons: what both sides have of it stays in cache
+SPAN_BYTES = 256 << 10  # compared at a time: both sides stay in the cache
 
 
-class Source(ABC):
-    """A tensor to be copied. ``identity``: equal for tensors that are the same elements of the same memory, while ``held()``:
-    whether somebody still has that memory. A tensor that is made where one lay that is gone is another one. ``here``: whether this
-    thread copies it, and nobody else: no device, no threads of torch."""
+class TensorSource(ABC):
+    """A tensor to be copied. ``identity``: equal for the same elements of the same memory, while
+    ``held()`` is True: its owner still exists. A new tensor at the address of a freed one has
+    another identity. ``local``: True if the calling thread alone copies it: no device, and no
+    threads of torch."""
 
     dtype: str
     shape: tuple[int, ...]
     size: int
     contiguous: bool
-    here: bool
+    local: bool
     identity: tuple[Any, ...]
     held: Callable[[], bool]
 
     @abstractmethod
-    def copy(self, room: Any, dtype: str, first: int, last: int) -> None:
-        """Elements ``first`` to ``last`` (all, unless contiguous) become the bytes of ``room``."""
+    def copy(self, memory: Any, dtype: str, first: int, last: int) -> None:
+        """Copy elements ``first`` to ``last`` (all, unless contiguous) to the bytes of
+        ``memory``."""
 
     @abstractmethod
-    def equals(self, room: Any, dtype: str) -> bool:
-        """Whether the bytes in ``room`` are what ``copy`` would write."""
+    def equals(self, memory: Any, dtype: str) -> bool:
+        """True if ``memory`` holds the bytes that ``copy`` would write."""
 
 
-def source(tensor: Any) -> Source:
-    """Raises SchemaError for what has no plain values."""
+def tensor_source(tensor: Any) -> TensorSource:
+    """Return the source of a tensor. Raises SchemaError for values that are no plain numbers."""
     return TorchSource(tensor) if is_torch(tensor) else NumpySource(tensor)
 
 
-class NumpySource(Source):
+class NumpySource(TensorSource):
+    """A numpy array, or a value that becomes one."""
+
     def __init__(self, array: Any) -> None:
         array = np.asarray(array)
         self.dtype = dtype_name(array.dtype)
         self.shape, self.size = array.shape, array.size
-        self.contiguous, self.here = array.flags.c_contiguous, True
+        self.contiguous, self.local = array.flags.c_contiguous, True
         self._array = array.reshape(-1) if self.contiguous else array
-        where, self.held = _memory(array)
+        where, self.held = _numpy_identity(array)
         self.identity = (*where, array.ctypes.data, array.shape, array.strides, array.dtype.str, self.dtype)
 
-    def copy(self, room: Any, dtype: str, first: int, last: int) -> None:
-        if not isinstance(room, np.ndarray):
-            torch, span = sys.modules["torch"], np.empty(room.shape, np.uint8)
+    def copy(self, memory: Any, dtype: str, first: int, last: int) -> None:
+        """See ``TensorSource.copy``."""
+        if not isinstance(memory, np.ndarray):
+            torch, span = sys.modules["torch"], np.empty(memory.shape, np.uint8)
             self.copy(span, dtype, first, last)
-            room.copy_(torch.from_numpy(span))
+            memory.copy_(torch.from_numpy(span))
             return
-        into = room.view(carrier(dtype))
+        into = memory.view(carrier(dtype))
         with np.errstate(all="ignore"):
             if self.contiguous:
                 np.copyto(into, self._array[first:last], casting="unsafe")
             else:
                 np.copyto(into.reshape(self.shape), self._array, casting="unsafe")
 
-    def equals(self, room: Any, dtype: str) -> bool:
-        there = room if isinstance(room, np.ndarray) else room.cpu().numpy()
+    def equals(self, memory: Any, dtype: str) -> bool:
+        """See ``TensorSource.equals``."""
+        there = memory if isinstance(memory, np.ndarray) else memory.cpu().numpy()
         width = carrier(dtype).itemsize
         step = max(SPAN_BYTES // width, 1) if self.contiguous else max(self.size, 1)
         for first in range(0, self.size, step):
@@ -83,7 +89,9 @@ class NumpySource(Source):
         return True
 
 
-class TorchSource(Source):
+class TorchSource(TensorSource):
+    """A torch tensor on any device."""
+
     def __init__(self, tensor: Any) -> None:
         if hasattr(tensor, "full_tensor"):
             raise SchemaError(
@@ -96,30 +104,32 @@ class TorchSource(Source):
         self.contiguous = plain.is_contiguous()
         self._tensor = plain.reshape(-1) if self.contiguous else plain
         self._bytes: np.ndarray[Any, Any] | None = None
-        self.here = plain.device.type == "cpu" and sys.modules["torch"].get_num_threads() == 1
-        where, self.held = _torch_memory(plain)
-        writes = -1 if tensor.is_inference() else tensor._version  # filled anew in between, it is another tensor
+        self.local = plain.device.type == "cpu" and sys.modules["torch"].get_num_threads() == 1
+        where, self.held = _torch_identity(plain)
+        writes = -1 if tensor.is_inference() else tensor._version  # a refilled buffer is another tensor
         self.identity = (*where, writes, plain.data_ptr(), self.shape, plain.stride(), self.dtype)
 
-    def copy(self, room: Any, dtype: str, first: int, last: int) -> None:
+    def copy(self, memory: Any, dtype: str, first: int, last: int) -> None:
+        """See ``TensorSource.copy``."""
         torch = sys.modules["torch"]
-        if self.here and self.contiguous and dtype == self.dtype and isinstance(room, np.ndarray):
+        if self.local and self.contiguous and dtype == self.dtype and isinstance(memory, np.ndarray):
             if self._bytes is None:
                 self._bytes = self._tensor.view(torch.uint8).numpy()
             width = carrier(dtype).itemsize
-            np.copyto(room, self._bytes[first * width : last * width])  # on one thread it is the faster one
+            np.copyto(memory, self._bytes[first * width : last * width])  # faster than torch on one thread
             return
-        into = torch.from_numpy(room) if isinstance(room, np.ndarray) else room
+        into = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
         if not self.contiguous:
             into.view(getattr(torch, dtype)).view(self.shape).copy_(self._tensor)
-        elif dtype == self.dtype:  # as bytes: not every dtype can be copied as what it is
+        elif dtype == self.dtype:  # as bytes: not every dtype can be copied as such
             into.copy_(self._tensor[first:last].view(torch.uint8))
         else:
             into.view(getattr(torch, dtype)).copy_(self._tensor[first:last])
 
-    def equals(self, room: Any, dtype: str) -> bool:
+    def equals(self, memory: Any, dtype: str) -> bool:
+        """See ``TensorSource.equals``."""
         torch = sys.modules["torch"]
-        there = torch.from_numpy(room) if isinstance(room, np.ndarray) else room
+        there = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
         flat, width = self._tensor.reshape(-1), carrier(dtype).itemsize
         step = max(SPAN_BYTES // width, 1)
         for first in range(0, self.size, step):
@@ -130,13 +140,14 @@ class TorchSource(Source):
         return True
 
 
-def _memory(array: Any) -> tuple[tuple[Any, ...], Callable[[], bool]]:
-    """Whose memory an array shows, and whether it still has it."""
+def _numpy_identity(array: Any) -> tuple[tuple[Any, ...], Callable[[], bool]]:
+    """Return the identity of an array's memory, and a function that returns True while it
+    exists."""
     owner = array
     while True:
         below = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
         if is_torch(below):
-            return _torch_memory(below)
+            return _torch_identity(below)
         if below is None or not isinstance(owner, (np.ndarray, memoryview)):
             break
         try:
@@ -148,15 +159,17 @@ def _memory(array: Any) -> tuple[tuple[Any, ...], Callable[[], bool]]:
     return ("numpy", id(owner)), lambda: alive() is not None
 
 
-def _torch_memory(tensor: Any) -> tuple[tuple[Any, ...], Callable[[], bool]]:
-    """As ``_memory``. Views of a tensor share a storage; no other gets its number while it is referred to here, weakly."""
+def _torch_identity(tensor: Any) -> tuple[tuple[Any, ...], Callable[[], bool]]:
+    """Return the same for a tensor. Views share a storage; while its weak reference exists, no
+    other storage gets its address."""
     storage = tensor.untyped_storage()
     alive = sys.modules["torch"].multiprocessing.reductions.StorageWeakRef(storage)
     return ("torch", str(tensor.device), storage._cdata), lambda: not alive.expired()
 
 
 def check_conversion(name: str, dtype: str, wanted: str) -> None:
-    """Raises SchemaError unless values of ``dtype`` may be published as ``wanted``: floating-point numbers, as such."""
+    """Raise SchemaError unless tensors of ``dtype`` may be published as ``wanted``: floating-point
+    numbers as floating-point numbers."""
     carrier(wanted)
     if dtype != wanted and not {dtype, wanted} <= set(FLOATS):
         raise SchemaError(

@@ -1,4 +1,4 @@
-"""Board: what the members of a process group tell each other before they are connected, kept by the publisher."""
+"""KeyValueStore: what the members of a process group tell each other before they are connected, kept by the publisher."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from asyncflow_sdk.errors import ProtocolError
 
-from .dist_group import Exchange
+from .dist_group import StoreProxy
 
 MAX_KEYS, MAX_BYTES = 1024, 16 << 10
 """Of a board, and of a key with its value: gloo has a key of 200 bytes for each member, NCCL one of 128 in all."""
 Found = Callable[[list[bytes] | None], Any]
 
 
-class Board:
+class KeyValueStore:
     """Values by key, and who waits for them. Thread-safe."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Board:
         self.failed = self.failed or why
         self._tell()
 
-    def store(self, stall_s: float) -> Exchange:
+    def store(self, stall_s: float) -> StoreProxy:
         """For a member in this process."""
 
         def look(keys: list[str]) -> list[bytes]:
@@ -65,7 +65,7 @@ class Board:
                 raise ConnectionError(self.failed)
             return values
 
-        return Exchange(self.put, look)
+        return StoreProxy(self.put, look)
 
     def _tell(self) -> None:
         ready, still = [], []

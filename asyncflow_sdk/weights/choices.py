@@ -1,28 +1,32 @@
-"""Negotiating: how weights travel and when they are loaded, where nobody said so, and whether what was said can work.
+"""Choices: the transport of weights, and the policy of loading them, by what engines and transports
+declare.
 
-Engines and transports declare what they can (``Capabilities``; ``can`` of an AdapterSpec). What is chosen comes with its reason; what
-cannot work is refused with it, by the driver as far as it knows, else by the engine's worker before it takes a prompt.
+They declare it in ``Capabilities`` and ``AdapterSpec.can``. Each choice has a reason. An impossible
+request is refused with the reason: by the driver as far as it knows, else by the engine's worker
+before it takes a prompt.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError
-from ..interfaces import Capabilities, Host, WeightReceiver
+from ..errors import ConfigError, PluginError
+from ..interfaces import Capabilities, Host, WeightReceiver, WeightTransport
 from ..plugins import registry
 from ..types.config import check_policy, check_proofs
 
 AUTO = "auto"
 TRANSPORTS = ("shm", "tcp")
-"""Those that are chosen unasked where they fit, the best first; others only where an engine takes nothing else."""
+"""Candidates of "auto", the best first. Others are candidates only if an engine accepts no other.
+"""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, for which thing, and why."""
+    """``what``: the setting. ``chosen``: its value. ``reason``: for people."""
 
     what: str
     chosen: str
@@ -32,13 +36,35 @@ class Choice:
         return f"{self.chosen}: {self.reason}"
 
 
+def make_transport(name: str, **options: Any) -> WeightTransport:
+    """Return a transport found through the hook. Raises PluginError that lists the known ones, and
+    ConfigError that lists its options."""
+    adapter = registry().get("transport", name)
+    try:
+        factory = adapter.load()
+    except PluginError as error:
+        plain = [a.spec.name for a in registry().adapters if a.spec.kind == "transport" and not a.spec.requires]
+        raise PluginError(f"{error}. Transports that need nothing more: {', '.join(plain)}") from error
+    known = inspect.signature(factory).parameters
+    odd = options.keys() - known.keys()
+    if odd and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        has = f"its options: {', '.join(known)}" if known else "it has none"
+        raise ConfigError(f"transport {name!r} has no option {', '.join(map(repr, sorted(odd)))}; {has}")
+    try:
+        made: WeightTransport = factory(**options)
+    except TypeError as error:
+        raise ConfigError(f"transport {name!r} cannot be made with options {options}: {error}") from error
+    return made
+
+
 def choose_transport(elsewhere: str, only: Mapping[str, Collection[str]], *, asked: str = AUTO) -> Choice:
-    """``elsewhere``: why some may not see this host's memory; "" where all do. ``only``: of engines that cannot take weights by any
-    transport, those they can. Raises ConfigError with the reason for each that was looked at; PluginError for one that was
-    asked for and is not installed."""
+    """Choose the transport. ``elsewhere``: why some members cannot see this host's memory; "" if
+    all can. ``only``: by engine, the transports it accepts, for engines that do not accept all.
+    Raises ConfigError with the reason for each candidate; PluginError if ``asked`` is not
+    installed."""
     if asked != AUTO:
         registry().get("transport", asked)
-        why_not = _unfit(asked, "", only)  # whoever asks for it knows where it will be
+        why_not = _why_unfit(asked, "", only)  # the user knows the hosts
         if why_not:
             raise ConfigError(f"transport={asked!r} cannot work: {why_not}")
         return Choice("transport", asked, "as asked")
@@ -48,15 +74,15 @@ def choose_transport(elsewhere: str, only: Mapping[str, Collection[str]], *, ask
         if registry().find("transport", name) is None:
             refused.append(f"{name}: it is not installed")
             continue
-        why_not = _unfit(name, elsewhere, only)
+        why_not = _why_unfit(name, elsewhere, only)
         if not why_not:
             return Choice("transport", name, "; ".join(refused) or "everything is on this host, so nothing is moved")
         refused.append(f"{name}: {why_not}")
     raise ConfigError(f"no transport can work: {'; '.join(refused)}")
 
 
-def _unfit(name: str, elsewhere: str, only: Mapping[str, Collection[str]]) -> str:
-    """Why a transport cannot be taken; "" if it can."""
+def _why_unfit(name: str, elsewhere: str, only: Mapping[str, Collection[str]]) -> str:
+    """Return why a transport cannot be used; "" if it can."""
     adapter = registry().find("transport", name)
     if elsewhere and adapter is not None and adapter.spec.declared("hosts") == ("one",):
         return f"it works on one host, and {elsewhere}"
@@ -67,7 +93,7 @@ def _unfit(name: str, elsewhere: str, only: Mapping[str, Collection[str]]) -> st
 
 
 def choose_encoding(transport: str, keep: int, options: Mapping[str, Any]) -> Choice | None:
-    """How bytes travel by a transport; None where nobody knows."""
+    """Return how a transport encodes bytes; None if it does not declare it."""
     adapter = registry().find("transport", transport)
     can = adapter.spec.declared("encodings") if adapter is not None else None
     if can is None:
@@ -86,7 +112,8 @@ def choose_encoding(transport: str, keep: int, options: Mapping[str, Any]) -> Ch
 def choose_swap(
     name: str, can: Set[str], asked: str = AUTO, *, token_versions: bool = True, verify: Sequence[str] = ()
 ) -> Choice:
-    """When an engine loads new weights. ``can``: as in ``Capabilities.swap``. Raises ConfigError for what it cannot do."""
+    """Choose when an engine loads new weights. ``can``: ``Capabilities.swap``. Raises ConfigError
+    for a policy the engine does not support."""
     if asked != AUTO:
         check_swap(name, Capabilities(swap=frozenset(can), token_versions=token_versions), asked)  # type: ignore[arg-type]
         return Choice("swap", asked, "as asked")
@@ -104,7 +131,7 @@ def choose_swap(
 
 
 def check_swap(name: str, can: Capabilities, swap: str) -> None:
-    """Raises ConfigError with the reason unless an engine can be given new weights so."""
+    """Raise ConfigError with the reason unless an engine supports this swap policy."""
     check_policy(swap)
     can_do = ", ".join(sorted(can.swap)) or "nothing"
     if (swap if swap in ("partial", "in_flight") else "drain") not in can.swap:
@@ -117,7 +144,8 @@ def check_swap(name: str, can: Capabilities, swap: str) -> None:
 
 
 def check_verify(name: str, can: Capabilities, verify: Sequence[str], *, running: bool) -> None:
-    """Raises ConfigError with the reason unless an engine can prove so what it loaded."""
+    """Raise ConfigError with the reason unless an engine can give these proofs. ``running``:
+    requests run during a load."""
     check_proofs(verify)
     if "probe" in verify and not can.logprobs:
         raise ConfigError(f'{name} cannot score given responses, which verify="probe" asks for')
@@ -130,10 +158,10 @@ def check_verify(name: str, can: Capabilities, verify: Sequence[str], *, running
 
 
 def check_fetching(name: str, can: Capabilities, transport: str, host: Host) -> None:
-    """Raises ConfigError, PluginError unless an engine in this process can get weights by a transport."""
+    """Raise ConfigError or PluginError unless an engine in this process can receive weights by a
+    transport."""
     if can.transports is not None and transport not in can.transports:
         takes = ", ".join(sorted(can.transports)) or "nothing"
         raise ConfigError(f"{name} cannot take weights by {transport}, only by {takes}; say Weights(transport=...)")
-    made = registry().get("transport", transport).load()()
-    receiver: WeightReceiver = made.receiver(host)
+    receiver: WeightReceiver = make_transport(transport).receiver(host)
     receiver.close()

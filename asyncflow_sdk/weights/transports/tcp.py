@@ -1,18 +1,18 @@
-"""Weights over tcp: from the publisher's host memory to that of a replica on any host.
+"""Transport ``tcp``: from the publisher's host memory to replicas on any host.
 
     run.weight_publisher("tcp")                                               # with keys
-    run.weight_publisher("tcp", listen="tcp://10.0.0.7:9000", insecure=True)  # without, on a network of one's own
+    run.weight_publisher("tcp", listen="tcp://10.0.0.7:9000", insecure=True)  # without: trusted networks only
 
-Replicas ask for buckets, several at a time, and verify each as it comes. One that has an earlier version which the
-publisher still keeps gets what differs from it, where that is smaller; where it is not, it gets the next version while
-that is written.
+Replicas request several buckets at a time, and verify each on arrival. A replica with an earlier
+version that the publisher still keeps gets deltas where they are smaller. Where they are not, it
+streams the next version while it is written.
 """
 
 from __future__ import annotations
 
-from ..errors import ConfigError
-from ..interfaces.weights import Host, WeightTransport
-from ..types.validation import check_least
+from ...errors import ConfigError
+from ...interfaces.weights import Host, WeightTransport
+from ...types.validation import check_least
 from .tcp_receiver import TcpReceiver
 from .tcp_sender import TcpSender
 
@@ -22,9 +22,9 @@ DELTA_BYTES = 256 << 20
 class TcpTransport(WeightTransport):
     """Both ends, by the name ``tcp``.
 
-    ``listen``: an address for the publisher instead of any port of its host. ``insecure``: without keys;
-    everyone who reaches the publisher's address may fetch the weights. ``delta_bytes``: the publisher's memory for deltas that may
-    serve another replica; 0: whole buckets are sent, always.
+    ``listen``: the publisher's address; default: a free port of its host. ``insecure``: no keys, so
+    everyone with access to the address may fetch the weights. ``delta_bytes``: the publisher's
+    memory for deltas made for one replica and kept for others; 0: whole buckets only.
     """
 
     def __init__(self, *, listen: str | None = None, insecure: bool = False, delta_bytes: int = DELTA_BYTES) -> None:
@@ -34,7 +34,9 @@ class TcpTransport(WeightTransport):
         self._listen, self._insecure, self._delta_bytes = listen, insecure, delta_bytes
 
     def sender(self, host: Host) -> TcpSender:
+        """See ``WeightTransport.sender``."""
         return TcpSender(host, listen=self._listen, insecure=self._insecure, delta_bytes=self._delta_bytes)
 
     def receiver(self, host: Host) -> TcpReceiver:
+        """See ``WeightTransport.receiver``."""
         return TcpReceiver()

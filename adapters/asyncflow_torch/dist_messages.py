@@ -11,7 +11,7 @@ from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.types.manifest import Bucket
 
 
-class Where(msgspec.Struct, frozen=True, array_like=True):
+class DistAddress(msgspec.Struct, frozen=True, array_like=True):
     """How receivers reach a publisher's rounds. ``insecure``: beyond loopback too. ``stall_s``: how long one member may hold up
     the others. ``rank``: of the publisher."""
 
@@ -23,8 +23,8 @@ class Where(msgspec.Struct, frozen=True, array_like=True):
     rank: int = 0
 
 
-class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
-    """A receiver asks for a version; answered with Start. ``ask`` counts up. ``root``: of the manifest it has."""
+class JoinRound(msgspec.Struct, frozen=True, array_like=True, tag="join"):
+    """A receiver asks for a version; answered with RoundStart. ``ask`` counts up. ``root``: of the manifest it has."""
 
     ask: int
     version: int
@@ -32,13 +32,13 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     name: str
 
 
-class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+class LeaveRound(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
     """It wants no more what it asked for last, by ``ask`` or before."""
 
     ask: int
 
 
-class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
+class PutKey(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     """For the members of a group that is being made."""
 
     group: int
@@ -46,21 +46,21 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     value: bytes
 
 
-class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
+class GetKeys(msgspec.Struct, frozen=True, array_like=True, tag="look"):
     """Answered with a list of bytes once all of them are there."""
 
     group: int
     keys: tuple[str, ...]
 
 
-class Over(msgspec.Struct, frozen=True, array_like=True, tag="over"):
+class EndRound(msgspec.Struct, frozen=True, array_like=True, tag="over"):
     """A member is through with a round. ``error``: what broke it; answered, once it is known, with who did (a text)."""
 
     round: int
     error: str = ""
 
 
-class Start(msgspec.Struct, frozen=True, array_like=True):
+class RoundStart(msgspec.Struct, frozen=True, array_like=True):
     """A round begins: ``names`` of its members by rank, and the receiver's own rank. A ``group`` it knows is used again."""
 
     round: int
@@ -70,18 +70,18 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
 
 GO_ON, UNWANTED, CLOSING = 0, 1, 2
-"""What the publisher says before every stretch of buckets."""
-STRETCH_BYTES = 64 << 20
+"""What the publisher says before every batch of buckets."""
+BATCH_BYTES = 64 << 20
 
 encode = msgspec.msgpack.Encoder().encode
-asked = msgspec.msgpack.Decoder(Join | Leave | Put | Look | Over)
+asked = msgspec.msgpack.Decoder(JoinRound | LeaveRound | PutKey | GetKeys | EndRound)
 BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def where_of(raw: bytes) -> Where:
+def decode_address(raw: bytes) -> DistAddress:
     """Raises ProtocolError for what no sender wrote."""
     try:
-        where = msgspec.msgpack.decode(raw, type=Where)
+        where = msgspec.msgpack.decode(raw, type=DistAddress)
     except BAD as error:
         raise ProtocolError(f"this does not say where a dist publisher is: {error}") from None
     if not 0 < where.stall_s <= 3600:
@@ -89,14 +89,14 @@ def where_of(raw: bytes) -> Where:
     return where
 
 
-def stretches(manifest: Manifest) -> Iterator[list[Bucket]]:
-    """All buckets of a manifest, in lists of about STRETCH_BYTES."""
-    many = max(1, STRETCH_BYTES // manifest.bucket_bytes)
-    stretch: list[Bucket] = []
+def bucket_batches(manifest: Manifest) -> Iterator[list[Bucket]]:
+    """All buckets of a manifest, in lists of about BATCH_BYTES."""
+    many = max(1, BATCH_BYTES // manifest.bucket_bytes)
+    batch: list[Bucket] = []
     for bucket in manifest.buckets():
-        stretch.append(bucket)
-        if len(stretch) == many:
-            yield stretch
-            stretch = []
-    if stretch:
-        yield stretch
+        batch.append(bucket)
+        if len(batch) == many:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

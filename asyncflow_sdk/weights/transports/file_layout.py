@@ -1,9 +1,9 @@
-"""How the chunks of a manifest lie in safetensors files: which bytes, in which order, behind which header.
+"""ChunkFiles: the chunks of a manifest as safetensors files: names, headers and byte ranges.
 
-The whole tensors of a chunk lie in one file, one after another, without what pads them in memory, which is zero: safetensors
-allows no holes. A tensor of which a rank has a piece lies in a file of its own, whole, under its own name: each rank writes
-its piece there. The layout of all of them follows from one rank's manifest, so that whoever reads knows every byte of a header
-beforehand, and ranks write one file without a word to each other.
+The whole tensors of a chunk share one file, without the zero padding between them: safetensors
+allows no holes. A tensor in pieces has a file of its own, and each rank writes its piece there. The
+layout follows from one rank's manifest: readers know all headers in advance, and ranks write to one
+file without coordination.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..errors import WeightMismatch
-from ..types import Manifest, TensorInfo, carrier
-from ..types.safetensors import METADATA, TensorEntry, dtype_metadata, encode_header, entry
+from ...errors import WeightMismatch
+from ...types import Manifest, TensorInfo, carrier
+from ...types.safetensors import METADATA, TensorEntry, dtype_metadata, encode_header, entry
 
 INDEX = "model.safetensors.index.json"
 ALIGN = 64  # of a file's first tensor
@@ -31,8 +31,8 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file. ``nbytes``: of the whole file. ``holds``: names of its tensors, as safetensors knows them; ``tied``: other
-    names of some of them. ``shared``: it holds one whole tensor, of which each rank writes its pieces."""
+    """A safetensors file of ``nbytes``. ``holds``: its tensors' names. ``tied``: further names of
+    its tensors. ``shared``: True for one tensor in pieces, written by several ranks."""
 
     name: str
     header: bytes
@@ -42,7 +42,7 @@ class TensorFile:
     shared: bool = False
 
 
-class Run(NamedTuple):
+class FileRun(NamedTuple):
     """Bytes ``start`` to ``stop`` of a chunk lie in ``file``, from byte ``place`` on."""
 
     start: int
@@ -50,56 +50,35 @@ class Run(NamedTuple):
     file: TensorFile
     place: int
 
+    def cut(self, start: int, stop: int) -> FileRun:
+        """Return the part within these bytes of the chunk."""
+        low = max(start, self.start)
+        return FileRun(low, min(stop, self.stop), self.file, self.place + low - self.start)
+
 
 @dataclass(frozen=True)
 class ChunkFiles:
-    """Where a chunk lies. ``files``: those that hold a part of it. ``runs``: in the order of the chunk's bytes; what is in none is
+    """The files of a chunk. ``runs``: in the order of the chunk's bytes; bytes in no run are
     padding."""
 
     files: tuple[TensorFile, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[FileRun, ...]
 
     def pieces(self, chunk: Bytes, start: int, stop: int) -> Iterator[tuple[TensorFile, int, list[Bytes]]]:
-        """Of bytes ``start`` to ``stop`` of a chunk, those that lie in files: the file, where in it, and views of bytes that
-        follow one another there."""
-        views: list[Bytes] = []
-        begins = ends = 0
-        before: TensorFile | None = None
-        for n in range(bisect.bisect_right(self.runs, start, key=lambda run: run.stop), len(self.runs)):
-            run = self.runs[n]
-            low, high = max(start, run.start), min(stop, run.stop)
-            if low >= high:
-                break
-            place = run.place + low - run.start
-            if before is not None and (run.file is not before or place != ends):
-                yield before, begins, views
-                views, before = [], None
-            if before is None:
-                before, begins = run.file, place
-            views.append(chunk[low:high])
-            ends = place + high - low
-        if before is not None:
-            yield before, begins, views
+        """Yield bytes ``start`` to ``stop`` of a chunk by file: the file, the position in it, and
+        views of adjacent bytes."""
+        first = bisect.bisect_right(self.runs, start, key=lambda run: run.stop)
+        runs = itertools.takewhile(lambda run: run.start < stop, itertools.islice(self.runs, first, None))
+        return _merge(chunk, (run.cut(start, stop) for run in runs))
 
     def bytes_of(self, file: TensorFile, chunk: Bytes) -> Iterator[tuple[int, list[Bytes]]]:
-        """What a file has of a chunk: where in the file, and views of bytes that follow one another there."""
-        views: list[Bytes] = []
-        begins = ends = 0
-        for run in self.runs:
-            if run.file is not file:
-                continue
-            if views and run.place != ends:
-                yield begins, views
-                views = []
-            if not views:
-                begins = run.place
-            views.append(chunk[run.start : run.stop])
-            ends = run.place + run.stop - run.start
-        if views:
-            yield begins, views
+        """Yield the bytes of a chunk in ``file``: the position in the file, and views of adjacent
+        bytes."""
+        for _, place, views in _merge(chunk, (run for run in self.runs if run.file is file)):
+            yield place, views
 
     def gaps(self, chunk: Bytes) -> Iterable[Bytes]:
-        """The bytes of a chunk that lie in no file."""
+        """Yield the bytes of a chunk that lie in no file."""
         end = 0
         for run in self.runs:
             if end < run.start:
@@ -109,18 +88,35 @@ class ChunkFiles:
             yield chunk[end:]
 
 
+def _merge(chunk: Bytes, runs: Iterable[FileRun]) -> Iterator[tuple[TensorFile, int, list[Bytes]]]:
+    """Join runs that are adjacent in their file."""
+    file: TensorFile | None = None
+    views: list[Bytes] = []
+    begin = end = 0
+    for run in runs:
+        if file is not None and (run.file is not file or run.place != end):
+            yield file, begin, views
+            file, views = None, []
+        if file is None:
+            file, begin = run.file, run.place
+        views.append(chunk[run.start : run.stop])
+        end = run.place + run.stop - run.start
+    if file is not None:
+        yield file, begin, views
+
+
 def chunk_files(manifest: Manifest, prefix: str = "") -> list[ChunkFiles]:
-    """Of each chunk. ``prefix``: of the names of this rank's own files. Raises WeightMismatch for tensors that do not fit into
-    their chunks."""
+    """Return the files of each chunk. ``prefix``: of this rank's own files. Raises WeightMismatch
+    for tensors outside their chunks."""
     inside: list[list[TensorInfo]] = [[] for _ in manifest.chunks]
     for tensor in manifest.tensors:
         if not inside and not tensor.nbytes:
-            continue  # of nothing but empty tensors
+            continue  # all tensors are empty
         fits = 0 <= tensor.chunk < len(inside) and tensor.offset >= 0 and all(n >= 0 for n in tensor.shape)
         if (
             not fits
             or tensor.offset + tensor.nbytes > manifest.chunks[tensor.chunk].nbytes
-            or not _lies_in_whole(tensor)
+            or not _is_inside_whole(tensor)
         ):
             raise WeightMismatch(
                 f"version {manifest.version}: tensor {tensor.name!r} does not lie in chunk {tensor.chunk}"
@@ -133,9 +129,9 @@ def chunk_files(manifest: Manifest, prefix: str = "") -> list[ChunkFiles]:
     ]
 
 
-def index(version: int, root: str, files: Iterable[TensorFile]) -> bytes:
-    """What Hugging Face tools read first: in which file each tensor is. Tied names are left out, as ``save_pretrained`` does,
-    and listed beside."""
+def encode_index(version: int, root: str, files: Iterable[TensorFile]) -> bytes:
+    """Return the index file of Hugging Face tools: the file of each tensor. Tied names are listed
+    in its metadata only, as ``save_pretrained`` does."""
     each = {file.name: file for file in files}
     metadata = {
         "total_size": sum(file.nbytes - len(file.header) for file in each.values()),
@@ -152,12 +148,12 @@ def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFil
     metadata = {"format": "pt"}
     own: list[tuple[int, int, int]] = []  # bytes of the chunk, and where in the file's data
     shared: dict[str, TensorFile] = {}
-    pieces: list[Run] = []
+    pieces: list[FileRun] = []
     tied: dict[str, str] = {}
     last: TensorInfo | None = None
     end = size = 0
     for tensor in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
-        if last is not None and tensor.nbytes and _place(tensor) == _place(last):
+        if last is not None and tensor.nbytes and _byte_range(tensor) == _byte_range(last):
             tied[tensor.name] = last.name
             continue
         if tensor.offset < end and tensor.nbytes:
@@ -174,7 +170,7 @@ def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFil
         if tensor.whole:
             if tensor.name not in shared:
                 shared[tensor.name] = _shared_file(tensor)
-            pieces += _runs(tensor, shared[tensor.name])
+            pieces += _file_runs(tensor, shared[tensor.name])
             continue
         header[tensor.name] = entry(tensor.dtype, tensor.shape, size)
         metadata |= dtype_metadata(tensor.name, tensor.dtype)
@@ -189,12 +185,12 @@ def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFil
         front = encode_header(header, metadata, ALIGN)
         mine = TensorFile(file, front, len(front) + size, held, {a: n for a, n in tied.items() if n in held})
         files.insert(0, mine)
-        pieces += [Run(low, high, mine, len(front) + at) for low, high, at in own]
+        pieces += [FileRun(low, high, mine, len(front) + at) for low, high, at in own]
     return ChunkFiles(tuple(files), tuple(sorted(pieces, key=lambda run: run.start)))
 
 
 def _shared_file(tensor: TensorInfo) -> TensorFile:
-    """The file of a whole tensor, of which this is a piece: the same for every rank."""
+    """Return the file of the whole tensor; the same for every rank."""
     metadata = {"format": "pt"} | dtype_metadata(tensor.name, tensor.dtype)
     size = math.prod(tensor.whole) * carrier(tensor.dtype).itemsize
     front = encode_header({tensor.name: entry(tensor.dtype, tensor.whole, 0)}, metadata, ALIGN)
@@ -202,12 +198,12 @@ def _shared_file(tensor: TensorInfo) -> TensorFile:
     return TensorFile(name, front, len(front) + size, (tensor.name,), {}, shared=True)
 
 
-def _runs(tensor: TensorInfo, file: TensorFile) -> Iterator[Run]:
-    """A piece, as runs of bytes that follow one another in the whole, too."""
+def _file_runs(tensor: TensorInfo, file: TensorFile) -> Iterator[FileRun]:
+    """Yield a piece as runs of bytes that are adjacent in the whole, too."""
     if not tensor.nbytes:
         return
     shape, whole, start = tensor.shape, tensor.whole, tensor.start
-    cut = len(shape)  # of dimensions from here on the piece has all
+    cut = len(shape)  # from this dimension on the piece is whole
     while cut and shape[cut - 1] == whole[cut - 1]:
         cut -= 1
     outer = max(cut - 1, 0)
@@ -217,10 +213,10 @@ def _runs(tensor: TensorInfo, file: TensorFile) -> Iterator[Run]:
     for number, at in enumerate(itertools.product(*map(range, shape[:outer]))):
         place = first + sum(n * stride for n, stride in zip(at, strides, strict=False))
         begins = tensor.offset + number * nbytes
-        yield Run(begins, begins + nbytes, file, place)
+        yield FileRun(begins, begins + nbytes, file, place)
 
 
-def _lies_in_whole(tensor: TensorInfo) -> bool:
+def _is_inside_whole(tensor: TensorInfo) -> bool:
     if not tensor.whole:
         return True
     if not len(tensor.start) == len(tensor.shape) == len(tensor.whole):
@@ -228,5 +224,5 @@ def _lies_in_whole(tensor: TensorInfo) -> bool:
     return all(0 <= a <= a + n <= w for a, n, w in zip(tensor.start, tensor.shape, tensor.whole, strict=True))
 
 
-def _place(tensor: TensorInfo) -> tuple[int, int]:
+def _byte_range(tensor: TensorInfo) -> tuple[int, int]:
     return tensor.offset, tensor.nbytes

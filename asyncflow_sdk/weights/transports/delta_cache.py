@@ -1,4 +1,4 @@
-"""Codes: deltas that were made for one replica and serve the next ones, in bounded memory."""
+"""DeltaCache: encoded deltas for further replicas, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 
-class Pair(NamedTuple):
-    """A bucket of version ``new``, as a difference from the same one of ``base``; both by their root."""
+class DeltaKey(NamedTuple):
+    """A bucket of version ``new`` against the same bucket of ``base``. Versions are named by
+    root."""
 
     new: str
     base: str
     bucket: int
 
 
-class Codes:
-    """Keeps up to ``most_bytes``, the last ones used. Thread-safe."""
+class DeltaCache:
+    """Keeps the most recently used deltas, up to ``most_bytes``. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._made: OrderedDict[Pair, Future[bytes | None]] = OrderedDict()
+        self._made: OrderedDict[DeltaKey, Future[bytes | None]] = OrderedDict()
         self._lock = threading.Lock()
         self.nbytes = 0
 
-    def get(self, pair: Pair, make: Callable[[], bytes | None]) -> bytes | None:
-        """The code, made now unless it is there, or another thread makes it: then that one is waited for."""
+    def get(self, pair: DeltaKey, make: Callable[[], bytes | None]) -> bytes | None:
+        """Return the delta. The first caller makes it; others wait for its result."""
         with self._lock:
             found = self._made.get(pair)
             mine = found is None
@@ -53,14 +54,14 @@ class Codes:
         return value
 
     def keep(self, roots: Collection[str]) -> None:
-        """Drop those of versions that are kept no longer."""
+        """Drop deltas of all other versions."""
         with self._lock:
             for pair in [p for p in self._made if p.new not in roots or p.base not in roots]:
                 self._drop(pair)
 
-    def _drop(self, pair: Pair) -> None:
+    def _drop(self, pair: DeltaKey) -> None:
         code = self._made[pair]
-        if code.done():  # one that is being made is counted once it is there, and dropped when room is needed
+        if code.done():  # one in progress is counted once it is made
             del self._made[pair]
             self.nbytes -= _size(code)
 

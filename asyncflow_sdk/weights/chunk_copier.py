@@ -1,0 +1,242 @@
+"""ChunkCopier: the buckets of a version, copied and hashed by the publishing thread and one helper.
+
+    copier = ChunkCopier(bucket_bytes, digests, helper, on_full)
+    copier.open(memory); copier.add(source, dtype, start, stop); ...; copier.close(); copier.flush()
+
+Each thread takes the next bucket, copies it in pieces, and hashes each piece while it is in the
+core's cache: a hash from the cache costs a fraction of one from memory. Buckets that others copy (a
+device, threads of torch) are hashed by a background thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, wait
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from ..types import carrier
+from ..types.manifest import digest
+from .tensor_sources import TensorSource
+
+SPAN_BUCKETS = 2
+"""Buckets of a large tensor that others copy before their digests are requested."""
+HELPER_BUCKETS = 1
+"""Buckets left to the helper while more are added: adding holds the interpreter lock, copying does
+not."""
+MANY_TENSORS = 8
+"""With more tensors, the adding thread copies a bucket: helper and it would wait for the
+interpreter lock."""
+PIECE_BYTES = 512 << 10
+"""Bytes hashed at a time: they are still in the cache."""
+
+
+def has_spare_core() -> bool:
+    """True if this process may use more than one core."""
+    return len(os.sched_getaffinity(0)) > 1
+
+
+class BucketDigests:
+    """Collects the digests of one version's buckets: ``add`` or ``add_memory`` for each, in order,
+    then ``wait``."""
+
+    def __init__(self, background: Executor) -> None:
+        self._background = background
+        self._chunks: list[list[Future[bytes] | bytes]] = []
+
+    def add(self, chunk: int, found: bytes) -> None:
+        """Add the digest of the next bucket of a chunk."""
+        self._chunk(chunk).append(found)
+
+    def add_memory(self, chunk: int, memory: Any) -> None:
+        """Add the bytes of the next bucket of a chunk, to be hashed in the background."""
+        self._chunk(chunk).append(self._background.submit(_digest, memory))
+
+    def wait(self) -> list[tuple[bytes, ...]]:
+        """Return the digests of each chunk's buckets, once all are hashed."""
+        return [tuple(d if isinstance(d, bytes) else d.result() for d in chunk) for chunk in self._chunks]
+
+    def cancel(self) -> None:
+        """Hash no more: the version was given up."""
+        for each in itertools.chain.from_iterable(self._chunks):
+            if not isinstance(each, bytes):
+                each.cancel()
+
+    def _chunk(self, chunk: int) -> list[Future[bytes] | bytes]:
+        while len(self._chunks) <= chunk:
+            self._chunks.append([])
+        return self._chunks[chunk]
+
+
+def _digest(memory: Any) -> bytes:
+    array = memory if isinstance(memory, np.ndarray) else memory.cpu().numpy()
+    return digest(memoryview(array))  # type: ignore[arg-type]
+
+
+class _CopyPart(NamedTuple):
+    """Bytes ``start`` to ``stop`` of a chunk are elements of ``source`` from ``first`` on."""
+
+    start: int
+    stop: int
+    source: TensorSource
+    dtype: str
+    first: int
+
+
+class _Bucket:
+    """Bytes ``start`` to ``stop`` of a chunk. ``parts``: still to be copied. ``hasher``: None if
+    the bucket is hashed in the background. ``last``: True for the last bucket of its chunk."""
+
+    def __init__(self, chunk: int, memory: Any, start: int, hashed: bool) -> None:
+        self.chunk, self.memory, self.start = chunk, memory, start
+        self.stop = self._hashed = start
+        self.hasher = xxhash.xxh3_128() if hashed else None
+        self.parts: list[_CopyPart] = []
+        self.done = self.last = False
+
+    def copy(self) -> None:
+        """Copy and hash all parts."""
+        for start, stop, source, dtype, first in self.parts:
+            width = carrier(dtype).itemsize
+            for low in range(start, stop, PIECE_BYTES):
+                high = min(low + PIECE_BYTES, stop)
+                begin, end = first + (low - start) // width, first + (high - start) // width
+                source.copy(self.memory[low:high], dtype, begin, end)
+                self._hash(high)
+        self.parts.clear()
+        self._hash(self.stop)  # the padding after the last part
+
+    def _hash(self, stop: int) -> None:
+        if self.hasher is not None and self._hashed < stop:
+            self.hasher.update(self.memory[self._hashed : stop])
+            self._hashed = stop
+
+
+class ChunkCopier:
+    """Copies one version. One thread calls it, in the order of the version's bytes.
+
+    ``digests`` receives each bucket's digest or its bytes; None: nothing is hashed. ``helper``: an
+    executor with a thread that copies, too; None: there is none. ``on_full`` is called by either
+    thread, in order, with the number of each complete chunk.
+    """
+
+    def __init__(
+        self,
+        bucket_bytes: int,
+        digests: BucketDigests | None,
+        helper: Executor | None,
+        on_full: Callable[[int], None],
+    ) -> None:
+        self._bucket_bytes, self._digests, self._helper, self._on_full = bucket_bytes, digests, helper, on_full
+        self._chunk, self._memory = -1, np.empty(0, np.uint8)
+        self._partial: _Bucket | None = None  # more tensors may be added to it
+        self._unfinished: deque[_Bucket] = deque()  # in order: not copied, or behind one that is not
+        self._todo: deque[_Bucket] = deque()  # complete, to be copied
+        self._helping: Future[None] | None = None
+        self._lock = threading.Lock()
+
+    def open(self, memory: Any) -> None:
+        """Begin the next chunk."""
+        self._chunk, self._memory = self._chunk + 1, memory
+
+    def add(self, source: TensorSource, dtype: str, start: int, stop: int) -> None:
+        """Put a whole tensor at ``start``, and zeros from its end to ``stop``. It is copied by
+        ``flush`` at the latest."""
+        width = carrier(dtype).itemsize
+        end = start + source.size * width
+        self._memory[end:stop] = 0
+        local = source.local and source.contiguous and isinstance(self._memory, np.ndarray)
+        span = stop - start if local or not source.contiguous else SPAN_BUCKETS * self._bucket_bytes
+        for low in range(start, stop, span):
+            high = min(low + span, stop)
+            if not local:
+                to = min(high, end)
+                source.copy(self._memory[low:to], dtype, (low - start) // width, (to - start) // width)
+            for bucket, at, to in self._buckets(low, high):
+                if not local:
+                    bucket.hasher = None
+                elif at < end:
+                    bucket.parts.append(_CopyPart(at, min(to, end), source, dtype, (at - start) // width))
+                if to % self._bucket_bytes == 0:
+                    self._complete()
+
+    def close(self) -> None:
+        """End the chunk."""
+        with self._lock:
+            if self._unfinished and self._unfinished[-1].chunk == self._chunk:
+                self._unfinished[-1].last = True
+            else:
+                self._on_full(self._chunk)
+        if self._partial is not None:
+            self._complete()
+
+    def flush(self) -> None:
+        """Copy everything that was added. Raises the errors of the sources."""
+        try:
+            if self._partial is not None:
+                self._partial.copy()
+            self._copy_until(0)
+        finally:
+            self.stop()
+        if self._helping is not None and not self._helping.cancelled():
+            self._helping.result()
+
+    def stop(self) -> None:
+        """Copy nothing more. Returns once the helper has stopped, too."""
+        self._todo.clear()
+        if self._helping is not None and not self._helping.cancel():
+            wait([self._helping])
+
+    def _buckets(self, start: int, stop: int) -> Iterator[tuple[_Bucket, int, int]]:
+        """Yield the buckets of these bytes, and the range of each."""
+        size = self._bucket_bytes
+        for low in itertools.chain([start], range(start - start % size + size, stop, size)):
+            if self._partial is None:
+                self._partial = _Bucket(self._chunk, self._memory, low, self._digests is not None)
+                with self._lock:
+                    self._unfinished.append(self._partial)
+            self._partial.stop = min(low - low % size + size, stop)
+            yield self._partial, low, self._partial.stop
+
+    def _complete(self) -> None:
+        """End the partial bucket, and copy it now, or let either thread do it."""
+        bucket, self._partial = self._partial, None
+        assert bucket is not None
+        if len(bucket.parts) > MANY_TENSORS or (not bucket.parts and bucket.hasher is None):
+            bucket.copy()
+            self._finish(bucket)
+            return
+        self._todo.append(bucket)
+        if self._helper is not None and len(self._todo) > 1 and (self._helping is None or self._helping.done()):
+            self._helping = self._helper.submit(self._copy_until, 0)
+        self._copy_until(HELPER_BUCKETS)
+
+    def _copy_until(self, left: int) -> None:
+        """Copy buckets until only ``left`` are to be copied. Called by both threads."""
+        while len(self._todo) > left:
+            with contextlib.suppress(IndexError):  # the other thread took it
+                bucket = self._todo.popleft()
+                bucket.copy()
+                self._finish(bucket)
+
+    def _finish(self, bucket: _Bucket) -> None:
+        with self._lock:
+            bucket.done = True
+            while self._unfinished and self._unfinished[0].done:
+                self._report(self._unfinished.popleft())
+
+    def _report(self, bucket: _Bucket) -> None:
+        if self._digests is not None:
+            if bucket.hasher is not None:
+                self._digests.add(bucket.chunk, bucket.hasher.digest())
+            else:
+                self._digests.add_memory(bucket.chunk, bucket.memory[bucket.start : bucket.stop])
+        if bucket.last:
+            self._on_full(bucket.chunk)

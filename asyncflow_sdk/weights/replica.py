@@ -1,0 +1,513 @@
+"""ReplicaSubscriber: the state machine of one replica's weights, from an announced version to a
+loaded one.
+
+    WAITING ──announced──▶ FETCHING ──verified──▶ STAGED ──request──▶ AWAITING_PERMISSION ──▶ PERMITTED ──take──▶ LOADING
+                            │    ▲                  ▲ └── a newer version replaces it ───────────┘               │
+                            ▼    │ later            └────────────── next version ──────────── LOADED ◀──commit───┤
+                            FAILED ◀────────────────────────────────────────────────────────── give_up, recover ─┘
+
+Fetching goes on in the background while an older version is staged or loading. The state is that of
+the version nearest to the engine. Everything runs on one event loop and never blocks it.
+
+    subscriber = ReplicaSubscriber(queue, loaded=None, changed=asyncio.Event())
+    await subscriber.open()
+    subscriber.request_permission()                      # while the engine generates
+    if subscriber.state is SubscriberState.PERMITTED:
+        update = subscriber.take()
+        try:
+            await loader.load(update)
+        except Exception as error:
+            await subscriber.recover(loader, error)
+        else:
+            await subscriber.commit()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Iterable
+
+from ..errors import (
+    AsyncFlowError,
+    ConfigError,
+    DeadlineExceeded,
+    DigestMismatch,
+    Ended,
+    MemoryFull,
+    VersionGone,
+    WeightError,
+    WeightMismatch,
+    WireError,
+)
+from ..ledger import commands as cmd
+from ..queue import Connection, LoopPort, QueueClient
+from ..queue.coroutines import wait_for_event
+from ..types.defaults import FETCH_S
+from .engine_loader import EngineLoader
+from .fetcher import CLOSE_S, StagedVersion, VersionFetcher
+from .proof import check_names
+
+POLL_S = 60.0
+"""How long one request to the ledger waits. A step may take hours, and a lost server must be
+noticed."""
+RETRY_S = 0.5
+RETRY_MOST_S = 30.0
+GIVE_UP_AFTER = 5
+"""Loads that may fail one after another before a replica ends."""
+RETRYABLE = (VersionGone, DigestMismatch, WireError, DeadlineExceeded, MemoryFull, OSError)
+"""Errors of a fetch that another attempt may not have."""
+
+_replicas: weakref.WeakKeyDictionary[Connection, object] = weakref.WeakKeyDictionary()
+"""The owner of each connection's role as a replica: the ledger knows one replica a session."""
+_lock = threading.Lock()
+
+
+class SubscriberState(enum.Enum):
+    """State of the version nearest to the engine."""
+
+    WAITING = "waiting for a version"
+    FETCHING = "fetching"
+    STAGED = "staged"
+    AWAITING_PERMISSION = "waiting for permission"
+    PERMITTED = "permitted to load"
+    LOADING = "loading"
+    LOADED = "loaded"
+    FAILED = "failed"
+
+
+class ReplicaSubscriber:
+    """Fetches the newest version in the background, asks the ledger for permission to load it, and
+    reports the result.
+
+    ``loaded``: the engine's version; None for none. ``changed`` is set on each change of ``state``,
+    on a ``failure``, and when the run has ``ended``. ``rename``: from published names to the
+    engine's. From ``open`` to ``close`` it is the connection's only replica. Not thread-safe.
+
+    Failed versions are reported and retried with a growing delay; a newer version is fetched at
+    once. A newer version interrupts the fetch of an older one, but never twice in a row: otherwise
+    a replica slower than the trainer would never get any.
+    """
+
+    def __init__(
+        self,
+        queue: QueueClient,
+        loaded: int | None,
+        changed: asyncio.Event,
+        *,
+        rename: Callable[[str], str] | None = None,
+        fetch_timeout_s: float = FETCH_S,
+    ) -> None:
+        self._port = LoopPort(queue.connection)
+        self._fetcher = VersionFetcher(queue.connection, rename, fetch_timeout_s)
+        self._changed = changed
+        self._role = object()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.loaded = loaded
+        self.failure: Exception | None = None
+        """An error that no retry can help."""
+        self.ended = False
+        """True once no further version will be published."""
+        # the newest version that the ledger announced, and its fetch
+        self._announced: cmd.Version | None = None
+        self._announced_newer = asyncio.Event()
+        self._handled = -1 if loaded is None else loaded  # the newest version that was staged or needs no fetch
+        self._last_staged = -1
+        self._fetching = self._interrupted = False
+        self._failed_version = self._without_base = -1
+        self._retry_at, self._retries = 0.0, 0
+        self._fetch_error = ""
+        # the staged version, and the permission to load it
+        self._staged: StagedVersion | None = None
+        self._permitted: StagedVersion | None = None
+        self._requested: StagedVersion | None = None
+        self._request: asyncio.Task[None] | None = None
+        self._denial = ""
+        # the version that is being loaded, and the loaded one
+        self._loading: StagedVersion | None = None
+        self._not_loading = asyncio.Event()
+        self._not_loading.set()
+        self._loaded: cmd.Version | None = None
+        self._failed_loads = 0
+
+    @property
+    def state(self) -> SubscriberState:
+        """Return the state of the version nearest to the engine."""
+        if self._loading is not None:
+            return SubscriberState.LOADING
+        if self._staged is not None:
+            if self._is_permitted:
+                return SubscriberState.PERMITTED
+            waits = self._requested is self._staged
+            return SubscriberState.AWAITING_PERMISSION if waits else SubscriberState.STAGED
+        if self._fetching:
+            return SubscriberState.FETCHING
+        if self._fetch_error:
+            return SubscriberState.FAILED
+        return SubscriberState.WAITING if self.loaded is None else SubscriberState.LOADED
+
+    async def open(self) -> None:
+        """Report the loaded version, and start to fetch. From now on the ledger counts this session
+        as a replica. Raises ConfigError if it is one already, for another engine."""
+        connection = self._port.connection
+        with _lock:
+            if _replicas.setdefault(connection, self._role) is not self._role:
+                raise ConfigError(
+                    f"{connection.name} takes weight updates for another engine already, and a connection is one replica:"
+                    " close those first, or connect again for this one"
+                )
+        if self.loaded is not None:
+            await self._port.send(cmd.ReportLoaded(version=self.loaded))
+        self._tasks = [asyncio.create_task(self._guard(each)) for each in (self._watch, self._keep_staged)]
+
+    async def close(self) -> None:
+        """Stop, and release all versions except the one being loaded. This session is no replica
+        any more. Idempotent."""
+        try:
+            self._cancel_request()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._fetcher.close()
+            if self._staged is not None:
+                self._staged.release()
+            self._staged = None
+        finally:
+            await self._retire()
+
+    async def diagnose(self) -> str:
+        """Return why no newer version is loaded, known here or by the ledger: "; ..." to append to
+        a sentence, or ""."""
+        parts = [self._denial or self._fetch_error]
+        with contextlib.suppress(AsyncFlowError):
+            session = self._port.connection.session
+            report = await self._port.send(cmd.GetStatus())
+            parts += [p.why for p in report.parked if p.session == session and p.verb.startswith(("weights", "load"))]
+        return "".join(f"; {part}" for part in parts if part)
+
+    # ---- STAGED → PERMITTED
+
+    def request_permission(self) -> None:
+        """Ask in the background for permission to load the staged version. No effect if there is
+        none, or it was asked for."""
+        staged = self._staged
+        if staged is not None and staged not in (self._permitted, self._requested):
+            self._cancel_request()
+            self._requested = staged
+            self._request = asyncio.create_task(self._await_permission(staged))
+
+    async def try_permission(self) -> bool:
+        """Return True if the staged version may be loaded now. Does not wait for other replicas."""
+        staged = self._staged
+        if staged is not None:
+            with contextlib.suppress(DeadlineExceeded):
+                await self._get_permission(staged, 0.0)
+        return self._is_permitted
+
+    async def next(self, timeout_s: float) -> StagedVersion | None:
+        """Wait for the next version and for permission to load it, and take it. Return None at the
+        end of the run. Raises DeadlineExceeded with the reason."""
+        until = time.monotonic() + timeout_s
+        while True:
+            self._changed.clear()
+            if self.failure is not None:
+                raise self.failure
+            if (staged := self._staged) is not None:
+                try:
+                    await self._get_permission(staged, max(until - time.monotonic(), 0.0))
+                except DeadlineExceeded as error:
+                    raise DeadlineExceeded(
+                        f"version {staged.version} could not be loaded in {timeout_s:g} s: {error}"
+                    ) from None
+                if self._is_permitted:
+                    return self.take()
+            elif self.ended:
+                return None
+            elif not await wait_for_event(self._changed, max(until - time.monotonic(), 0.0)):
+                on = "no version" if self.loaded is None else f"version {self.loaded}"
+                raise DeadlineExceeded(
+                    f"no version was published and fetched in {timeout_s:g} s; this replica has {on}"
+                    f"{await self.diagnose()}"
+                )
+
+    @property
+    def _is_permitted(self) -> bool:
+        return self._staged is not None and self._permitted is self._staged
+
+    async def _await_permission(self, staged: StagedVersion) -> None:
+        try:
+            await self._get_permission(staged, None)
+        except Exception as error:
+            self.failure = self.failure or error
+        finally:
+            if self._requested is staged:
+                self._requested = self._request = None
+            self._changed.set()
+
+    async def _get_permission(self, staged: StagedVersion, timeout_s: float | None) -> None:
+        """Wait for permission; without ``timeout_s`` for as long as it takes. Return without it if
+        a newer version replaces ``staged``. Raises DeadlineExceeded that names the replicas it
+        waits for."""
+        while True:
+            try:
+                wait_s = POLL_S if timeout_s is None else timeout_s
+                await self._port.send(cmd.Swap(version=staged.version, timeout_s=wait_s))
+            except VersionGone:  # it may never be loaded any more; the newest is still to be fetched
+                self._denial = ""
+                if self._staged is staged:
+                    self._staged = None
+                    staged.release()
+                return
+            except ConfigError:
+                if self._staged is staged:
+                    raise
+                return
+            except DeadlineExceeded as error:
+                self._denial = str(error)
+                if timeout_s is not None:
+                    raise
+            else:
+                self._denial, self._permitted = "", staged
+                return
+
+    def _cancel_request(self) -> None:
+        if self._request is not None:
+            self._request.cancel()
+            self._requested = self._request = None
+
+    # ---- PERMITTED → LOADING → LOADED or FAILED
+
+    def take(self) -> StagedVersion:
+        """Begin to load the permitted version, and return it. It is loaded even if a newer version
+        is announced: otherwise a slow replica would never load any."""
+        staged, self._staged, self._permitted = self._staged, None, None
+        assert staged is not None, "no version is staged"
+        self._loading = staged
+        self._not_loading.clear()
+        return staged
+
+    async def take_newer(self) -> StagedVersion:
+        """Replace the version to be loaded by a newer staged one, if that is permitted at once.
+        Return the version to load."""
+        taken = self._loading
+        assert taken is not None, "no version was taken"
+        if self._staged is not None:
+            self._cancel_request()
+            if await self.try_permission():
+                taken.release()
+                return self.take()
+        return taken
+
+    async def commit(self, names: Iterable[str] | None = None) -> None:
+        """Report that the engine generates with the version from now on. ``names``: the tensors it
+        took; None if they are proven. Raises WeightMismatch unless they are the version's; nothing
+        is committed then."""
+        update = self._loading
+        assert update is not None, "no version was taken"
+        if names is not None:
+            check_names(update, names)
+        await self._port.send(cmd.ReportLoaded(version=update.version))
+        self._loading = None
+        self._not_loading.set()
+        self.loaded, self._loaded = update.version, update.announcement
+        self._failed_loads = self._retries = 0
+        self._fetcher.keep_base(update)
+
+    async def give_up(self, reason: str, *, again: bool = True) -> None:
+        """Report that the version was not loaded: the engine has its former weights. ``again``:
+        fetch it once more after a while, unless a newer one is announced."""
+        update, self._loading = self._loading, None
+        assert update is not None, "no version was taken"
+        update.release()
+        try:
+            await self._port.send(cmd.ReportLoadFailed(version=update.version, reason=reason))
+        finally:
+            if self._loading is None:
+                self._not_loading.set()
+        if again:
+            self._delay_retry(update.version)
+            if self._announced is not None and self._announced.version == update.version:
+                self._handled = update.version - 1
+                self._announced_newer.set()
+
+    async def recover(self, loader: EngineLoader, error: Exception) -> None:
+        """Bring the engine back to a whole version after a load failed with ``error``: load the
+        former version again, or this one if the former is no longer kept.
+
+        Raises ``error`` if a retry cannot help (WeightMismatch, ConfigError); WeightError if
+        neither version can be loaded, or after GIVE_UP_AFTER failed loads in a row. Then the engine
+        must not generate any more.
+        """
+        update, former = self._loading, self.loaded
+        assert update is not None, "no version was taken"
+        update.release()
+        if isinstance(error, (WeightMismatch, ConfigError)):
+            raise error
+        self._failed_loads += 1
+        if former is not None:
+            try:
+                whole = await self._load_whole(loader, update.announcement)
+            except Exception as again:
+                raise WeightError(
+                    f"version {update.version} could not be loaded ({describe(error)}), and neither could version"
+                    f" {former} again ({describe(again)}): {loader.engine_name} holds neither and must not"
+                    " generate any more"
+                ) from error
+            if whole.version == update.version:
+                self._loading = whole
+                await self.commit()
+                return
+            self._fetcher.keep_base(whole)
+        await self.give_up(describe(error))
+        if self._failed_loads >= GIVE_UP_AFTER:
+            raise WeightError(
+                f"{self._failed_loads} loads failed one after another, the last of version {update.version}:"
+                f" {describe(error)}"
+            ) from error
+
+    async def _load_whole(self, loader: EngineLoader, failed: cmd.Version) -> StagedVersion:
+        """Load the former version, or the failed one if the former is gone."""
+        try:
+            if self._loaded is None:
+                raise VersionGone("the weights that the engine began with were never published")
+            whole = await self._fetcher.fetch(self._loaded)
+        except VersionGone as gone:
+            try:
+                whole = await self._fetcher.fetch(failed)
+            except Exception:
+                raise gone from None
+        try:
+            await loader.load(whole)
+        except BaseException:
+            whole.release()
+            raise
+        return whole
+
+    # ---- WAITING → FETCHING → STAGED or FAILED, in the background
+
+    async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except Exception as error:
+            self.failure = self.failure or error
+            self._changed.set()
+
+    async def _watch(self) -> None:
+        """Receive the announcement of each newest version."""
+        after = self._handled
+        while True:
+            try:
+                version = await self._port.send(cmd.AwaitVersion(after=after, timeout_s=POLL_S))
+            except DeadlineExceeded:
+                continue
+            except Ended:
+                self.ended = True
+                self._changed.set()
+                return
+            self._announced, after = version, version.version
+            self._announced_newer.set()
+            if not self._interrupted:
+                self._interrupted = self._fetcher.interrupt()
+
+    async def _keep_staged(self) -> None:
+        """Fetch each newest version, and stage it."""
+        while True:
+            announced = await self._next_to_fetch()
+            began = time.monotonic()
+            try:
+                staged = await self._fetch(announced)
+            except RETRYABLE as error:
+                await self._retry_later(announced, error)
+            except Exception as error:
+                await self._report_failed_fetch(announced, error)
+                raise
+            else:
+                await self._stage(staged, time.monotonic() - began)
+
+    async def _fetch(self, announced: cmd.Version) -> StagedVersion:
+        self._fetching = True
+        try:
+            use_base = self._without_base != announced.version
+            return await self._fetcher.fetch(announced, use_base=use_base, interruptible=True)
+        finally:
+            self._fetching = False
+
+    async def _next_to_fetch(self) -> cmd.Version:
+        """Wait for the newest version that is not handled, and until a failed one may be
+        retried."""
+        while True:
+            self._announced_newer.clear()
+            wait_s = None
+            if self._announced is not None and self._announced.version > self._handled:
+                failed = self._announced.version == self._failed_version
+                wait_s = self._retry_at - time.monotonic() if failed else 0.0
+                if wait_s <= 0:
+                    return self._announced
+            await wait_for_event(self._announced_newer, wait_s)
+
+    async def _stage(self, staged: StagedVersion, seconds: float) -> None:
+        version = staged.version
+        skipped = max(version - self._last_staged - 1, 0) if self._last_staged >= 0 else 0
+        encodings = sorted({part.encoding for part in staged.parts.values()})
+        moved = sum(part.moved for part in staged.parts.values())
+        command = cmd.ReportStaged(
+            version=version, skipped=skipped, moved=moved, encoding="+".join(encodings), seconds=seconds
+        )
+        self._interrupted, self._without_base, self._fetch_error = False, -1, ""
+        self._handled = self._last_staged = version
+        report = asyncio.ensure_future(self._port.send(command))
+        await asyncio.sleep(0)  # the report is sent before any request for permission
+        replaced, self._staged = self._staged, staged
+        if replaced is not None:
+            replaced.release()
+        self._changed.set()
+        await report
+
+    async def _retry_later(self, announced: cmd.Version, error: Exception) -> None:
+        """Report a failed fetch and delay the next attempt, unless a newer version is announced."""
+        if self._announced is not None and self._announced.version > announced.version:
+            return
+        if isinstance(error, VersionGone):
+            try:
+                newest = await self._port.send(cmd.AwaitVersion(after=announced.version - 1, timeout_s=POLL_S))
+            except (DeadlineExceeded, Ended):  # its bytes are lost, and there is no newer version
+                newest = announced
+            if newest.version > announced.version:
+                if self._announced is None or newest.version > self._announced.version:
+                    self._announced = newest  # _watch receives it, too, but maybe after the next attempt
+                return
+        self._without_base = announced.version  # the base may be wrong
+        self._delay_retry(announced.version)
+        await self._report_failed_fetch(announced, error)
+
+    async def _report_failed_fetch(self, announced: cmd.Version, error: Exception) -> None:
+        self._fetch_error = f"version {announced.version} could not be fetched: {describe(error)}"
+        await self._not_loading.wait()  # the ledger would take the report for the end of the load in progress
+        await self._port.send(cmd.ReportLoadFailed(version=announced.version, reason=describe(error)))
+
+    def _delay_retry(self, version: int) -> None:
+        self._failed_version = version
+        self._retry_at = time.monotonic() + min(RETRY_S * 2**self._retries, RETRY_MOST_S)
+        self._retries = min(self._retries + 1, 16)
+
+    async def _retire(self) -> None:
+        """Give up the role as a replica: other replicas may wait for its permission or its vote in
+        the quorum."""
+        connection = self._port.connection
+        if _replicas.get(connection) is not self._role:
+            return
+        try:
+            with contextlib.suppress(AsyncFlowError, asyncio.TimeoutError):  # the server may be lost
+                await asyncio.wait_for(self._port.send(cmd.Retire()), CLOSE_S)
+        finally:
+            with _lock:
+                _replicas.pop(connection, None)
+
+
+def describe(error: BaseException) -> str:
+    """Return class and message of an error, as reported to the ledger."""
+    return f"{type(error).__name__}: {error}"[:1000]

@@ -1,0 +1,418 @@
+"""Transport ``file``: version directories of safetensors on a file system of trainer and replicas.
+
+    run.weight_publisher("file", path="/mnt/shared/run-1/weights")
+
+The trainer waits for one copy into memory; a background thread writes and syncs the files. Versions
+outlive their publisher. Each is a Hugging Face model folder, whatever the number of ranks: whole
+tensors, and the configuration and tokenizer of the publisher's ``model``. Replicas use the
+publisher's path, or ``ASYNCFLOW_WEIGHTS_PATH`` where it is mounted elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from ...errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DigestMismatch,
+    MemoryFull,
+    ProtocolError,
+    VersionGone,
+    WeightError,
+    WireError,
+)
+from ...interfaces import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
+from ...interfaces.weights import Bytes, Room
+from ...memory import BufferPool, sync_directory
+from ...types import Manifest
+from ...types.manifest import Bucket
+from .file_layout import INDEX, ChunkFiles, TensorFile, chunk_files, encode_index
+from .version_directories import RankFiles, VersionDirectories, copy_model_files, version_of
+from .version_memory import VersionMemory
+
+PATH = "ASYNCFLOW_WEIGHTS_PATH"
+MOST_VIEWS = 1024  # IOV_MAX
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_GONE = (errno.ENOENT, errno.ESTALE)
+_LINK = (errno.ELOOP, errno.ENOTDIR)
+_BAD = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+class FileAddress(msgspec.Struct, frozen=True, array_like=True):
+    """The directory of a version below ``path``, and the publishing rank."""
+
+    path: str
+    directory: str
+    rank: int = 0
+    world_size: int = 1
+
+
+class FileTransport(WeightTransport):
+    """Both ends, by the name ``file``. ``path``: a directory for this run only, created if missing.
+    ``overwrite``: remove versions of another run in it; otherwise they raise ConfigError."""
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> None:
+        self._path, self._overwrite = path, overwrite
+
+    def check(self) -> None:
+        """Raise ConfigError without a path."""
+        if not self._path:
+            raise ConfigError(
+                "weights transport 'file' needs a path that trainer and replicas see, for example"
+                ' weight_publisher("file", path="/mnt/shared/my-run/weights"), or in a workflow'
+                ' Weights(transport="file", options={"path": "/mnt/shared/my-run/weights"})'
+            )
+
+    def sender(self, host: Host) -> FileSender:
+        """See ``WeightTransport.sender``."""
+        self.check()
+        assert self._path is not None
+        try:
+            path = Path(self._path).expanduser().absolute()
+        except RuntimeError as error:
+            raise ConfigError(f"weights transport 'file' cannot write into {self._path}: {error}") from None
+        return FileSender(path, host, overwrite=self._overwrite)
+
+    def receiver(self, host: Host) -> FileReceiver:
+        """See ``WeightTransport.receiver``."""
+        return FileReceiver()
+
+
+class FileSender(WeightSender):
+    """Stages a version in memory; ``send`` writes it to its directory."""
+
+    outlives = True
+
+    def __init__(self, path: Path, host: Host, *, overwrite: bool = False) -> None:
+        self._model = Path(host.model) if host.model and not host.rank else None
+        self._files = RankFiles(host.rank, host.world_size)
+        self._directories = VersionDirectories(path, self._files)
+        try:
+            self._directories.take(host.run, overwrite=overwrite)
+            name = f"f{host.name}-"
+            self._memory = VersionMemory(host.directory, name) if host.directory else VersionMemory.private(name)
+        except BaseException:
+            self._directories.close()
+            raise
+        self._written: set[int] = set()
+        self._unannounced: int | None = None
+
+    def adopt(self, kept: Sequence[tuple[Manifest, bytes]]) -> None:
+        """See ``WeightSender.adopt``."""
+        self._written = self._directories.remove_all_but({manifest.version for manifest, _ in kept})
+
+    def room(self, nbytes: int) -> Room:
+        """See ``WeightSender.room``."""
+        self._unannounced = None
+        return self._memory.room(nbytes)
+
+    def send(self, manifest: Manifest) -> bytes:
+        """See ``WeightSender.send``."""
+        version = manifest.version
+        self._memory.seal(version)
+        directory = self._directories.place(version)
+        try:
+            self._directories.remove(version)
+            self._write(directory, manifest, self._memory.chunks(version))
+        except OSError as error:
+            self._directories.remove(version)
+            if error.errno in _FULL:
+                raise MemoryFull(
+                    f"version {version}: no room for its {manifest.nbytes} bytes in {directory}: {error.strerror}."
+                    " Free space there, or keep fewer versions"
+                ) from None
+            raise OSError(error.errno, f"version {version}: {error.strerror}", str(directory)) from None
+        except BaseException:
+            self._directories.remove(version)
+            raise
+        finally:
+            self._memory.keep([])
+        self._written.add(version)
+        self._unannounced = version
+        return msgspec.msgpack.encode(FileAddress(str(directory.parent), directory.name, *self._files))
+
+    def abandon(self) -> None:
+        """See ``WeightSender.abandon``."""
+        self._memory.abandon()
+        if self._unannounced is not None:
+            self.keep([version for version in self._written if version != self._unannounced])
+
+    def keep(self, versions: Sequence[int]) -> None:
+        """See ``WeightSender.keep``."""
+        self._unannounced = None
+        for version in self._written.difference(versions):
+            self._directories.remove(version)
+        self._written.intersection_update(versions)
+        self._directories.remove_below(versions)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held for weights."""
+        return self._memory.nbytes
+
+    def close(self) -> None:
+        """See ``WeightSender.close``."""
+        self._memory.close()
+        self._directories.close()
+
+    def _write(self, directory: Path, manifest: Manifest, chunks: Sequence[Bytes]) -> None:
+        """Write this rank's part. The last rank writes the index, too."""
+        directory.mkdir(exist_ok=self._files.world_size > 1)
+        if self._model is not None:
+            copy_model_files(self._model, directory)
+        for layout, chunk in zip(chunk_files(manifest, self._files.prefix), chunks, strict=True):
+            for n, gap in enumerate(layout.gaps(chunk)):
+                if gap.any():
+                    raise WeightError(
+                        f"version {manifest.version}: bytes between tensors of {layout.files[0].name} are not zero ({n})"
+                    )
+            for file in layout.files:
+                with _open_to_write(directory / file.name, file) as fd:
+                    _write_all(fd, [file.header], 0)
+                    for at, views in layout.bytes_of(file, chunk):
+                        _write_all(fd, views, at)
+        _write_atomically(directory, self._files.manifest, msgspec.msgpack.encode(manifest))
+        self._write_index(directory, manifest)
+        sync_directory(directory.parent)
+
+    def _write_index(self, directory: Path, manifest: Manifest) -> None:
+        """Write the index if all ranks' parts are written. Several ranks may do so; they write the
+        same bytes."""
+        files: list[TensorFile] = []
+        roots = []
+        for rank in range(self._files.world_size):
+            names = self._files._replace(rank=rank)
+            part = manifest
+            if names != self._files:
+                try:
+                    part = msgspec.msgpack.decode((directory / names.manifest).read_bytes(), type=Manifest)
+                except (FileNotFoundError, *_BAD):
+                    return
+            files += [file for layout in chunk_files(part, names.prefix) for file in layout.files]
+            roots.append(part.root)
+        index = encode_index(manifest.version, " ".join(roots), files)
+        _write_atomically(directory, INDEX, index, f".{self._files.rank}")
+
+
+def _write_atomically(directory: Path, name: str, content: bytes, mark: str = "") -> None:
+    """Write a file that is complete or missing, even if the host dies."""
+    part = directory / f"{name}{mark}.tmp"
+    part.unlink(missing_ok=True)
+    with _synced(part, os.O_EXCL) as fd:
+        _write_all(fd, [content], 0)
+    sync_directory(directory)
+    os.rename(part, directory / name)
+    sync_directory(directory)
+
+
+@contextmanager
+def _open_to_write(path: Path, file: TensorFile) -> Iterator[int]:
+    """Create a file of this rank. A shared file may exist already: it keeps other ranks' bytes."""
+    with _synced(path, 0 if file.shared else os.O_EXCL) as fd:
+        if file.shared:
+            os.ftruncate(fd, file.nbytes)
+        yield fd
+
+
+@contextmanager
+def _synced(path: Path, flags: int) -> Iterator[int]:
+    """Open a file to write. It is on its disk when the block ends."""
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
+    try:
+        yield fd
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, pieces: Sequence[bytes | Bytes], at: int) -> None:
+    views = [memoryview(piece) for piece in pieces]  # type: ignore[arg-type]
+    while views:
+        done = os.pwritev(fd, views[:MOST_VIEWS], at)
+        at += done
+        views = _skip(views, done)
+
+
+def _skip(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Return the views without their first bytes."""
+    for n, view in enumerate(views):
+        if nbytes < len(view):
+            return [view[nbytes:], *views[n + 1 :]]
+        nbytes -= len(view)
+    return []
+
+
+class FileReceiver(WeightReceiver):
+    """Reads versions into its own memory and verifies every byte, headers included: they follow
+    from the manifest."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._pool = BufferPool("fetched weights, of which a replica holds two versions")
+
+    def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
+        """See ``WeightReceiver.fetch``."""
+        self.interrupted = False
+        reader = _VersionReader(self, manifest, *_find(manifest, where), timeout_s)
+        return Fetched(manifest, reader.read(self._pool), moved=manifest.nbytes)
+
+    def interrupt(self) -> None:
+        """See ``WeightReceiver.interrupt``."""
+        self.interrupted = True
+
+    def close(self) -> None:
+        """See ``WeightReceiver.close``."""
+        self.interrupted = True
+        self._pool.close()
+
+
+def _find(manifest: Manifest, where: bytes) -> tuple[Path, RankFiles]:
+    """Return the directory of a version, and the names of the publishing rank's files. ``where``
+    comes from another process: it is limited to a directory of this version."""
+    try:
+        place = msgspec.msgpack.decode(where, type=FileAddress)
+        if version_of(place.directory) != manifest.version or not os.path.isabs(place.path) or "\0" in place.path:
+            raise ValueError(f"it names {place.directory!r} in {place.path!r}")
+        if not 0 <= place.rank < place.world_size:
+            raise ValueError(f"it is of rank {place.rank} of {place.world_size}")
+    except _BAD as error:
+        raise ProtocolError(f"version {manifest.version}: its publisher's address cannot be read: {error}") from None
+    path = Path(os.path.expanduser(os.environ.get(PATH, "")) or place.path)
+    if not os.path.isdir(path):  # raises for no name, however long
+        raise WeightError(
+            f"version {manifest.version}: {path}, where its publisher wrote it, is not on this host; mount it, or set {PATH}"
+            " to where it is mounted here"
+        )
+    return path / place.directory, RankFiles(place.rank, place.world_size)
+
+
+class _VersionReader:
+    """Reads one version."""
+
+    def __init__(
+        self, receiver: FileReceiver, manifest: Manifest, path: Path, files: RankFiles, timeout_s: float
+    ) -> None:
+        self._receiver, self._manifest, self._path, self._files = receiver, manifest, path, files
+        self._deadline, self._timeout_s = time.monotonic() + timeout_s, timeout_s
+        self._layouts = chunk_files(manifest, files.prefix)
+        self._version = f"version {manifest.version}"
+
+    def read(self, pool: BufferPool) -> list[Bytes]:
+        """Return the verified chunks, in memory of ``pool``."""
+        with self._opened(self._path, None, os.O_DIRECTORY) as directory:
+            self._check_manifest(directory)
+            for layout in self._layouts:  # before memory is allocated
+                for file in layout.files:
+                    self._check_size(directory, file.name, file.nbytes)
+            buckets: list[list[Bucket]] = [[] for _ in self._layouts]
+            for bucket in self._manifest.buckets():
+                buckets[bucket.chunk].append(bucket)
+            chunks = pool.take([chunk.nbytes for chunk in self._manifest.chunks])
+            try:
+                for chunk, layout, inside in zip(chunks, self._layouts, buckets, strict=True):
+                    self._read_chunk(directory, chunk, layout, inside)
+            except BaseException:
+                pool.give_back(chunks)  # frames of the error's traceback still refer to them
+                raise
+            return chunks
+
+    def _check_manifest(self, directory: int) -> None:
+        name, wanted = self._files.manifest, msgspec.msgpack.encode(self._manifest)
+        self._check_size(directory, name, len(wanted))
+        with self._opened(name, directory) as fd:
+            found = os.pread(fd, len(wanted) + 1, 0)
+        if found != wanted:
+            raise DigestMismatch(f"{self._version}: {self._path / name} is not the manifest that was published")
+
+    def _check_size(self, directory: int, name: str, wanted: int) -> None:
+        try:
+            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        except OSError as error:
+            raise self._failed(self._path / name, error) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise DigestMismatch(f"{self._version}: {self._path / name} is no regular file, but a link or the like")
+        if found.st_size != wanted:
+            raise DigestMismatch(
+                f"{self._version}: {self._path / name} has {found.st_size} bytes, not the {wanted} that were published"
+                f"{self._tensors(name)}"
+            )
+
+    def _read_chunk(self, directory: int, chunk: Bytes, layout: ChunkFiles, buckets: Sequence[Bucket]) -> None:
+        for file in layout.files:
+            with self._opened(file.name, directory) as fd:
+                header = bytearray(len(file.header))
+                self._read_all(fd, file.name, [header], 0)
+                if header != file.header:
+                    raise DigestMismatch(
+                        f"{self._version}: the header of {self._path / file.name} is not that which was published"
+                        f"{self._tensors(file.name)}"
+                    )
+        for gap in layout.gaps(chunk):
+            gap[:] = 0
+        for bucket in buckets:
+            self._check_time()
+            name = ""
+            for file, at, views in layout.pieces(chunk, bucket.start, bucket.stop):
+                name = file.name
+                with self._opened(name, directory) as fd:
+                    self._read_all(fd, name, views, at)
+            try:
+                self._manifest.check(bucket, memoryview(chunk[bucket.start : bucket.stop]))  # type: ignore[arg-type]
+            except DigestMismatch as error:
+                raise DigestMismatch(f"{error}, in {self._path / name}") from None
+
+    def _read_all(self, fd: int, name: str, pieces: Sequence[bytearray | Bytes], at: int) -> None:
+        views = [memoryview(piece) for piece in pieces]  # type: ignore[arg-type]
+        while views:
+            try:
+                done = os.preadv(fd, views[:MOST_VIEWS], at)
+            except OSError as error:
+                raise self._failed(self._path / name, error) from None
+            if not done:
+                raise DigestMismatch(f"{self._version}: {self._path / name} ends at byte {at}{self._tensors(name)}")
+            at += done
+            views = _skip(views, done)
+
+    def _check_time(self) -> None:
+        if self._receiver.interrupted:
+            raise VersionGone(f"{self._version} is wanted no more")
+        if time.monotonic() > self._deadline:
+            raise DeadlineExceeded(f"{self._version}: {self._path} was not read within {self._timeout_s:g} s")
+
+    @contextmanager
+    def _opened(self, name: str | Path, directory: int | None, flags: int = 0) -> Iterator[int]:
+        """Open a file to read, without following links or waiting for pipes."""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=directory)
+        except OSError as error:
+            raise self._failed(self._path / name, error) from None
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _failed(self, path: Path, error: OSError) -> Exception:
+        if error.errno in _GONE and not os.path.exists(self._path / self._files.manifest):
+            return VersionGone(f"{self._version} is no longer kept in {self._path}; take the newest")
+        if error.errno in _GONE:
+            return DigestMismatch(f"{self._version}: {path} is missing{self._tensors(path.name)}")
+        if error.errno in _LINK:
+            return DigestMismatch(
+                f"{self._version}: {path} is a symbolic link, or no directory; nothing is read through it"
+            )
+        return WireError(f"{self._version}: {path} cannot be read: {error.strerror}")
+
+    def _tensors(self, name: str) -> str:
+        """Return the tensors of a file, for an error message."""
+        files = (file for layout in self._layouts for file in layout.files)
+        held = next((file.holds for file in files if file.name == name), ())
+        return f"; it holds {', '.join(held[:5])}{' and more' if len(held) > 5 else ''}" if held else ""

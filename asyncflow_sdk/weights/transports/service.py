@@ -1,0 +1,317 @@
+"""Service: calls between the two ends of a transport, at an address of their own.
+
+    service = Service(host, handler)                       # publishing end; service.where travels with each version
+    class Handler: def request(self, peer, ticket, body, frames): service.answer(ticket, b"...", frames=[array])
+    client = ServiceClient(service.where)                  # fetching end, on any host
+    body, frames = client.call(b"...", 30.0, "bucket 7")
+
+Each service has its own keys. They are part of ``where``, which only travels over the run's
+connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+
+from ...errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, error_from_name
+from ...interfaces.weights import Bytes, Host
+from ...wire import Client, MemorySink, RunKey, Server, generate_keys, process_key
+
+MAX_CALL_BYTES = 1 << 20
+FORGET_S = 3600.0
+"""A peer without calls for this long is forgotten. It may call again."""
+_BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_log = logging.getLogger(__name__)
+
+Frames: TypeAlias = Sequence[Any]
+
+
+class ServiceHandler(Protocol):
+    """Called in the service's one thread, which it must not block. The caller gets its errors."""
+
+    def request(self, peer: str, ticket: int, body: bytes, frames: Frames) -> None:
+        """Handle a call: ``Service.answer`` or ``fail`` for ``ticket``, now or later, from any
+        thread. ``peer``: the same for all calls of a ServiceClient."""
+
+    def gone(self, peer: str) -> None:
+        """Handle the end of a peer: closed, process ended, or silent for FORGET_S."""
+
+
+class ServiceAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Address, key and process of a service. ``key``: None for an insecure service."""
+
+    address: str
+    key: RunKey | None
+    pid: int
+    pid_key: str
+
+
+class PeerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """First message of a peer: the process to be watched."""
+
+    pid: int
+    pid_key: str
+
+
+class CallRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """A call. ``sizes``: bytes of each frame in the payload."""
+
+    body: bytes
+    sizes: tuple[int, ...] = ()
+
+
+class PeerBye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+    """Last message of a peer."""
+
+
+class CallReply(msgspec.Struct, frozen=True, array_like=True):
+    """An answer. ``error`` and ``message``: class name and text of an error; "" without one."""
+
+    body: bytes
+    error: str = ""
+    message: str = ""
+    sizes: tuple[int, ...] = ()
+
+
+class ServiceResult(NamedTuple):
+    """The answer of a call. ``frames``: buffers, valid while they are referenced."""
+
+    body: bytes
+    frames: Frames = ()
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_call = msgspec.msgpack.Decoder(PeerHello | CallRequest | PeerBye).decode
+_decode_reply = msgspec.msgpack.Decoder(CallReply).decode
+_decode_address = msgspec.msgpack.Decoder(ServiceAddress).decode
+
+
+class Service:
+    """Answers calls in its own thread, from now until ``close``. ``where``: the encoded address.
+
+    ``listen``: an address; default: a free port of ``host.address``. ``insecure``: no keys, so
+    every process with access to the address may call. Raises ConfigError.
+    """
+
+    def __init__(
+        self, host: Host, handler: ServiceHandler, *, listen: str | None = None, insecure: bool = False
+    ) -> None:
+        own = f"[{host.address}]" if ":" in host.address else host.address
+        keys, key = (None, None) if insecure else generate_keys()
+        self._handler = handler
+        self._last_calls: dict[str, float] = {}
+        self._open_tickets: dict[int, str] = {}
+        self._next_check_s = 0.0
+        self._server = Server([listen or f"tcp://{own}:0"], self, keys, MAX_CALL_BYTES, insecure=insecure, bulk=True)
+        self.address = self._server.addresses[0]
+        name, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        if name.strip("[]") in ("*", "0.0.0.0", "::"):
+            self.address = f"tcp://{own}:{port}"
+        pid = os.getpid()
+        self.where = _encode(ServiceAddress(self.address, key, pid, process_key(pid)))
+        self._server.start()
+
+    def answer(self, ticket: int, body: bytes, frames: Frames | Callable[[], Frames] = ()) -> None:
+        """Answer a call, from any thread. No effect if its peer no longer waits.
+
+        ``frames``: contiguous buffers. They must not change, and are held until they arrive. A
+        function instead is called in the service's thread whenever the answer is sent; its buffers
+        are held until they are sent, and its AsyncFlowError is the answer.
+        """
+
+        def render() -> tuple[bytes, Frames]:
+            try:
+                payload = frames() if callable(frames) else frames
+            except AsyncFlowError as error:
+                return _encode(_failure(error)), ()
+            return _encode(CallReply(body, sizes=_sizes(payload))), payload
+
+        self._send(ticket, CallReply(body), render if frames else None)
+
+    def fail(self, ticket: int, error: AsyncFlowError) -> None:
+        """Answer with an error, raised by the caller. From any thread."""
+        self._send(ticket, _failure(error))
+
+    def close(self) -> None:
+        """Stop answering. Idempotent. From any thread except the service's."""
+        self._server.stop()
+
+    def _send(self, ticket: int, reply: CallReply, make: Callable[[], tuple[bytes, Frames]] | None = None) -> None:
+        def send() -> None:
+            self._open_tickets.pop(ticket, None)
+            self._server.answer(ticket, _encode(reply), make=make)
+
+        self._server.call(send)
+
+    # ---- the wire's Handler
+
+    def sink(self, session: str, body: bytes, nbytes: int) -> MemorySink:
+        """See ``Handler.sink``."""
+        return MemorySink(nbytes)  # MAX_CALL_BYTES at most
+
+    def request(self, session: str, ticket: int, body: bytes, payload: MemorySink | None) -> None:
+        """See ``Handler.request``."""
+        self._last_calls[session] = time.monotonic()
+        self._open_tickets[ticket] = session
+        try:
+            call = _decode_call(body)
+            if isinstance(call, CallRequest):
+                frames = _split(None if payload is None else payload.memory, call.sizes)
+                self._handler.request(session, ticket, call.body, frames)
+                return
+            if isinstance(call, PeerHello):
+                self._server.watch(session, call.pid, call.pid_key)
+            self.answer(ticket, b"")
+            if isinstance(call, PeerBye):
+                self._server.call(lambda: self.gone(session, "it has closed"))
+        except AsyncFlowError as error:
+            self.fail(ticket, error)
+        except _BAD as error:
+            self.fail(ticket, ProtocolError(f"{self.address} cannot read this call: {error}"))
+        except Exception as error:  # one failed call must not end the service
+            _log.exception("a weight service failed at a call")
+            self.fail(ticket, ProtocolError(f"{self.address} failed at this call: {error!r}"))
+
+    def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
+        """See ``RequestHandler.dropped``."""
+        self._open_tickets.pop(ticket, None)
+
+    def make(self, answer: bytes) -> tuple[bytes, Frames]:
+        """See ``Handler.make``. An answer with frames has a function of its own."""
+        return answer, ()
+
+    def gone(self, session: str, reason: str) -> None:
+        """See ``Handler.gone``."""
+        if self._last_calls.pop(session, None) is None:
+            return
+        for ticket in [ticket for ticket, peer in self._open_tickets.items() if peer == session]:
+            del self._open_tickets[ticket]
+        self._server.forget(session)
+        self._handler.gone(session)
+
+    def idle(self) -> float | None:
+        """See ``Handler.idle``. Forgets silent peers."""
+        now = time.monotonic()
+        if self._last_calls and now >= self._next_check_s:
+            self._next_check_s = now + FORGET_S
+            waiting = set(self._open_tickets.values())
+            for session in [s for s, seen in self._last_calls.items() if now - seen > FORGET_S and s not in waiting]:
+                self.gone(session, "it was silent for long")
+        return self._next_check_s - now if self._last_calls else None
+
+    def settle(self) -> bool:
+        """See ``Handler.settle``."""
+        return True
+
+
+class ServiceClient:
+    """Calls the service at ``where``. Thread-safe; each calling thread has its own connection.
+
+    ``where`` comes from another process: raises ProtocolError for an invalid one.
+    """
+
+    def __init__(self, where: bytes) -> None:
+        try:
+            found = _decode_address(where)
+            if not found.address.startswith("tcp://"):
+                raise ProtocolError(f"a service at {found.address[:200]!r}; a tcp address is expected")
+            self._client = Client(found.address, found.key, insecure=found.key is None, bulk=True)
+        except (*_BAD, ConfigError) as error:
+            raise ProtocolError(f"the address of a service cannot be read: {error}") from None
+        self.address = found.address
+        self._client.max_bytes = MAX_CALL_BYTES
+        self._client.watch(found.pid, found.pid_key)
+        self._lock = threading.Lock()
+        self._introduced = False
+
+    def call(
+        self,
+        body: bytes,
+        timeout_s: float,
+        what: str = "a call",
+        frames: Frames = (),
+        since: int | None = None,
+        most_bytes: int | None = None,
+    ) -> ServiceResult:
+        """Send a call and wait for its answer. ``what``: the requested object, for errors.
+        ``since``: a former value of ``interrupts``; the call raises if it has changed.
+        ``most_bytes``: limit of the answer.
+
+        Raises the handler's error; ServerLost after ``timeout_s``, when the service's process ends,
+        and on ``close``; WireError on ``interrupt``; ProtocolError for a broken or large answer;
+        AccessDenied.
+        """
+        until = time.monotonic() + timeout_s
+        with self._lock:
+            if not self._introduced:
+                self._exchange(PeerHello(os.getpid(), process_key(os.getpid())), timeout_s, what, (), since, None)
+                self._introduced = True
+        request = CallRequest(body, _sizes(frames))
+        return self._exchange(request, until - time.monotonic(), what, frames, since, most_bytes)
+
+    @property
+    def interrupts(self) -> int:
+        """Number of interrupts."""
+        return self._client.interrupts
+
+    def interrupt(self) -> None:
+        """Calls in progress in other threads raise WireError now; see also ``since``."""
+        self._client.interrupt()
+
+    def close(self) -> None:
+        """Close the connections. Calls in progress in other threads raise ServerLost.
+        Idempotent."""
+        if self._introduced and not self._client.closed:
+            with contextlib.suppress(WireError):  # best effort: the service also watches the process
+                self._client.send(_encode(PeerBye()))
+        self._client.close()
+
+    def _exchange(
+        self,
+        message: PeerHello | CallRequest,
+        timeout_s: float,
+        what: str,
+        frames: Frames,
+        since: int | None,
+        most_bytes: int | None,
+    ) -> ServiceResult:
+        try:
+            reply = self._client.exchange(
+                _encode(message), timeout_s, frames, grace_s=0.0, since=since, max_answer_bytes=most_bytes
+            )
+        except ServerLost as error:
+            raise ServerLost(f"{what}: {error}") from None
+        try:
+            answer = _decode_reply(reply.body)
+            parts = _split(reply.payload, answer.sizes)
+        except _BAD as error:
+            raise ProtocolError(f"{what}: {self.address} gave an answer that cannot be read: {error}") from None
+        if answer.error:
+            raise error_from_name(answer.error, answer.message)
+        return ServiceResult(answer.body, parts)
+
+
+def _failure(error: AsyncFlowError) -> CallReply:
+    return CallReply(b"", type(error).__name__, str(error)[:4000])
+
+
+def _sizes(frames: Frames) -> tuple[int, ...]:
+    return tuple(memoryview(frame).nbytes for frame in frames)
+
+
+def _split(payload: Bytes | None, sizes: tuple[int, ...]) -> list[memoryview]:
+    """Return the frames of a payload. Raises ProtocolError for wrong sizes."""
+    whole = memoryview(b"" if payload is None else payload)  # type: ignore[arg-type]
+    ends = list(itertools.accumulate(sizes))
+    if min(sizes, default=0) < 0 or (ends[-1] if ends else 0) != len(whole):
+        raise ProtocolError(f"frames of {sum(sizes)} bytes were announced, and {len(whole)} bytes came")
+    return [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]
