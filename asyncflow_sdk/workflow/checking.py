@@ -26,7 +26,7 @@ from .policy import rows_needed
 from .ranks import check_ranks
 from .specs import TRAINED, Rollout, Stage, Train, takes_trained
 from .supervise import launcher_named
-from .text import Text, token_ids, with_stop_ids
+from .tokenizer import Tokenizer, token_ids, with_stop_ids
 from .tracking import check_tracker
 from .work import Generate, Logprobs
 
@@ -404,7 +404,7 @@ def _check_temperature(rollout: Rollout, train: Train) -> None:
 def _check_stops(spec: Rollout | Generate) -> None:
     """Texts that end a response are one token each, where the tokenizer is known here."""
     with contextlib.suppress(PluginError):  # no tokenizers in this environment: the worker has them, and checks
-        with_stop_ids(spec.sampling, Text(spec.tokenizer) if spec.tokenizer and spec.sampling.stop else None)
+        with_stop_ids(spec.sampling, Tokenizer(spec.tokenizer) if spec.tokenizer and spec.sampling.stop else None)
 
 
 def _check_ids(flow: Workflow, rollout: Rollout) -> None:
@@ -428,7 +428,7 @@ def _check_lengths(flow: Workflow, rollout: Rollout) -> None:
         lengths = flow.data.ragged("prompt_ids").lengths
     elif rollout.tokenizer:
         try:
-            encoded = Text(rollout.tokenizer).encode(flow.data.texts(rollout.prompt))
+            encoded = Tokenizer(rollout.tokenizer).encode(flow.data.texts(rollout.prompt))
         except PluginError:  # no tokenizers in this environment: the worker has them, and checks
             return
         except SchemaError as error:

@@ -38,7 +38,7 @@ from ..memory import make_private_directory, sync_directory
 from ..queue import QueueClient
 from ..types import events as ev
 from ..types.validation import check_least
-from .meeting import Meeting
+from .rank_communicator import RankCommunicator
 
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -81,10 +81,12 @@ class Checkpoints:
     """Those of one run, for its one trainer. ``keep``: so many, the newest; rows are kept for the oldest of them. ``ranks``: of
     a trainer of several, which all call the same at the same time, in a directory that all of them see. Not thread-safe."""
 
-    def __init__(self, queue: QueueClient, directory: Path, keep: int = 2, ranks: Meeting | None = None) -> None:
+    def __init__(
+        self, queue: QueueClient, directory: Path, keep: int = 2, ranks: RankCommunicator | None = None
+    ) -> None:
         check_least(1, keep=keep)
         self._queue, self.directory, self._keep = queue, directory, keep
-        self._ranks = ranks or Meeting()
+        self._ranks = ranks or RankCommunicator()
 
     def resume(self) -> Point:
         """Go on from the newest checkpoint that is whole; without any from the start. Raises ConfigError where rows that would
@@ -118,7 +120,7 @@ class Checkpoints:
         """Have ``save`` write the engine's state of now, after the last acknowledged step. ``last``: no step follows, so none
         will be trained again. Raises MemoryFull when the disk is full, ConfigError after a rollback before the trainer has loaded
         its version, and what ``save`` raises; then nothing has changed."""
-        self._ranks.words("the acknowledgement of a step")
+        self._ranks.all_gather("the acknowledgement of a step")
         cut = self._cut()
         path = self._path(cut.step)
         again = self._ranks.by_first("a checkpoint", lambda: self._there(cut, last))
@@ -191,11 +193,17 @@ def _packed(point: Point) -> bytes:
 
 
 def write(
-    path: Path, save: Callable[[Path], None], *, step: int, version: int, rows_put: int, ranks: Meeting | None = None
+    path: Path,
+    save: Callable[[Path], None],
+    *,
+    step: int,
+    version: int,
+    rows_put: int,
+    ranks: RankCommunicator | None = None,
 ) -> None:
     """A checkpoint that is whole or not there, also when the host dies. Of several ``ranks`` each writes its part in the same
     directory, and the first one the rest. Raises MemoryFull, and what ``save`` raises."""
-    ranks = ranks or Meeting()
+    ranks = ranks or RankCommunicator()
 
     def begin() -> bytes:
         made = path.with_name(f".{path.name}-{os.getpid()}")

@@ -1,4 +1,4 @@
-"""The consumer of a loop of one's own: it raises a worker's failure instead of waiting for rows that will not come."""
+"""CheckingConsumer: the consumer of a user's own loop. It raises the failure of a worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..interfaces import Consumer, LeasedBatch
 from ..queue import QueueClient
 
 LOOK_S = 5.0
-"""A failure that does not end the stream wakes nobody at the server: it is looked for so often."""
+"""Interval of checks (seconds): a failure that does not end the stream wakes no request."""
 
 
 class CheckingConsumer(Consumer):
@@ -30,6 +30,7 @@ class CheckingConsumer(Consumer):
 
     @property
     def current(self) -> LeasedBatch | None:
+        """Return the batch in progress."""
         return self._batches.current
 
     def __iter__(self) -> Generator[LeasedBatch, None, None]:

@@ -1,4 +1,4 @@
-"""Prompts: what users hand in as data becomes columns, and is fed to the queue as it is wanted."""
+"""Prompts: load users' data as columns, and feed them to the queue on demand."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _OTHER_FILES = {
     ".json": ("one JSON document", "json.load(open(FILE))"),
     ".parquet": ("Parquet", 'pandas.read_parquet(FILE).to_dict("records")'),
 }
-"""By the end of a file's name, what it holds instead of JSON lines, and how its records are read."""
+"""Other formats by suffix: their name, and an expression to read their records."""
 Prompts = str | Path | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
 def load_prompts(prompts: Prompts, column: str = "prompt") -> Batch:
-    """A batch with one row a prompt. Takes a list of texts, a list of records, columns by name, or the path of a
-    .jsonl file of records. Raises ConfigError for no data and for records without the prompt column."""
+    """Return a batch with one row a prompt. Takes a list of texts, a list of records, columns by
+    name, or the path of a .jsonl file of records. Raises ConfigError for no data and for records
+    without the prompt column."""
     if isinstance(prompts, (str, Path)):
         prompts = _read_jsonl(Path(prompts))
     if not isinstance(prompts, Mapping):
@@ -89,11 +90,11 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 class Feeder:
-    """Puts prompts while the steps lack rows: epoch after epoch, each in an order of its own, no more than a
-    chunk ahead of what the queue has room for. A group that failed or was filtered is replaced by the next prompt.
+    """Puts prompts while the steps lack rows, in a new order each epoch, at most a chunk ahead of the
+    queue's room. The next prompt replaces a failed or filtered group.
 
-    ``epochs``: end the stream when all have been put so often; None goes on while steps want rows.
-    Runs in a thread; ``on_failure`` hears of what it could not put. ``key``: prefix of the keys of its puts.
+    ``epochs``: end the stream after this many; None: continue while steps want rows. Runs in a
+    thread; ``on_failure`` is called there with its error. ``key``: prefix of the keys of its puts.
     """
 
     def __init__(
@@ -118,13 +119,15 @@ class Feeder:
         self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
 
     def start(self) -> None:
+        """Start its thread."""
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
+        """Wait for the end of its thread."""
         self._thread.join(timeout_s)
 
     def next(self, groups: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Positions of the next prompts in the data."""
+        """Return the positions of the next prompts in the data."""
         while len(self._order) < groups:
             shuffled = np.random.default_rng([self._seed, self._epoch]).permutation(self._data.rows)
             self._order = np.concatenate([self._order, shuffled])
@@ -132,24 +135,24 @@ class Feeder:
         taken, self._order = self._order[:groups], self._order[groups:]
         return taken
 
-    def _go_on(self) -> None:
-        """After what was put under this key before, by a feeder of a process that died."""
+    def _resume(self) -> None:
+        """Continue after the last put under this key, by the feeder of a process that died."""
         last: cmd.LastPut = self._queue.send(cmd.GetPut(prefix=f"{self._key}-"))
         number = last.key[len(self._key) + 1 :]
         if number.isdigit():
             self._order = np.empty(0, np.int64)
             self.fed = int(number) + last.count // self._group_size
-            self._epoch, within = divmod(self.fed, self._data.rows)  # whole epochs need not be drawn again
+            self._epoch, within = divmod(self.fed, self._data.rows)  # whole epochs need no order
             self.next(within)
 
     def _run(self) -> None:
         try:
-            self._go_on()
+            self._resume()
             while True:
                 try:
                     wanted = self._queue.wanted(timeout_s=3600.0)
                 except DeadlineExceeded:
-                    continue  # enough rows are there, and will be for as long as training takes
+                    continue  # there are enough rows while training takes this long
                 groups = min(self._chunk, -(-wanted // self._group_size))
                 if self._left is not None:
                     groups = min(groups, self._left - self.fed)
@@ -161,9 +164,9 @@ class Feeder:
                     self._queue.put(
                         dict(rows), group_size=self._group_size, key=f"{self._key}-{self.fed}", timeout_s=86400.0
                     )
-                except SchemaError:  # a feeder whose process died may have put more or fewer here in the meantime
+                except SchemaError:  # the feeder of a dead process put more or fewer rows here
                     before = self.fed
-                    self._go_on()
+                    self._resume()
                     if self.fed <= before:
                         raise
                 else:

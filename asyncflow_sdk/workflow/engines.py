@@ -1,4 +1,4 @@
-"""Engines of workers: their options checked, and made.
+"""Engines of workers: check their options, make them.
 
 odd_options("torch", factory, {"lr": "1e-5"})     # [("lr", "engine 'torch', option 'lr' must be float, not str: '1e-5'")]
 with loading_model(queue, "train"):
@@ -19,14 +19,14 @@ from ..queue import QueueClient
 from ..types.validation import closest_name, type_errors
 
 GIVEN = ("model", "algorithm")
-"""What an engine is made with that is no option."""
+"""Arguments of a factory besides options."""
 
 
 def odd_options(
     engine: str, factory: Callable[..., Any], options: Mapping[str, Any], also: Iterable[str] = ()
 ) -> list[tuple[str, str]]:
-    """Options that ``factory`` does not have, or whose values are not of the type that its signature says, each with what is
-    wrong. ``also``: names that are not the engine's and may be meant."""
+    """Return unknown options, and options of a wrong type by the factory's signature, each with an
+    error text. ``also``: further names to suggest."""
     known = _options_of(factory)
     odd = []
     for option in [name for name in options if known is not None and name not in (*known, *GIVEN)]:
@@ -39,7 +39,7 @@ def odd_options(
 
 
 def _options_of(factory: Callable[..., Any]) -> list[str] | None:
-    """The names of an engine's options; None if it takes any, or does not tell."""
+    """Return the names of an engine's options; None if it takes any, or has no signature."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
@@ -50,7 +50,7 @@ def _options_of(factory: Callable[..., Any]) -> list[str] | None:
 
 
 def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) -> Any:
-    """Make an engine. Raises ConfigError that names an option which it does not have, or whose value is of another type."""
+    """Make an engine. Raises ConfigError with the unknown options, or those of a wrong type."""
     factory = registry().get(kind, name).load()
     odd = odd_options(name, factory, options)
     if odd:
@@ -67,7 +67,7 @@ def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) ->
 
 @contextlib.contextmanager
 def loading_model(queue: QueueClient, task: str) -> Iterator[None]:
-    """Within, this worker is known to load the model that it needs for ``task``."""
+    """Report to the run, inside this block, that this worker loads its model for ``task``."""
     queue.send(cmd.Prepare(task=task, what="loading its model"))
     yield
     queue.send(cmd.Prepare(task=task))  # after an error its session ends

@@ -1,4 +1,4 @@
-"""Which staleness policy a driver means: an installed one by its name, or one of its own process."""
+"""Staleness policies named by a driver: installed ones by name, others from its own process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ Policy: TypeAlias = Named | tuple[Named, Mapping[str, Any]]
 
 
 def find_policy(policy: Any) -> tuple[PolicySpec, Own]:
-    """The name and options that the ledger is told, and, unless it is installed, what this process makes it of.
+    """Return a policy's name and options for the ledger, and its factory unless it is installed.
 
-    ``policy``: a name; "module:name", which is imported here and never in a server for a client; a class or another
-    callable; or one of these and options. Raises ConfigError, and PluginError that lists the installed ones."""
+    ``policy``: a name; "module:name", imported here and never in a server for a client; a class or
+    another callable; or one of these and options. Raises ConfigError, and PluginError with the
+    installed policies.
+    """
     of, options = policy if isinstance(policy, tuple) and len(policy) == 2 else (policy, {})
     own: Own = {}
     if isinstance(of, str) and ":" in of:
@@ -39,7 +41,7 @@ def find_policy(policy: Any) -> tuple[PolicySpec, Own]:
 
 
 def rule_of(staleness: Staleness) -> dict[str, Any]:
-    """What is known of it before a run begins, as plain data."""
+    """Return the properties of a policy before a run, as plain data."""
     spec, own = find_policy(staleness.policy)
     made = make_policy(spec, own)
     return {
@@ -49,5 +51,5 @@ def rule_of(staleness: Staleness) -> dict[str, Any]:
 
 
 def rows_needed(staleness: Staleness, batch_rows: int) -> int:
-    """How many rows a queue must hold at least. Raises ConfigError, PluginError."""
+    """Return the least capacity of a queue in rows. Raises ConfigError, PluginError."""
     return make_policy(*find_policy(staleness.policy)).least_rows(batch_rows, staleness.max_staleness)

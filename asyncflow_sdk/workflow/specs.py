@@ -286,13 +286,13 @@ class Stage(Described):
     def run(self, queue: QueueClient) -> None:
         """Do the work here, in this thread, until the stream ends; the task is declared first. ``queue`` is of a
         connection of its own. Raises ConfigError for a task that cannot be declared, and what the work raises."""
-        from .stages import stage
+        from .stage_worker import run_stage
 
         spec = self.declare()
         queue.declare(**{name: getattr(spec, name) for name in spec.__struct_fields__})
         work = self.work if callable(self.work) else self.job()
         assert work is not None
-        stage(
+        run_stage(
             queue, work, task=self.task, needs=self.needs, gives=self.gives, batch=self.batch,
             concurrency=self.concurrency, groups=self.whole_groups,
         )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Failures of functions that users wrote: stages, rewards and agents.
+"""Failures of functions written by users: stages, rewards and agents.
 
-raise FunctionFailed(told("score() raised KeyError: 'x'", error)) from None
+raise FunctionFailed(with_user_trace("score() raised KeyError: 'x'", error)) from None
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from ..queue.error_text import user_trace
 
 
 class FunctionFailed(ConfigError):
-    """Raised when a user's function raised, or returned what it should not. The message has the frames of the function, and is shown
-    without those of the SDK."""
+    """Raised when a user's function raised an error or returned an invalid value. The message has
+    the function's frames; the SDK's are not shown."""
 
 
-def told(what: str, error: BaseException) -> str:
-    """``what`` was wrong, and where in the user's code."""
-    return f"{what}\n{user_trace(error)}".rstrip()
+def with_user_trace(text: str, error: BaseException) -> str:
+    """Return ``text`` with the frames of the user's code in ``error``."""
+    return f"{text}\n{user_trace(error)}".rstrip()

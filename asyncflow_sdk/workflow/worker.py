@@ -213,15 +213,15 @@ def _ending(error: BaseException) -> WorkerExit:
 
 
 def _work(queue: QueueClient, job: RolloutJob | StageJob | TrainJob, rank: Rank) -> None:
-    from . import roles
     from .checkpoint import Checkpoints
-    from .meeting import Meeting
-    from .stages import stage
+    from .rank_communicator import RankCommunicator
+    from .stage_worker import run_stage
+    from .train_worker import train
 
     connection = queue.connection
     if isinstance(job, StageJob):
         _state(connection, "ready")
-        stage(
+        run_stage(
             queue, job.work, task=job.task, needs=job.needs, gives=job.gives, batch=job.batch,
             concurrency=job.concurrency, groups=job.groups,
         )  # fmt: skip
@@ -241,9 +241,9 @@ def _work(queue: QueueClient, job: RolloutJob | StageJob | TrainJob, rank: Rank)
                 f" not compute; it computes {', '.join(engine.computes) or 'nothing for algorithms'}"
             )
         _state(connection, "ready")
-        ranks = Meeting(queue, "train", rank.rank, rank.world_size)
+        ranks = RankCommunicator(queue, "train", rank.rank, rank.world_size)
         checkpoints = Checkpoints(queue, Path(job.checkpoints), job.keep, ranks) if job.checkpoints else None
-        roles.train(
+        train(
             queue, engine, weights=job.weights, export=Path(job.export) if job.export else None,
             checkpoints=checkpoints, every=job.every, ranks=ranks, model=job.model,
         )  # fmt: skip
@@ -254,11 +254,11 @@ def _work(queue: QueueClient, job: RolloutJob | StageJob | TrainJob, rank: Rank)
 async def _rollout(queue: QueueClient, job: RolloutJob) -> None:
     from .agent import Agent
     from .producer import EngineProducer
-    from .text import Text
+    from .tokenizer import Tokenizer
 
     with loading_model(queue, job.task):
         engine = make_engine("rollout", job.engine, model=job.model, **job.options)
-    text = Text(job.tokenizer) if job.tokenizer else None
+    text = Tokenizer(job.tokenizer) if job.tokenizer else None
     agent = Agent.of(job.agent) if job.agent is not None else None
     producer = EngineProducer(
         queue, engine, task=job.task, prefix=job.prefix, sampling=job.sampling, prompt=job.prompt, text=text, needs_first=job.needs_first,

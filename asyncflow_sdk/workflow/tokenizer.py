@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a model folder's own tokenizer.json; and token ids that were given as such."""
+"""Tokenizer: text to token ids and back, by a tokenizer.json; and checks of given token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST_ID = 2**31 - 1
 
 
 def token_ids(batch: Batch, column: str) -> Ragged:
-    """A column of token ids: int32, a row each. Raises SchemaError for one that holds anything else, which names the row."""
+    """Return a column of token ids as int32. Raises SchemaError, with the row, for other values."""
     ids = batch.ragged(column)
     if ids.values.ndim != 1 or ids.values.dtype.kind not in "iu":
         raise SchemaError(
@@ -29,19 +29,19 @@ def token_ids(batch: Batch, column: str) -> Ragged:
     return Ragged(ids.values.astype(np.int32, copy=False), ids.offsets)
 
 
-def with_stop_ids(sampling: Sampling, text: Text | None) -> Sampling:
-    """``sampling`` with the tokens of its ``stop``. Raises ConfigError for a stop of several tokens, or without a tokenizer."""
+def with_stop_ids(sampling: Sampling, tokenizer: Tokenizer | None) -> Sampling:
+    """Encode ``stop`` as ``stop_ids``. Raises ConfigError for several tokens, or no tokenizer."""
     if not sampling.stop:
         return sampling
-    if text is None:
+    if tokenizer is None:
         raise ConfigError(
             f"stop={sampling.stop!r} is text, and there is no tokenizer to encode it: name a tokenizer, or give stop_ids"
         )
-    return replace(sampling, stop=(), stop_ids=(*sampling.stop_ids, *map(text.stop_id, sampling.stop)))
+    return replace(sampling, stop=(), stop_ids=(*sampling.stop_ids, *map(tokenizer.stop_id, sampling.stop)))
 
 
-class Text:
-    """Thread-safe. Needs the ``tokenizers`` package, which every text engine brings."""
+class Tokenizer:
+    """The tokenizer in ``file``, by the package ``tokenizers``. Thread-safe."""
 
     def __init__(self, file: str) -> None:
         try:
@@ -53,25 +53,25 @@ class Text:
         self._file, self._tokenizer = file, tokenizers.Tokenizer.from_file(file)
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[npt.NDArray[np.int32]]:
-        """Token ids, with the special tokens that the tokenizer adds by itself, as at the beginning of a text; or without.
-        Raises SchemaError for a text that the tokenizer has no tokens for."""
+        """Return the token ids of each text. ``special``: with the tokenizer's special tokens, as
+        at the beginning of a text. Raises SchemaError for a text that cannot be encoded."""
         try:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
-        except Exception as error:  # it raises nothing narrower, and does not say for which
-            raise SchemaError(f"{self._first_odd(texts)} cannot be encoded by {self._file}: {error}") from error
+        except Exception as error:  # its only exception class, without the text
+            raise SchemaError(f"{self._find_invalid(texts)} cannot be encoded by {self._file}: {error}") from error
         return [np.array(e.ids, np.int32) for e in encoded]
 
     def stop_id(self, stop: str) -> int:
-        """The token of a text that ends responses. Raises ConfigError for one of several tokens, which no engine stops at."""
+        """Return the one token of a text. Raises ConfigError for several: engines stop at one."""
         ids = self.encode([stop], special=False)[0]
         if len(ids) != 1:
             raise ConfigError(
-                f"a response ends at one token, and stop {stop!r} is {len(ids)}: {ids.tolist()}; name a text that the tokenizer"
-                f" has a token for, such as a special token, or look for {stop!r} in what was generated"
+                f"a response ends at one token, and stop {stop!r} is {len(ids)}: {ids.tolist()}; name a text with one"
+                f" token, such as a special token, or search the generated text for {stop!r}"
             )
         return int(ids[0])
 
-    def _first_odd(self, texts: Sequence[str]) -> str:
+    def _find_invalid(self, texts: Sequence[str]) -> str:
         for number, text in enumerate(texts):
             try:
                 self._tokenizer.encode(text)
@@ -80,5 +80,5 @@ class Text:
         return f"one of {len(texts)} texts"
 
     def decode(self, ids: Ragged) -> list[str]:
-        """Text without special tokens."""
+        """Return the text of each row, without special tokens."""
         return list(self._tokenizer.decode_batch(ids.tolist(), skip_special_tokens=True))
