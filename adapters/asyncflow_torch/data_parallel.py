@@ -1,18 +1,18 @@
-"""DataParallelEngine: what train engines have in common that compute on some rows each and add up their gradients.
+"""DataParallelEngine: the common part of train engines whose ranks compute on some rows each and add up their gradients.
 
     class Mine(DataParallelEngine):
-        def __init__(self, model, *, algorithm=None, ...):
+        @keywords_of(TrainOptions)
+        def __init__(self, options):
             ...                                                # load, wrap, make the optimizer
-            super().__init__(wrapped, ranks=ranks, algorithm=algorithm, vocabulary=..., context=..., device=...)
+            super().__init__(wrapped, options, optimizer, ranks=ranks, vocabulary=..., context=..., device=...)
 
         def zero_gradients(self): ...
         def backward(self, loss, *, last): ...
         def optimizer_step(self): ...                          # {"grad_norm": ...}
-        # and named_weights, save, load, load_weights, export
+        # and named_weights, save_policy, restore_policy, replace_weights, export_folder
 
-One rank is the case that needs no process group. Sums over ranks differ from those of one process by the order of addition: in
-float32 losses, log-probs' means and norms of gradients agree to 1e-5 of their size, and updates to 2e-2 of theirs, since
-Adam divides by the size of gradients that may be nearly 0.
+One rank needs no process group. Sums over ranks differ from those of one process by the order of addition: in float32, losses, means of
+log-probs and norms of gradients agree to a relative 1e-5, and updates to 2e-2, since Adam divides by gradients near 0.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ import numpy.typing as npt
 import torch
 
 from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError
-from asyncflow_sdk.interfaces import Algorithm, PackedTokens, StepResult, TrainEngine
+from asyncflow_sdk.interfaces import PackedTokens, StepResult, TrainEngine, WeightUpdate
 from asyncflow_sdk.types import Batch, Ragged
 
 from .collate import MicroBatch, check_tokens, check_training, collate, no_rows, split
@@ -39,6 +40,7 @@ from .drift import Drift
 from .logprobs import TokenStats, logprobs_of_parts, of_parts, response_logprobs
 from .packing import PerToken
 from .ranks import Ranks
+from .schedules import go_to, make_schedule, steps_made
 from .shares import (
     BEFORE,
     STALENESS,
@@ -50,24 +52,24 @@ from .shares import (
     standardised_over,
     token_staleness_of,
 )
+from .train_options import TrainOptions
 
 PROXIMAL, ENTROPY = "proximal_logprobs", "entropy"
 
 
 class DataParallelEngine(TrainEngine):
-    """``model``: what is called, wrapped as the engine wants it; ``vocabulary`` and ``context`` are the plain model's.
-    ``micro_batch_tokens``: the most input tokens of a forward pass, padding included; None takes a step in one. ``packed``:
-    rows are packed, not padded. All ranks make the same number of passes, some of them perhaps without rows. ``updates``: so many
-    optimizer steps a batch, each on its part of the rows, drawn at random. ``critic``: where the algorithm asks for values."""
+    """``model``: the module to call, wrapped by the engine; ``vocabulary`` and ``context`` are the plain model's. ``optimizer``: steps
+    on the policy. ``packed``: rows are packed, not padded. ``critic``: given if ``options.needs_critic``. All ranks make the same
+    number of passes, possibly some without rows."""
 
     computes: tuple[str, ...] = (PROXIMAL, ENTROPY, STALENESS, VALUES)
     restores = True
 
     def __init__(
-        self, model: Any, *, ranks: Ranks, algorithm: Algorithm, vocabulary: int, context: int | None, device: Any,
-        temperature: float, micro_batch_tokens: int | None, packed: bool = False, updates: int = 1,
-        critic: ValueCritic | None = None,
+        self, model: Any, options: TrainOptions, optimizer: Any, *, ranks: Ranks, vocabulary: int, context: int | None,
+        device: Any, packed: bool = False, critic: ValueCritic | None = None,
     ) -> None:  # fmt: skip
+        algorithm = options.used_algorithm
         unknown = [name for name in algorithm.asks if name not in self.computes]
         if unknown:
             raise ConfigError(
@@ -75,27 +77,46 @@ class DataParallelEngine(TrainEngine):
             )
         self._model, self._ranks, self._algorithm, self._device = model, ranks, algorithm, device
         self._vocabulary, self._context = vocabulary, context
-        self._temperature, self._tokens, self._packed = temperature, micro_batch_tokens, packed
-        self._updates, self._critic = updates, critic
+        self._temperature, self._tokens, self._packed = options.temperature, options.micro_batch_tokens, packed
+        self._updates, self._critic, self._optimizer = options.updates, critic, optimizer
+        self._schedule = make_schedule(
+            optimizer, options.schedule, warmup_steps=options.warmup_steps, decay_steps=options.decay_steps
+        )
 
-    # ---- what an engine brings
+    # ---- implemented by each engine, called on all ranks together
 
     @abc.abstractmethod
     def zero_gradients(self) -> None:
-        """Forget all gradients, also the critic's; a backward pass that raised may have left some."""
+        """Clear all gradients, including the critic's. A backward pass that raised may have left some."""
 
     @abc.abstractmethod
     def backward(self, loss: Any, *, last: bool) -> None:
-        """Add the gradients of ``loss`` to the step's, which in the end are the sum, not the mean, over all passes and
-        ranks. ``last``: of this step's passes. All ranks call it together."""
+        """Add the gradients of ``loss`` to the step's: the sum, not the mean, over all passes and ranks. ``last``: True for the last
+        pass of the step."""
 
     @abc.abstractmethod
     def optimizer_step(self) -> dict[str, float]:
-        """Clip the gradients and make one step, of the policy and of a critic. Returns ``grad_norm``, before clipping, of the whole
-        model, ``critic_grad_norm``, the same on all ranks, and perhaps more metrics. Where one is not finite neither makes a step, and the
-        gradients are forgotten."""
+        """Clip the gradients and make one step of policy and critic. Return ``grad_norm`` and, with a critic, ``critic_grad_norm``:
+        norms of the whole model before clipping, the same on all ranks. If a norm is not finite, make neither step and clear the
+        gradients."""
 
-    # ---- the same for all
+    @abc.abstractmethod
+    def save_policy(self, path: Path) -> None:
+        """Write weights, optimizer and random state below ``path``: safetensors and JSON, no pickle."""
+
+    @abc.abstractmethod
+    def restore_policy(self, path: Path) -> None:
+        """Restore a checkpoint of any engine of this format, saved by any number of ranks."""
+
+    @abc.abstractmethod
+    def replace_weights(self, update: WeightUpdate) -> None:
+        """Replace the weights by those of ``update`` and reset the optimizer. Raises WeightMismatch before any change."""
+
+    @abc.abstractmethod
+    def export_folder(self, path: Path) -> None:
+        """Write the policy as a Hugging Face folder with the source's tokenizer."""
+
+    # ---- common to all engines
 
     def train_step(self, batch: Batch) -> StepResult:
         """One optimizer step, or ``updates`` of them, on the rows of ``batch``, whole groups, and those that other ranks have.
@@ -193,15 +214,16 @@ class DataParallelEngine(TrainEngine):
             if self._critic is not None and values is not None and given is not None:
                 gradient = torch.zeros_like(values) if given.grad is None else given.grad
                 self._critic.backward(values, gradient, last=last)
-        made = self.optimizer_step()
-        norms = {name: value for name, value in made.items() if name.endswith("grad_norm")}
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        norms = self.optimizer_step()
         if not all(map(math.isfinite, norms.values())):
             return norms, None
+        self._schedule.step()
         said = self._ranks.gather(
             {"sums": {name: float(value) for name, value in sums.items()}, "drift": drift.counts}
         )
         added = _added([each["sums"] for each in said])
-        return norms, added | Drift.metrics([each["drift"] for each in said]) | made
+        return norms, added | Drift.metrics([each["drift"] for each in said]) | norms | {"lr": rate}
 
     def _loss(
         self, share: Share, whole: Whole, part: MicroBatch, stats: TokenStats, values: Any, drift: Drift
@@ -230,8 +252,36 @@ class DataParallelEngine(TrainEngine):
             self._ranks.together(lambda: self._check(batch))
             return logprobs_of_parts(self._model, batch, self._passes(batch), temperature=self._temperature)
 
+    def save(self, path: Path) -> None:
+        """Write policy and critic below ``path``, a directory visible to all ranks: safetensors and JSON, no pickle. Any number of
+        ranks of any engine of this format can load it."""
+        with self._ranks.calling("save"):
+            if self._critic is not None:
+                self._critic.save(path / "critic")
+            self.save_policy(path)
+
+    def load(self, path: Path) -> None:
+        """Restore a saved state. Learning rate and other options stay this engine's."""
+        with self._ranks.calling("load"):
+            if self._critic is not None:
+                self._critic.load(path / "critic")
+            self.restore_policy(path)
+            go_to(self._schedule, steps_made(self._optimizer))
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Replace the policy's weights by a version. Optimizer and learning-rate schedule start anew. The critic is unchanged: it is
+        not published."""
+        with self._ranks.calling("load_weights"):
+            self.replace_weights(update)
+            go_to(self._schedule, 0)
+
+    def export(self, path: Path) -> None:
+        """Write the policy as a Hugging Face folder with the source's tokenizer."""
+        with self._ranks.calling("export"):
+            self.export_folder(path)
+
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Leave the process group."""
         self._ranks.close()
 
     def _check(self, batch: Batch) -> None:
