@@ -1,1 +1,1 @@
-"""Calls to inference servers over HTTP: what the adapters of engines that run as servers have in common."""
+"""Common parts of the adapters of inference servers: HTTP client, claimed server, model folder, limits of requests."""
