@@ -1,6 +1,6 @@
-"""Checkpoints and exports of a model under ZeRO: each rank writes and reads the elements that it steps on, at any stage. Format:
-`asyncflow_torch.checkpoint`. DeepSpeed's own checkpoints are pickles, and of a fixed number of ranks.
-"""
+"""Checkpoints and exports of a model under ZeRO: each rank writes and reads its own elements, at
+any stage. Format: `asyncflow_torch.checkpoint`. DeepSpeed's own checkpoints are pickles, and of
+a fixed number of ranks."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def export(
 
 
 def _own(engine: Any, ranks: Ranks) -> Iterator[FlatSlice]:
-    """Yield the masters that this rank writes: its partition, or at stage 0 an equal part of each."""
+    """Yield the masters written by this rank: its partition, or at stage 0 an equal part of each."""
     for part in masters(engine):
         if engine.zero_optimization_stage():
             yield part

@@ -1,4 +1,4 @@
-"""DeepSpeed in a process: its start, its end, and models that it partitions as they are loaded."""
+"""DeepSpeed in a process: its start, its end, and models partitioned during their load."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Critics: a value model that a train engine trains beside its policy, in the same passes.
+"""Critics: a value model trained beside the policy, in the same passes.
 
-values = critic.values(part)                               # of a pass, with gradient
-given = values.detach().requires_grad_()                   # input of the loss
-loss.backward(); critic.backward(values, given.grad, last=True)
+    values = critic.values(part)                               # of a pass, with gradient
+    given = values.detach().requires_grad_()                   # input of the loss
+    loss.backward(); critic.backward(values, given.grad, last=True)
 
-Each model has a backward pass of its own: sharded models run collectives in it, whose order must be the same on all ranks.
+Each model has a backward pass of its own: sharded models run collectives in it, in the same order
+on all ranks.
 """
 
 from __future__ import annotations

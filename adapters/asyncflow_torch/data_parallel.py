@@ -1,4 +1,5 @@
-"""DataParallelEngine: the common part of train engines whose ranks compute on some rows each and add up their gradients.
+"""DataParallelEngine: the common part of train engines whose ranks compute different rows and sum
+their gradients.
 
     class Mine(DataParallelEngine):
         @keywords_of(TrainOptions)
@@ -11,8 +12,9 @@
         def optimizer_step(self): ...                          # {"grad_norm": ...}
         # and named_weights, save_policy, restore_policy, replace_weights, export_folder
 
-One rank needs no process group. Sums over ranks differ from those of one process by the order of addition: in float32, losses, means of
-log-probs and norms of gradients agree to a relative 1e-5, and updates to 2e-2, since Adam divides by gradients near 0.
+One rank needs no process group. Sums over ranks differ from sums of one process by the order of
+addition: in float32, losses, means of log-probs and norms of gradients agree to a relative 1e-5,
+and updates to 2e-2, since Adam divides by gradients near 0.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from .collate import MicroBatch, check_tokens, check_training, collate, no_rows,
 from .critic import ValueCritic
 from .drift import Drift
 from .logprobs import TokenStats, logprobs_of_parts, of_parts, response_logprobs
-from .packing import PerToken
+from .per_token import PerToken
 from .ranks import Ranks
 from .schedules import go_to, make_schedule, steps_made
 from .shares import (
@@ -87,7 +89,7 @@ class DataParallelEngine(TrainEngine):
 
     @abc.abstractmethod
     def zero_gradients(self) -> None:
-        """Clear all gradients, including the critic's. A backward pass that raised may have left some."""
+        """Clear all gradients, including the critic's and those left by a failed backward pass."""
 
     @abc.abstractmethod
     def backward(self, loss: Any, *, last: bool) -> None:
@@ -110,7 +112,8 @@ class DataParallelEngine(TrainEngine):
 
     @abc.abstractmethod
     def replace_weights(self, update: WeightUpdate) -> None:
-        """Replace the weights by those of ``update`` and reset the optimizer. Raises WeightMismatch before any change."""
+        """Load the weights of ``update`` and reset the optimizer. Raises WeightMismatch before any
+        change."""
 
     @abc.abstractmethod
     def export_folder(self, path: Path) -> None:
@@ -119,13 +122,16 @@ class DataParallelEngine(TrainEngine):
     # ---- common to all engines
 
     def train_step(self, batch: Batch) -> StepResult:
-        """One optimizer step, or ``updates`` of them, on the rows of ``batch``, whole groups, and those that other ranks have.
+        """Make one optimizer step, or ``updates`` of them, on the rows of ``batch``, whole groups,
+        and of the other ranks.
 
-        Where the algorithm drops rows of advantage 0 and all are, no step is made, and ``rows_used`` is 0. Metrics, of all ranks' rows:
-        reward, reward_std, response_tokens (mean length), rows_used; over the tokens trained, which are those of the
-        column loss_mask where there is one: tokens (how many), loss, grad_norm (before clipping), entropy (under the weights before
-        the step), those of `Drift.metrics`, and the algorithm's own; of several updates their means, and updates_skipped: how many were not
-        made, their gradients not being finite. Raises EngineError when none was made: the weights are as before.
+        If the algorithm drops rows of advantage 0 and drops all, no step is made, and ``rows_used``
+        is 0. Metrics of all ranks' rows: reward, reward_std, response_tokens (mean length),
+        rows_used; of the trained tokens (the column loss_mask if present): tokens (their number),
+        loss, grad_norm (before clipping), entropy (under the weights before the step), those of
+        `Drift.metrics`, and the algorithm's own; of several updates their means, and
+        updates_skipped: number of updates left out for gradients that are not finite. Raises
+        EngineError if all were left out: the weights are unchanged.
         """
         with self._ranks.calling("train_step"):
             if BEFORE & {*self._algorithm.asks}:
@@ -147,7 +153,7 @@ class DataParallelEngine(TrainEngine):
         return StepResult(metrics, None if share.used.all() else ~share.used)
 
     def _prepared(self, batch: Batch) -> Batch:
-        """Checked, and with columns that the algorithm asks for before it says what rows are worth."""
+        """Check the batch and add columns needed for advantages."""
         if not batch.rows:
             return batch
         check_tokens(batch, vocabulary=self._vocabulary, context=self._context)
@@ -157,7 +163,7 @@ class DataParallelEngine(TrainEngine):
         return batch
 
     def _step(self, share: Share, whole: Whole) -> dict[str, float]:
-        """All updates. One whose gradient is not finite is left out: those before it are made, and stay; none is taken back."""
+        """Make all updates. An update without finite gradients is left out; earlier ones stay."""
         made: list[dict[str, float]] = []
         skipped: list[str] = []
         for piece, part in self._updates_of(share, whole):
@@ -174,13 +180,13 @@ class DataParallelEngine(TrainEngine):
         return means | {"updates_skipped": float(len(skipped))}
 
     def _updates_of(self, share: Share, whole: Whole) -> Iterator[tuple[Share, Whole]]:
-        """The rows of each update, here and on all ranks."""
+        """Yield the rows of each update, here and on all ranks."""
         if self._updates == 1:
             yield share, whole
             return
         if PROXIMAL in self._algorithm.asks:
             share = self._proximal(share, whole)
-        # All ranks draw one number a step, however many rows each has: their random states stay the same, and one is saved for all.
+        # All ranks draw one number per step, with any number of rows: their random states stay equal, and one is saved.
         drawn = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))
         order = np.array_split(torch.randperm(share.batch.rows, generator=drawn).numpy(), self._updates)
         for piece in pieces(share, order, tokens=self._tokens, packed=self._packed):
@@ -189,13 +195,13 @@ class DataParallelEngine(TrainEngine):
                 yield piece, part
 
     def _proximal(self, share: Share, whole: Whole) -> Share:
-        """With the log-probs under the weights that the step begins with."""
+        """Add the log-probs under the weights before the step."""
         passes = (self._part(share.batch, share.parts, number, None) for number in range(whole.passes))
         found = logprobs_of_parts(self._model, share.batch, passes, temperature=self._temperature)
         return replace(share, columns={**share.columns, PROXIMAL: PerToken.of(found).masked(share.mask)})
 
     def _update(self, share: Share, whole: Whole) -> tuple[dict[str, float], dict[str, float] | None]:
-        """Norms of the gradients, and the update's metrics; None where they are not finite, and no update was made."""
+        """Return the norms of the gradients and the metrics of the update, None if it was left out."""
         sums: dict[str, Any] = defaultdict(float)
         drift, with_entropy = Drift(), ENTROPY in self._algorithm.asks
         self.zero_gradients()
@@ -209,7 +215,7 @@ class DataParallelEngine(TrainEngine):
                 for name, value in measured.items():
                     sums[name] += value
             else:
-                loss = stats.logprobs.sum()  # of nothing: its gradient is 0
+                loss = stats.logprobs.sum()  # a sum of no terms: its gradient is 0
             self.backward(loss, last=last)
             if self._critic is not None and values is not None and given is not None:
                 gradient = torch.zeros_like(values) if given.grad is None else given.grad
@@ -228,11 +234,11 @@ class DataParallelEngine(TrainEngine):
     def _loss(
         self, share: Share, whole: Whole, part: MicroBatch, stats: TokenStats, values: Any, drift: Drift
     ) -> tuple[Any, dict[str, Any]]:
-        """Of one pass, and what it adds to the step's metrics."""
+        """Return the loss of one pass, and its part of the metrics."""
         lengths = share.behaviour.lengths[part.rows]
         behaviour = self._tensor(share.behaviour.of_rows(part.rows))
         columns = {name: self._tensor(each.of_rows(part.rows)) for name, each in share.columns.items()}
-        if PROXIMAL in self._algorithm.asks:  # of a single update these are the weights that the step begins with
+        if PROXIMAL in self._algorithm.asks:  # with a single update, the weights before the step
             columns.setdefault(PROXIMAL, stats.logprobs.detach())
         loss, measured = self._algorithm.loss(
             PackedTokens(
@@ -247,7 +253,8 @@ class DataParallelEngine(TrainEngine):
         return loss, {**measured, "loss": loss.detach(), "entropy": entropy}
 
     def logprobs(self, batch: Batch) -> Ragged:
-        """Log-probs of ``response_ids`` under the current weights and the engine's temperature. All ranks call it together."""
+        """Return log-probs of ``response_ids`` under the current weights and the engine's
+        temperature. A collective."""
         with self._ranks.calling("logprobs"):
             self._ranks.together(lambda: self._check(batch))
             return logprobs_of_parts(self._model, batch, self._passes(batch), temperature=self._temperature)
@@ -289,7 +296,7 @@ class DataParallelEngine(TrainEngine):
             check_tokens(batch, vocabulary=self._vocabulary, context=self._context)
 
     def _passes(self, batch: Batch) -> Iterator[MicroBatch]:
-        """All rows with all response tokens, in as many parts as the rank with the most of them has."""
+        """Yield all rows with all response tokens, in the number of parts of the rank with most."""
         parts = split(batch, tokens=self._tokens, packed=self._packed)
         for number in range(max(self._ranks.gather(len(parts)))):
             yield self._part(batch, parts, number, None)
@@ -310,5 +317,5 @@ def _with(batch: Batch, name: str, column: Ragged) -> Batch:
 
 
 def _added(each: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What ranks have measured; one without rows has measured nothing."""
+    """Sum the measurements of all ranks; a rank without rows has none."""
     return {name: sum(one.get(name, 0.0) for one in each) for name in sorted({name for one in each for name in one})}

@@ -1,7 +1,8 @@
-"""A group of torch.distributed that is nobody else's: one publisher, its receivers, and broadcasts from the first to the others.
+"""Group: a private group of torch.distributed: one publisher, its receivers, and broadcasts from
+the first to the others.
 
-It is made from the process group's own class over a store of ours, never by ``init_process_group``: that one belongs to the
-training loop of this process, which may have a group of its own, or none, and never meets this one.
+It is made by the class of the process group over a store of this package, never by
+``init_process_group``, which belongs to the training loop of this process.
 """
 
 from __future__ import annotations
@@ -24,18 +25,16 @@ from asyncflow_sdk.types.manifest import Bucket
 
 BACKENDS = ("gloo", "nccl")
 WINDOW = 4
-"""Buckets on their way at a time through gloo, which copies none of them. NCCL has one, in device memory."""
+"""Concurrent buckets with gloo, which copies none. NCCL has one, in device memory."""
 _THREADS = 2
 
-if not dist.is_available():  # a build of torch without it, as on some platforms
+if not dist.is_available():  # a build of torch without it
     raise ConfigError("this torch is built without torch.distributed; use the transport tcp instead")
 
 
 class Exchange(dist.Store):  # type: ignore[misc]
-    """A store in Python: what members must know of each other to connect.
-
-    ``put`` and ``look`` carry it; ``look`` waits until all keys are there, or raises at its deadline.
-    """
+    """A torch store in Python, for the addresses of members. ``put`` and ``look`` carry it;
+    ``look`` waits for all keys, or raises at its deadline."""
 
     def __init__(self, put: Callable[[str, bytes], None], look: Callable[[list[str]], list[bytes]]) -> None:
         super().__init__()
@@ -43,27 +42,32 @@ class Exchange(dist.Store):  # type: ignore[misc]
         self._seen: set[str] = set()
 
     def set(self, key: str, value: bytes) -> None:
+        """Store a value."""
         self._put(key, bytes(value))
         self._seen.add(key)
 
     def get(self, key: str) -> bytes:
+        """Return a value."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return values, waiting for them."""
         values = self._look(list(keys))
         self._seen.update(keys)
         return values
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys."""
         self.multi_get(keys)
 
     def check(self, keys: list[str]) -> bool:
+        """True if all keys are known here."""
         return self._seen.issuperset(keys)
 
 
 class Group:
-    """Broadcasts from rank 0. Making one waits for all members, at most ``stall_s`` for each; a bucket as long as ``limit_s``
-    says when it is begun, ``stall_s`` unless set."""
+    """Broadcasts from rank 0. The constructor waits for all members, at most ``stall_s`` for each.
+    ``limit_s``: returns the time limit of a bucket, ``stall_s`` unless set."""
 
     def __init__(self, backend: str, store: Exchange, rank: int, size: int, address: str, stall_s: float) -> None:
         self.rank = rank
@@ -87,7 +91,8 @@ class Group:
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
 
     def stream(self, chunks: list[Any], buckets: Iterable[Bucket], arrived: Callable[[Bucket], None]) -> None:
-        """Send or receive buckets of flat uint8 tensors in host memory, in order; ``arrived`` is told of each, in order."""
+        """Send or receive buckets of flat uint8 tensors in host memory, in order; call ``arrived``
+        with each."""
         under_way: deque[tuple[Bucket, Callable[[], None]]] = deque()
         try:
             for bucket in buckets:
@@ -100,25 +105,25 @@ class Group:
             for (
                 _,
                 finish,
-            ) in under_way:  # nothing may be under way when a group goes, nor when its memory is used again
+            ) in under_way:  # no broadcast may run when its group or memory is freed
                 with contextlib.suppress(Exception):
                     finish()
             raise
 
     def word(self, word: int = 0) -> int:
-        """Rank 0 says it, the others hear it."""
+        """Broadcast one byte from rank 0 and return it."""
         byte = torch.tensor([word], dtype=torch.uint8)
         self._start(byte)()
         return int(byte[0])
 
     def close(self) -> None:
-        """Cut the connections; nothing may be under way."""
+        """Cut the connections. No broadcast may be running."""
         if self._device is not None:
             self._group.abort()
         self._group = self._bucket = None
 
     def _start(self, memory: Any) -> Callable[[], None]:
-        """Begin to broadcast ``memory``; what is returned waits for the end of it."""
+        """Start a broadcast of ``memory``; return a function to wait for its end."""
         self._options.timeout = timedelta(seconds=self.limit_s())
         if self._device is None:
             work = self._group.broadcast([memory], self._options)
@@ -141,21 +146,21 @@ class Group:
 
 
 def _first(under_way: deque[tuple[Bucket, Callable[[], None]]]) -> Bucket:
-    """Wait for the oldest."""
+    """Wait for the oldest broadcast."""
     bucket, finish = under_way.popleft()
     finish()
     return bucket
 
 
 def _wait(work: Any, memory: Any) -> None:
-    """``memory`` lives until the work is done, whatever becomes of it."""
+    """Wait, and keep ``memory`` alive until the end of the work."""
     work.wait()
     del memory
 
 
 def flat(array: Bytes) -> Any:
-    """A tensor over the bytes of an array that has to outlive it. Of a read-only array too, without torch's warning:
-    a broadcast only reads what its root sends."""
+    """Return a tensor over the bytes of an array, which must outlive it. Also of a read-only array,
+    without torch's warning: the root of a broadcast only reads."""
     if not len(array):
         return torch.empty(0, dtype=torch.uint8)
     raw = (ctypes.c_uint8 * len(array)).from_address(array.ctypes.data)
@@ -163,7 +168,7 @@ def flat(array: Bytes) -> Any:
 
 
 def missing(backend: str) -> str:
-    """Why this torch and this machine cannot work with a backend; "" if they can."""
+    """Return why this torch and this machine cannot use a backend, "" if they can."""
     if backend == "gloo":
         return "" if dist.is_gloo_available() else "this torch is built without gloo"
     if not torch.cuda.is_available():
@@ -173,8 +178,8 @@ def missing(backend: str) -> str:
 
 @contextlib.contextmanager
 def _waits_have_deadlines() -> Iterator[None]:
-    """A group of NCCL made inside raises at its deadline. As torch sets them up, they end the process instead, which
-    would be the trainer's."""
+    """Make NCCL groups created within the block raise at their deadline. By default they would end
+    the process, here the trainer's."""
     wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

@@ -1,4 +1,5 @@
-"""The fetching end of the transport ``dist``: takes part in rounds of publishers, and verifies buckets as they come."""
+"""DistReceiver: the receiver's end of the transport ``dist``. It takes part in rounds of publishers
+and verifies buckets as they arrive."""
 
 from __future__ import annotations
 
@@ -21,28 +22,44 @@ from asyncflow_sdk.weights.host import own_address
 from asyncflow_sdk.weights.service import ServiceClient
 
 from .dist_group import Exchange, Group, flat
-from .dist_words import BAD, CLOSING, GO_ON, Join, Leave, Look, Over, Put, Start, Where, encode, stretches, where_of
+from .dist_messages import (
+    BAD,
+    CLOSING,
+    GO_ON,
+    Join,
+    Leave,
+    Look,
+    Over,
+    Put,
+    Start,
+    Where,
+    bucket_runs,
+    encode,
+    where_of,
+)
 
 LAST_WORD_S = 2.0
-"""For a call that tells a publisher that nobody waits for its answer."""
+"""Time limit of a call whose answer nobody needs."""
 LEAST_S = 0.001
-"""A wait of no time is one without end for some of torch's."""
+"""Shortest wait: 0 means no limit for some waits of torch."""
 MAX_LINKS = 64
-"""Publishers a receiver stays connected to: one for each rank that publishes a part."""
+"""Maximum of connected publishers: one for each publishing rank."""
 
 
 class DistReceiver(WeightReceiver):
-    """``fits(backend, insecure, address)`` raises ConfigError for a publisher at that address this end cannot work with."""
+    """``fits(backend, insecure, address)`` raises ConfigError if this process cannot work with a
+    publisher at that address."""
 
     def __init__(self, host: Host, fits: Callable[[str, bool, str], None]) -> None:
         self._host, self._fits = host, fits
         self._memory = BufferPool("fetched weights, of which a replica holds two versions")
         self._asks = itertools.count(1)
         self._links: dict[bytes, _Link] = {}
-        self._places: dict[int, bytes] = {}  # the last that gave a version, by rank
-        self._asking: tuple[_Link, int] | None = None  # by the fetch under way
+        self._places: dict[int, bytes] = {}  # last publisher of a version, by rank
+        self._asking: tuple[_Link, int] | None = None  # of the running fetch
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
+        """Fetch a version by a round of its publisher."""
         until = time.monotonic() + timeout_s
         link, ask = self._link(where), next(self._asks)
         chunks = self._memory.take([chunk.nbytes for chunk in manifest.chunks])
@@ -58,32 +75,34 @@ class DistReceiver(WeightReceiver):
         finally:
             self._asking = None
             if link.given_up:
-                self._drop(where)  # another one next time; and the publisher, if it lives, hears of it
+                self._drop(where)  # a new link next time; a living publisher notices the end
             if link.closed:
                 link.drop_group()
         return Fetched(manifest, chunks, manifest.nbytes, "full")
 
     def interrupt(self) -> None:
-        """A round that others want goes on to its end, and so does this ``fetch``: leaving would break it for them."""
+        """Withdraw the request of the running ``fetch``. A round with other receivers continues to
+        its end, and the fetch with it."""
         asking = self._asking
         if asking is not None:
             link, ask = asking
             link.leave(ask, lambda: self._asking == asking)
 
     def close(self) -> None:
+        """Close all links."""
         asking = self._asking
         for raw, link in list(self._links.items()):
             self._drop(raw, under_way=asking is not None and asking[0] is link)
         self._memory.close()
 
     def _gave(self, rank: int, raw: bytes) -> None:
-        """Links to publishers whose place another has taken are not kept: a replica may outlive many trainers."""
+        """Drop links to replaced publishers: a replica may outlive many trainers."""
         self._places[rank] = raw
         for former in set(self._links) - set(self._places.values()):
             self._drop(former)
 
     def _drop(self, raw: bytes, *, under_way: bool = False) -> None:
-        """A close and the fetch that it ends both do this."""
+        """Close a link. Called by ``close`` and by the fetch that it ends."""
         link = self._links.pop(raw, None)
         if link is not None:
             link.close(under_way)
@@ -104,19 +123,20 @@ class DistReceiver(WeightReceiver):
 
 
 class _Link:
-    """To one publisher, at the IP address ``publisher``: the calls, and the group of the last round."""
+    """Connection to one publisher, at the IP address ``publisher``: its calls, and the group of the
+    last round."""
 
     def __init__(self, where: Where) -> None:
         self.where = where
         self.given_up = self.closed = False
         self._client = ServiceClient(where.service)
         self.publisher = self._client.address.partition("://")[2].rpartition(":")[0].strip("[]")
-        self._address = own_address(self._client.address)  # where others of its rounds reach this end
+        self._address = own_address(self._client.address)  # address of this end for other members
         self._group: Group | None = None
         self._number = 0
 
     def join(self, join: Join, until: float) -> Start:
-        """Returns when a round of that version begins, with this receiver in it."""
+        """Return when a round of the version begins with this receiver."""
         what = f"version {join.version} from {self.where.name}"
         try:
             body = self._client.call(encode(join), _left(until), what).body
@@ -132,14 +152,14 @@ class _Link:
         return start
 
     def leave(self, ask: int, still_asks: Callable[[], bool]) -> None:
-        """Tell it that a version is wanted no more, without waiting here. A publisher that does not answer is given up."""
+        """Withdraw a request without waiting. A publisher without an answer is given up."""
 
         def give_up() -> None:
             if still_asks():
                 self.given_up = True
                 self._client.interrupt()
 
-        def tell() -> None:
+        def withdraw() -> None:
             timer = threading.Timer(LAST_WORD_S, give_up)
             timer.daemon = True
             timer.start()
@@ -147,10 +167,10 @@ class _Link:
                 self._client.call(encode(Leave(ask)), LAST_WORD_S, "the last word")
                 timer.cancel()
 
-        threading.Thread(target=tell, name="weights dist leave", daemon=True).start()
+        threading.Thread(target=withdraw, name="weights dist leave", daemon=True).start()
 
     def group(self, start: Start, until: float) -> Group:
-        """That of a round; the last one if it is the same. It waits for nothing past ``until``."""
+        """Return the round's group, the last one if it is the same. Waits at most ``until``."""
 
         def limit_s() -> float:
             return max(min(self.where.stall_s, until - time.monotonic()), LEAST_S)
@@ -171,16 +191,19 @@ class _Link:
         return self._group
 
     def drop_group(self) -> None:
+        """Close the group."""
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(Exception):
                 group.close()
 
     def over(self, over: Over, timeout_s: float, what: str) -> str:
+        """Report the end of a round; return the cause of its failure."""
         return bytes(self._client.call(encode(over), timeout_s, what).body).decode(errors="replace")
 
     def close(self, under_way: bool = False) -> None:
-        """``under_way``: another thread is in a round, and lets go of the group itself once nothing of it is on its way."""
+        """``under_way``: another thread is in a round and drops the group itself after its last
+        broadcast."""
         self.closed = True
         if not under_way:
             self.drop_group()
@@ -188,7 +211,7 @@ class _Link:
 
 
 class _Part:
-    """What one receiver does in one round."""
+    """Part of one receiver in one round."""
 
     def __init__(self, link: _Link, start: Start, manifest: Manifest, chunks: list[Bytes], until: float) -> None:
         self._link, self._start, self._manifest, self._chunks, self._until = link, start, manifest, chunks, until
@@ -196,16 +219,16 @@ class _Part:
         self._damage: WeightError | None = None
 
     def take(self) -> None:
-        """Raises what ``fetch`` does."""
+        """Receive the version. Raises the errors of ``fetch``."""
         try:
             word = self._receive(self._link.group(self._start, self._until))
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold works, and those the connections
-            self._link.drop_group()  # first of all, so that the others see it
+            traceback.clear_frames(error.__traceback__)  # frames hold works, and works hold connections
+            self._link.drop_group()  # first: the others notice it
             raise self._verdict(error) from None
         try:
             self._link.over(Over(self._start.round), min(_left(self._until), LAST_WORD_S), self._what)
-        except WireError:  # what came is here; only the publisher does not know it
+        except WireError:  # the version is complete; only the publisher does not know it
             self._link.given_up = True
         if self._damage is not None:
             raise self._damage
@@ -216,11 +239,11 @@ class _Part:
 
     def _receive(self, group: Group) -> int:
         tensors = [flat(chunk) for chunk in self._chunks]
-        for stretch in stretches(self._manifest):
+        for run in bucket_runs(self._manifest):
             word = group.word()
             if word != GO_ON:
                 return word
-            group.stream(tensors, stretch, self._arrived)
+            group.stream(tensors, run, self._arrived)
         return GO_ON
 
     def _arrived(self, bucket: Bucket) -> None:
@@ -232,11 +255,12 @@ class _Part:
             memory = self._chunks[bucket.chunk][bucket.start : bucket.stop]
             try:
                 self._manifest.check(bucket, memoryview(memory))  # type: ignore[arg-type]
-            except WeightError as error:  # the others have done no wrong: for them the round goes on
+            except WeightError as error:  # the round continues for the other members
                 self._damage = error
 
     def _verdict(self, error: Exception) -> AsyncFlowError:
-        """Who broke the round: known when all were asked, or were silent for long; or at the deadline, what was seen here."""
+        """Return the cause of a failure: the publisher's answer, after all members answered or
+        stalled; at the deadline this receiver's own error."""
         where, saw = self._link.where, f"{type(error).__name__}: {error}"[:1000]
         if self._link.closed:
             return WireError(f"{self._what}: this receiver was closed before it had it")

@@ -1,8 +1,10 @@
-"""Rounds: the publishing end of the transport ``dist``, in a thread of its own, so that training never waits for it.
+"""Rounds: the publisher's end of the transport ``dist``, in a thread of its own: training never
+waits for it.
 
-Receivers that ask for one version are served together: those who ask while a round runs, and those who ask within
-``gather_s`` of each other, since all hear of a version at about the same time. A round whose member dies or stops ends for all of
-its members with an error that names it; they ask again, and the next round is without it.
+Receivers of one version are served together: requests during a round, and requests within
+``gather_s`` of each other, since all receivers learn of a version at about the same time. If a
+member dies or stalls, the round ends for all members with an error with its name; they ask again,
+and the next round is without it.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from asyncflow_sdk.weights.service import Service
 
 from .dist_board import Board
 from .dist_group import Group, flat
-from .dist_words import CLOSING, GO_ON, UNWANTED, Join, Leave, Look, Over, Put, Start, asked, encode, stretches
+from .dist_messages import CLOSING, GO_ON, UNWANTED, Join, Leave, Look, Over, Put, Start, asked, bucket_runs, encode
 
 REMEMBERED = 8
-"""Rounds whose end is told to members that were away."""
+"""Ended rounds remembered for late members."""
 _log = logging.getLogger(__name__)
 
 
@@ -40,8 +42,8 @@ class _Asking:
 
 @dataclass
 class _Round:
-    """``members``: names by peer; ``asks``: by which of their calls. ``told``: what they said at the end of it; ``parked``:
-    tickets of those who wait for a verdict."""
+    """``members``: names by peer; ``asks``: numbers of their requests. ``told``: their errors at
+    the end; ``parked``: tickets of members waiting for the cause."""
 
     number: int
     version: int
@@ -54,11 +56,12 @@ class _Round:
 
     @property
     def silent(self) -> list[str]:
+        """Living members without an answer."""
         return [peer for peer in self.members if peer not in self.told and peer not in self.dead]
 
     def blame(self, own: str) -> str:
-        """What went wrong; "" if nothing did. ``own``: what the publisher saw. Those who fell silent are the cause of what
-        others saw."""
+        """Return the cause of a failure, "" for none. ``own``: the publisher's error. Silent
+        members are the cause of errors of others."""
         if self.dead:
             return f"{_names(self.members[p] for p in self.dead)} died or left"
         if self.silent:
@@ -68,7 +71,8 @@ class _Round:
 
 
 class Rounds:
-    """A handler of ``Service``. ``manifest`` gives that of a version, ``chunks`` its bytes; both raise VersionGone."""
+    """A handler of ``Service``. ``manifest`` and ``chunks`` return a version's manifest and bytes;
+    both raise VersionGone."""
 
     service: Service
 
@@ -81,7 +85,7 @@ class Rounds:
         self._stall_s, self._gather_s = stall_s, gather_s
         self._changed = threading.Condition()
         self._asking: dict[str, _Asking] = {}
-        self._expected: dict[str, int] = {}  # receivers likely to ask for what others do → the version they had last
+        self._expected: dict[str, int] = {}  # receivers likely to ask for the same version → their last version
         self._left: dict[str, int] = {}
         self._round: _Round | None = None
         self._ended: dict[int, str] = {}
@@ -94,11 +98,12 @@ class Rounds:
         self._thread = threading.Thread(target=self._run, name="weights dist rounds", daemon=True)
 
     def start(self, service: Service) -> None:
+        """Start the thread."""
         self.service = service
         self._thread.start()
 
     def close(self) -> None:
-        """End the round under way, at its next stretch. Waits for it, but never longer than a member may stall it."""
+        """End the running round at its next run of buckets, after at most 3 × ``stall_s``."""
         with self._changed:
             self._closed = True
             self._board.fail(self._closing(0))
@@ -111,6 +116,7 @@ class Rounds:
     # ---- called by the service, in its thread
 
     def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+        """Handle a receiver's message."""
         said = asked.decode(body)
         if isinstance(said, Put):
             self._board_of(said.group, peer).put(said.key, said.value)
@@ -136,6 +142,7 @@ class Rounds:
                 self._changed.notify_all()
 
     def gone(self, peer: str) -> None:
+        """Handle the end of a receiver."""
         with self._changed:
             self._asking.pop(peer, None)
             self._left.pop(peer, None)
@@ -177,12 +184,12 @@ class Rounds:
             self.service.answer(ticket, b"")
 
     def _board_of(self, group: int, peer: str) -> Board:
-        """That of the round under way, for its members alone: whoever reaches the port may ask."""
+        """Return the board of the running round. Only for its members: anybody can reach the port."""
         with self._changed:
             if self._round is None or group != self._groups:
                 raise WireError("that round is over")
             if peer not in self._round.members:
-                raise ProtocolError(f"who is no member of round {self._round.number} has no word in its group")
+                raise ProtocolError(f"only members of round {self._round.number} may use its group")
             return self._board
 
     def _closing(self, version: int) -> str:
@@ -194,12 +201,12 @@ class Rounds:
         while (chosen := self._gather()) is not None:
             try:
                 self._serve(*chosen)
-            except Exception:  # whatever it was, the next ones are served
+            except Exception:  # the next rounds must be served
                 _log.exception("a round of weights failed")
         self._drop_group()
 
     def _gather(self) -> tuple[_Round, list[_Asking]] | None:
-        """The next round, and who is served in it; None when closed."""
+        """Wait for requests; return the next round and its requests, None when closed."""
         with self._changed:
             while not self._closed:
                 if not self._asking:
@@ -215,7 +222,7 @@ class Rounds:
                 chosen = [a for a in self._asking.values() if a.join.version == version]
                 if version > self._newest:
                     self._newest = version
-                    for peer in others:  # who did not ask for it in time is not waited for again
+                    for peer in others:  # late receivers are not waited for again
                         del self._expected[peer]
                 for asking in chosen:
                     del self._asking[asking.peer]
@@ -256,21 +263,21 @@ class Rounds:
             self._send(self._group, round_, manifest, [flat(chunk) for chunk in chunks])
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            traceback.clear_frames(error.__traceback__)  # they hold works, and those the connections
-            self._drop_group()  # first of all, so that the others see it
+            traceback.clear_frames(error.__traceback__)  # frames hold works, and works hold connections
+            self._drop_group()  # first: the others notice it
         self._end(round_, why)
 
     def _send(self, group: Group, round_: _Round, manifest: Manifest, chunks: list[Any]) -> None:
-        for stretch in stretches(manifest):
+        for run in bucket_runs(manifest):
             with self._changed:
                 unwanted = round_.unwanted | round_.dead >= round_.members.keys()
                 word = CLOSING if self._closed else UNWANTED if unwanted else GO_ON
             if group.word(word) != GO_ON:
                 return
-            group.stream(chunks, stretch, lambda bucket: None)
+            group.stream(chunks, run, lambda bucket: None)
 
     def _end(self, round_: _Round, why: str) -> None:
-        """Wait until all have said how it ended, and tell those who want to know."""
+        """Wait for the results of all members, and answer with the cause."""
         with self._changed:
             if why:
                 self._board.fail(why)

@@ -1,13 +1,15 @@
-"""Weights between processes of one host by CUDA IPC: they stay on the GPU, copied by whoever takes them.
+"""Weights between processes of one host by CUDA IPC: they stay on the GPU, and each receiver copies
+them.
 
     publisher = run.weight_publisher("cuda-ipc")
 
-The sender holds every version that may still be asked for, and the one being written, in device memory: (keep + 1) × model,
-which is 2 × with keep=1; a receiver holds its own copy, and one bucket in host memory for digests. Handles are made anew
-for each receiver, since torch counts who has opened one; events order the copies as in torch.multiprocessing. A version's
-memory may be written again while a receiver copies it: it asks afterwards whether it was.
+The sender holds all kept versions and the one being written in device memory: (keep + 1) × model,
+which is 2 × with keep=1. A receiver holds its own copy, and one bucket in host memory for digests.
+Handles are made anew for each receiver, since torch counts openings; events order the copies as in
+torch.multiprocessing. The memory of a version may be overwritten during a receiver's copy: the
+receiver asks afterwards.
 
-This has been written after torch.multiprocessing and not been run on a GPU: without CUDA both ends refuse.
+Written after torch.multiprocessing and not run on a GPU: without CUDA both ends refuse.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from asyncflow_sdk.interfaces import Fetched, Host, Room, WeightReceiver, Weight
 from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.weights.service import Service, ServiceClient
 
-_COUNTER = re.compile(rb"/?[\w.-]{1,200}")  # the name of torch's shared memory with its counters, and no path
+_COUNTER = re.compile(rb"/?[\w.-]{1,200}")  # a name of torch's shared memory for counters, no path
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """For handles of a version; ``copied``: whether it was there to the end of the copy."""
+    """Request for handles of a version; ``copied``: asks only whether the version was kept to the
+    end of the copy."""
 
     version: int
     root: str
@@ -39,7 +42,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
-    """A storage of ``nbytes`` on the GPU with this uuid, as ``_share_cuda_`` describes it."""
+    """A storage of ``nbytes`` on the GPU with this uuid, as described by ``_share_cuda_``."""
 
     gpu: str
     memory: bytes
@@ -51,7 +54,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     event_sync: bool
 
     def fits(self, chunk_bytes: int) -> bool:
-        """Whether it can hold a chunk of so many bytes and names nothing but its own."""
+        """True if it can hold ``chunk_bytes`` and its counter is a plain name."""
         sizes = 0 < len(self.memory) <= 4096 and len(self.event) <= 4096
         return (
             sizes
@@ -63,10 +66,10 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceMemory:
-    """What the transport asks of CUDA: the device that is current, and memory of it that other processes open."""
+    """Used calls of CUDA: the current device, and memory of it opened by other processes."""
 
     def check(self) -> None:
-        """Raises ConfigError where this process has no CUDA device."""
+        """Raise ConfigError if this process has no CUDA device."""
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"cuda-ipc: torch {torch.__version__} finds no CUDA device in this process; use shm on one host, tcp between"
@@ -74,18 +77,21 @@ class DeviceMemory:
             )
 
     def current(self) -> Any:
+        """Return the current device."""
         return torch.device("cuda", torch.cuda.current_device())
 
     def settle(self, device: Any) -> None:
-        """Wait until all that was begun on a device is done."""
+        """Wait for all work of a device."""
         torch.cuda.synchronize(device)
 
     def share(self, whole: Any, device: Any) -> Handle:
+        """Return a handle of a tensor."""
         _, *shared = whole.untyped_storage()._share_cuda_()
         return Handle(str(torch.cuda.get_device_properties(device).uuid), *shared)
 
     def opened(self, handle: Handle) -> Any:
-        """A tensor over a storage of another process. Raises ConfigError where its GPU is not visible."""
+        """Return a tensor over a storage of another process. Raises ConfigError if its GPU is not
+        visible."""
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         if handle.gpu not in visible:
             raise ConfigError(
@@ -102,28 +108,33 @@ class CudaRoom(Room):
         self.whole, self.memory = whole, whole[:nbytes]
 
     def trim(self, nbytes: int) -> None:
+        """Shorten the memory."""
         self.memory = self.whole[:nbytes]
 
 
 class CudaTransport(WeightTransport):
-    """Both ends, by the name ``cuda-ipc``. ``memory``: of the devices; a test without a GPU has another."""
+    """Both ends of the transport ``cuda-ipc``. ``memory``: of the devices; a test without a GPU
+    replaces it."""
 
     memory: ClassVar[DeviceMemory] = DeviceMemory()
 
     def check(self) -> None:
+        """Raise ConfigError without CUDA."""
         self.memory.check()
 
     def sender(self, host: Host) -> CudaSender:
+        """Return the publisher's end."""
         self.memory.check()
         return CudaSender(host, self.memory)
 
     def receiver(self, host: Host) -> CudaReceiver:
+        """Return a receiver's end."""
         self.memory.check()
         return CudaReceiver(self.memory)
 
 
 class CudaSender(WeightSender):
-    """Holds versions on the GPU that is current where it is made, and answers receivers with handles of them."""
+    """Holds versions on the GPU current at its construction, and answers receivers with handles."""
 
     def __init__(self, host: Host, memory: DeviceMemory) -> None:
         self._memory, self._device = memory, memory.current()
@@ -136,10 +147,11 @@ class CudaSender(WeightSender):
 
     @property
     def nbytes(self) -> int:
-        """None of the host's memory."""
+        """0: no host memory is used."""
         return 0
 
     def room(self, nbytes: int) -> CudaRoom:
+        """Return device memory for a chunk. Raises MemoryFull."""
         with self._lock:
             self._sent = None
             fits = next((i for i, memory in enumerate(self._free) if len(memory) == nbytes), None)
@@ -155,14 +167,16 @@ class CudaSender(WeightSender):
             return self._writing[-1]
 
     def send(self, manifest: Manifest) -> bytes:
-        self._memory.settle(self._device)  # rooms were written on the trainer's stream, handles are made on another
+        """Offer the written version; return its address."""
+        self._memory.settle(self._device)  # rooms are written on the trainer's stream, handles made on another
         with self._lock:
             self._versions[manifest.version] = manifest, self._writing
             self._writing, self._sent = [], manifest.version
-            self._free.clear()  # sizes that this version had no use for
+            self._free.clear()  # of sizes unused by this version
         return self._service.where
 
     def abandon(self) -> None:
+        """Free the version being written."""
         with self._lock:
             rooms, self._writing = self._writing, []
             if not rooms and self._sent is not None:
@@ -171,12 +185,14 @@ class CudaSender(WeightSender):
             self._free += [room.whole for room in rooms]
 
     def keep(self, versions: Sequence[int]) -> None:
+        """Free all other versions."""
         with self._lock:
             self._sent = None
             for version in self._versions.keys() - set(versions):
                 self._free += [room.whole for room in self._versions.pop(version)[1]]
 
     def close(self) -> None:
+        """Free all memory."""
         self._service.close()
         with self._lock:
             self._versions.clear()
@@ -186,6 +202,7 @@ class CudaSender(WeightSender):
     # ---- called by the service
 
     def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+        """Answer with handles. Raises VersionGone, ProtocolError."""
         ask = msgspec.msgpack.decode(body, type=Ask)
         with self._lock:
             if ask.version not in self._versions:
@@ -203,11 +220,12 @@ class CudaSender(WeightSender):
         self._service.answer(ticket, msgspec.msgpack.encode(handles))
 
     def gone(self, peer: str) -> None:
+        """Do nothing."""
         pass
 
 
 class CudaReceiver(WeightReceiver):
-    """Copies versions of a sender on this host to the GPU that is current where it fetches."""
+    """Copies versions of a sender on this host to the GPU current at the fetch."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
@@ -215,6 +233,7 @@ class CudaReceiver(WeightReceiver):
         self._where = b""
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
+        """Copy and verify a version."""
         until, what = time.monotonic() + timeout_s, f"version {manifest.version} by cuda-ipc"
         if self._client is None or where != self._where:
             client = ServiceClient(where)
@@ -244,17 +263,19 @@ class CudaReceiver(WeightReceiver):
         return Fetched(manifest, chunks, manifest.nbytes, "full")
 
     def interrupt(self) -> None:
+        """Interrupt the running fetch."""
         if self._client is not None:
             self._client.interrupt()
 
     def close(self) -> None:
+        """Close the connection."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
 
 
 def handles_of(body: bytes, manifest: Manifest) -> list[Handle]:
-    """One for each chunk that is not empty. Raises ProtocolError for what no sender of such a version would say."""
+    """Decode one handle for each non-empty chunk. Raises ProtocolError."""
     try:
         handles = msgspec.msgpack.decode(body, type=list[Handle])
     except _BAD as error:

@@ -1,11 +1,13 @@
-"""Weights by broadcast of torch.distributed: one publisher to many receivers at once, in a group that is nobody else's.
+"""Weights by broadcast of torch.distributed: one publisher to many receivers at once, in a private
+group.
 
     publisher = run.weight_publisher("dist")                                 # gloo, on one host
-    publisher = run.weight_publisher("dist", backend="nccl", insecure=True)  # several hosts, on a network of one's own
+    publisher = run.weight_publisher("dist", backend="nccl", insecure=True)  # several hosts, on a private network
 
-Versions are staged in host memory; a round broadcasts one, bucket by bucket, into the receivers' host memory, where each bucket
-is verified as it comes. Neither end copies or holds more than the version itself. ``nccl`` moves buckets through device memory;
-it is written after torch's documentation and has not been run on a GPU.
+Versions are staged in host memory. A round broadcasts one, bucket by bucket, into the receivers'
+host memory, where each bucket is verified on arrival. Neither end copies or holds more than the
+version itself. ``nccl`` moves buckets through device memory; it follows torch's documentation and
+has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from asyncflow_sdk.weights.service import Service
 from asyncflow_sdk.weights.staging import Staging
 
 from .dist_group import BACKENDS, missing
+from .dist_messages import Where, encode
 from .dist_receiver import DistReceiver
 from .dist_rounds import Rounds
-from .dist_words import Where, encode
 
 
 class DistTransport(WeightTransport):
-    """Both ends, by the name ``dist``.
+    """Both ends of the transport ``dist``.
 
-    ``backend``: gloo, or nccl. The sockets of a broadcast are torch's and have no keys, on loopback either; the calls that
-    arrange it have. ``insecure``: also beyond loopback, where everyone on the network may read broadcasts.
-    ``stall_s``: a member that holds up the others for longer is left behind. ``gather_s``: how long a round waits for
-    receivers that are likely to ask for the same version.
+    ``backend``: gloo, or nccl. The sockets of broadcasts are torch's and have no keys, not even on
+    loopback; the calls that arrange them have. ``insecure``: also beyond loopback, where everybody
+    on the network can read broadcasts. ``stall_s``: a member that delays the others for longer is
+    left behind. ``gather_s``: wait of a round for receivers likely to ask for the same version.
     """
 
     def __init__(
@@ -48,14 +50,17 @@ class DistTransport(WeightTransport):
         self._options = backend, insecure, float(stall_s), float(gather_s)
 
     def check(self) -> None:
+        """Raise ConfigError if the backend cannot be used here."""
         works(self._options[0])
 
     def sender(self, host: Host) -> DistSender:
+        """Return the publisher's end."""
         backend, insecure, stall_s, gather_s = self._options
         fits(backend, insecure, host.address)
         return DistSender(host, backend, insecure, stall_s=stall_s, gather_s=gather_s)
 
     def receiver(self, host: Host) -> DistReceiver:
+        """Return a receiver's end."""
         if why := missing("gloo"):
             raise ConfigError(f"dist: {why}; use the transport tcp")
         return DistReceiver(host, fits)
@@ -80,28 +85,35 @@ class DistSender(WeightSender):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of host memory."""
         return self._staging.nbytes
 
     def room(self, nbytes: int) -> Room:
+        """Return memory for a chunk."""
         return self._staging.room(nbytes)
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
+        """Allocate memory in advance."""
         return self._staging.prepare(sizes)
 
     def send(self, manifest: Manifest) -> bytes:
+        """Offer the written version; return its address."""
         self._staging.seal(manifest.version)
         self._manifests[manifest.version] = manifest
         return self._where
 
     def abandon(self) -> None:
+        """Free the version being written."""
         self._staging.abandon()
 
     def keep(self, versions: Sequence[int]) -> None:
+        """Free all other versions."""
         self._staging.keep(versions)
         for version in self._manifests.keys() - set(versions):
             del self._manifests[version]
 
     def close(self) -> None:
+        """End rounds and free memory."""
         self._rounds.close()
         self._service.close()
         self._staging.close()
@@ -114,7 +126,7 @@ class DistSender(WeightSender):
 
 
 def works(backend: str) -> None:
-    """Raises ConfigError where this torch and this machine cannot work with a backend."""
+    """Raise ConfigError if this torch and this machine cannot use a backend."""
     if backend not in BACKENDS:
         raise ConfigError(f"dist has no backend {backend!r}; it has {' and '.join(BACKENDS)}")
     if why := missing(backend):
@@ -122,7 +134,7 @@ def works(backend: str) -> None:
 
 
 def fits(backend: str, insecure: bool, address: str) -> None:
-    """Raises ConfigError where this process cannot take part in rounds of a publisher at ``address``."""
+    """Raise ConfigError if this process cannot take part in rounds of a publisher at ``address``."""
     works(backend)
     if not insecure and not _on_loopback(address):
         raise ConfigError(
