@@ -1,1 +1,1 @@
-"""Common parts of the adapters of inference servers: HTTP client, claimed server, model folder, limits of requests."""
+"""Common parts of rollout engines: HTTP client and server, model folder, limits of requests, cancellation of loads."""

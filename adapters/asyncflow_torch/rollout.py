@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from asyncflow_http.cancellation import finish
+from asyncflow_http.limits import RequestLimits
 from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
 from asyncflow_sdk.types import check_least
@@ -67,12 +69,13 @@ class TransformersEngine(RolloutEngine):
             torch.set_num_threads(threads)
         self._model = load_policy(model, dtype=dtype, device=device, attn_implementation=attn_implementation)
         self._model.requires_grad_(False)
-        self._vocabulary = vocabulary_of(self._model)
+        context = context_of(self._model)
+        self._limits = RequestLimits(vocabulary=vocabulary_of(self._model), context=context, rows=max_rows)
         self.capabilities = Capabilities(
             swap=frozenset({"drain", "partial", "in_flight"}),
             token_versions=True,
             max_rows=max_rows,
-            context=context_of(self._model),
+            context=context,
             logprobs=True,
             held_weights=True,
         )
@@ -137,12 +140,7 @@ class TransformersEngine(RolloutEngine):
 
     async def _between_tokens(self, function: Callable[[], _Result]) -> _Result:
         """Run ``function`` in the decode thread."""
-        future = asyncio.wrap_future(self._thread.call(function))
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait([future])
-            raise
+        return await finish(asyncio.wrap_future(self._thread.call(function)))
 
     def _load(self, update: WeightUpdate) -> set[str]:
         try:
@@ -163,26 +161,6 @@ class TransformersEngine(RolloutEngine):
 
     def _work(self, request: Request) -> Work:
         """Return the request as Work. Raises EngineError for a request that cannot be answered."""
-        prompt: Any = np.asarray(request.prompt_ids)
-        if prompt.ndim != 1 or not prompt.size:
-            raise EngineError(f"a prompt is one row of one token or more, not of shape {prompt.shape}")
-        if prompt.dtype.kind not in "iu":
-            raise EngineError(f"a prompt is token ids, not {prompt.dtype}")
-        outside = prompt[(prompt < 0) | (prompt >= self._vocabulary)]
-        if outside.size:
-            raise EngineError(f"token id {outside[0]} is not in the vocabulary of {self._vocabulary}")
-        if not 1 <= request.n <= self.capabilities.max_rows:
-            raise EngineError(f"n must be 1 to max_rows={self.capabilities.max_rows}, not {request.n}")
-        longest, context = prompt.size + request.sampling.max_tokens, self.capabilities.context
-        if context is not None and longest > context:
-            raise EngineError(
-                f"a prompt of {prompt.size} tokens and max_tokens={request.sampling.max_tokens} need {longest};"
-                f" the model's context is {context}"
-            )
-        if not 0 <= request.drawn < prompt.size or request.first < 0:
-            raise EngineError(
-                f"no response has drawn {request.drawn} of {prompt.size} tokens, or number {request.first}"
-            )
+        prompt = np.asarray(self._limits.check(request), np.int32)
         seed = request.sampling.seed if request.seed is None else request.seed
-        prompt = prompt.astype(np.int32)
         return Work(next(self._ids), prompt, request.n, request.sampling, seed, request.drawn, request.first)
