@@ -1,12 +1,13 @@
-"""ModelFolder: tensors and configuration of a Hugging Face folder. A version is compared with them before an engine is touched:
-inference engines silently load only part of a version, convert it, or keep the tensors it lacks.
+"""ModelFolder: tensors and configuration of a Hugging Face folder, and the check of a version before an engine sees it.
+
+Inference engines silently load part of a version, convert it, or keep the tensors it lacks.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +68,17 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_version(
-    update: WeightUpdate, folder: ModelFolder, dtypes: Callable[[str], tuple[str, ...]], *, holder: str,
-    tied: Callable[[str], bool],
+    update: WeightUpdate, tensors: Mapping[str, TensorType], dtypes: Callable[[str], tuple[str, ...]], *,
+    holder: str = "the model", tied: Callable[[str], bool] = lambda name: False,
 ) -> None:  # fmt: skip
     """Raise WeightMismatch for tensors that are missing, unknown, or of another shape or dtype; the message lists them.
 
-    ``dtypes``: accepted dtypes for a dtype of the folder, the engine's own first. ``holder``: of the engine's tensors, in the message.
+    ``tensors``: of the model. ``dtypes``: accepted dtypes for one of theirs, the engine's own first. ``holder``: in the message.
     ``tied``: True for names that may be additional or missing, since they share memory with another tensor.
     """
     problems = []
     for name, given in update.tensors.items():
-        held = folder.tensors.get(name)
+        held = tensors.get(name)
         if held is None:
             if not tied(name):
                 problems.append(f"{name}: the model has no such weight")
@@ -86,7 +87,7 @@ def check_version(
         if given.shape != held.shape or given.dtype not in accepted:
             wanted = f"{accepted[0]}{list(held.shape)}"
             problems.append(f"{name}: the version has {given.dtype}{list(given.shape)}, {holder} {wanted}")
-    missing = folder.tensors.keys() - update.tensors.keys()
+    missing = tensors.keys() - update.tensors.keys()
     problems += [f"{name}: missing from the version" for name in missing if not tied(name)]
     if problems:
         raise WeightMismatch(

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -138,7 +138,7 @@ class InProcessLink:
             self._dead.set_result(f"{self.name} has lost process {process.pid}, which ended with {how}")
 
     async def _ask(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-        call = asyncio.ensure_future(_CALLS[path](self._engine, body))
+        call = asyncio.ensure_future(_call(self._engine, path, body))
         try:
             await asyncio.wait([call, self._dead], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if call.done():
@@ -199,49 +199,25 @@ def _end(processes: list[Any]) -> None:
         each.join(END_S)
 
 
-async def _generate(engine: Any, body: Mapping[str, Any]) -> Any:
-    return await engine.async_generate(**body)
-
-
-async def _abort(engine: Any, body: Mapping[str, Any]) -> None:
-    engine.tokenizer_manager.abort_request(**body)
-
-
-async def _pause(engine: Any, body: Mapping[str, Any]) -> None:
-    from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-    await engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(**body))
-
-
-async def _load(engine: Any, body: Mapping[str, Any]) -> None:
-    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-
-    loaded, message, _ = await engine.tokenizer_manager.update_weights_from_disk(UpdateWeightFromDiskReqInput(**body))
-    if not loaded:
-        raise EngineError(f"SGLang refused the weights: {message}")
-
-
-async def _resume(engine: Any, body: Mapping[str, Any]) -> None:
-    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-    await engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput(**body))
-
-
-async def _checksum(engine: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-    from sglang.srt.managers.io_struct import CheckWeightsReqInput
-
-    done, message, _, checksum = await engine.tokenizer_manager.check_weights(CheckWeightsReqInput(**body))
-    if not done:
-        raise EngineError(f"SGLang did not compute a checksum: {message}")
-    return {"per_engine_checksum": checksum}
-
-
-_CALLS: dict[str, Callable[[Any, Mapping[str, Any]], Awaitable[Any]]] = {
-    "/generate": _generate,
-    "/abort_request": _abort,
-    "/pause_generation": _pause,
-    "/update_weights_from_disk": _load,
-    "/continue_generation": _resume,
-    "/weights_checker": _checksum,
+_MANAGER_CALLS = {
+    "/pause_generation": ("pause_generation", "PauseGenerationReqInput"),
+    "/update_weights_from_disk": ("update_weights_from_disk", "UpdateWeightFromDiskReqInput"),
+    "/continue_generation": ("continue_generation", "ContinueGenerationReqInput"),
+    "/weights_checker": ("check_weights", "CheckWeightsReqInput"),
 }
-"""Calls by the names of the routes of SGLang's server."""
+"""Method of SGLang's tokenizer manager and class of its argument, by route of SGLang's server."""
+
+
+async def _call(engine: Any, path: str, body: Mapping[str, Any]) -> Any:
+    """Do in this process the work of a route of SGLang's server."""
+    if path == "/generate":
+        return await engine.async_generate(**body)
+    if path == "/abort_request":
+        return engine.tokenizer_manager.abort_request(**body)
+    from sglang.srt.managers import io_struct
+
+    method, kind = _MANAGER_CALLS[path]
+    answer = await getattr(engine.tokenizer_manager, method)(getattr(io_struct, kind)(**body))
+    if isinstance(answer, tuple) and not answer[0]:
+        raise EngineError(f"SGLang refused {path}: {answer[1]}")
+    return {"per_engine_checksum": answer[3]} if path == "/weights_checker" else None

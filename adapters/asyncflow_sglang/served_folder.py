@@ -33,7 +33,7 @@ class ServedFolder:
 
     def check(self, update: WeightUpdate) -> None:
         """Raise WeightMismatch, with all problems, for a version that does not fit the model."""
-        check_version(update, self._model, self._dtypes, holder="the server takes", tied=self._is_tied)
+        check_version(update, self._model.tensors, self._dtypes, holder="the server takes", tied=self._is_tied)
         odd = [name for name, given in update.tensors.items() if given.dtype not in SAFETENSORS_CODES]
         if odd:
             raise WeightMismatch(f"version {update.version}: safetensors has no dtype for {listed(odd)}")

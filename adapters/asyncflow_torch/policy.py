@@ -18,8 +18,10 @@ from typing import Any
 import torch
 import transformers
 
+from asyncflow_http.model_folder import check_version
 from asyncflow_sdk.errors import ConfigError, WeightError, WeightMismatch
-from asyncflow_sdk.interfaces import WeightUpdate
+from asyncflow_sdk.interfaces import TensorType, WeightUpdate
+from asyncflow_sdk.types.dtypes import FLOATS
 
 from .devices import device_of
 
@@ -107,20 +109,8 @@ def published_tensors(
     ``shapes``: of all weights, by published name. Raises WeightMismatch, before the first tensor,
     for a missing or unknown weight, or one of another shape or kind of number.
     """
-    problems = [f"{name}: the model has no such weight" for name in update.tensors.keys() - shapes.keys()]
-    problems += [f"{name}: missing from the version" for name in shapes.keys() - update.tensors.keys()]
-    for name in shapes.keys() & update.tensors.keys():
-        dtype, shape = update.tensors[name]
-        given = getattr(torch, dtype, None)
-        floating = given is not None and given.is_floating_point and dtypes[name].is_floating_point
-        if shape != shapes[name] or not (given == dtypes[name] or floating):
-            wanted = f"{str(dtypes[name]).removeprefix('torch.')}{list(shapes[name])}"
-            problems.append(f"{name}: the version has {dtype}{list(shape)}, the model {wanted}")
-    if problems:
-        raise WeightMismatch(
-            f"version {update.version} does not fit this trainer, nothing was loaded:\n  "
-            + "\n  ".join(sorted(problems))
-        )
+    held = {name: TensorType(str(dtypes[name]).removeprefix("torch."), shape) for name, shape in shapes.items()}
+    check_version(update, held, lambda dtype: (dtype, *FLOATS) if dtype in FLOATS else (dtype,))
     return ((name, tensor.to(dtypes[name])) for name, tensor in update)
 
 

@@ -57,10 +57,7 @@ def check_update(update: WeightUpdate, folder: ModelFolder, dtype: str) -> dict[
             second[name] = first
         return first is not None
 
-    def accepted(held: str) -> tuple[str, ...]:
-        return (dtype, held) if dtype and held in FLOATS else (held,)
-
-    check_version(update, folder, accepted, holder="the model", tied=tied)
+    check_version(update, folder.tensors, lambda held: (dtype, held) if held in FLOATS else (held,), tied=tied)
     return second
 
 
