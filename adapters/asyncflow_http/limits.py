@@ -39,7 +39,9 @@ class RequestLimits:
         """Return a row of token ids as a list. Raises EngineError for other shapes, dtypes and ids."""
         row: np.ndarray[Any, Any] = np.asarray(ids)
         if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
-            raise EngineError(f"a row of token ids was expected, and {row.dtype}{list(row.shape)} came")
+            raise EngineError(
+                f"expected the shape (tokens,) of token ids, not {row.dtype}: {row.dtype}{list(row.shape)} came"
+            )
         outside = row[(row < 0) | (row >= self.vocabulary)] if row.size else row
         if outside.size:
             raise EngineError(f"token id {outside[0]} is not in the vocabulary of {self.vocabulary}")

@@ -22,7 +22,7 @@ class Reason(msgspec.Struct):
     message: str = ""
 
 
-class Span(msgspec.Struct):
+class TokenSpan(msgspec.Struct):
     """Version of the tokens ``start`` to ``end``."""
 
     version: str
@@ -36,22 +36,22 @@ class Meta(msgspec.Struct):
     finish_reason: Reason | None = None
     output_token_logprobs: list[Scored] | None = None
     input_token_logprobs: list[Scored] | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[TokenSpan] | None = None
     cached_tokens: int = 0
 
 
-class Reply(msgspec.Struct):
+class SGLangReply(msgspec.Struct):
     """Answer of /generate."""
 
     meta_info: Meta
     output_ids: list[int]
 
 
-NOTHING = Reply(Meta(Reason("abort", "before it began")), [])
+NOTHING = SGLangReply(Meta(Reason("abort", "before it began")), [])
 """Answer of a request aborted before it was sent."""
 
 
-def completion(reply: Reply, index: int, *, interrupted: bool) -> Completion:
+def completion(reply: SGLangReply, index: int, *, interrupted: bool) -> Completion:
     """Return the response in a reply. Raises EngineError for a response aborted by others, and for tokens without log-probs or without a
     known version."""
     reason, meta = reply.meta_info.finish_reason, reply.meta_info
@@ -75,7 +75,7 @@ def completion(reply: Reply, index: int, *, interrupted: bool) -> Completion:
 _REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
-def _spans(given: list[Span], tokens: int) -> tuple[VersionSpan, ...]:
+def _spans(given: list[TokenSpan], tokens: int) -> tuple[VersionSpan, ...]:
     try:
         spans = [VersionSpan(int(span.version), span.start, min(span.end, tokens)) for span in given]
     except ValueError:
@@ -89,7 +89,7 @@ def _spans(given: list[Span], tokens: int) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-def scores(reply: Reply, response: list[int], vocabulary: int) -> list[float]:
+def scores(reply: SGLangReply, response: list[int], vocabulary: int) -> list[float]:
     """Return the log-probs of ``response``, the end of the scored sequence. Raises EngineError for log-probs of other tokens."""
     scored = (reply.meta_info.input_token_logprobs or [])[-len(response) :] if response else []
     values = [value for value, _, _ in scored if value is not None]

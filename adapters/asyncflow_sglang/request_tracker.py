@@ -14,7 +14,7 @@ from typing import Any
 from asyncflow_sdk.errors import AsyncFlowError, EngineGone
 
 from .link import Link
-from .replies import Reply
+from .replies import SGLangReply
 from .requests import Body
 
 FIRST_WAIT_S, LONGEST_WAIT_S, ABORT_S = 0.05, 1.0, 60.0
@@ -26,7 +26,7 @@ class TrackedRequest:
 
     def __init__(self, rid: str) -> None:
         self.rid, self.interrupted, self.spoiled, self.sent = rid, False, "", False
-        self.answer: asyncio.Task[Reply]
+        self.answer: asyncio.Task[SGLangReply]
         self.abort: asyncio.Task[None] | None = None
 
 
@@ -87,10 +87,12 @@ class RequestTracker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _send(self, request: TrackedRequest, body: Body, most_bytes: int) -> Reply:
+    async def _send(self, request: TrackedRequest, body: Body, most_bytes: int) -> SGLangReply:
         async with self._slots:
             request.sent = True
-            return await self._link.post("/generate", body, Reply, timeout_s=self._timeout_s, most_bytes=most_bytes)
+            return await self._link.post(
+                "/generate", body, SGLangReply, timeout_s=self._timeout_s, most_bytes=most_bytes
+            )
 
     async def _abort_until_answered(self, request: TrackedRequest) -> None:
         wait_s = FIRST_WAIT_S
@@ -102,7 +104,7 @@ class RequestTracker:
             await asyncio.wait([request.answer], timeout=wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    def _answered(self, request: TrackedRequest, task: asyncio.Task[Reply]) -> None:
+    def _answered(self, request: TrackedRequest, task: asyncio.Task[SGLangReply]) -> None:
         self._running.discard(request)
         if not task.cancelled():
             task.exception()  # read, since the caller may be gone

@@ -19,7 +19,7 @@ from asyncflow_sdk.interfaces import Capabilities, Completion, Request, RolloutE
 from .handoff import SafetensorsHandoff
 from .info import ServerInfo
 from .link import Link
-from .replies import NOTHING, Reply, completion, scores
+from .replies import NOTHING, SGLangReply, completion, scores
 from .request_tracker import RequestTracker, TrackedRequest
 from .requests import answer_bytes, generate_body, load_calls, read_body, response_seed, score_body
 from .served_folder import ServedFolder
@@ -119,7 +119,7 @@ class SGLangRollout(RolloutEngine):
             for reply, (_, response) in zip(replies, pairs, strict=True)
         ]
 
-    async def _reply(self, request: TrackedRequest) -> Reply:
+    async def _reply(self, request: TrackedRequest) -> SGLangReply:
         """Return the answer. Raises EngineError and EngineGone. If cancelled, aborts the request."""
         try:
             await asyncio.wait([request.answer])

@@ -1,7 +1,7 @@
 """Decoder: rows in batches, one token per step, so no row waits for the end of another.
 
     decoder = Decoder(model)
-    done = [decoder.admit([Work(id=0, prompt=ids, n=8, sampling=Sampling(max_tokens=64))])]
+    done = [decoder.admit([DecodeWork(id=0, prompt=ids, n=8, sampling=Sampling(max_tokens=64))])]
     while decoder.rows:
         done.append(decoder.step())        # FinishedBatch, or None: the rows that ended in this step
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from .decode_batch import DecodeBatch, begin
-from .sequence_slots import FinishedBatch, Work
+from .sequence_slots import DecodeWork, FinishedBatch
 
 
 class Decoder:
@@ -42,7 +42,7 @@ class Decoder:
         """Number of forward passes for one more token of each row."""
         return len(self._batches)
 
-    def admit(self, works: Sequence[Work]) -> FinishedBatch | None:
+    def admit(self, works: Sequence[DecodeWork]) -> FinishedBatch | None:
         """Read the prompts of ``works`` and draw the first token of each response."""
         with torch.inference_mode():
             batch, logits = begin(self._model, works)

@@ -15,7 +15,7 @@ from asyncflow_sdk.errors import EngineError
 from . import kv
 from .prefill import extend, passes, prefill
 from .sampler import draw, uniforms
-from .sequence_slots import FinishedBatch, SequenceSlots, Work
+from .sequence_slots import DecodeWork, FinishedBatch, SequenceSlots
 
 # Cost of a row in a step without attention, in tokens attended to; factor of cost accepted for padding.
 _ROW_COST = 128
@@ -129,7 +129,7 @@ class DecodeBatch:
         return torch.ones(shape, dtype=torch.bool, device=self.slots.live.device)
 
 
-def begin(model: Any, works: Sequence[Work]) -> tuple[DecodeBatch, Any]:
+def begin(model: Any, works: Sequence[DecodeWork]) -> tuple[DecodeBatch, Any]:
     """Return the batch of all rows of ``works``, and the logits (rows, vocabulary) of their first
     tokens."""
     cache, mask, logits = prefill(model, [work.prompt for work in works for _ in range(work.n)])

@@ -24,7 +24,7 @@ from asyncflow_sdk.types import Ragged
 
 from .decode import Decoder
 from .prefill import PASS_TOKENS
-from .sequence_slots import FinishedBatch, Work, joined, untouched
+from .sequence_slots import DecodeWork, FinishedBatch, joined, untouched
 from .version_switches import Switches, spans_of, switched
 
 TOGETHER_S = 0.05
@@ -63,7 +63,7 @@ class FinishedRows(NamedTuple):
 class Job:
     """A running request. ``inbox`` receives FinishedRows as rows end, or an EngineError."""
 
-    work: Work
+    work: DecodeWork
     loop: asyncio.AbstractEventLoop
     inbox: asyncio.Queue[FinishedRows | EngineError] = field(default_factory=asyncio.Queue)
     left: int = 0

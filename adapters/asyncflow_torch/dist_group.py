@@ -1,4 +1,4 @@
-"""Group: a private group of torch.distributed: one publisher, its receivers, and broadcasts from
+"""BroadcastGroup: a private group of torch.distributed: one publisher, its receivers, and broadcasts from
 the first to the others.
 
 It is made by the class of the process group over a store of this package, never by
@@ -65,7 +65,7 @@ class Exchange(dist.Store):  # type: ignore[misc]
         return self._seen.issuperset(keys)
 
 
-class Group:
+class BroadcastGroup:
     """Broadcasts from rank 0. The constructor waits for all members, at most ``stall_s`` for each.
     ``limit_s``: returns the time limit of a bucket, ``stall_s`` unless set."""
 

@@ -11,7 +11,7 @@ from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.types.manifest import Bucket
 
 
-class Where(msgspec.Struct, frozen=True, array_like=True):
+class RoundsAddress(msgspec.Struct, frozen=True, array_like=True):
     """Address of a publisher's rounds. ``insecure``: also beyond loopback. ``stall_s``: maximum
     time that one member may delay the others. ``rank``: of the publisher."""
 
@@ -80,10 +80,10 @@ asked = msgspec.msgpack.Decoder(Join | Leave | Put | Look | Over)
 BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def where_of(raw: bytes) -> Where:
+def where_of(raw: bytes) -> RoundsAddress:
     """Decode an address. Raises ProtocolError."""
     try:
-        where = msgspec.msgpack.decode(raw, type=Where)
+        where = msgspec.msgpack.decode(raw, type=RoundsAddress)
     except BAD as error:
         raise ProtocolError(f"this is no address of a dist publisher: {error}") from None
     if not 0 < where.stall_s <= 3600:

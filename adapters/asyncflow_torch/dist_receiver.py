@@ -21,7 +21,7 @@ from asyncflow_sdk.weights import BufferPool
 from asyncflow_sdk.weights.host import own_address
 from asyncflow_sdk.weights.service import ServiceClient
 
-from .dist_group import Exchange, Group, flat
+from .dist_group import BroadcastGroup, Exchange, flat
 from .dist_messages import (
     BAD,
     CLOSING,
@@ -31,8 +31,8 @@ from .dist_messages import (
     Look,
     Over,
     Put,
+    RoundsAddress,
     Start,
-    Where,
     bucket_runs,
     encode,
     where_of,
@@ -67,7 +67,7 @@ class DistReceiver(WeightReceiver):
         self._asking = link, ask
         try:
             start = link.join(join, until)
-            _Part(link, start, manifest, chunks, until).take()
+            _RoundMember(link, start, manifest, chunks, until).take()
             self._gave(link.where.rank, where)
         except (ServerLost, DeadlineExceeded):
             link.given_up = True
@@ -126,13 +126,13 @@ class _Link:
     """Connection to one publisher, at the IP address ``publisher``: its calls, and the group of the
     last round."""
 
-    def __init__(self, where: Where) -> None:
+    def __init__(self, where: RoundsAddress) -> None:
         self.where = where
         self.given_up = self.closed = False
         self._client = ServiceClient(where.service)
         self.publisher = self._client.address.partition("://")[2].rpartition(":")[0].strip("[]")
         self._address = own_address(self._client.address)  # address of this end for other members
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._number = 0
 
     def join(self, join: Join, until: float) -> Start:
@@ -169,7 +169,7 @@ class _Link:
 
         threading.Thread(target=withdraw, name="weights dist leave", daemon=True).start()
 
-    def group(self, start: Start, until: float) -> Group:
+    def group(self, start: Start, until: float) -> BroadcastGroup:
         """Return the round's group, the last one if it is the same. Waits at most ``until``."""
 
         def limit_s() -> float:
@@ -185,7 +185,7 @@ class _Link:
         if self._group is None or self._number != start.group:
             self.drop_group()
             store, size = Exchange(put, look), len(start.names)
-            self._group = Group(self.where.backend, store, start.rank, size, self._address, limit_s())
+            self._group = BroadcastGroup(self.where.backend, store, start.rank, size, self._address, limit_s())
             self._number = start.group
         self._group.limit_s = limit_s
         return self._group
@@ -210,7 +210,7 @@ class _Link:
         self._client.close()
 
 
-class _Part:
+class _RoundMember:
     """Part of one receiver in one round."""
 
     def __init__(self, link: _Link, start: Start, manifest: Manifest, chunks: list[Bytes], until: float) -> None:
@@ -237,7 +237,7 @@ class _Part:
         if word != GO_ON:
             raise WireError(f"{self._what}: interrupted")
 
-    def _receive(self, group: Group) -> int:
+    def _receive(self, group: BroadcastGroup) -> int:
         tensors = [flat(chunk) for chunk in self._chunks]
         for run in bucket_runs(self._manifest):
             word = group.word()

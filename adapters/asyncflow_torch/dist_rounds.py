@@ -23,9 +23,9 @@ from asyncflow_sdk.interfaces.weights import Bytes
 from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.weights.service import Service
 
-from .dist_board import Board
-from .dist_group import Group, flat
+from .dist_group import BroadcastGroup, flat
 from .dist_messages import CLOSING, GO_ON, UNWANTED, Join, Leave, Look, Over, Put, Start, asked, bucket_runs, encode
+from .dist_rendezvous import Rendezvous
 
 REMEMBERED = 8
 """Ended rounds remembered for late members."""
@@ -89,11 +89,11 @@ class Rounds:
         self._left: dict[str, int] = {}
         self._round: _Round | None = None
         self._ended: dict[int, str] = {}
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._group_of: tuple[str, ...] = ()
         self._groups = self._rounds = 0
         self._newest = -1
-        self._board = Board()
+        self._rendezvous = Rendezvous()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weights dist rounds", daemon=True)
 
@@ -106,7 +106,7 @@ class Rounds:
         """End the running round at its next run of buckets, after at most 3 × ``stall_s``."""
         with self._changed:
             self._closed = True
-            self._board.fail(self._closing(0))
+            self._rendezvous.fail(self._closing(0))
             for asking in self._asking.values():
                 self.service.fail(asking.ticket, ServerLost(self._closing(asking.join.version)))
             self._asking.clear()
@@ -119,16 +119,16 @@ class Rounds:
         """Handle a receiver's message."""
         said = asked.decode(body)
         if isinstance(said, Put):
-            self._board_of(said.group, peer).put(said.key, said.value)
+            self._rendezvous_of(said.group, peer).put(said.key, said.value)
             self.service.answer(ticket, b"")
         elif isinstance(said, Look):
-            board = self._board_of(said.group, peer)
-            board.look(
+            rendezvous = self._rendezvous_of(said.group, peer)
+            rendezvous.look(
                 said.keys,
                 lambda values: (
                     self.service.answer(ticket, encode(values))
                     if values is not None
-                    else self.service.fail(ticket, WireError(board.failed))
+                    else self.service.fail(ticket, WireError(rendezvous.failed))
                 ),
             )
         else:
@@ -149,7 +149,7 @@ class Rounds:
             self._expected.pop(peer, None)
             if self._round is not None and peer in self._round.members and peer not in self._round.told:
                 self._round.dead.add(peer)
-                self._board.fail(f"{self._round.members[peer]} died or left")
+                self._rendezvous.fail(f"{self._round.members[peer]} died or left")
             self._changed.notify_all()
 
     def _join(self, peer: str, ticket: int, join: Join) -> None:
@@ -183,14 +183,14 @@ class Rounds:
             self._expected[peer] = self._round.version
             self.service.answer(ticket, b"")
 
-    def _board_of(self, group: int, peer: str) -> Board:
-        """Return the board of the running round. Only for its members: anybody can reach the port."""
+    def _rendezvous_of(self, group: int, peer: str) -> Rendezvous:
+        """Return the rendezvous of the running round. Only for its members: anybody can reach the port."""
         with self._changed:
             if self._round is None or group != self._groups:
                 raise WireError("that round is over")
             if peer not in self._round.members:
                 raise ProtocolError(f"only members of round {self._round.number} may use its group")
-            return self._board
+            return self._rendezvous
 
     def _closing(self, version: int) -> str:
         return f"{f'version {version}: ' if version else ''}its publisher {self._name} has closed"
@@ -248,16 +248,16 @@ class Rounds:
         if fresh:
             self._drop_group()
             with self._changed:
-                self._groups, self._board = self._groups + 1, Board()
+                self._groups, self._rendezvous = self._groups + 1, Rendezvous()
                 if round_.dead:
-                    self._board.fail(f"{_names(round_.members[peer] for peer in round_.dead)} died or left")
+                    self._rendezvous.fail(f"{_names(round_.members[peer] for peer in round_.dead)} died or left")
         names = (self._name, *round_.members.values())
         for rank, asking in enumerate(chosen, 1):
             self.service.answer(asking.ticket, encode(Start(round_.number, self._groups, rank, names)))
         try:
             if fresh:
-                store = self._board.store(self._stall_s)
-                self._group = Group(self._backend, store, 0, len(names), self._address, self._stall_s)
+                store = self._rendezvous.store(self._stall_s)
+                self._group = BroadcastGroup(self._backend, store, 0, len(names), self._address, self._stall_s)
                 self._group_of = group_of
             assert self._group is not None
             self._send(self._group, round_, manifest, [flat(chunk) for chunk in chunks])
@@ -267,7 +267,7 @@ class Rounds:
             self._drop_group()  # first: the others notice it
         self._end(round_, why)
 
-    def _send(self, group: Group, round_: _Round, manifest: Manifest, chunks: list[Any]) -> None:
+    def _send(self, group: BroadcastGroup, round_: _Round, manifest: Manifest, chunks: list[Any]) -> None:
         for run in bucket_runs(manifest):
             with self._changed:
                 unwanted = round_.unwanted | round_.dead >= round_.members.keys()
@@ -280,7 +280,7 @@ class Rounds:
         """Wait for the results of all members, and answer with the cause."""
         with self._changed:
             if why:
-                self._board.fail(why)
+                self._rendezvous.fail(why)
             until = time.monotonic() + 1.5 * self._stall_s
             while round_.silent and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)

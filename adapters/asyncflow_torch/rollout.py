@@ -31,7 +31,7 @@ from .decode import Decoder
 from .decode_thread import DecodeThread, Job
 from .policy import PartialLoad, assign, context_of, load_policy, named_weights, vocabulary_of
 from .scores import score
-from .sequence_slots import Work
+from .sequence_slots import DecodeWork
 
 _Result = TypeVar("_Result")
 
@@ -159,8 +159,8 @@ class TransformersEngine(RolloutEngine):
         if self._thread.refusal:
             raise EngineError(self._thread.refusal)
 
-    def _work(self, request: Request) -> Work:
-        """Return the request as Work. Raises EngineError for a request that cannot be answered."""
+    def _work(self, request: Request) -> DecodeWork:
+        """Return the request as DecodeWork. Raises EngineError for a request that cannot be answered."""
         prompt = np.asarray(self._limits.check(request), np.int32)
         seed = request.sampling.seed if request.seed is None else request.seed
-        return Work(next(self._ids), prompt, request.n, request.sampling, seed, request.drawn, request.first)
+        return DecodeWork(next(self._ids), prompt, request.n, request.sampling, seed, request.drawn, request.first)

@@ -16,7 +16,7 @@ from .sampler import row_keys
 
 
 @dataclass(frozen=True)
-class Work:
+class DecodeWork:
     """Request for ``n`` responses to one prompt (int32 (length,)). ``id``: in FinishedBatch and in
     abort. ``past``: number of tokens at the end of the prompt that belong to the response;
     ``first``: number of the first response. Both count in the random numbers."""
@@ -61,7 +61,7 @@ def joined(parts: Sequence[FinishedBatch]) -> FinishedBatch:
     )  # fmt: skip
 
 
-def untouched(work: Work) -> FinishedBatch:
+def untouched(work: DecodeWork) -> FinishedBatch:
     """Return the rows of a work interrupted before its prompt was read."""
     n, none = work.n, np.zeros(work.n, np.int64)
     return FinishedBatch(
@@ -75,7 +75,7 @@ class SequenceSlots:
     """Rows that decode together. The first dimension of each field is the row; all are on one
     device."""
 
-    work: Any  # int64: Work.id
+    work: Any  # int64: DecodeWork.id
     index: Any  # int64: which of the n responses
     key: Any  # int64: key of the random numbers
     limit: Any  # int64: maximum of drawn tokens
@@ -92,7 +92,7 @@ class SequenceSlots:
     stops: Any  # int64 (rows, most stop ids): id + 1, 0 is none
 
     @classmethod
-    def of(cls, works: Sequence[Work], device: Any) -> SequenceSlots:
+    def of(cls, works: Sequence[DecodeWork], device: Any) -> SequenceSlots:
         """Return the rows of ``works``, one work after another, without drawn tokens."""
         counts = np.array([work.n for work in works])
         ends = counts.cumsum()

@@ -32,7 +32,7 @@ _COUNTER = re.compile(rb"/?[\w.-]{1,200}")  # a name of torch's shared memory fo
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class HandleRequest(msgspec.Struct, frozen=True, array_like=True):
     """Request for handles of a version; ``copied``: asks only whether the version was kept to the
     end of the copy."""
 
@@ -203,7 +203,7 @@ class CudaSender(WeightSender):
 
     def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
         """Answer with handles. Raises VersionGone, ProtocolError."""
-        ask = msgspec.msgpack.decode(body, type=Ask)
+        ask = msgspec.msgpack.decode(body, type=HandleRequest)
         with self._lock:
             if ask.version not in self._versions:
                 raise VersionGone(f"version {ask.version} is no longer kept; take the newest")
@@ -239,7 +239,7 @@ class CudaReceiver(WeightReceiver):
             client = ServiceClient(where)
             self.close()
             self._client, self._where = client, where
-        ask = Ask(manifest.version, manifest.root)
+        ask = HandleRequest(manifest.version, manifest.root)
         handles = handles_of(self._client.call(msgspec.msgpack.encode(ask), timeout_s, what).body, manifest)
         chunks, device = [], self._memory.current()
         try:

@@ -26,7 +26,7 @@ from asyncflow_sdk.weights.service import Service
 from asyncflow_sdk.weights.staging import Staging
 
 from .dist_group import BACKENDS, missing
-from .dist_messages import Where, encode
+from .dist_messages import RoundsAddress, encode
 from .dist_receiver import DistReceiver
 from .dist_rounds import Rounds
 
@@ -81,7 +81,7 @@ class DistSender(WeightSender):
             self._staging.close()
             raise
         self._rounds.start(self._service)
-        self._where = encode(Where(self._service.where, backend, insecure, stall_s, host.name, host.rank))
+        self._where = encode(RoundsAddress(self._service.where, backend, insecure, stall_s, host.name, host.rank))
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Answer:
+class VllmAnswer:
     """One response. ``index``: among those of its request. ``reason``: stop, length, abort, or another of vLLM's. ``versions``: (label,
     first token, end). ``prompt_logprobs``: of each prompt token but the first, if requested."""
 
@@ -31,7 +31,7 @@ class Access(abc.ABC):
     @abc.abstractmethod
     def answers(
         self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int
-    ) -> AsyncGenerator[Sequence[Answer], None]:
+    ) -> AsyncGenerator[Sequence[VllmAnswer], None]:
         """Run one request for ``n`` responses and yield them as they finish. Response i uses seed + i. Closing the generator aborts the
         others. n is 1 at temperature 0."""
 

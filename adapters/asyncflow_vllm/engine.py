@@ -14,7 +14,7 @@ from asyncflow_sdk.errors import EngineError, EngineGone, WeightError, WeightMis
 from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
 from asyncflow_sdk.weights import Handover
 
-from .access import Access, Answer
+from .access import Access, VllmAnswer
 from .folder import check_update, first_equal
 from .requests import Limits, completions, drawing, end_tokens, scoring
 
@@ -69,7 +69,7 @@ class VllmRollout(RolloutEngine):
             if not self._running:
                 self._idle.set()
 
-    def _check_end(self, name: str, answer: Answer) -> None:
+    def _check_end(self, name: str, answer: VllmAnswer) -> None:
         """Raise EngineError for a response that ended without a reason of this engine."""
         if answer.reason in ("stop", "length") or (answer.reason == "abort" and name in self._interrupted):
             return

@@ -15,7 +15,7 @@ from asyncflow_sdk.errors import AsyncFlowError, EngineError, EngineGone, Weight
 from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.weights import Handover
 
-from .access import Access, Answer
+from .access import Access, VllmAnswer
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 GENERATE = "/inference/v1/generate"
@@ -27,7 +27,7 @@ _NO_LOGPROB = -9999.0
 """The server returns it if vLLM returned no log-prob."""
 
 
-class _Outcome(msgspec.Struct):
+class _WorkerOutcome(msgspec.Struct):
     """Result of ``asyncflow_outcome`` in one worker."""
 
     failure: str
@@ -35,7 +35,7 @@ class _Outcome(msgspec.Struct):
 
 
 class _Outcomes(msgspec.Struct):
-    results: list[_Outcome]
+    results: list[_WorkerOutcome]
 
 
 class _Flags(msgspec.Struct):
@@ -44,7 +44,7 @@ class _Flags(msgspec.Struct):
     results: list[str]
 
 
-class _Span(msgspec.Struct):
+class _VersionSpan(msgspec.Struct):
     version: str
     start: int
     end: int
@@ -67,16 +67,16 @@ class _Choice(msgspec.Struct):
     token_ids: list[int]
     finish_reason: str
     logprobs: _Tokens | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[_VersionSpan] | None = None
 
 
 class _Reply(msgspec.Struct):
-    """Answer of `GENERATE`."""
+    """VllmAnswer of `GENERATE`."""
 
     choices: list[_Choice]
     prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
 
-    def answer(self, index: int, prompt: Sequence[int]) -> Answer:
+    def answer(self, index: int, prompt: Sequence[int]) -> VllmAnswer:
         """Return the response. Raises EngineError for tokens without log-probs, and for log-probs of other tokens."""
         if len(self.choices) != 1:
             raise EngineError(f"vLLM returned {len(self.choices)} responses to a request for one")
@@ -92,7 +92,7 @@ class _Reply(msgspec.Struct):
         if _NO_LOGPROB in logprobs or _NO_LOGPROB in of_prompt:
             raise EngineError("vLLM returned a token without its log-prob")
         versions = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
-        return Answer(index, choice.token_ids, logprobs, choice.finish_reason, versions, of_prompt)
+        return VllmAnswer(index, choice.token_ids, logprobs, choice.finish_reason, versions, of_prompt)
 
 
 class HttpAccess(Access):
@@ -133,7 +133,7 @@ class HttpAccess(Access):
 
     async def answers(
         self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int
-    ) -> AsyncGenerator[Sequence[Answer], None]:
+    ) -> AsyncGenerator[Sequence[VllmAnswer], None]:
         """Run one request of the server per response."""
         left = self._requests[name] = [f"{self._prefix}-{name}-{index}" for index in range(n)]
         seed = parameters.get("seed")
@@ -151,7 +151,7 @@ class HttpAccess(Access):
             await asyncio.gather(*tasks, return_exceptions=True)
             del self._requests[name]
 
-    async def _answer(self, index: int, name: str, prompt: list[int], parameters: Mapping[str, Any]) -> Answer:
+    async def _answer(self, index: int, name: str, prompt: list[int], parameters: Mapping[str, Any]) -> VllmAnswer:
         body = {"request_id": name, "token_ids": prompt, "sampling_params": parameters}
         most = _ANSWER_BYTES + _TOKEN_BYTES * (len(prompt) + parameters["max_tokens"])
         reply: _Reply = await self._post(GENERATE, body, _Reply, self._request_s, most)

@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from asyncflow_sdk.errors import EngineError, EngineGone
 
-from .access import Access, Answer
+from .access import Access, VllmAnswer
 from .registration import owned
 
 _Result = TypeVar("_Result")
@@ -45,10 +45,10 @@ class InProcessAccess(Access):
 
     async def answers(
         self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int
-    ) -> AsyncGenerator[Sequence[Answer], None]:
+    ) -> AsyncGenerator[Sequence[VllmAnswer], None]:
         """Run one request of vLLM for all responses."""
         drawn_by = SamplingParams(**parameters, n=n, flat_logprobs=True, **_output(n, parameters["max_tokens"]))
-        started: dict[int, Answer] = {}
+        started: dict[int, VllmAnswer] = {}
         try:
             async with contextlib.aclosing(self._llm.generate(tokens_input(prompt), drawn_by, name)) as outputs:
                 async for whole in outputs:
@@ -137,11 +137,11 @@ def _output(n: int, max_tokens: int) -> dict[str, Any]:
     return {"output_kind": RequestOutputKind.DELTA, "stream_interval": max_tokens + 1}
 
 
-def _answer(whole: Any, output: Any, first: Answer | None) -> Answer:
+def _answer(whole: Any, output: Any, first: VllmAnswer | None) -> VllmAnswer:
     """Append ``output`` to the ``first`` part of its response. The reason is empty until the end."""
     ids: Sequence[int] = output.token_ids
     logprobs: Sequence[float] = () if output.logprobs is None else output.logprobs.logprobs
-    return Answer(
+    return VllmAnswer(
         output.index,
         ids if first is None else [*first.token_ids, *ids],
         logprobs if first is None else [*first.logprobs, *logprobs],

@@ -14,7 +14,7 @@ from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Completion, Completions, Request
 from asyncflow_sdk.types import Ragged, VersionSpan
 
-from .access import Answer
+from .access import VllmAnswer
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures, except 0, to this one."""
@@ -67,7 +67,7 @@ def scoring() -> dict[str, Any]:
     return {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
 
 
-def completions(answers: Sequence[Answer], first_version: int) -> Iterator[Completion | Completions]:
+def completions(answers: Sequence[VllmAnswer], first_version: int) -> Iterator[Completion | Completions]:
     """Yield finished answers, packed together if one version drew all of them. ``first_version``: of the weights that vLLM started
     with."""
     labels = {label for answer in answers for label, start, end in answer.versions if start < end}
@@ -84,7 +84,7 @@ def completions(answers: Sequence[Answer], first_version: int) -> Iterator[Compl
     )
 
 
-def _completion(answer: Answer, first_version: int) -> Completion:
+def _completion(answer: VllmAnswer, first_version: int) -> Completion:
     spans = tuple(
         VersionSpan(_number(label, first_version), start, end) for label, start, end in answer.versions if start < end
     )

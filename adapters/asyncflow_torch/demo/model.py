@@ -20,7 +20,7 @@ from asyncflow_sdk.types import Ragged, Sampling
 
 from ..decode import Decoder
 from ..policy import no_progress_bar
-from ..sequence_slots import FinishedBatch, Work
+from ..sequence_slots import DecodeWork, FinishedBatch
 from .task import DIGITS, exact_match, prompts
 
 PAD, BOS, EOS = 0, 1, 2
@@ -114,7 +114,7 @@ def _accuracy(model: Any, tokens: Any, rows: dict[str, list[str]], seed: int) ->
     """The share of prompts answered rightly by one response each, at temperature 1."""
     decoder, sampling = Decoder(model), Sampling(max_tokens=_TOKENS)
     works = [
-        Work(i, np.array(ids, np.int32), 1, sampling, seed=seed * _SAMPLES + i)
+        DecodeWork(i, np.array(ids, np.int32), 1, sampling, seed=seed * _SAMPLES + i)
         for i, ids in enumerate(tokens(rows["prompt"])["input_ids"])
     ]
     parts: list[FinishedBatch | None] = [decoder.admit(works)]

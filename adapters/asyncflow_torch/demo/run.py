@@ -27,7 +27,7 @@ PROBE = af.Probe(((5, 6, 7, 8, 9, 14), (3, 12, 4, 11, 10, 14)), ((9, 8, 7, 6, 5,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generator:
+class DemoGenerator:
     """The engine for generation. ``python``: interpreter with the engine; None: the trainer's.
     ``options``: of the engine."""
 
@@ -43,9 +43,9 @@ class Generator:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainer:
+class DemoTrainer:
     """The engine for training, its ranks, and its algorithm, as in ``af.Train``. ``python``,
-    ``options``: as in ``Generator``."""
+    ``options``: as in ``DemoGenerator``."""
 
     engine: str = PLAIN
     world_size: int = 1
@@ -55,11 +55,11 @@ class Trainer:
 
 
 def demo_workflow(
-    model: Path, steps: int, seed: int, max_staleness: int, policy: str = "wait", generator: Generator | None = None,
-    trainer: Trainer | None = None, weights: af.Weights | None = None,
+    model: Path, steps: int, seed: int, max_staleness: int, policy: str = "wait", generator: DemoGenerator | None = None,
+    trainer: DemoTrainer | None = None, weights: af.Weights | None = None,
 ) -> af.Workflow:  # fmt: skip
     """Reverse five digits: 32 prompts a step, 8 responses each, rewarded when exactly right. ``weights``: by default the generator's."""
-    generator, trainer = generator or Generator(), trainer or Trainer()
+    generator, trainer = generator or DemoGenerator(), trainer or DemoTrainer()
     return af.Workflow(
         prompts=prompts(PROMPTS_A_STEP * steps, seed),
         rollout=af.Rollout(
@@ -98,7 +98,7 @@ def run_demo(
     algorithm: Any = None,
 ) -> int:  # fmt: skip
     """Run the demo into ``out`` and print the result. ``engine``, ``python``, ``options``: as in
-    ``Generator``; the others as in ``Trainer``. Returns the exit status.
+    ``DemoGenerator``; the others as in ``DemoTrainer``. Returns the exit status.
 
     Raises Interrupted after Ctrl-C; ``out`` then holds the finished part, with its report.
     """
@@ -109,8 +109,8 @@ def run_demo(
     if model is None:
         model = out / "start"
         _warm_up(model, seed, console)
-    generates = Generator(engine=engine, python=python, options=options or {})
-    trains = Trainer(
+    generates = DemoGenerator(engine=engine, python=python, options=options or {})
+    trains = DemoTrainer(
         engine=train, world_size=world_size, python=train_python, options=train_options or {}, algorithm=algorithm
     )
     workflow = demo_workflow(model, steps, seed, max_staleness, policy, generates, trains)

@@ -1,4 +1,4 @@
-"""Board: values exchanged by the members of a process group before they are connected, kept by the
+"""Rendezvous: values exchanged by the members of a process group before they are connected, kept by the
 publisher."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from asyncflow_sdk.errors import ProtocolError
 from .dist_group import Exchange
 
 MAX_KEYS, MAX_BYTES = 1024, 16 << 10
-"""Limits of a board, and of a key with its value: gloo needs a key of 200 bytes per member, NCCL one of 128."""
+"""Limits of a rendezvous, and of a key with its value: gloo needs a key of 200 bytes per member, NCCL one of 128."""
 Found = Callable[[list[bytes] | None], Any]
 
 
-class Board:
+class Rendezvous:
     """Values by key, and callers waiting for them. Thread-safe."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Board:
     def look(self, keys: Sequence[str], found: Found) -> None:
         """Call ``found`` once: with all values, or with None after ``fail``. Raises ProtocolError."""
         if len(keys) > MAX_KEYS:
-            raise ProtocolError(f"{len(keys)} keys were requested; a board has {MAX_KEYS}")
+            raise ProtocolError(f"{len(keys)} keys were requested; a rendezvous has {MAX_KEYS}")
         with self._lock:
             if len(self._looking) >= MAX_KEYS:
                 raise ProtocolError(f"{MAX_KEYS} callers are waiting already")
