@@ -55,7 +55,7 @@ class ZeroModel:
         """Raise EngineError after an interrupted step."""
         if self._in_step:
             raise EngineError(
-                "a step was interrupted, and DeepSpeed holds part of its gradients: make a new engine and load a checkpoint"
+                "a step broke off, and DeepSpeed holds part of its gradients: make a new engine and load a checkpoint"
             )
 
     def backward(self, loss: Any, *, last: bool) -> None:

@@ -143,7 +143,7 @@ class DecodeThread:
         except BaseException as error:
             self._drop(
                 [],
-                f"version {version} was loaded, but running rows could not be recomputed with it: {error!r}",
+                f"version {version} was loaded, but what ran could not be recomputed with it: {error!r}",
                 error,
             )
             return

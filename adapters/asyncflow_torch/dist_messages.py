@@ -87,7 +87,7 @@ def where_of(raw: bytes) -> RoundsAddress:
     except BAD as error:
         raise ProtocolError(f"this is no address of a dist publisher: {error}") from None
     if not 0 < where.stall_s <= 3600:
-        raise ProtocolError(f"a dist publisher with stall_s={where.stall_s}; up to an hour is expected")
+        raise ProtocolError(f"a dist publisher that lets others wait {where.stall_s} s; up to an hour is expected")
     return where
 
 

@@ -29,17 +29,19 @@ class Rendezvous:
     def put(self, key: str, value: bytes) -> None:
         """Store a value. Raises ProtocolError above MAX_KEYS and MAX_BYTES."""
         if len(key) + len(value) > MAX_BYTES:
-            raise ProtocolError(f"a value of {len(key) + len(value)} bytes; the limit is {MAX_BYTES}")
+            raise ProtocolError(
+                f"a value of {len(key) + len(value)} bytes; a group is made with less than {MAX_BYTES}"
+            )
         with self._lock:
             if key not in self._values and len(self._values) >= MAX_KEYS:
-                raise ProtocolError(f"more than {MAX_KEYS} values; a group needs fewer")
+                raise ProtocolError(f"more than {MAX_KEYS} values; a group is made with less")
             self._values[key] = value
         self._notify()
 
     def look(self, keys: Sequence[str], found: Found) -> None:
         """Call ``found`` once: with all values, or with None after ``fail``. Raises ProtocolError."""
         if len(keys) > MAX_KEYS:
-            raise ProtocolError(f"{len(keys)} keys were requested; a rendezvous has {MAX_KEYS}")
+            raise ProtocolError(f"{len(keys)} keys were requested; a board has {MAX_KEYS}")
         with self._lock:
             if len(self._looking) >= MAX_KEYS:
                 raise ProtocolError(f"{MAX_KEYS} callers are waiting already")

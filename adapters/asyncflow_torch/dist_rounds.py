@@ -189,7 +189,7 @@ class Rounds:
             if self._round is None or group != self._groups:
                 raise WireError("that round is over")
             if peer not in self._round.members:
-                raise ProtocolError(f"only members of round {self._round.number} may use its group")
+                raise ProtocolError(f"no member of round {self._round.number}, so it may not use its group")
             return self._rendezvous
 
     def _closing(self, version: int) -> str:

@@ -25,7 +25,7 @@ _REASONS = {
     "tokenizer": "nothing is tokenised",
     "weight_transfer_config": "weights come from the SDK",
     "worker_extension_cls": "the SDK sets it",
-    "max_num_seqs": "use max_rows",
+    "max_num_seqs": "say max_rows",
     "max_model_len": "use context",
     "tensor_parallel_size": "use tensor_parallel",
     "data_parallel_size": "use replicas= of the rollout",
