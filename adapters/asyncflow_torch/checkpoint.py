@@ -60,11 +60,13 @@ def write_checkpoint(
     """Write the files of a checkpoint below ``path``, a directory visible to all ranks. A collective."""
 
     def begin() -> None:
+        """Create the directory; the old checkpoint is now incomplete."""
         path.mkdir(parents=True, exist_ok=True)
         if ranks.first:
             (path / "state.json").unlink(missing_ok=True)
 
     def end() -> None:
+        """Complete the checkpoint."""
         if ranks.first:
             (path / "state.json").write_text(json.dumps({"format": FORMAT}))
 
@@ -82,6 +84,7 @@ def open_checkpoint(
     ConfigError on all ranks if the checkpoint is incomplete or of another model. A collective."""
 
     def check() -> tuple[Reader, Reader]:
+        """Open and compare the files."""
         if not (path / "state.json").is_file():
             raise ConfigError(f"{path} holds no complete checkpoint of a TorchEngine: state.json is missing")
         found = json.loads((path / "state.json").read_text())

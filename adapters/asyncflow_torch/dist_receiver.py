@@ -155,11 +155,13 @@ class _Link:
         """Withdraw a request without waiting. A publisher without an answer is given up."""
 
         def give_up() -> None:
+            """Interrupt the link if the request is still open."""
             if still_asks():
                 self.given_up = True
                 self._client.interrupt()
 
         def withdraw() -> None:
+            """Send Leave."""
             timer = threading.Timer(LAST_WORD_S, give_up)
             timer.daemon = True
             timer.start()
@@ -173,12 +175,15 @@ class _Link:
         """Return the round's group, the last one if it is the same. Waits at most ``until``."""
 
         def limit_s() -> float:
+            """Return the time limit of a bucket."""
             return max(min(self.where.stall_s, until - time.monotonic()), LEAST_S)
 
         def put(key: str, value: bytes) -> None:
+            """Store a value at the publisher."""
             self._client.call(encode(Put(start.group, key, value)), limit_s(), "making a group")
 
         def look(keys: list[str]) -> list[bytes]:
+            """Read values from the publisher."""
             body = self._client.call(encode(Look(start.group, tuple(keys))), limit_s(), "making a group").body
             return msgspec.msgpack.decode(body, type=list[bytes])
 

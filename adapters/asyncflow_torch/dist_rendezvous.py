@@ -57,6 +57,7 @@ class Rendezvous:
         """Return a store for a member in this process."""
 
         def look(keys: list[str]) -> list[bytes]:
+            """Wait for values."""
             found: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
             self.look(keys, found.put)
             try:

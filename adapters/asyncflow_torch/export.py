@@ -24,12 +24,14 @@ def export_together(
     files = _split(kinds, file_bytes)
 
     def begin() -> None:
+        """Write configuration and tokenizer."""
         path.mkdir(parents=True, exist_ok=True)
         if ranks.first:
             config.save_pretrained(path)
             copy_tokenizer(source, path, "generation_config.json")
 
     def end() -> None:
+        """Write the index."""
         if ranks.first and len(files) > 1:
             weight_map = {name: file for file, names in files.items() for name in names}
             index = {"metadata": {"total_size": sum(map(nbytes_of, kinds.values()))}, "weight_map": weight_map}

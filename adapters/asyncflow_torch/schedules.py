@@ -30,6 +30,7 @@ def make_schedule(optimizer: Any, name: str, *, warmup_steps: int = 0, decay_ste
         )
 
     def factor(step: int) -> float:
+        """Return the fraction of the full rate."""
         if step < warmup_steps:
             return (step + 1) / warmup_steps
         if decay_steps is None:

@@ -134,6 +134,8 @@ def keywords_of(
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
     def decorate(init: Callable[[_Self, _Options], None]) -> Callable[Concatenate[_Self, _Arguments], None]:
+        """Replace ``init`` by a constructor with these keywords."""
+
         def __init__(self: _Self, /, *args: _Arguments.args, **given: _Arguments.kwargs) -> None:
             init(self, options(*args, **given))
 

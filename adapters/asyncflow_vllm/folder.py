@@ -50,6 +50,7 @@ def check_update(update: WeightUpdate, folder: ModelFolder, dtype: str) -> dict[
     second: dict[str, str] = {}
 
     def tied(name: str) -> bool:
+        """Record a second name of a tensor in the folder."""
         kind = update.tensors.get(name)
         alike = [other for other, each in update.tensors.items() if each == kind and other in folder.tensors]
         first = first_equal(update, name, alike) if kind is not None else None
