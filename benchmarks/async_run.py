@@ -1,7 +1,7 @@
 """The demo's asynchronous run, timed from its own events.
 
 ``python -m benchmarks.async_run MODEL STEPS SEED MAX_STALENESS`` prints one JSON object. ``--weight``: the off-policy correction, as
-``af.OffPolicy`` takes it; without it there is none. ``--train``: the engine that trains, as JSON of what `Trainer` takes.
+``af.OffPolicy`` takes it; without it there is none. ``--train``: the engine that trains, as JSON of what `DemoTrainer` takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types import events as ev
-from asyncflow_torch.demo.run import Trainer, demo_workflow
+from asyncflow_torch.demo.run import DemoTrainer, demo_workflow
 
 FROM_STEP = 10  # what comes before is start-up
 BEFORE_END = 5  # rollouts end some steps before training does
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--train", type=json.loads, default={})
     given = parser.parse_args()
     algorithm = af.GRPO(off_policy=af.OffPolicy(weight=given.weight)) if given.weight else None
-    trainer = Trainer(algorithm=algorithm, **given.train)
+    trainer = DemoTrainer(algorithm=algorithm, **given.train)
     workflow = demo_workflow(given.model, given.steps, given.seed, given.max_staleness, trainer=trainer)
     with tempfile.TemporaryDirectory() as out, Meter(given.steps) as meter:
         summary = workflow.run(Path(out) / "run", on_event=meter).summary

@@ -129,7 +129,7 @@ class Environments:
 
 def run_cell(rollout: Engine, train: Engine, environments: Environments, start: Path, steps: int) -> Cell:
     """One run, synchronously, so that each version is loaded by itself."""
-    from asyncflow_torch.demo.run import PROBE, Generator, Trainer, demo_workflow
+    from asyncflow_torch.demo.run import PROBE, DemoGenerator, DemoTrainer, demo_workflow
 
     loaded: set[int] = set()
     drifts: list[float] = []
@@ -143,8 +143,8 @@ def run_cell(rollout: Engine, train: Engine, environments: Environments, start: 
     began = time.monotonic()
     try:
         flow = demo_workflow(
-            start, steps, 0, 0, generator=Generator(engine=rollout.name, python=environments.of(rollout), options=rollout.options),
-            trainer=Trainer(engine=train.name, world_size=train.world_size, python=environments.of(train), options=train.options),
+            start, steps, 0, 0, generator=DemoGenerator(engine=rollout.name, python=environments.of(rollout), options=rollout.options),
+            trainer=DemoTrainer(engine=train.name, world_size=train.world_size, python=environments.of(train), options=train.options),
             weights=af.Weights(probe=PROBE, verify=["probe"]),
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as directory:

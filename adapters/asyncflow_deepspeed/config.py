@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: what the engine must say, and what its user adds.
+"""DeepSpeed's configuration: the engine's options, and the user's additions.
 
 config = make_config(stage=3, dtype="bfloat16", max_grad_norm=1.0, offload_optimizer=False,
                      given={"zero_optimization": {"stage3_prefetch_bucket_size": 1_000_000}})
@@ -47,8 +47,8 @@ _REFUSED_OF_ZERO = {
 def make_config(
     *, stage: int, dtype: str, max_grad_norm: float, offload_optimizer: bool, given: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """``given``: a DeepSpeed configuration; "auto" in it stands for what the engine says. Raises ConfigError that names what
-    contradicts the engine's options, and what it cannot work with."""
+    """``given``: a DeepSpeed configuration; "auto" in it stands for the engine's option. Raises
+    ConfigError for contradictions to the engine's options, and for unsupported settings."""
     if stage not in STAGES:
         raise ConfigError(f"stage must be one of {', '.join(map(str, STAGES))}, not {stage!r}")
     if offload_optimizer and not stage:

@@ -1,4 +1,5 @@
-"""What this package registers. It imports neither torch nor DeepSpeed: factories are strings."""
+"""Registration of this package's engine. It imports neither torch nor DeepSpeed: factories are
+strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this package registers. It imports no torch: factories are strings."""
+"""Registration of this package's engine. It imports no torch: factories are strings."""
 
 from __future__ import annotations
 

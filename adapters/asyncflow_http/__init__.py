@@ -1,1 +1,1 @@
-"""Calls to inference servers over HTTP: what the adapters of engines that run as servers have in common."""
+"""Common parts of rollout engines: HTTP client and server, model folder, limits of requests, cancellation of loads."""

@@ -1,4 +1,4 @@
-"""What an SGLang of one's own is started with: options of users, and what this adapter needs whatever they say."""
+"""Options of an SGLang started by the engine: the user's, and those required by this adapter."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Any
 
 from asyncflow_sdk.errors import ConfigError
 
-from .checkpoint import Checkpoint
+from .served_folder import ServedFolder
 
-ROOM = 7
-"""SGLang keeps six tokens of its context to itself; one more, so that what fills it can be scored."""
+EXTRA_CONTEXT = 7
+"""SGLang reserves six tokens of its context; one more lets a full context be scored."""
 _OURS = {
     "model", "model_path", "host", "port", "api_key", "admin_api_key", "skip_tokenizer_init", "weight_version",
     "sampling_defaults", "preferred_sampling_params", "is_embedding",
 }  # fmt: skip
 _UNSET = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_MAX_NEW_TOKENS_LIMIT", "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES")
-"""Each changes what a request means."""
+"""Variables that change the meaning of a request."""
 
 
 def own_options(
     model: str, options: Mapping[str, Any], *, dtype: str, context: int | None, version: int
 ) -> dict[str, Any]:
-    """Of an SGLang, by the names of its ServerArgs. Raises ConfigError for options that are not the user's to set."""
+    """Return the options by the names of SGLang's ServerArgs. Raises ConfigError for options set by this adapter."""
     odd = sorted(name for name in options if name.replace("-", "_") in _OURS)
     if odd:
         raise ConfigError(
-            f"option {odd[0]!r} of SGLang is this adapter's to say; to use a server as you start it, give url= to 'sglang'"
+            f"option {odd[0]!r} of SGLang is set by this adapter; to use a server started by you, give url= to 'sglang'"
         )
     given = {"dtype": dtype, "log_level": "warning"} | {
         name.replace("-", "_"): value for name, value in options.items()
     }
     if context is not None:
-        given["context_length"] = context + ROOM
+        given["context_length"] = context + EXTRA_CONTEXT
     return given | {
         "model_path": model, "weight_version": str(version), "skip_tokenizer_init": True, "sampling_defaults": "openai",
     }  # fmt: skip
@@ -41,7 +41,7 @@ def own_options(
 def own_arguments(
     model: str, options: Mapping[str, Any], *, port: int, key: str, dtype: str, context: int | None, version: int
 ) -> list[str]:
-    """Of ``sglang.launch_server``, on its command line. Raises ConfigError for options that are not the user's to set."""
+    """Return the command line of ``sglang.launch_server``. Raises ConfigError for options set by this adapter."""
     given = own_options(model, options, dtype=dtype, context=context, version=version)
     given |= {"host": "127.0.0.1", "port": port, "api_key": key}
     arguments = []
@@ -56,16 +56,16 @@ def own_arguments(
     return arguments
 
 
-def served(model: str, options: Mapping[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
-    """The folder as an SGLang with these options serves it, and the options that are left."""
+def folder_and_options(model: str, options: Mapping[str, Any]) -> tuple[ServedFolder, dict[str, Any]]:
+    """Return the folder with the dtype and context of ``options``, and the other options."""
     left = {name.replace("-", "_"): value for name, value in options.items()}
     dtype, length = left.pop("dtype", None), left.pop("context_length", None)
-    checkpoint = Checkpoint(model, None if dtype in (None, "auto") else str(dtype))
+    folder = ServedFolder(model, None if dtype in (None, "auto") else str(dtype))
     if length:
-        checkpoint.context = int(length)
-    return checkpoint, left
+        folder.context = int(length)
+    return folder, left
 
 
 def own_environment() -> dict[str, str]:
-    """What is set in its environment, whatever the worker's says."""
+    """Return environment variables that override the worker's."""
     return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} | dict.fromkeys(_UNSET, "0")

@@ -1,7 +1,7 @@
-"""What the processes of an SGLang in this process begin with: they end with the process that has started them.
+"""Main functions of the child processes of an SGLang in this process. They end with their parent.
 
-SGLang asks the kernel for that only when a process has imported all of it, which takes seconds, and does not look whether its
-starter is still there by then: of a worker that was killed meanwhile, a process stayed for ever.
+SGLang itself asks the kernel for this only after its imports, which take seconds, and does not check whether the parent still lives: a
+child of a worker killed meanwhile would run for ever.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ _PDEATHSIG = 1  # prctl(2)
 
 
 def scheduler(*arguments: Any, **named: Any) -> None:
-    _end_with_starter()
+    """Run a scheduler."""
+    _end_with_parent()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(*arguments, **named)
 
 
 def detokenizer(*arguments: Any, **named: Any) -> None:
-    _end_with_starter()
+    """Run the detokenizer."""
+    _end_with_parent()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*arguments, **named)
 
 
-def _end_with_starter() -> None:
+def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-    starter = multiprocessing.parent_process()
-    if starter is not None and starter.pid != os.getppid():
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():
         os._exit(1)

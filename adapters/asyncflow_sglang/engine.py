@@ -2,7 +2,7 @@
 
     af.Rollout("sglang-engine", model="models/mine", tp_size=2, mem_fraction_static=0.8)
 
-No port is opened and nothing goes through HTTP; schedulers are processes below the worker's, and end with it.
+It opens no port and uses no HTTP. Its schedulers are child processes of the worker and end with it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from typing import Any
 
 from asyncflow_sdk.types import check_least
 
-from .arguments import own_environment, own_options, served
-from .inside import Inside
+from .arguments import folder_and_options, own_environment, own_options
+from .in_process import InProcessLink
 from .rollout import SGLangRollout
 
 
 class SGLangEngine(SGLangRollout):
-    """``model``: a Hugging Face folder with weights in safetensors. ``options``: any of ``sglang.Engine`` but those that say what it
-    serves and what requests mean. One in a process at a time.
+    """``model``: a Hugging Face folder with weights in safetensors. ``options``: of ``sglang.Engine``, except those set by the adapter. One per process.
 
-    ``max_rows``: responses asked for at once. ``version``: what the weights in the folder count as. ``directory``: where versions
-    are written; None: shared memory. ``start_s``, ``request_s``, ``update_s``: how long a start, a response and a load
-    may take; an engine that takes longer counts as lost.
+    ``max_rows``: concurrent responses. ``version``: of the folder's weights. ``directory``: versions are written there; None: shared
+    memory. ``start_s``, ``request_s``, ``update_s``: time limits of a start, a response and each call of a load; a slower engine counts
+    as lost.
     """
 
     def __init__(
@@ -39,16 +38,21 @@ class SGLangEngine(SGLangRollout):
         **options: Any,
     ) -> None:
         check_least(1, max_rows=max_rows)
-        checkpoint, left = served(model, options)
+        folder, left = folder_and_options(model, options)
         os.environ.update(own_environment())
-        given = own_options(model, left, dtype=checkpoint.dtype, context=checkpoint.context, version=version)
-        inside = Inside(given, start_s)
+        given = own_options(model, left, dtype=folder.dtype, context=folder.context, version=version)
+        link = InProcessLink(given, start_s)
         try:
-            inside.info.check(inside.name)
+            link.info.check(link.name)
             super().__init__(
-                inside, checkpoint, inside.info, context=checkpoint.context_of(inside.info.max_req_input_len),
-                directory=directory, max_rows=max_rows, request_s=request_s, update_s=update_s,
-            )  # fmt: skip
+                link,
+                folder,
+                link.info,
+                directory=directory,
+                max_rows=max_rows,
+                request_s=request_s,
+                update_s=update_s,
+            )
         except BaseException:
-            inside.end()
+            link.end()
             raise

@@ -1,4 +1,4 @@
-"""What an SGLang says of itself, and whether that will do."""
+"""ServerInfo: SGLang's description of itself, and its check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OLDEST = "0.5.23"
 
 
 class ServerInfo(msgspec.Struct):
-    """What an SGLang was started with, as far as it matters here. ``max_req_input_len``: prompts are shorter."""
+    """Used options of an SGLang. ``max_req_input_len``: prompts are shorter."""
 
     version: str
     max_req_input_len: int
@@ -27,33 +27,22 @@ class ServerInfo(msgspec.Struct):
     enable_deterministic_inference: bool = False
 
     def check(self, name: str) -> None:
-        """Raise ConfigError, with all reasons, unless versions can be loaded into it and told apart."""
-        problems = []
+        """Raise ConfigError, with all reasons, if versions cannot be loaded or tokens carry no version."""
         try:
             old = Version(self.version) < Version(OLDEST)
         except InvalidVersion:
-            old = False  # one that somebody built
-        if old:
-            problems.append(
-                f"it is SGLang {self.version}, and {OLDEST} is the first that says which version drew each token"
-            )
-        if self.is_embedding:
-            problems.append("it serves embeddings")
-        if self.disaggregation_mode != "null":
-            problems.append(
-                "it only prefills or only decodes (disaggregation_mode), so that what runs cannot be read anew"
-            )
-        if self.speculative_algorithm:
-            problems.append(
-                "it drafts tokens (speculative_algorithm), and a version has no weights for its draft model"
-            )
-        if self.weight_cache_mode != "off":
-            problems.append("it shares its weights with others (weight_cache_mode)")
-        if self.hicache_storage_backend:
-            problems.append("its cache outlives an update (hicache_storage_backend)")
-        if self.tokenizer_worker_num != 1:
-            problems.append(
-                "it has several tokenizer workers, of which only one hears of a pause (tokenizer_worker_num)"
-            )
-        if problems:
+            old = False  # a build of the user's own
+        found = {
+            f"it is SGLang {self.version}, and {OLDEST} is the first to return the version of each token": old,
+            "it serves embeddings": self.is_embedding,
+            "it only prefills or only decodes (disaggregation_mode), so running requests cannot be continued":
+                self.disaggregation_mode != "null",
+            "it drafts tokens (speculative_algorithm), and a version has no weights for its draft model":
+                bool(self.speculative_algorithm),
+            "it shares its weights with others (weight_cache_mode)": self.weight_cache_mode != "off",
+            "its cache outlives an update (hicache_storage_backend)": bool(self.hicache_storage_backend),
+            "it has several tokenizer workers, and a pause reaches only one (tokenizer_worker_num)":
+                self.tokenizer_worker_num != 1,
+        }  # fmt: skip
+        if problems := [reason for reason, holds in found.items() if holds]:
             raise ConfigError(f"{name} cannot be used: " + "; ".join(problems))

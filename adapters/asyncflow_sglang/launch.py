@@ -1,7 +1,7 @@
-"""python -m asyncflow_sglang.launch: an SGLang server that ends with whoever started it.
+"""python -m asyncflow_sglang.launch: an SGLang server that ends with its parent.
 
-The first line of its standard input is what ``sglang.launch_server`` is called with, as JSON, so that keys are on no command
-line. The end of the input is the end of the server and of all processes it started: the starter's death closes it, too.
+The first line of standard input has the arguments of ``sglang.launch_server`` as JSON, which keeps keys off the command line. The end of
+the input, also by the parent's death, ends the server and all processes started by it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ _LEFT = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_)\S+")
 
 
 def main() -> None:
+    """Read the arguments and run the server."""
     line = sys.stdin.buffer.readline()
-    ends = os.dup(0)  # what the server starts must not read from it
+    ends = os.dup(0)  # the server's children must not read from it
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    threading.Thread(target=_end, args=(ends,), name="starter", daemon=True).start()
+    threading.Thread(target=_end, args=(ends,), name="parent", daemon=True).start()
     sys.argv = ["sglang.launch_server", *json.loads(line)]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
 def in_group(group: int) -> set[int]:
-    """The processes of a process group."""
+    """Return the pids of a process group."""
     found = set()
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -41,7 +42,7 @@ def in_group(group: int) -> set[int]:
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
-    """Files of shared memory that these processes of SGLang use, and leave behind when they are killed."""
+    """Return files of shared memory mapped by these processes of SGLang, which leave them when killed."""
     found: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
@@ -50,6 +51,7 @@ def shared_memory(pids: Iterable[int]) -> set[str]:
 
 
 def remove(files: set[str]) -> None:
+    """Remove files; missing ones are ignored."""
     for file in files:
         with contextlib.suppress(OSError):
             os.unlink(file)
@@ -59,7 +61,7 @@ def _end(ends: int) -> None:
     while os.read(ends, 1 << 10):
         pass
     remove(shared_memory(in_group(os.getpgid(0))))
-    os.killpg(0, signal.SIGKILL)  # also those that it has just begun to start
+    os.killpg(0, signal.SIGKILL)  # also processes just being started
 
 
 if __name__ == "__main__":

@@ -1,25 +1,24 @@
-"""Link: how SGLang is asked, be it a server or in this process. Its calls have the names of the routes of SGLang's server."""
+"""Link: calls to SGLang in this process (`InProcessLink`) or by HTTP (`asyncflow_http.server.HttpServer`), by the routes of its server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from asyncflow_http.calls import ANSWER_BYTES, CALL_S, Answer
+from asyncflow_http.client import ANSWER_BYTES, CALL_S, AnswerType
 
 
 class Link(Protocol):
-    """``name``: of who is asked, in errors."""
+    """``name``: of this SGLang in errors."""
 
     name: str
 
     async def post(
-        self, path: str, body: Mapping[str, Any], answer: type[Answer], *, timeout_s: float = CALL_S,
+        self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = CALL_S,
         most_bytes: int = ANSWER_BYTES,
-    ) -> Answer:  # fmt: skip
-        """What it says, as an ``answer``; ``object``: whatever it says. Raises EngineError for what is refused, and for an answer that
-        cannot be read; EngineGone, naming who was asked, when it does not answer in time, and Dropped when a connection ends.
-        """
+    ) -> AnswerType:  # fmt: skip
+        """Return the answer as an ``answer``; for ``object``, unread. Raises EngineError for a refused call and an unreadable answer,
+        EngineGone after ``timeout_s`` and if SGLang is lost; both contain the name."""
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Release SGLang, and end it if it was started for this engine. Idempotent."""

@@ -1,4 +1,4 @@
-"""What this package registers. It imports no SGLang: factories are strings."""
+"""Registration of this package's engines. It imports no SGLang: factories are strings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CAN = {"swap": ["drain", "partial", "in_flight"], "has": ["token_versions", "log
 
 @hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
-    """The rollout engines over an SGLang server, and over SGLang in the worker's process."""
+    """Return the rollout engines ``sglang``, over a server, and ``sglang-engine``, in the worker's process."""
     return [
         AdapterSpec(
             kind="rollout",

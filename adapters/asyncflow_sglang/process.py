@@ -1,4 +1,4 @@
-"""ServerProcess: an SGLang server of this worker's own, in a process group that ends with it."""
+"""SGLangProcess: an SGLang server of this worker, in a process group that ends with the worker."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ from .launch import in_group, remove, shared_memory
 TAIL_BYTES, TAIL_LINES = 64 << 10, 30
 POLL_S, END_S = 0.1, 10.0
 _NOISE = re.compile(r"nanobind: | - (?:leaked|\.\.\. skipped) ")
-"""Said by libraries of a Python that ends, whatever ended it."""
+"""Printed by libraries at the end of every Python."""
 
 
-class ServerProcess:
-    """Starts ``sglang.launch_server`` under this interpreter with ``arguments``.
-
-    ``env`` is added to this process's environment. ``log``: a file that its output is added to; None keeps the
-    output only for errors.
-    """
+class SGLangProcess:
+    """Starts ``sglang.launch_server`` with this interpreter. ``env``: added to this process's environment. ``log``: file to append its
+    output to; None keeps the output only for errors."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], log: str | None = None) -> None:
         self._log = tempfile.TemporaryFile() if log is None else Path(log).open("a+b")  # noqa: SIM115
@@ -44,13 +41,13 @@ class ServerProcess:
         self._shared: set[str] = set()
         assert self._process.stdin is not None
         self._line = self._process.stdin
-        with contextlib.suppress(BrokenPipeError):  # it died already; who waits for it sees that
+        with contextlib.suppress(BrokenPipeError):  # it died already, which wait_ready reports
             self._line.write(json.dumps(list(arguments)).encode() + b"\n")
             self._line.flush()
 
     def wait_ready(self, port: int, timeout_s: float) -> None:
-        """Until it takes requests. Raises EngineError with the end of its log when it ends first, DeadlineExceeded when it takes
-        longer; then it is gone."""
+        """Wait until the server takes requests. Ends it and raises EngineError with the end of its log if it has ended, DeadlineExceeded
+        after ``timeout_s``."""
         until = time.monotonic() + timeout_s
         while not _is_ready(port):
             if self._process.poll() is not None:
@@ -67,7 +64,7 @@ class ServerProcess:
         self._shared = shared_memory(in_group(self.pid))
 
     def ended(self, within_s: float) -> bool:
-        """Whether it has ended, or does soon."""
+        """Return True if the process ends within this time."""
         try:
             self._process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -75,19 +72,19 @@ class ServerProcess:
         return True
 
     def last_words(self) -> str:
-        """How it ended."""
+        """Return how the process ended, with the end of its log."""
         status = self._process.poll()
         how = f"signal {signal.Signals(-status).name}" if status is not None and status < 0 else f"status {status}"
         return f"it ended with {how}; the end of its log:\n{self._tail()}"
 
     def close(self) -> None:
-        """End it, and what it started. Idempotent."""
+        """End the process and its children. Idempotent."""
         with contextlib.suppress(BrokenPipeError):
             self._line.close()
         until = time.monotonic() + END_S
         if not self.ended(END_S):
             self._signal(signal.SIGKILL)
-        while self._signal(0) and time.monotonic() < until:  # those it started follow it
+        while self._signal(0) and time.monotonic() < until:  # its children end after it
             time.sleep(POLL_S / 5)
         self._signal(signal.SIGKILL)
         self._process.wait(END_S)
@@ -95,7 +92,7 @@ class ServerProcess:
         self._log.close()
 
     def _signal(self, number: int) -> bool:
-        """To its group. Whether there is anybody in it."""
+        """Send a signal to the process group. Return False if the group is empty."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
             return True
@@ -109,14 +106,14 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _is_ready(port: int) -> bool:
-    """Whether GET /ready, which needs no key, is answered with 200."""
+    """Return True if GET /ready, which needs no key, returns status 200."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as line:
         line.sendall(b"GET /ready HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
         return b" 200 " in line.recv(64)

@@ -1,4 +1,4 @@
-"""What an SGLang server is asked, in its words."""
+"""Requests in SGLang's format."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from asyncflow_sdk.errors import EngineError
-from asyncflow_sdk.interfaces import Request
 from asyncflow_sdk.types import Sampling
 
 Body = dict[str, Any]
 _ANSWER_BYTES, _TOKEN_BYTES = 64 << 10, 160
-"""An answer takes no more than this, and this for each token of it."""
+"""Upper bounds of an answer's size: without tokens, and per token."""
 
 
 def generate_body(prompt: Sequence[int], sampling: Sampling, *, seed: int | None = None) -> Body:
-    """Of one response. Everything that changes a draw is said, so that no default of the server or the model does."""
+    """Return the request for one response. It sets all sampling options: defaults of server and model have no effect."""
     return {
         "input_ids": prompt, "return_logprob": True, "logprob_start_len": -1, "stream": False,
         "sampling_params": {
@@ -33,12 +30,12 @@ def generate_body(prompt: Sequence[int], sampling: Sampling, *, seed: int | None
 
 
 def read_body(prompt: Sequence[int]) -> Body:
-    """Only reads a prompt, so that what follows finds it read."""
+    """Return a request to read a prompt into the cache."""
     return {"input_ids": prompt, "stream": False, "sampling_params": {"temperature": 0.0, "max_new_tokens": 0}}
 
 
 def score_body(ids: Sequence[int]) -> Body:
-    """Of the log-probs of ``ids``, each after those before it, at temperature 1."""
+    """Return a request for the log-probs of ``ids`` at temperature 1."""
     return {
         "input_ids": ids, "return_logprob": True, "logprob_start_len": 0, "stream": False,
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
@@ -46,8 +43,8 @@ def score_body(ids: Sequence[int]) -> Body:
 
 
 def load_calls(folder: str, version: int, load_format: str = "safetensors") -> list[tuple[str, Body]]:
-    """Calls, one after another, by which a server is on the weights in ``folder``. What runs is stopped between two tokens and gives
-    its memory back (retract), so that the cache can be emptied; it is read anew when the server goes on."""
+    """Return the calls that load the weights in ``folder``. Running requests stop between two tokens and free their memory (retract), which
+    lets the cache be emptied; SGLang recomputes them when it continues."""
     update = {
         "model_path": folder, "load_format": load_format, "weight_version": str(version), "flush_cache": True,
         "abort_all_requests": False,
@@ -60,38 +57,12 @@ def load_calls(folder: str, version: int, load_format: str = "safetensors") -> l
 
 
 def answer_bytes(tokens: int) -> int:
-    """What an answer with log-probs of so many tokens may take."""
+    """Return the maximum size of an answer with log-probs of ``tokens`` tokens."""
     return _ANSWER_BYTES + _TOKEN_BYTES * tokens
 
 
 def response_seed(seed: int | None, number: int) -> int:
-    """Of one response, for a server that draws by seeds: it would give all that have none the same one."""
+    """Return the seed of one response; a random one without ``seed``, since SGLang would give all responses the same."""
     if seed is None:
         return random.getrandbits(63)
     return int(np.random.SeedSequence([seed & (2**63 - 1), number]).generate_state(1, np.uint64)[0] >> 1)
-
-
-def token_ids(request: Request, *, vocabulary: int, context: int | None, max_rows: int) -> list[int]:
-    """The prompt of a request that can be answered. Raises EngineError for one that cannot."""
-    prompt: Any = np.asarray(request.prompt_ids)
-    if prompt.ndim != 1 or not prompt.size:
-        raise EngineError(f"a prompt is one row of one token or more, not of shape {prompt.shape}")
-    if prompt.dtype.kind not in "iu":
-        raise EngineError(f"a prompt is token ids, not {prompt.dtype}")
-    check_ids(prompt, vocabulary)
-    if not 1 <= request.n <= max_rows:
-        raise EngineError(f"n must be 1 to max_rows={max_rows}, not {request.n}")
-    longest = prompt.size + request.sampling.max_tokens
-    if context is not None and longest > context:
-        raise EngineError(
-            f"a prompt of {prompt.size} tokens and max_tokens={request.sampling.max_tokens} need {longest};"
-            f" the server's context is {context}"
-        )
-    return [int(token) for token in prompt]
-
-
-def check_ids(ids: npt.NDArray[Any], vocabulary: int) -> None:
-    """Raise EngineError for a token that is none: a server that is given one ends."""
-    outside = ids[(ids < 0) | (ids >= vocabulary)]
-    if outside.size:
-        raise EngineError(f"token id {outside[0]} is not in the vocabulary of {vocabulary}")

@@ -1,76 +1,116 @@
-"""A training engine's state on disk: weights and optimizer as safetensors, exactly; nothing is pickled.
+"""Checkpoints of the train engines: weights and optimizer as safetensors, exact, without pickle.
 
-PATH/weights.safetensors      named as in named_weights, the masters of those that have one
+PATH/weights.safetensors      named as in named_weights, float32 masters where weights have one
 PATH/optimizer.safetensors    "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME" and "random_state"
-PATH/state.json               written last: without it the checkpoint is not complete
+PATH/state.json               written last: without it the checkpoint is incomplete
+
+One format for all engines and any number of ranks: each rank writes and reads only its own elements.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from asyncflow_sdk.errors import ConfigError
 
 from .masters import Masters
 from .policy import named_weights
+from .ranks import Ranks
+from .sharded_files import BUCKET_BYTES, FileParts, Kind, Reader, kind_of, write_together
 
 FORMAT = 1
 RANDOM_STATE = "random_state"
 
 
 def save(path: Path, model: Any, masters: Masters, optimizer: Any) -> None:
-    """Write the state of all three, and of torch's random generator, below ``path``."""
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "state.json").unlink(missing_ok=True)
+    """Write a model of one process, its optimizer, and torch's random state below ``path``."""
     state = {RANDOM_STATE: torch.get_rng_state()}
     for name, parameter in masters.named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             state[f"{key}/{name}"] = value
-    weights = {name: tensor.detach().contiguous() for name, tensor in _weights(model, masters).items()}
-    save_file(weights, path / "weights.safetensors")
-    save_file(state, path / "optimizer.safetensors")
-    (path / "state.json").write_text(json.dumps({"format": FORMAT}))
+    weights = {name: tensor.detach() for name, tensor in _weights(model, masters).items()}
+    write_checkpoint(path, FileParts.whole(weights), FileParts.whole(state), Ranks.alone())
 
 
 def load(path: Path, model: Any, masters: Masters, optimizer: Any) -> None:
-    """Restore what ``save`` wrote, in place. Raises ConfigError for what is no checkpoint of this model."""
-    check_format(path)
-    saved = load_file(path / "weights.safetensors")
+    """Restore a checkpoint in place. Raises ConfigError, before any change, if it is not one of this model."""
     weights = _weights(model, masters)
-    unlike = [n for n in weights.keys() | saved.keys() if _kind(weights.get(n)) != _kind(saved.get(n))]
-    if unlike:
-        raise ConfigError(f"checkpoint {path} is of another model; these differ: {', '.join(sorted(unlike))}")
-    state = load_file(path / "optimizer.safetensors")
-    torch.set_rng_state(state.pop(RANDOM_STATE))
-    with torch.no_grad():
+    kinds = {name: kind_of(tensor) for name, tensor in weights.items()}
+    with open_checkpoint(path, kinds, Ranks.alone()) as (saved, state), torch.no_grad():
+        torch.set_rng_state(state.whole(RANDOM_STATE))
         for name, tensor in weights.items():
-            tensor.copy_(saved[name])
-    masters.give_weights()
-    optimizer.state.clear()
-    for name, value in state.items():
-        key, _, parameter = name.partition("/")
-        target = masters.named[parameter]
-        optimizer.state[target][key] = value.to(target.device)
+            tensor.copy_(saved.whole(name))
+        masters.give_weights()
+        optimizer.state.clear()
+        for name in state.kinds.keys() - {RANDOM_STATE}:
+            key, _, parameter = name.partition("/")
+            target = masters.named[parameter]
+            optimizer.state[target][key] = state.whole(name).to(target.device)
 
 
-def check_format(path: Path) -> None:
-    """Raises ConfigError where there is no complete checkpoint, or one that this version does not read."""
-    if not (path / "state.json").is_file():
-        raise ConfigError(f"{path} holds no complete checkpoint of a TorchEngine: state.json is missing")
-    found = json.loads((path / "state.json").read_text())
-    if found.get("format") != FORMAT:
-        raise ConfigError(f"checkpoint {path} has format {found.get('format')}; this version reads {FORMAT}")
+def write_checkpoint(
+    path: Path, weights: FileParts, optimizer: FileParts, ranks: Ranks, *, bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """Write the files of a checkpoint below ``path``, a directory visible to all ranks. A collective."""
+
+    def begin() -> None:
+        """Create the directory; the old checkpoint is now incomplete."""
+        path.mkdir(parents=True, exist_ok=True)
+        if ranks.first:
+            (path / "state.json").unlink(missing_ok=True)
+
+    def end() -> None:
+        """Complete the checkpoint."""
+        if ranks.first:
+            (path / "state.json").write_text(json.dumps({"format": FORMAT}))
+
+    ranks.together(begin)
+    write_together(path / "weights.safetensors", weights, ranks, bucket_bytes=bucket_bytes)
+    write_together(path / "optimizer.safetensors", optimizer, ranks, bucket_bytes=bucket_bytes)
+    ranks.together(end)
+
+
+@contextlib.contextmanager
+def open_checkpoint(
+    path: Path, weights: Mapping[str, Kind], ranks: Ranks, *, moments: Mapping[str, Kind] | None = None
+) -> Iterator[tuple[Reader, Reader]]:
+    """Open the files of weights and optimizer. ``moments``: expected optimizer entries, if the checkpoint has any. Raises
+    ConfigError on all ranks if the checkpoint is incomplete or of another model. A collective."""
+
+    def check() -> tuple[Reader, Reader]:
+        """Open and compare the files."""
+        if not (path / "state.json").is_file():
+            raise ConfigError(f"{path} holds no complete checkpoint of a TorchEngine: state.json is missing")
+        found = json.loads((path / "state.json").read_text())
+        if found.get("format") != FORMAT:
+            raise ConfigError(f"checkpoint {path} has format {found.get('format')}; this version reads {FORMAT}")
+        with contextlib.ExitStack() as opened:
+            saved, state = (
+                opened.enter_context(Reader(path / f"{each}.safetensors")) for each in ("weights", "optimizer")
+            )
+            wanted = dict(moments or {})
+            held = {name: kind for name, kind in state.kinds.items() if name in wanted}
+            unlike = _unlike(weights, saved.kinds) + (_unlike(wanted, held) if held else [])
+            if unlike:
+                raise ConfigError(f"checkpoint {path} is of another model; these differ: {', '.join(unlike)}")
+            opened.pop_all()
+            return saved, state
+
+    saved, state = ranks.together(check)
+    with saved, state:
+        yield saved, state
 
 
 def _weights(model: Any, masters: Masters) -> dict[str, Any]:
-    """What is trained, as precise as it is known, and stored buffers."""
+    """Return masters, other weights and stored buffers by name."""
     return dict(named_weights(model)) | masters.named
 
 
-def _kind(tensor: Any) -> tuple[Any, Any] | None:
-    return None if tensor is None else (tensor.dtype, tuple(tensor.shape))
+def _unlike(wanted: Mapping[str, Kind], found: Mapping[str, Kind]) -> list[str]:
+    return sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))

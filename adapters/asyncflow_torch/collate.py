@@ -1,13 +1,15 @@
-"""From rows to what a forward pass takes: token ids, right-padded or packed, and where the responses are in them.
+"""Rows of a batch as input of a forward pass: token ids, right-padded or packed, and the places of
+responses.
 
     for rows in split(batch, tokens=16384):
         part = collate(batch, rows, device="cuda")
         logprobs = response_logprobs(model, part, temperature=1.0)        # (tokens of its responses,)
 
-Rows are padded on the right, behind everything a causal model looks back at. So a pass needs neither an
-attention mask nor position ids, and attention may use its causal kernel: a tenth less time on a CPU. Packed, rows lie one
-after another in a single one, without padding, and positions begin anew with each: what attention of varied lengths takes
-(FlashAttention); any other makes a mask of them, which grows with the square of all tokens.
+Padding is on the right, behind all tokens of a causal model. A pass needs neither attention mask
+nor position ids, and attention can use its causal kernel: a tenth less time on a CPU. Packed rows
+lie one after another in a single row without padding, and positions start anew with each, for
+attention of varied lengths (FlashAttention); any other attention makes a mask of them, of the
+square of all tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from asyncflow_sdk.types import Batch, Ragged, loss_mask
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a batch, ready for a causal model.
+    """Rows of a batch for a causal model.
 
-    ``rows``: int64 (rows,), their places in the batch, on the host. ``input_ids``: int64 (rows, width),
-    prompt and response without its last token, which predicts nothing, then padding. Response tokens (those of the mask, where there is one) lie
-    packed, row by row: ``targets``: int64 (tokens,), their ids; ``predicted_at``: int64 (tokens,), where in
-    the flattened (rows * width) positions each is predicted. ``position_ids``: int64 (1, width) where rows are packed into one; else None.
+    ``rows``: int64 (rows,), numbers in the batch, on the host. ``input_ids``: int64 (rows, width),
+    prompt and response without its last token, then padding. Targets are the response tokens (with
+    a mask, its tokens), packed row by row: ``targets``: int64 (tokens,), their ids;
+    ``predicted_at``: int64 (tokens,), the flattened (rows * width) position predicting each.
+    ``position_ids``: int64 (1, width) of packed rows, else None.
     """
 
     rows: npt.NDArray[np.int64]
@@ -44,17 +47,18 @@ class MicroBatch:
 def micro_batches(
     batch: Batch, *, tokens: int | None, device: Any, mask: Ragged | None = None
 ) -> Iterator[MicroBatch]:
-    """The rows of ``batch`` in parts of at most ``tokens`` input tokens, padding included. ``mask``: which response tokens
-    are targets; the model reads the others too. None: all."""
+    """Yield the rows of ``batch`` in parts of at most ``tokens`` input tokens, padding included.
+    ``mask``: response tokens to predict, all for None; the model reads the others too."""
     for rows in split(batch, tokens=tokens):
         yield collate(batch, rows, device=device, mask=mask)
 
 
 def split(batch: Batch, *, tokens: int | None, packed: bool = False) -> list[npt.NDArray[np.int64]]:
-    """Places of the rows of each part of at most ``tokens`` input tokens, padding included unless they are ``packed``.
+    """Return the row numbers of each part of at most ``tokens`` input tokens, padding included
+    unless ``packed``.
 
-    None makes one part of all. Rows of like length come together, the longest first, so that memory runs
-    out at once or never; a row longer than ``tokens`` is a part of its own.
+    None makes one part. Rows of similar length come together, the longest first: memory runs out at
+    once or never. A row longer than ``tokens`` is a part of its own.
     """
     widths = batch.ragged("prompt_ids").lengths + batch.ragged("response_ids").lengths - 1
     order = np.argsort(-widths, kind="stable")
@@ -76,7 +80,7 @@ def split(batch: Batch, *, tokens: int | None, packed: bool = False) -> list[npt
 def collate(
     batch: Batch, rows: npt.NDArray[np.int64], *, device: Any, mask: Ragged | None = None, packed: bool = False
 ) -> MicroBatch:
-    """These rows of ``batch``, ready for a model on ``device``. ``mask``: as of `micro_batches`."""
+    """Return these rows of ``batch`` for a model on ``device``. ``mask``: see `micro_batches`."""
     prompts, responses = batch.ragged("prompt_ids").take(rows), batch.ragged("response_ids").take(rows)
     starts, lengths = prompts.lengths, responses.lengths
     ends = starts + lengths
@@ -106,13 +110,13 @@ def collate(
 
 
 def no_rows(*, device: Any) -> MicroBatch:
-    """A pass of one token that predicts nothing, for a rank that has no more rows while others have."""
+    """Return a pass of one token without targets, for a rank with fewer rows than others."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
     return MicroBatch(np.zeros(0, np.int64), torch.zeros((1, 1), dtype=torch.int64, device=device), none, none)
 
 
 def check_tokens(batch: Batch, *, vocabulary: int, context: int | None) -> None:
-    """Raise SchemaError naming the rows that no forward pass can take."""
+    """Raise SchemaError, with the rows, for tokens unfit for a forward pass."""
     if not batch.rows:
         raise SchemaError("the batch has no rows")
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
@@ -127,7 +131,7 @@ def check_tokens(batch: Batch, *, vocabulary: int, context: int | None) -> None:
 
 
 def check_training(batch: Batch) -> None:
-    """Raise SchemaError naming the rows whose reward, log-probs or loss mask cannot be trained on."""
+    """Raise SchemaError, with the rows, for rewards, log-probs or loss masks unfit for training."""
     rewards, logprobs = batch.array("reward"), batch.ragged("logprobs")
     if rewards.ndim != 1 or rewards.dtype.kind not in "fiub":
         raise SchemaError(f"column 'reward' is {batch.spec('reward')}; training takes one number a row")
@@ -145,7 +149,7 @@ def check_training(batch: Batch) -> None:
 
 
 def any_in_row(flags: npt.NDArray[np.bool_], column: Ragged) -> npt.NDArray[np.bool_]:
-    """Whether any element of a row is flagged: bool (rows,)."""
+    """True for rows with a flagged element: bool (rows,)."""
     counts = np.concatenate([[0], np.cumsum(flags)])
     return np.asarray(counts[column.offsets[1:]] > counts[column.offsets[:-1]])
 

@@ -1,11 +1,11 @@
-"""ValueCritic: a value model that a train engine has beside its policy, trained in the same passes.
+"""Critics: a value model trained beside the policy, in the same passes.
 
-values = critic.values(part)                               # of a pass, with gradient
-given = values.detach().requires_grad_()                   # what the loss is of
-loss.backward(); critic.backward(values, given.grad, last=True)
+    values = critic.values(part)                               # of a pass, with gradient
+    given = values.detach().requires_grad_()                   # input of the loss
+    loss.backward(); critic.backward(values, given.grad, last=True)
 
-So the backward pass of each model is its own: sharded ones meet other ranks in it, and an order that a loss decides could be another on
-each.
+Each model has a backward pass of its own: sharded models run collectives in it, in the same order
+on all ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from . import checkpoint
 from .collate import MicroBatch
 from .masters import Masters
 from .policy import load_policy
+from .train_options import TrainOptions
 
 
 class ValueModel(torch.nn.Module):  # type: ignore[misc]
-    """The layers of a causal language model below its output layer, and a number for each position: 0 of everything at first."""
+    """The layers of a causal language model below its output layer, and a linear head with one value per position, initially 0."""
 
     def __init__(self, policy: Any) -> None:
         super().__init__()
@@ -34,67 +35,69 @@ class ValueModel(torch.nn.Module):  # type: ignore[misc]
         torch.nn.init.zeros_(self.head.weight)
 
     def forward(self, input_ids: Any, predicted_at: Any, position_ids: Any = None) -> Any:
-        """Of what is before each response token: float32 (tokens,). As `MicroBatch` has them."""
-        places = {} if position_ids is None else {"position_ids": position_ids}
-        hidden = self.backbone(input_ids=input_ids, use_cache=False, **places).last_hidden_state
-        return self.head(hidden.flatten(0, 1)[predicted_at]).float().sum(-1)  # no view, which FSDP would warn of
+        """Return the values at the positions that predict response tokens: float32 (tokens,). Arguments: fields of `MicroBatch`."""
+        positions = {} if position_ids is None else {"position_ids": position_ids}
+        hidden = self.backbone(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
+        return self.head(hidden.flatten(0, 1)[predicted_at]).float().sum(-1)  # no view: FSDP would warn
 
 
 class ValueCritic(abc.ABC):
-    """``model``: a ValueModel, wrapped as its engine wants it."""
+    """``model``: a ValueModel, possibly wrapped by its engine."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def values(self, part: MicroBatch) -> Any:
-        """Of its response tokens, with gradient: float32 (tokens,). All ranks call it together."""
+        """Return the values of the pass's response tokens, with gradient: float32 (tokens,). All ranks call it together."""
         return self.model(part.input_ids, part.predicted_at, part.position_ids)
 
     @abc.abstractmethod
     def backward(self, values: Any, gradient: Any, *, last: bool) -> None:
-        """Add up the gradients of its weights. ``gradient``: of the loss by ``values``, as the engine's own backward pass left it, with
-        the factor that it has for other ranks. ``last``: of this step's passes. All ranks call it together."""
+        """Add the gradients of the weights to the step's. ``gradient``: of the loss with respect to ``values``, scaled as the engine's
+        backward pass scaled the loss. ``last``: True for the last pass of the step. All ranks call it together."""
 
     @abc.abstractmethod
     def save(self, path: Path) -> None:
-        """As the engine's own."""
+        """Write weights and optimizer below ``path``, as the engine does."""
 
     @abc.abstractmethod
     def load(self, path: Path) -> None:
-        """As the engine's own."""
+        """Restore weights and optimizer, as the engine does."""
 
 
 class TorchCritic(ValueCritic):
-    """``model``: the Hugging Face folder that its layers begin as. Optimizer and master weights are float32."""
+    """Critic of one process. Optimizer and master weights are float32."""
 
-    def __init__(
-        self, model: str, *, lr: float, betas: tuple[float, ...], weight_decay: float, max_grad_norm: float,
-        dtype: str, device: str,
-    ) -> None:  # fmt: skip
-        super().__init__(ValueModel(load_policy(model, dtype=dtype, device=device)).eval())
-        self._masters, self._max_grad_norm = Masters(self.model), max_grad_norm
-        self._optimizer = torch.optim.AdamW(
-            self._masters.named.values(), lr=lr, betas=betas, weight_decay=weight_decay, fused=True
-        )
+    def __init__(self, options: TrainOptions) -> None:
+        policy = load_policy(options.critic or options.model, dtype=options.dtype, device=options.device)
+        super().__init__(ValueModel(policy).eval())
+        self._masters, self._max_grad_norm = Masters(self.model), options.max_grad_norm
+        lr = options.critic_lr or options.lr
+        self._optimizer = torch.optim.AdamW(self._masters.named.values(), lr=lr, **options.adamw)
 
     def zero_gradients(self) -> None:
+        """Clear all gradients."""
         self.model.zero_grad()
         self._optimizer.zero_grad()
 
     def backward(self, values: Any, gradient: Any, *, last: bool) -> None:
+        """Add the gradients to the float32 masters."""
         values.backward(gradient)
         self._masters.take_gradients()
 
     def clip(self) -> float:
-        """Clip the gradients. Returns their norm before."""
+        """Clip the gradients. Return their norm before clipping."""
         return float(torch.nn.utils.clip_grad_norm_(self._masters.named.values(), self._max_grad_norm))
 
     def optimizer_step(self) -> None:
+        """Step, and round the masters into the weights."""
         self._optimizer.step()
         self._masters.give_weights()
 
     def save(self, path: Path) -> None:
+        """Write master weights and optimizer."""
         checkpoint.save(path, self.model, self._masters, self._optimizer)
 
     def load(self, path: Path) -> None:
+        """Restore master weights and optimizer."""
         checkpoint.load(path, self.model, self._masters, self._optimizer)

@@ -1,18 +1,20 @@
-"""DataParallelEngine: what train engines have in common that compute on some rows each and add up their gradients.
+"""DataParallelEngine: the common part of train engines whose ranks compute different rows and sum
+their gradients.
 
     class Mine(DataParallelEngine):
-        def __init__(self, model, *, algorithm=None, ...):
+        @keywords_of(TrainOptions)
+        def __init__(self, options):
             ...                                                # load, wrap, make the optimizer
-            super().__init__(wrapped, ranks=ranks, algorithm=algorithm, vocabulary=..., context=..., device=...)
+            super().__init__(wrapped, options, optimizer, ranks=ranks, vocabulary=..., context=..., device=...)
 
         def zero_gradients(self): ...
         def backward(self, loss, *, last): ...
         def optimizer_step(self): ...                          # {"grad_norm": ...}
-        # and named_weights, save, load, load_weights, export
+        # and named_weights, save_policy, restore_policy, replace_weights, export_folder
 
-One rank is the case that needs no process group. Sums over ranks differ from those of one process by the order of addition: in
-float32 losses, log-probs' means and norms of gradients agree to 1e-5 of their size, and updates to 2e-2 of theirs, since
-Adam divides by the size of gradients that may be nearly 0.
+One rank needs no process group. Sums over ranks differ from sums of one process by the order of
+addition: in float32, losses, means of log-probs and norms of gradients agree to a relative 1e-5,
+and updates to 2e-2, since Adam divides by gradients near 0.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,15 +33,16 @@ import numpy.typing as npt
 import torch
 
 from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError
-from asyncflow_sdk.interfaces import Algorithm, PackedTokens, StepResult, TrainEngine
+from asyncflow_sdk.interfaces import PackedTokens, StepResult, TrainEngine, WeightUpdate
 from asyncflow_sdk.types import Batch, Ragged
 
 from .collate import MicroBatch, check_tokens, check_training, collate, no_rows, split
 from .critic import ValueCritic
 from .drift import Drift
 from .logprobs import TokenStats, logprobs_of_parts, of_parts, response_logprobs
-from .packing import PerToken
+from .per_token import PerToken
 from .ranks import Ranks
+from .schedules import go_to, make_schedule, steps_made
 from .shares import (
     BEFORE,
     STALENESS,
@@ -50,24 +54,24 @@ from .shares import (
     standardised_over,
     token_staleness_of,
 )
+from .train_options import TrainOptions
 
 PROXIMAL, ENTROPY = "proximal_logprobs", "entropy"
 
 
 class DataParallelEngine(TrainEngine):
-    """``model``: what is called, wrapped as the engine wants it; ``vocabulary`` and ``context`` are the plain model's.
-    ``micro_batch_tokens``: the most input tokens of a forward pass, padding included; None takes a step in one. ``packed``:
-    rows are packed, not padded. All ranks make the same number of passes, some of them perhaps without rows. ``updates``: so many
-    optimizer steps a batch, each on its part of the rows, drawn at random. ``critic``: where the algorithm asks for values."""
+    """``model``: the module to call, wrapped by the engine; ``vocabulary`` and ``context`` are the plain model's. ``optimizer``: steps
+    on the policy. ``packed``: rows are packed, not padded. ``critic``: given if ``options.needs_critic``. All ranks make the same
+    number of passes, possibly some without rows."""
 
     computes: tuple[str, ...] = (PROXIMAL, ENTROPY, STALENESS, VALUES)
     restores = True
 
     def __init__(
-        self, model: Any, *, ranks: Ranks, algorithm: Algorithm, vocabulary: int, context: int | None, device: Any,
-        temperature: float, micro_batch_tokens: int | None, packed: bool = False, updates: int = 1,
-        critic: ValueCritic | None = None,
+        self, model: Any, options: TrainOptions, optimizer: Any, *, ranks: Ranks, vocabulary: int, context: int | None,
+        device: Any, packed: bool = False, critic: ValueCritic | None = None,
     ) -> None:  # fmt: skip
+        algorithm = options.used_algorithm
         unknown = [name for name in algorithm.asks if name not in self.computes]
         if unknown:
             raise ConfigError(
@@ -75,36 +79,59 @@ class DataParallelEngine(TrainEngine):
             )
         self._model, self._ranks, self._algorithm, self._device = model, ranks, algorithm, device
         self._vocabulary, self._context = vocabulary, context
-        self._temperature, self._tokens, self._packed = temperature, micro_batch_tokens, packed
-        self._updates, self._critic = updates, critic
+        self._temperature, self._tokens, self._packed = options.temperature, options.micro_batch_tokens, packed
+        self._updates, self._critic, self._optimizer = options.updates, critic, optimizer
+        self._schedule = make_schedule(
+            optimizer, options.schedule, warmup_steps=options.warmup_steps, decay_steps=options.decay_steps
+        )
 
-    # ---- what an engine brings
+    # ---- implemented by each engine, called on all ranks together
 
     @abc.abstractmethod
     def zero_gradients(self) -> None:
-        """Forget all gradients, also the critic's; a backward pass that raised may have left some."""
+        """Clear all gradients, including the critic's and those left by a failed backward pass."""
 
     @abc.abstractmethod
     def backward(self, loss: Any, *, last: bool) -> None:
-        """Add the gradients of ``loss`` to the step's, which in the end are the sum, not the mean, over all passes and
-        ranks. ``last``: of this step's passes. All ranks call it together."""
+        """Add the gradients of ``loss`` to the step's: the sum, not the mean, over all passes and ranks. ``last``: True for the last
+        pass of the step."""
 
     @abc.abstractmethod
     def optimizer_step(self) -> dict[str, float]:
-        """Clip the gradients and make one step, of the policy and of a critic. Returns ``grad_norm``, before clipping, of the whole
-        model, ``critic_grad_norm``, the same on all ranks, and perhaps more metrics. Where one is not finite neither makes a step, and the
-        gradients are forgotten."""
+        """Clip the gradients and make one step of policy and critic. Return ``grad_norm`` and, with a critic, ``critic_grad_norm``:
+        norms of the whole model before clipping, the same on all ranks. If a norm is not finite, make neither step and clear the
+        gradients."""
 
-    # ---- the same for all
+    @abc.abstractmethod
+    def save_policy(self, path: Path) -> None:
+        """Write weights, optimizer and random state below ``path``: safetensors and JSON, no pickle."""
+
+    @abc.abstractmethod
+    def restore_policy(self, path: Path) -> None:
+        """Restore a checkpoint of any engine of this format, saved by any number of ranks."""
+
+    @abc.abstractmethod
+    def replace_weights(self, update: WeightUpdate) -> None:
+        """Load the weights of ``update`` and reset the optimizer. Raises WeightMismatch before any
+        change."""
+
+    @abc.abstractmethod
+    def export_folder(self, path: Path) -> None:
+        """Write the policy as a Hugging Face folder with the source's tokenizer."""
+
+    # ---- common to all engines
 
     def train_step(self, batch: Batch) -> StepResult:
-        """One optimizer step, or ``updates`` of them, on the rows of ``batch``, whole groups, and those that other ranks have.
+        """Make one optimizer step, or ``updates`` of them, on the rows of ``batch``, whole groups,
+        and of the other ranks.
 
-        Where the algorithm drops rows of advantage 0 and all are, no step is made, and ``rows_used`` is 0. Metrics, of all ranks' rows:
-        reward, reward_std, response_tokens (mean length), rows_used; over the tokens trained, which are those of the
-        column loss_mask where there is one: tokens (how many), loss, grad_norm (before clipping), entropy (under the weights before
-        the step), those of `Drift.metrics`, and the algorithm's own; of several updates their means, and updates_skipped: how many were not
-        made, their gradients not being finite. Raises EngineError when none was made: the weights are as before.
+        If the algorithm drops rows of advantage 0 and drops all, no step is made, and ``rows_used``
+        is 0. Metrics of all ranks' rows: reward, reward_std, response_tokens (mean length),
+        rows_used; of the trained tokens (the column loss_mask if present): tokens (their number),
+        loss, grad_norm (before clipping), entropy (under the weights before the step), those of
+        `Drift.metrics`, and the algorithm's own; of several updates their means, and
+        updates_skipped: number of updates left out for gradients that are not finite. Raises
+        EngineError if all were left out: the weights are unchanged.
         """
         with self._ranks.calling("train_step"):
             if BEFORE & {*self._algorithm.asks}:
@@ -126,7 +153,7 @@ class DataParallelEngine(TrainEngine):
         return StepResult(metrics, None if share.used.all() else ~share.used)
 
     def _prepared(self, batch: Batch) -> Batch:
-        """Checked, and with columns that the algorithm asks for before it says what rows are worth."""
+        """Check the batch and add columns needed for advantages."""
         if not batch.rows:
             return batch
         check_tokens(batch, vocabulary=self._vocabulary, context=self._context)
@@ -136,7 +163,7 @@ class DataParallelEngine(TrainEngine):
         return batch
 
     def _step(self, share: Share, whole: Whole) -> dict[str, float]:
-        """All updates. One whose gradient is not finite is left out: those before it are made, and stay; none is taken back."""
+        """Make all updates. An update without finite gradients is left out; earlier ones stay."""
         made: list[dict[str, float]] = []
         skipped: list[str] = []
         for piece, part in self._updates_of(share, whole):
@@ -153,13 +180,13 @@ class DataParallelEngine(TrainEngine):
         return means | {"updates_skipped": float(len(skipped))}
 
     def _updates_of(self, share: Share, whole: Whole) -> Iterator[tuple[Share, Whole]]:
-        """The rows of each update, here and on all ranks."""
+        """Yield the rows of each update, here and on all ranks."""
         if self._updates == 1:
             yield share, whole
             return
         if PROXIMAL in self._algorithm.asks:
             share = self._proximal(share, whole)
-        # All ranks draw one number a step, however many rows each has: their random states stay the same, and one is saved for all.
+        # All ranks draw one number per step, with any number of rows: their random states stay equal, and one is saved.
         drawn = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))
         order = np.array_split(torch.randperm(share.batch.rows, generator=drawn).numpy(), self._updates)
         for piece in pieces(share, order, tokens=self._tokens, packed=self._packed):
@@ -168,13 +195,13 @@ class DataParallelEngine(TrainEngine):
                 yield piece, part
 
     def _proximal(self, share: Share, whole: Whole) -> Share:
-        """With the log-probs under the weights that the step begins with."""
+        """Add the log-probs under the weights before the step."""
         passes = (self._part(share.batch, share.parts, number, None) for number in range(whole.passes))
         found = logprobs_of_parts(self._model, share.batch, passes, temperature=self._temperature)
         return replace(share, columns={**share.columns, PROXIMAL: PerToken.of(found).masked(share.mask)})
 
     def _update(self, share: Share, whole: Whole) -> tuple[dict[str, float], dict[str, float] | None]:
-        """Norms of the gradients, and the update's metrics; None where they are not finite, and no update was made."""
+        """Return the norms of the gradients and the metrics of the update, None if it was left out."""
         sums: dict[str, Any] = defaultdict(float)
         drift, with_entropy = Drift(), ENTROPY in self._algorithm.asks
         self.zero_gradients()
@@ -188,29 +215,30 @@ class DataParallelEngine(TrainEngine):
                 for name, value in measured.items():
                     sums[name] += value
             else:
-                loss = stats.logprobs.sum()  # of nothing: its gradient is 0
+                loss = stats.logprobs.sum()  # a sum of no terms: its gradient is 0
             self.backward(loss, last=last)
             if self._critic is not None and values is not None and given is not None:
                 gradient = torch.zeros_like(values) if given.grad is None else given.grad
                 self._critic.backward(values, gradient, last=last)
-        made = self.optimizer_step()
-        norms = {name: value for name, value in made.items() if name.endswith("grad_norm")}
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        norms = self.optimizer_step()
         if not all(map(math.isfinite, norms.values())):
             return norms, None
+        self._schedule.step()
         said = self._ranks.gather(
             {"sums": {name: float(value) for name, value in sums.items()}, "drift": drift.counts}
         )
         added = _added([each["sums"] for each in said])
-        return norms, added | Drift.metrics([each["drift"] for each in said]) | made
+        return norms, added | Drift.metrics([each["drift"] for each in said]) | norms | {"lr": rate}
 
     def _loss(
         self, share: Share, whole: Whole, part: MicroBatch, stats: TokenStats, values: Any, drift: Drift
     ) -> tuple[Any, dict[str, Any]]:
-        """Of one pass, and what it adds to the step's metrics."""
+        """Return the loss of one pass, and its part of the metrics."""
         lengths = share.behaviour.lengths[part.rows]
         behaviour = self._tensor(share.behaviour.of_rows(part.rows))
         columns = {name: self._tensor(each.of_rows(part.rows)) for name, each in share.columns.items()}
-        if PROXIMAL in self._algorithm.asks:  # of a single update these are the weights that the step begins with
+        if PROXIMAL in self._algorithm.asks:  # with a single update, the weights before the step
             columns.setdefault(PROXIMAL, stats.logprobs.detach())
         loss, measured = self._algorithm.loss(
             PackedTokens(
@@ -225,13 +253,42 @@ class DataParallelEngine(TrainEngine):
         return loss, {**measured, "loss": loss.detach(), "entropy": entropy}
 
     def logprobs(self, batch: Batch) -> Ragged:
-        """Log-probs of ``response_ids`` under the current weights and the engine's temperature. All ranks call it together."""
+        """Return log-probs of ``response_ids`` under the current weights and the engine's
+        temperature. A collective."""
         with self._ranks.calling("logprobs"):
             self._ranks.together(lambda: self._check(batch))
             return logprobs_of_parts(self._model, batch, self._passes(batch), temperature=self._temperature)
 
+    def save(self, path: Path) -> None:
+        """Write policy and critic below ``path``, a directory visible to all ranks: safetensors and JSON, no pickle. Any number of
+        ranks of any engine of this format can load it."""
+        with self._ranks.calling("save"):
+            if self._critic is not None:
+                self._critic.save(path / "critic")
+            self.save_policy(path)
+
+    def load(self, path: Path) -> None:
+        """Restore a saved state. Learning rate and other options stay this engine's."""
+        with self._ranks.calling("load"):
+            if self._critic is not None:
+                self._critic.load(path / "critic")
+            self.restore_policy(path)
+            go_to(self._schedule, steps_made(self._optimizer))
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Replace the policy's weights by a version. Optimizer and learning-rate schedule start anew. The critic is unchanged: it is
+        not published."""
+        with self._ranks.calling("load_weights"):
+            self.replace_weights(update)
+            go_to(self._schedule, 0)
+
+    def export(self, path: Path) -> None:
+        """Write the policy as a Hugging Face folder with the source's tokenizer."""
+        with self._ranks.calling("export"):
+            self.export_folder(path)
+
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Leave the process group."""
         self._ranks.close()
 
     def _check(self, batch: Batch) -> None:
@@ -239,7 +296,7 @@ class DataParallelEngine(TrainEngine):
             check_tokens(batch, vocabulary=self._vocabulary, context=self._context)
 
     def _passes(self, batch: Batch) -> Iterator[MicroBatch]:
-        """All rows with all response tokens, in as many parts as the rank with the most of them has."""
+        """Yield all rows with all response tokens, in the number of parts of the rank with most."""
         parts = split(batch, tokens=self._tokens, packed=self._packed)
         for number in range(max(self._ranks.gather(len(parts)))):
             yield self._part(batch, parts, number, None)
@@ -260,5 +317,5 @@ def _with(batch: Batch, name: str, column: Ragged) -> Batch:
 
 
 def _added(each: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What ranks have measured; one without rows has measured nothing."""
+    """Sum the measurements of all ranks; a rank without rows has none."""
     return {name: sum(one.get(name, 0.0) for one in each) for name in sorted({name for one in each for name in one})}

@@ -1,13 +1,13 @@
-"""Decoding: rows in waves, a token a step, so that no row waits for another to end.
+"""Decoder: rows in batches, one token per step, so no row waits for the end of another.
 
     decoder = Decoder(model)
-    done = [decoder.admit([Work(id=0, prompt=ids, n=8, sampling=Sampling(max_tokens=64))])]
+    done = [decoder.admit([DecodeWork(id=0, prompt=ids, n=8, sampling=Sampling(max_tokens=64))])]
     while decoder.rows:
-        done.append(decoder.step())        # Finished, or None: the rows that ended in this step
+        done.append(decoder.step())        # FinishedBatch, or None: the rows that ended in this step
 
-A wave is what was admitted together: its distinct prompts are read once, and every response starts from a
-copy of what was read. A new wave joins a running one where that wastes little, else they take turns. Rows
-that ended are dropped once they are half of a wave. Not thread-safe.
+Works admitted together form a batch: its distinct prompts are read once, and each response starts
+from a copy of the cache. A new batch joins a running one if that wastes little; otherwise they take
+turns. Ended rows are dropped once they are half of a batch. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -20,91 +20,92 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .lanes import Finished, Work
-from .wave import Wave, begin
+from .decode_batch import DecodeBatch, begin
+from .sequence_slots import DecodeWork, FinishedBatch
 
 
 class Decoder:
-    """Decodes rows of many requests with one model. Its methods run the model and so block."""
+    """Decodes rows of many requests with one model. Methods run the model and block."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._waves: deque[Wave] = deque()
+        self._batches: deque[DecodeBatch] = deque()
         self._ends = torch.tensor(end_tokens(model), dtype=torch.int64, device=model.device)
 
     @property
     def rows(self) -> int:
-        """The rows being decoded."""
-        return sum(wave.rows for wave in self._waves)
+        """Number of running rows."""
+        return sum(batch.rows for batch in self._batches)
 
     @property
-    def waves(self) -> int:
-        """The forward passes one more token for every row takes."""
-        return len(self._waves)
+    def batches(self) -> int:
+        """Number of forward passes for one more token of each row."""
+        return len(self._batches)
 
-    def admit(self, works: Sequence[Work]) -> Finished | None:
+    def admit(self, works: Sequence[DecodeWork]) -> FinishedBatch | None:
         """Read the prompts of ``works`` and draw the first token of each response."""
         with torch.inference_mode():
-            wave, logits = begin(self._model, works)
-            finished = wave.draw(logits, self._ends)
-            if wave.rows and not self._joined(wave):
-                self._waves.append(wave)
+            batch, logits = begin(self._model, works)
+            finished = batch.draw(logits, self._ends)
+            if batch.rows and not self._joined(batch):
+                self._batches.append(batch)
             return finished
 
-    def step(self) -> Finished | None:
-        """One token for each row of the wave whose turn it is."""
-        wave = self._waves[0]
-        self._waves.rotate(-1)
+    def step(self) -> FinishedBatch | None:
+        """Draw one token for each row of the next batch in turn."""
+        batch = self._batches[0]
+        self._batches.rotate(-1)
         with torch.inference_mode():
-            finished = wave.draw(wave.read(self._model), self._ends)
-            if 2 * wave.rows < len(wave.lanes):
-                wave.compact()
-        if not wave.rows:
-            self._waves.remove(wave)
+            finished = batch.draw(batch.read(self._model), self._ends)
+            if 2 * batch.rows < len(batch.slots):
+                batch.compact()
+        if not batch.rows:
+            self._batches.remove(batch)
         return finished
 
-    def read_again(self, prompts: Mapping[int, npt.NDArray[np.int32]]) -> dict[int, int]:
-        """Read what every row has read once more, with the weights the model has now. ``prompts``: of each work
-        that has rows. Returns how many tokens each of these works has drawn so far."""
+    def recompute(self, prompts: Mapping[int, npt.NDArray[np.int32]]) -> dict[int, int]:
+        """Read all tokens of the running rows again, with the current weights. ``prompts``: of each
+        work with running rows. Return the number of tokens drawn so far, by work."""
         drawn: dict[int, int] = {}
-        waves, self._waves = self._waves, deque()
+        batches, self._batches = self._batches, deque()
         with torch.inference_mode():
-            while waves:
-                for wave in waves.popleft().read_again(self._model, prompts):
-                    drawn.update(zip(wave.lanes.work.tolist(), wave.lanes.drawn.tolist(), strict=True))
-                    if not self._joined(wave):
-                        self._waves.append(wave)
+            while batches:
+                for batch in batches.popleft().recompute(self._model, prompts):
+                    drawn.update(zip(batch.slots.work.tolist(), batch.slots.drawn.tolist(), strict=True))
+                    if not self._joined(batch):
+                        self._batches.append(batch)
         return drawn
 
-    def _joined(self, wave: Wave) -> bool:
-        for running in self._waves:
-            if running.suits(wave):
-                running.join(wave)
+    def _joined(self, batch: DecodeBatch) -> bool:
+        for running in self._batches:
+            if running.suits(batch):
+                running.join(batch)
                 return True
         return False
 
     def abort(self, ids: Collection[int]) -> None:
-        """End the rows of works ``ids``; they are not among any Finished."""
+        """Drop the rows of works ``ids``; no FinishedBatch contains them."""
         with torch.inference_mode():
             gone = torch.tensor(sorted(ids), dtype=torch.int64, device=self._ends.device)
-            for wave in self._waves:
-                wave.abort(gone)
-        self._waves = deque(wave for wave in self._waves if wave.rows)
+            for batch in self._batches:
+                batch.abort(gone)
+        self._batches = deque(batch for batch in self._batches if batch.rows)
 
-    def interrupt(self) -> list[Finished]:
-        """End every row where it is: what each has drawn so far."""
+    def interrupt(self) -> list[FinishedBatch]:
+        """End all rows and return them with the tokens drawn so far."""
         with torch.inference_mode():
-            ended = [wave.lanes.interrupt() for wave in self._waves]
-        self._waves.clear()
+            ended = [batch.slots.interrupt() for batch in self._batches]
+        self._batches.clear()
         return [finished for finished in ended if finished is not None]
 
     def clear(self) -> None:
-        """Forget every row."""
-        self._waves.clear()
+        """Drop all rows."""
+        self._batches.clear()
 
 
 def end_tokens(model: Any) -> list[int]:
-    """Token ids that end a response: the generation configuration's, else the model configuration's."""
+    """Return the token ids that end a response: the generation configuration's, else the model
+    configuration's."""
     generation = getattr(model, "generation_config", None)
     ends = getattr(generation, "eos_token_id", None)
     if ends is None:

@@ -1,4 +1,5 @@
-"""The one thread that owns a model and decodes; the event loop hands it jobs and gets back what finished."""
+"""DecodeThread: one thread owns a model and decodes. An event loop gives it jobs and receives the
+ended rows."""
 
 from __future__ import annotations
 
@@ -22,24 +23,24 @@ from asyncflow_sdk.interfaces import Completion, Completions
 from asyncflow_sdk.types import Ragged
 
 from .decode import Decoder
-from .lanes import Finished, Work, joined, untouched
-from .reading import PASS_TOKENS
-from .switches import Switches, spans_of, switched
+from .prefill import PASS_TOKENS
+from .sequence_slots import DecodeWork, FinishedBatch, joined, untouched
+from .version_switches import Switches, spans_of, switched
 
 TOGETHER_S = 0.05
-"""So long a row that ended waits at most for others of its request that end next (seconds)."""
+"""Maximum wait of an ended row for other rows of its request, in seconds."""
 
 
-class Parcel(NamedTuple):
-    """Rows ``first`` to ``stop`` of ``finished`` are a job's; ``switches``: which version drew which of their tokens."""
+class FinishedRows(NamedTuple):
+    """A job's rows ``first`` to ``stop`` of ``finished``. ``switches``: versions of their tokens."""
 
-    finished: Finished
+    finished: FinishedBatch
     first: int
     stop: int
     switches: Switches
 
     def completed(self) -> Iterable[Completion | Completions]:
-        """As an engine yields them: packed where one version drew all of them."""
+        """Return the completions of an engine, packed if one version drew all."""
         finished, rows = self.finished, slice(self.first, self.stop)
         ids = finished.token_ids.slice(self.first, self.stop)
         start = int(finished.token_ids.offsets[self.first])
@@ -60,43 +61,41 @@ class Parcel(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way. ``inbox`` gets a parcel whenever rows end, or an EngineError."""
+    """A running request. ``inbox`` receives FinishedRows as rows end, or an EngineError."""
 
-    work: Work
+    work: DecodeWork
     loop: asyncio.AbstractEventLoop
-    inbox: asyncio.Queue[Parcel | EngineError] = field(default_factory=asyncio.Queue)
+    inbox: asyncio.Queue[FinishedRows | EngineError] = field(default_factory=asyncio.Queue)
     left: int = 0
     switches: Switches = ()
 
 
 class DecodeThread:
-    """Decodes what is submitted until closed. But for ``close``, its methods do not block.
-
-    ``version``: of the weights the model has.
-    """
+    """Decodes submitted jobs until closed. Methods except ``close`` do not block. ``version``: of
+    the model's weights."""
 
     def __init__(self, decoder: Decoder, *, max_rows: int, threads: int | None, version: int) -> None:
         self._decoder = decoder
         self._max_rows = max_rows
         self._version = version
-        self._refusal = ""  # why nothing may be decoded
+        self._refusal = ""  # reason why nothing is decoded
         self._threads = threads
         self._changed = threading.Condition()
         self._pending: deque[Job] = deque()
         self._aborted: list[Job] = []
-        self._interrupted: set[Job] | None = None  # asked for: which jobs were waiting then
+        self._interrupted: set[Job] | None = None  # jobs that were waiting at interrupt()
         self._calls: list[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = []
         self._closing = False
-        self._jobs: dict[int, Job] = {}  # being decoded; only the thread touches it, and what follows
-        self._ended: list[Finished] = []  # and not handed over yet
-        self._ended_s = self._step_s = 0.0  # since when, and how long the last step took
+        self._jobs: dict[int, Job] = {}  # being decoded; only the thread uses it and the fields below
+        self._ended: list[FinishedBatch] = []  # not delivered yet
+        self._ended_s = self._step_s = 0.0  # time of the first of them, duration of the last step
         self._thread = threading.Thread(target=self._run, name="asyncflow-decode", daemon=True)
-        # Hazard: a thread still inside torch when the interpreter goes down takes the process with it.
+        # Hazard: a thread inside torch at the end of the interpreter crashes the process.
         atexit.register(self.close)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job, called on its loop. Raises EngineError when closed, and when nothing may be decoded."""
+        """Queue a job. Called on its event loop. Raises EngineError after ``close`` and ``refuse``."""
         with self._changed:
             if self._closing:
                 raise EngineError("the engine is closed")
@@ -104,23 +103,24 @@ class DecodeThread:
                 raise EngineError(self._refusal)
             self._pending.append(job)
             first = len(self._pending) == 1
-        if first:  # woken when the loop comes round again: requests made together are then read in one pass
+        if first:  # wakes in the next turn of the loop: requests made together are read in one pass
             job.loop.call_soon(self._wake)
 
     def abort(self, job: Job) -> None:
-        """Drop a job; what it had finished by then may still arrive."""
+        """Drop a job. Rows that ended before may still arrive."""
         with self._changed:
             self._aborted.append(job)
             self._changed.notify()
 
     def interrupt(self) -> None:
-        """End what was submitted so far: a parcel of what each row has drawn."""
+        """End all submitted jobs with the tokens drawn so far."""
         with self._changed:
             self._interrupted = set(self._pending)
             self._changed.notify()
 
     def call(self, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-        """Run ``function`` between two steps, after the aborts and before the jobs submitted so far."""
+        """Run ``function`` between two steps, after the aborts and before the jobs submitted so
+        far."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._changed:
             if self._closing:
@@ -130,26 +130,30 @@ class DecodeThread:
         return future
 
     def go_on(self, version: int) -> None:
-        """Only within a ``call``: the model's weights are now those of ``version``, and every further token is
-        drawn under them. Rows that run and cannot be read again end with an EngineError."""
-        self._hand_over()  # what ended before is of the version before
+        """Continue with ``version``, now in the model. Only within a ``call``. Running rows that
+        cannot be recomputed end with an EngineError."""
+        self._hand_over()  # rows that ended before belong to the old version
         self._version = version
         with self._changed:
             self._refusal = ""
         if not self._decoder.rows:
             return
         try:
-            drawn = self._decoder.read_again({work: job.work.prompt for work, job in self._jobs.items()})
+            drawn = self._decoder.recompute({work: job.work.prompt for work, job in self._jobs.items()})
         except BaseException as error:
-            self._drop([], f"version {version} was loaded, but what ran could not be read with it: {error!r}", error)
+            self._drop(
+                [],
+                f"version {version} was loaded, but what ran could not be recomputed with it: {error!r}",
+                error,
+            )
             return
         for work, tokens in drawn.items():
             job = self._jobs[work]
             job.switches = switched(job.switches, tokens, version)
 
     def refuse(self, reason: str) -> None:
-        """Only within a ``call``: nothing may be decoded any more before ``go_on``. Whatever runs or waits gets
-        an EngineError."""
+        """Decode nothing until ``go_on``. Only within a ``call``. Running and waiting jobs get an
+        EngineError."""
         with self._changed:
             self._refusal = reason
             waiting, self._pending = list(self._pending), deque()
@@ -157,18 +161,18 @@ class DecodeThread:
 
     @property
     def refusal(self) -> str:
-        """Why nothing may be decoded; empty when it may."""
+        """Reason why nothing is decoded; "" while decoding."""
         return self._refusal
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds this thread has used; torch's further threads, where it has any, are not counted."""
+        """CPU seconds of this thread, without torch's other threads."""
         if not self._thread.is_alive() or self._thread.ident is None:
             return 0.0
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Stop after the step that runs and wait for that; every open job and call gets an EngineError."""
+        """Stop after the running step and wait for its end. Open jobs and calls get an EngineError."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -190,11 +194,13 @@ class DecodeThread:
                 aborted, self._aborted = self._aborted, []
                 calls, self._calls = self._calls, []
                 interrupted, self._interrupted = self._interrupted, None
-                # Rows that ended leave room, and weights that changed are another version: both come first.
+                # Ended rows make room, and a call may change the version: both come first.
                 admitted = [] if aborted or calls or interrupted is not None else self._admissible()
                 if aborted:
                     self._pending = deque(job for job in self._pending if job not in aborted)
-                waiting = [job for job in self._pending if job in (interrupted or ())]  # later ones are not meant
+                waiting = [
+                    job for job in self._pending if job in (interrupted or ())
+                ]  # not jobs submitted after interrupt()
                 if waiting:
                     self._pending = deque(job for job in self._pending if job not in waiting)
             try:
@@ -258,10 +264,10 @@ class DecodeThread:
             self._take(finished)
             self._hand_over()
         for job in waiting:
-            _call(job.loop, job.inbox.put_nowait, Parcel(untouched(job.work), 0, job.work.n, ()))
+            _call(job.loop, job.inbox.put_nowait, FinishedRows(untouched(job.work), 0, job.work.n, ()))
 
-    def _take(self, finished: Finished | None) -> None:
-        """Rows have ended. They are handed over with others of their requests that end next."""
+    def _take(self, finished: FinishedBatch | None) -> None:
+        """Store ended rows, to deliver them with other rows of their requests that end next."""
         if finished is None:
             return
         if not self._ended:
@@ -271,28 +277,28 @@ class DecodeThread:
             self._jobs[int(work)].left -= int(count)
 
     def _more_to_come(self) -> bool:
-        """Whether a request of which rows have ended has rows that run."""
+        """True if a request with ended rows has running rows."""
         return any(self._jobs[work].left for finished in self._ended for work in set(finished.work.tolist()))
 
     def _hand_over(self) -> None:
-        """Give what has ended to its jobs: one call into each event loop, however many rows there are."""
+        """Deliver the ended rows to their jobs, with one call per event loop."""
         if not self._ended:
             return
-        ended, self._ended = self._ended, []  # whatever comes of it, they are not handed over twice
+        ended, self._ended = self._ended, []  # cleared first: an error must not deliver them twice
         finished = joined(ended)
         firsts = np.flatnonzero(np.diff(finished.work, prepend=-1)).tolist()
-        parcels: dict[asyncio.AbstractEventLoop, list[tuple[Job, Parcel]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, FinishedRows]]] = {}
         for first, stop in itertools.pairwise([*firsts, len(finished.work)]):
             work = int(finished.work[first])
             job = self._jobs[work]
             if not job.left:
                 del self._jobs[work]
-            parcels.setdefault(job.loop, []).append((job, Parcel(finished, first, stop, job.switches)))
-        for loop, deliveries in parcels.items():
+            by_loop.setdefault(job.loop, []).append((job, FinishedRows(finished, first, stop, job.switches)))
+        for loop, deliveries in by_loop.items():
             _call(loop, _deliver, deliveries)
 
     def _fail(self, admitted: list[Job], reason: str, cause: BaseException | None) -> None:
-        """Every open job and call gets its own EngineError, and nothing is decoded any more."""
+        """End all jobs and calls with an EngineError each."""
         with self._changed:
             waiting, self._pending = list(self._pending), deque()
             calls, self._calls = self._calls, []
@@ -302,7 +308,7 @@ class DecodeThread:
                 future.set_exception(EngineError(reason))
 
     def _drop(self, waiting: list[Job], reason: str, cause: BaseException | None) -> None:
-        """What runs, and the jobs ``waiting``, get an EngineError each."""
+        """End running jobs, and the jobs ``waiting``, with an EngineError each."""
         self._hand_over()
         self._decoder.clear()
         dropped = {id(job): job for job in (*self._jobs.values(), *waiting)}
@@ -313,12 +319,12 @@ class DecodeThread:
             _call(job.loop, job.inbox.put_nowait, error)
 
 
-def _deliver(deliveries: list[tuple[Job, Parcel]]) -> None:
-    for job, parcel in deliveries:
-        job.inbox.put_nowait(parcel)
+def _deliver(deliveries: list[tuple[Job, FinishedRows]]) -> None:
+    for job, finished_rows in deliveries:
+        job.inbox.put_nowait(finished_rows)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
-    # A loop that was closed has nobody left who waits.
+    # Nobody waits on a closed loop.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *args)

@@ -14,7 +14,8 @@ from asyncflow_sdk.errors import ConfigError
 
 
 def device_of(name: str) -> Any:
-    """The `torch.device` for ``name``, see `local_device`. Raises ConfigError for a device that torch cannot use here."""
+    """Return the `torch.device` for ``name``, see `local_device`. Raises ConfigError for a device
+    unusable here."""
     try:
         return torch.empty(0, device=local_device(name)).device
     except (RuntimeError, AssertionError) as error:
@@ -22,8 +23,9 @@ def device_of(name: str) -> Any:
 
 
 def local_device(name: str) -> str:
-    """The name of this rank's device, which becomes torch's current one: "cuda" is "cuda:1" for LOCAL_RANK 1 if two GPUs are
-    visible. "auto": see `device_kind`. Names with an index are returned unchanged."""
+    """Return the name of this rank's device, and make it torch's current one: "cuda" is "cuda:1"
+    for LOCAL_RANK 1 if two GPUs are visible. "auto": see `device_kind`. Names with an index are
+    returned unchanged."""
     kind = device_kind(name)
     module: Any = getattr(torch, kind, None)
     if kind == "cpu" or ":" in kind or not hasattr(module, "device_count") or not module.is_available():
@@ -34,7 +36,7 @@ def local_device(name: str) -> str:
 
 
 def device_kind(name: str) -> str:
-    """``name``; for "auto", "cuda" if torch can use a GPU, else "cpu"."""
+    """Return ``name``; for "auto", "cuda" if torch can use a GPU, else "cpu"."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,8 @@
-"""Drift: how far the policy being trained is from those that drew its tokens, as metrics of each step.
+"""Drift: distance of the trained policy from the policies that drew its tokens, as metrics of each
+step.
 
-drift = Drift(); drift.add(logprobs, behaviour)            # of each pass
-Drift.metrics(ranks.gather(drift.counts))                  # of the step
+    drift = Drift(); drift.add(logprobs, behaviour)            # of each pass
+    Drift.metrics(ranks.gather(drift.counts))                  # of the step
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from asyncflow_sdk.algorithms import clamp_log_ratio
 
 
 class Drift:
-    """Sums over the tokens of one rank. Nothing leaves the device before ``counts``."""
+    """Sums over the tokens of one rank. They stay on the device until ``counts``."""
 
     def __init__(self) -> None:
         self._sums: Any = 0.0
         self._most: Any = None
 
     def add(self, logprobs: Any, behaviour: Any) -> None:
-        """Of some tokens: under the policy being trained, and under the one that drew each."""
+        """Add tokens: log-probs under the trained policy, and under the policies that drew them."""
         if not len(logprobs):
             return
         apart = clamp_log_ratio((logprobs.detach() - behaviour).double())
@@ -33,15 +34,16 @@ class Drift:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """What other ranks must know, as JSON holds it."""
+        """Sums as JSON, for the other ranks."""
         none = self._most is None
         return {"sums": [0.0] * 5 if none else self._sums.tolist(), "most": 0.0 if none else float(self._most)}
 
     @staticmethod
     def metrics(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Of all ranks' tokens, with w = π / π_behaviour: ``logprob_drift``, the mean of |log w|; ``behaviour_kl``, of w - 1 - log w,
-        which estimates KL(behaviour ‖ π); ``importance_mean`` and ``importance_max``, of w; ``importance_ess``, the effective
-        sample size (Σ w)² / Σ w², as a share of the tokens."""
+        """Return metrics of all ranks' tokens, with w = π / π_behaviour: ``logprob_drift``, the
+        mean of |log w|; ``behaviour_kl``, the mean of w - 1 - log w, an estimate of KL(behaviour
+        ‖ π); ``importance_mean`` and ``importance_max`` of w; ``importance_ess``, the effective
+        sample size (Σ w)² / Σ w² as a fraction of the tokens."""
         tokens, apart, weights, squares, kl = (sum(each) for each in zip(*(c["sums"] for c in counts), strict=True))
         if not tokens:
             return {}

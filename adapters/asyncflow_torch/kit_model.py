@@ -1,10 +1,10 @@
-"""The model of the conformance kit: a small random Llama in a folder that has what engines stumble over.
+"""The model of the conformance kit: a small random Llama in a folder with common traps for engines.
 
-kit_model(Path("models/kit"))
+    kit_model(Path("models/kit"))
 
-- ``generation_config.json`` asks for a narrow draw and a repetition penalty, which a request that says nothing of them must not get.
-- It names an end token that ``config.json`` does not name. Greedy decoding comes to each of the two after some prompts.
-- The tokenizer merges: most ids that become text are other ids when that is encoded.
+- ``generation_config.json`` has narrow sampling and a repetition penalty, which must not affect requests.
+- It names an end token missing from ``config.json``. Greedy decoding reaches each of the two after some prompts.
+- The tokenizer merges: the text of most ids is encoded as other ids.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEMPTING = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 50, "
 
 
 def merging_tokenizer() -> Any:
-    """Letters, all pairs of them and some of three, put together in an order of chance."""
+    """Return a tokenizer of letters, all pairs of them and some triples, merged in random order."""
     random = np.random.default_rng(0)
     pairs = list(itertools.product(LETTERS, LETTERS))
     triples = [(a + b, c) for a, b, c in itertools.product(LETTERS, LETTERS, LETTERS)]
@@ -46,7 +46,8 @@ def merging_tokenizer() -> Any:
 
 
 def kit_model(folder: Path, *, seed: int = 0, dtype: str = "float32") -> str:
-    """Write the model (two layers, hidden size 64, heads of 32, 320 tokens; weights of ``dtype``) and its tokenizer; returns the path."""
+    """Write the model (two layers, hidden size 64, heads of 32, 320 tokens; weights of ``dtype``)
+    and its tokenizer; return the path."""
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,

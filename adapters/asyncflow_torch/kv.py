@@ -1,8 +1,9 @@
-"""The key-value cache of rows that decode together: it grows in place, drops rows, and joins with another.
+"""Key-value cache of rows that decode together. It grows in place, drops rows, and joins with
+another.
 
-transformers' own cache copies all it holds for every new token (torch.cat); this one writes each token
-into room kept free behind it: a tenth less time for 256 rows of 100 tokens of the demo model. Joining is
-worth more: requests that come one by one decode four times as fast in one batch as each on its own.
+The cache of transformers copies all keys and values for each new token (torch.cat); this one writes
+them into spare room: a tenth less time for 256 rows of 100 tokens of the demo model. Joining gains
+more: requests arriving one by one decode four times as fast in one batch as alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from transformers.cache_utils import DynamicLayer
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer, each (rows, heads, tokens, head size), as views of larger buffers."""
+    """Keys and values of one layer, each (rows, heads, tokens, head size), as views of larger
+    buffers."""
 
     # Hazard: a subclass that inherits a layer type replaces its parent in every cache transformers makes.
     _layer_type = None
@@ -38,14 +40,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def keep(self, rows: Any, cut: int) -> None:
-        """Keep ``rows`` in that order (repeats allowed), without their first ``cut`` tokens."""
+        """Keep ``rows`` in this order (repeats allowed), without their first ``cut`` tokens."""
         width = self.keys.shape[-2] - cut
         kept = (states[:, :, cut:].index_select(0, rows) for states in (self.keys, self.values))
         self._rooms = [_with_room(states, width) for states in kept]
         self.keys, self.values = (room[:, :, :width] for room in self._rooms)
 
     def rearrange(self, columns: Any) -> None:
-        """Keep of each row the tokens ``columns`` (int64 (rows, tokens)), in that order."""
+        """Keep the tokens ``columns`` (int64 (rows, tokens)) of each row, in this order."""
         index, width = columns[:, None, :, None], columns.shape[1]
         kept = (
             states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
@@ -65,7 +67,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def new_cache(model: Any) -> Any:
-    """An empty cache for ``model``. One with sliding windows or recurrent states stays transformers' own."""
+    """Return an empty cache for ``model``. With sliding windows or recurrent states it is
+    transformers' own."""
     cache = DynamicCache(config=model.config)
     if all(type(layer) is DynamicLayer for layer in cache.layers):
         cache.layers = [GrowingLayer() for _ in cache.layers]
@@ -73,15 +76,13 @@ def new_cache(model: Any) -> Any:
 
 
 def joinable(cache: Any) -> bool:
-    """Whether rows of this cache can be padded, trimmed and joined with others."""
+    """True if rows of this cache can be padded, trimmed and joined with others."""
     return all(isinstance(layer, GrowingLayer) for layer in cache.layers)
 
 
 def keep(cache: Any, rows: Any, cut: int) -> None:
-    """Keep ``rows`` (int64, repeats allowed), in that order, and drop their first ``cut`` tokens.
-
-    Only a joinable cache can drop tokens.
-    """
+    """Keep ``rows`` (int64, repeats allowed), in this order, without their first ``cut`` tokens;
+    ``cut`` > 0 needs a joinable cache."""
     if not joinable(cache):
         cache.batch_select_indices(rows)
         return
@@ -90,7 +91,8 @@ def keep(cache: Any, rows: Any, cut: int) -> None:
 
 
 def rearrange(cache: Any, columns: Any) -> None:
-    """Keep of each row the tokens ``columns`` (int64 (rows, tokens)), in that order. For joinable caches."""
+    """Keep the tokens ``columns`` (int64 (rows, tokens)) of each row, in this order. For joinable
+    caches."""
     for layer in cache.layers:
         layer.rearrange(columns)
 

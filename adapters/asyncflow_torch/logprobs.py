@@ -50,7 +50,8 @@ def batch_logprobs(model: Any, batch: Batch, *, temperature: float, tokens: int 
 
 
 def logprobs_of_parts(model: Any, batch: Batch, parts: Iterable[MicroBatch], *, temperature: float) -> Ragged:
-    """The same of parts that have each row of ``batch`` once; those without rows are passed through all the same."""
+    """Return the same for parts with each row of ``batch`` once. Parts without rows are passed
+    through the model as well."""
     return of_parts(lambda part: response_logprobs(model, part, temperature=temperature).logprobs, batch, parts)
 
 
@@ -69,10 +70,11 @@ def of_parts(numbers: Callable[[MicroBatch], Any], batch: Batch, parts: Iterable
 
 @contextlib.contextmanager
 def _output_layer_at(model: Any, positions: Any) -> Iterator[None]:
-    """Within, the output layer gets (1, positions, hidden) instead of (rows, width, hidden).
+    """Give the output layer (1, positions, hidden) instead of (rows, width, hidden) within the
+    block.
 
-    A hook rather than a call of the layer by hand: what a model does to its logits afterwards (scaling,
-    soft caps) still happens.
+    A hook keeps the model's own changes of its logits (scaling, soft caps), unlike a direct call of
+    the layer.
     """
 
     def pick(_layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Masters: the weights that an optimizer steps on, in float32 whatever the model computes and publishes in.
+"""Masters: float32 weights for the optimizer, whatever the dtype of computed and published weights.
 
 masters = Masters(model)
 optimizer = torch.optim.AdamW(masters.named.values(), lr=1e-6)
@@ -14,10 +14,11 @@ import torch
 
 
 class Masters:
-    """Of a weight that is less precise than float32, a twin in float32; any other weight is its own master.
+    """A float32 twin of each weight of lower precision; other weights are their own masters.
+    ``named``: by the model's parameter names, tied ones once.
 
-    bfloat16 has 8 bits: beside a weight of 0.1, a step of 1e-6 is a four-hundredth of what it can tell apart, and would be
-    rounded away each time. ``named``: by the names of the model's parameters, tied ones once.
+    bfloat16 has 8 bits: beside a weight of 0.1, a step of 1e-6 is a four-hundredth of its
+    resolution and would be rounded away each time.
     """
 
     def __init__(self, model: Any) -> None:
@@ -31,7 +32,7 @@ class Masters:
             self.named[name] = master
 
     def take_gradients(self) -> None:
-        """Add the weights' gradients to their twins', in float32, and take them from the weights."""
+        """Move the weights' gradients to their twins, added in float32."""
         for weight, master in self._twins:
             if weight.grad is not None:
                 part = weight.grad.float()
@@ -39,13 +40,13 @@ class Masters:
                 weight.grad = None
 
     def take_weights(self) -> None:
-        """Make the twins what the weights are."""
+        """Copy the weights to their twins."""
         with torch.no_grad():
             for weight, master in self._twins:
                 master.copy_(weight)
 
     def give_weights(self) -> None:
-        """Make the weights what their twins are, rounded."""
+        """Copy the twins to their weights, rounded."""
         with torch.no_grad():
             for weight, master in self._twins:
                 weight.copy_(master)

@@ -1,4 +1,5 @@
-"""What this package registers. It imports no torch: factories are strings."""
+"""Registration of this package's engines and transports. It imports no torch: factories are
+strings."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ _TESTED = ["torch==2.13.*", "transformers==5.23.*"]
 
 @hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
-    """The transformers rollout engine, the torch train engine, and transports by torch."""
+    """Return the transformers rollout engine, the torch train engine, and transports by torch."""
     return [
         AdapterSpec(
             kind="rollout",

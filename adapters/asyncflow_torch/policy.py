@@ -1,8 +1,8 @@
-"""The policy: a causal language model from a Hugging Face folder, its weights by name, its folder again.
+"""The policy: a causal language model from a Hugging Face folder, its weights by name, its export.
 
 model = load_policy("runs/demo/model", dtype="auto", device="cpu")
 dict(named_weights(model))             # {"model.embed_tokens.weight": tensor, ...}
-assign(model, update)                  # a WeightUpdate, written in place, all of it or nothing
+assign(model, update)                  # writes a WeightUpdate in place, all of it or nothing
 export_policy(model, "runs/demo/model", Path("trained"))
 """
 
@@ -18,8 +18,10 @@ from typing import Any
 import torch
 import transformers
 
+from asyncflow_http.model_folder import check_version
 from asyncflow_sdk.errors import ConfigError, WeightError, WeightMismatch
-from asyncflow_sdk.interfaces import WeightUpdate
+from asyncflow_sdk.interfaces import TensorType, WeightUpdate
+from asyncflow_sdk.types.dtypes import FLOATS
 
 from .devices import device_of
 
@@ -29,15 +31,16 @@ _TOKENIZER_FILES = (
 
 
 _loading = threading.Lock()
-"""Hazard: transformers replaces methods of its classes while it loads a model. Of two threads that do so at once, one puts back
-what the other has put there, and no model of this process is ever tied again."""
+"""Hazard: transformers replaces methods of its classes during a load. Of two concurrent threads, one would restore the
+other's replacement, and no later model of this process would be tied."""
 
 
 def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: str | None = None) -> Any:
-    """The model in ``folder``, in eval mode on ``device`` with weights of ``dtype``; "auto": that of the folder.
+    """Return the model in ``folder``, in eval mode on ``device``, weights in ``dtype``; "auto": the
+    folder's.
 
-    Never reaches for the network. Raises ConfigError for what is no complete model folder, and for a dtype
-    or device that torch does not have here.
+    Never uses the network. Raises ConfigError for an incomplete model folder, and for a dtype or
+    device that torch lacks here.
     """
     wanted, place = element(dtype), device_of(device)
     path = Path(folder)
@@ -59,7 +62,8 @@ def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: st
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of every parameter and stored buffer: live views without gradient, tied weights once."""
+    """Yield (name, tensor) of each parameter and stored buffer: live views without gradient, tied
+    weights once."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -68,11 +72,12 @@ def named_weights(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def assign(model: Any, update: WeightUpdate) -> dict[str, Any]:
-    """Write every tensor of ``update`` into the model, in place: each name of the update, and the weight it is now.
+    """Write all tensors of ``update`` into the model, in place. Return the written weights by the
+    names of the update.
 
-    A version that lacks a weight, has one too many, one of another shape or dtype, or two different ones for
-    what is tied in the model, is refused as a whole (WeightMismatch lists all) before anything is written. An
-    error after that leaves a mixture of versions: `Torn` says so.
+    Raises WeightMismatch, with all problems and before any write, for a version with a missing or
+    unknown weight, another shape or dtype, or two different tensors for a tied weight. A later
+    error leaves a mixture of versions and raises `PartialLoad`.
     """
     targets, second = _targets(model, update)
     left = targets.keys() - second
@@ -82,7 +87,7 @@ def assign(model: Any, update: WeightUpdate) -> dict[str, Any]:
                 if name in second:
                     continue
                 target = targets.get(name)
-                # Hazard: copy_ would broadcast and convert, so an update unlike what it announced would pass.
+                # Hazard: copy_ broadcasts and converts, so it would accept an update unlike its announcement.
                 if target is None or _type_of(tensor) != _type_of(target):
                     wanted = "nothing" if target is None else _type_of(target)
                     raise WeightMismatch(f"{name} came as {_type_of(tensor)}, and {wanted} was announced")
@@ -91,37 +96,27 @@ def assign(model: Any, update: WeightUpdate) -> dict[str, Any]:
         if left:
             raise WeightMismatch(f"it did not bring {', '.join(sorted(left))}")
     except BaseException as error:
-        raise Torn(f"version {update.version} was written in part: {type(error).__name__}: {error}") from error
+        raise PartialLoad(f"version {update.version} was written in part: {type(error).__name__}: {error}") from error
     return targets
 
 
 def published_tensors(
     update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of a version that this trainer published, in the trainer's ``dtypes``: whole tensors, valid until the next.
+    """Yield (name, tensor) of a version published by this trainer, in the trainer's ``dtypes``:
+    whole tensors, each valid until the next.
 
-    ``shapes``: of all weights, by the names they are published under. Raises WeightMismatch, before the first tensor, if the version
-    lacks a weight, has one too many, or one of another shape or kind of number.
+    ``shapes``: of all weights, by published name. Raises WeightMismatch, before the first tensor,
+    for a missing or unknown weight, or one of another shape or kind of number.
     """
-    problems = [f"{name}: the model has no such weight" for name in update.tensors.keys() - shapes.keys()]
-    problems += [f"{name}: missing from the version" for name in shapes.keys() - update.tensors.keys()]
-    for name in shapes.keys() & update.tensors.keys():
-        dtype, shape = update.tensors[name]
-        given = getattr(torch, dtype, None)
-        floating = given is not None and given.is_floating_point and dtypes[name].is_floating_point
-        if shape != shapes[name] or not (given == dtypes[name] or floating):
-            wanted = f"{str(dtypes[name]).removeprefix('torch.')}{list(shapes[name])}"
-            problems.append(f"{name}: the version has {dtype}{list(shape)}, the model {wanted}")
-    if problems:
-        raise WeightMismatch(
-            f"version {update.version} does not fit this trainer, nothing was loaded:\n  "
-            + "\n  ".join(sorted(problems))
-        )
+    held = {name: TensorType(str(dtypes[name]).removeprefix("torch."), shape) for name, shape in shapes.items()}
+    check_version(update, held, lambda dtype: (dtype, *FLOATS) if dtype in FLOATS else (dtype,))
     return ((name, tensor.to(dtypes[name])) for name, tensor in update)
 
 
 def take(model: Any, update: WeightUpdate) -> None:
-    """Make a trainer's weights those of a version that it published. Raises WeightMismatch, then nothing has changed."""
+    """Copy a version published by this trainer into its weights. Raises WeightMismatch before any
+    change."""
     weights = dict(named_weights(model))
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     with torch.no_grad():
@@ -129,8 +124,9 @@ def take(model: Any, update: WeightUpdate) -> None:
             weights[name].copy_(tensor)
 
 
-class Torn(WeightError):
-    """Raised when a load stopped half-way: the model holds a mixture and must not be used."""
+class PartialLoad(WeightError):
+    """Raised when a load failed half-way: the model holds a mixture of versions and must not be
+    used."""
 
 
 def export_policy(model: Any, source: str, path: Path) -> None:
@@ -141,26 +137,26 @@ def export_policy(model: Any, source: str, path: Path) -> None:
 
 
 def copy_tokenizer(source: str, path: Path, *others: str) -> None:
-    """The tokenizer's files, and ``others`` that are there, from one model folder to another."""
+    """Copy the tokenizer's files, and existing ``others``, to another model folder."""
     for pattern in (*_TOKENIZER_FILES, *others):
         for file in Path(source).glob(pattern):
             shutil.copy2(file, path / file.name)
 
 
 def context_of(model: Any) -> int | None:
-    """The most tokens the model can attend to; None if its configuration does not say."""
+    """Return the maximum of tokens by the model's configuration, None if it has none."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(context) if context else None
 
 
 def vocabulary_of(model: Any) -> int:
-    """Token ids run from 0 to this, exclusive."""
+    """Return the size of the vocabulary: token ids are below it."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def _targets(model: Any, update: WeightUpdate) -> tuple[dict[str, Any], set[str]]:
-    """Where each tensor of an update goes, and which names are a second one of the same weight. Raises
-    WeightMismatch listing everything that does not fit."""
+    """Return the weight of each tensor of an update, and the second names of tied weights. Raises
+    WeightMismatch with all problems."""
     canonical = dict(named_weights(model))
     alias = _aliases(model)
     targets: dict[str, Any] = {}
@@ -194,7 +190,8 @@ def _targets(model: Any, update: WeightUpdate) -> tuple[dict[str, Any], set[str]
 
 
 def _unequal(update: WeightUpdate, second: dict[str, str]) -> list[str]:
-    """What is wrong with tensors that come under two names of one weight: they must be equal to the bit."""
+    """Return problems of tensors given under two names of one weight: they must be equal to the
+    bit."""
     names = {*second, *second.values()}
     found = {name: tensor for name, tensor in update if name in names}
     return [
@@ -213,7 +210,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _aliases(model: Any) -> dict[str, str]:
-    """Second names of tied weights: {"lm_head.weight": "model.embed_tokens.weight"}."""
+    """Return second names of tied weights: {"lm_head.weight": "model.embed_tokens.weight"}."""
     first: dict[int, str] = {}
     named = model.state_dict(keep_vars=True).items()
     return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
@@ -224,7 +221,8 @@ def _type_of(tensor: Any) -> str:
 
 
 def element(name: str) -> Any:
-    """The dtype of torch, or "auto". Raises ConfigError for one that is not there, or not of floating-point numbers."""
+    """Return the dtype of torch, or "auto". Raises ConfigError for another name than that of a
+    floating-point dtype."""
     if name == "auto":
         return name
     dtype = getattr(torch, name, None)
@@ -237,7 +235,7 @@ def element(name: str) -> Any:
 
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """transformers draws bars on standard error for models of any size; a worker's log wants none."""
+    """Hide the progress bars of transformers within the block: they would fill a worker's log."""
     log = transformers.utils.logging
     shown = log.is_progress_bar_enabled()
     log.disable_progress_bar()

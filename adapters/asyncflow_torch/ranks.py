@@ -1,12 +1,13 @@
-"""Ranks: the processes of one train engine. They meet in collectives, and raise together.
+"""Ranks: the processes of one train engine. They communicate in collectives and raise together.
 
-    ranks = Ranks.join("cpu", timeout_s=600)                   # RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; without them, one
+    ranks = Ranks.join("cpu", timeout_s=600)                   # RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; one without them
     with ranks.calling("train_step"):
         share = ranks.together(lambda: checked(batch))         # raises on all ranks, or on none
-        counts = ranks.gather(len(share))                      # what each rank says, in their order
+        counts = ranks.gather(len(share))                      # values of all ranks, in order
 
-Words go as JSON through gloo, on the CPU whatever the device, and tensors as the engine sends them. A rank that ends, hangs or
-raises in the middle of a call ends it for the others too, with its number and why.
+Values go as JSON through gloo, on the CPU whatever the device, and tensors as the engine sends
+them. A rank that ends, hangs or raises during a call ends the call for all ranks, with its number
+and error.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from torch.distributed.rendezvous import rendezvous
 from asyncflow_sdk.errors import ConfigError, EngineError, error_from_name
 
 ROLL_CALL_S = 10.0
-"""How long ranks whose call broke off wait to hear from the others why."""
+"""Wait of ranks for the errors of the others after a failed call."""
 _PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _T = TypeVar("_T")
 
 
 class Ranks:
-    """Not thread-safe; every rank calls the same methods in the same order. Made by `join` or `alone`."""
+    """Not thread-safe; all ranks call the same methods in the same order. Made by `join` or
+    `alone`."""
 
     def __init__(self, rank: int, size: int, *, group: Any = None, store: Any = None, owned: bool = False) -> None:
         self.rank, self.size = rank, size
@@ -44,15 +46,17 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """One rank, and no process group."""
+        """Return one rank without a process group."""
         return cls(0, 1)
 
     @classmethod
     def join(cls, device: str, *, timeout_s: float) -> Ranks:
-        """The ranks that the environment speaks of, as torchrun sets it, in torch's default process group: gloo on the CPU, and
-        beside it what torch has for ``device``. One that is there already is used, and left. ``timeout_s``: of each collective.
+        """Join the ranks of the environment, as set by torchrun, in torch's default process group:
+        gloo on the CPU, and torch's backend for ``device``. An existing group is used, and left
+        open. ``timeout_s``: of each collective.
 
-        Raises ConfigError for an environment that says half of it, EngineError where the others do not come in time.
+        Raises ConfigError for an incomplete environment, EngineError if the others do not join in
+        time.
         """
         timeout = timedelta(seconds=timeout_s)
         if dist.is_initialized():
@@ -74,16 +78,16 @@ class Ranks:
                 f"rank {rank} of {size} has not met the others at {where} within {timeout_s:g} s: {_first(error)}"
             ) from error
         finally:
-            sys.excepthook = hook  # torch puts another before it each time, for the whole process and for good
+            sys.excepthook = hook  # torch replaces it each time, for the whole process
         return cls(rank, size, store=store, owned=True)
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which writes what is written once."""
+        """True for rank 0."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, anything that JSON holds. A collective."""
+        """Return the values of all ranks, in order; any JSON. A collective."""
         if self.size == 1:
             return [value]
         said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -92,17 +96,17 @@ class Ranks:
         longest = max(int(length) for length in lengths)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(said)] = said
-        heard = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(heard, padded, group=self._group)
-        return [json.loads(bytes(h[: int(n)].numpy())) for h, n in zip(heard, lengths, strict=True)]
+        received = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(received, padded, group=self._group)
+        return [json.loads(bytes(h[: int(n)].numpy())) for h, n in zip(received, lengths, strict=True)]
 
     def barrier(self) -> None:
-        """Return when all ranks have come here."""
+        """Wait for all ranks."""
         self.gather(None)
 
     def together(self, look: Callable[[], _T]) -> _T:
-        """What ``look`` returns, if it returns on every rank. Where it raises on one, all raise: what it raised here, or else an
-        error of the same kind with that rank's number. A collective."""
+        """Return the result of ``look`` if it returns on all ranks. If it raises on one, all raise:
+        their own error, or an error of the same kind with that rank's number. A collective."""
         problem, found = None, None
         try:
             found = look()
@@ -115,14 +119,14 @@ class Ranks:
         return found  # type: ignore[return-value]
 
     def agreed(self, error: Exception) -> Exception:
-        """An error that every rank raises at this place, so that all may go on after it."""
+        """Return an error raised by all ranks at this place: calls can continue after it."""
         self._agreed = error
         return error
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """Within, an error that is not ``agreed`` upon ends the call on all ranks, and the engine: EngineError says which rank it
-        was and why. Not to be nested."""
+        """End the call on all ranks, and the engine, at an error not ``agreed`` upon: EngineError
+        with the rank and its error. Not to be nested."""
         if self._broken:
             raise EngineError(f"{call}() is not possible: {self._broken}")
         try:
@@ -136,7 +140,7 @@ class Ranks:
             self._agreed = None
 
     def close(self) -> None:
-        """Leave the process group, where it is ours. Idempotent."""
+        """Leave the process group if it was made here. Idempotent."""
         owned, self._owned = self._owned, False
         if owned and dist.is_initialized():
             dist.destroy_process_group()
@@ -144,7 +148,7 @@ class Ranks:
     # ---- when a call broke off
 
     def _ended(self, call: str, error: Exception) -> str:
-        """Whose fault it was, in words."""
+        """Return the cause of a failed call."""
         lost = _lost(error)
         own = "" if lost else "".join(traceback.format_exception(error))[-4000:]
         said, gone = self._roll_call(own)
@@ -157,33 +161,35 @@ class Ranks:
         return f"the ranks are out of step in {call}(), on rank {self.rank}: {_first(error)}"
 
     def _roll_call(self, own: str) -> tuple[dict[int, str], list[int]]:
-        """What each rank says why it is here, "" when it lost another; and those who say nothing."""
+        """Return the error of each answering rank, "" for a rank that lost another; and the silent
+        ranks."""
         said = {self.rank: own}
-        if self._store is None:  # somebody else's group: its store is not ours to ask
+        if self._store is None:  # a group of another owner has another store
             return said, []
         try:
             self._store.set(f"ended/{self.rank}", own or "-")
             self._leave()
-            self._hear("ended", said)
+            self._collect("ended", said)
             self._store.set(f"heard/{self.rank}", "-")
-            if self.first:  # the store may be of this process: others still read
-                self._hear("heard", {self.rank: ""}, only=said)
-        except RuntimeError:  # no store any more
+            if self.first:  # the store may be in this process, and others still read
+                self._collect("heard", {self.rank: ""}, only=said)
+        except RuntimeError:  # the store is gone
             said.setdefault(0, "" if self.rank == 0 else "it held the group's store, which is gone")
         return {rank: why.strip("-") for rank, why in said.items()}, [r for r in range(self.size) if r not in said]
 
-    def _hear(self, what: str, said: dict[int, str], only: Any = None) -> None:
+    def _collect(self, what: str, said: dict[int, str], only: Any = None) -> None:
         until = time.monotonic() + ROLL_CALL_S
         for rank in range(self.size) if only is None else sorted(only):
             if rank in said:
                 continue
             left = timedelta(seconds=max(0.05, until - time.monotonic()))
-            with contextlib.suppress(dist.DistStoreError):  # it did not come in time
+            with contextlib.suppress(dist.DistStoreError):  # not in time
                 self._store.wait([f"{what}/{rank}"], left)
                 said[rank] = self._store.get(f"{what}/{rank}").decode()
 
     def _leave(self) -> None:
-        """Break off the others' collectives, which would wait until their time is out. With NCCL the end of the process does."""
+        """Break off the collectives of the others, which would wait until their timeout. With NCCL
+        the end of the process does it."""
         if self._owned and dist.get_backend() == "gloo":
             self.close()
 
@@ -206,7 +212,7 @@ def _backend(device: str) -> str:
 
 
 def _lost(error: Exception) -> bool:
-    """Whether a collective broke off because of another rank. gloo says so in words only."""
+    """True if a collective failed because of another rank. gloo reports it only in words."""
     words = ("gloo", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 

@@ -1,7 +1,8 @@
-"""HuggingFacePolicy: a model folder as the conformance kit knows it, its answers computed one sequence at a time.
+"""HuggingFacePolicy: a model folder for the conformance kit; its answers are computed one sequence
+at a time.
 
-policy = HuggingFacePolicy()                       # a small random Llama, whose folder has what engines stumble over
-policy = HuggingFacePolicy("models/mine")          # yours, in the dtype of its weights
+    policy = HuggingFacePolicy()                       # a small random Llama, in a folder with common traps for engines
+    policy = HuggingFacePolicy("models/mine")          # yours, in the dtype of its weights
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ def tiny_model(folder: Path, *, seed: int = 0, ends: bool = False, dtype: str = 
 
 
 class HuggingFacePolicy(Policy):
-    """``folder``: a Hugging Face model folder; None makes `kit_model` in a temporary one. ``dtype``: of the weights that engines
-    hold; "auto": as they are stored, float32 in the one that is made.
+    """``folder``: a Hugging Face model folder; None makes `kit_model` in a temporary one.
+    ``dtype``: of the engines' weights; "auto": the folder's, float32 for a made one.
 
-    Weights are given in that dtype. Answers are computed from just these on the CPU in float32, so that they are nobody's rounding.
-    Version 0 is the folder's. Every later one adds to each weight random numbers of its own spread, seeded by version and name.
+    Weights are returned in this dtype. Answers are computed from them on the CPU in float32,
+    without the rounding of any engine. Version 0 is the folder's. Each later version adds to each
+    weight random numbers of its own spread, seeded by version and name.
     """
 
     def __init__(self, folder: str | None = None, *, dtype: str = "auto") -> None:
@@ -84,17 +86,21 @@ class HuggingFacePolicy(Policy):
 
     @property
     def folder(self) -> str:
+        """The model folder."""
         return self._folder
 
     def tensors(self, version: int) -> Weights:
+        """Return the weights of a version."""
         return self._versions(version)
 
     def logprobs(self, version: int, prompt: Ids, response: Ids, temperature: float = 1.0) -> Logprobs:
+        """Return log-probs of a response under a version."""
         ids = np.concatenate([prompt, response]).astype(np.int64)
         rows = self._answers(version, ids.tobytes(), temperature)[len(prompt) - 1 : -1]
         return np.asarray(rows[np.arange(len(response)), ids[len(prompt) :]], np.float64)
 
     def logprobs_of(self, tensors: Weights, prompt: Ids, response: Ids) -> Logprobs:
+        """Return log-probs of a response under given weights."""
         if self._held is not tensors:
             self._write(tensors)
             self._held = tensors
@@ -103,6 +109,7 @@ class HuggingFacePolicy(Policy):
         return np.asarray(rows[np.arange(len(response)), ids[len(prompt) :]], np.float64)
 
     def retokenised(self, ids: Ids) -> Ids | None:
+        """Return the ids after decoding and encoding, None without a tokenizer."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             return None
@@ -117,10 +124,12 @@ class HuggingFacePolicy(Policy):
             return None
 
     def read(self, folder: Path) -> Weights:
+        """Return the weights in a folder."""
         model = load_policy(str(folder), dtype=self._dtype, device="cpu")
         return {name: from_torch(tensor) for name, tensor in named_weights(model)}
 
     def rounded(self, dtype: str) -> HuggingFacePolicy:
+        """Return this policy with weights rounded to bfloat16, stored as ``dtype``."""
         place = tempfile.TemporaryDirectory(prefix="asyncflow-policy-")
         model = load_policy(self._folder, dtype="bfloat16", device="cpu")
         export_policy(model if dtype == "bfloat16" else model.float(), self._folder, Path(place.name))
@@ -129,13 +138,16 @@ class HuggingFacePolicy(Policy):
         return policy
 
     def next_logprobs(self, version: int, prompt: Ids, temperature: float = 1.0) -> Logprobs:
+        """Return log-probs of all tokens after a prompt."""
         return np.asarray(self._answers(version, prompt.astype(np.int64).tobytes(), temperature)[-1])
 
     def ahead(self, version: int, prompt: Ids, response: Ids) -> Logprobs:
+        """Return log-probs of all tokens at each position of a response."""
         ids = np.concatenate([prompt, response]).astype(np.int64)
         return np.asarray(self._answers(version, ids.tobytes(), 1.0)[len(prompt) - 1 : -1])
 
     def greedy(self, version: int, prompt: Ids, max_tokens: int) -> Ids:
+        """Return the greedy response."""
         return self._responses(version, prompt.astype(np.int64).tobytes(), max_tokens)
 
     def _greedy(self, version: int, prompt: bytes, max_tokens: int) -> Ids:

@@ -1,4 +1,5 @@
-"""TransformersEngine: generates with a Hugging Face model in this process, rows batched continuously.
+"""TransformersEngine: generates with a Hugging Face model in this process, rows batched
+continuously.
 
     engine = TransformersEngine("runs/demo/model")
     async for completed in engine.generate(af.Request(prompt_ids, af.Sampling(max_tokens=7), n=8)):
@@ -6,7 +7,7 @@
             ...
     await engine.load_weights(update)
 
-For small models and for CPUs; a GPU server's throughput is what vLLM and SGLang are for.
+For small models and for CPUs; vLLM and SGLang have the throughput of a GPU server.
 """
 
 from __future__ import annotations
@@ -20,33 +21,36 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from asyncflow_http.cancellation import finish
+from asyncflow_http.limits import RequestLimits
 from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
 from asyncflow_sdk.types import check_least
 
 from .decode import Decoder
 from .decode_thread import DecodeThread, Job
-from .lanes import Work
-from .policy import Torn, assign, context_of, load_policy, named_weights, vocabulary_of
-from .scoring import score
+from .policy import PartialLoad, assign, context_of, load_policy, named_weights, vocabulary_of
+from .scores import score
+from .sequence_slots import DecodeWork
 
 _Result = TypeVar("_Result")
 
 
 class TransformersEngine(RolloutEngine):
-    """Decodes in one background thread; a late request joins the rows that are running.
+    """Decodes in one background thread; a late request joins the running rows.
 
-    ``model``: a Hugging Face folder. ``max_rows``: rows decoded at once, further requests wait in order.
-    ``threads``: of torch, for the whole process; None leaves them. ``dtype``, by default the folder's,
-    must be the one that versions are published in. ``device``: "auto" is a GPU if torch can use one, else the CPU.
+    ``model``: a Hugging Face folder. ``max_rows``: concurrent rows; further requests wait in order.
+    ``threads``: of torch, for the whole process; None leaves them. ``dtype``: default the folder's;
+    it must be the dtype of published versions. ``device``: "auto" is a GPU if torch can use one,
+    else the CPU. ``version``: of the folder's weights.
 
-    Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also where
-    top-k or top-p cut the draw: what a trainer recomputes. A request with a seed draws the same random
-    numbers in whatever company it runs, so it repeats its tokens but for rounding; see `sampling`.
+    Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also
+    with top-k or top-p, as a trainer recomputes them. A request with a seed repeats its tokens
+    beside any other requests, up to rounding; see `sampler`.
 
-    Weights may be loaded while requests run. Between two tokens the rows that run are read anew by the new
-    weights, prompt and response so far, and go on: each token's log-prob is that of the version in its span,
-    given everything before it. ``version``: what the folder's weights count as.
+    Weights can be loaded while requests run. Between two tokens the running rows, prompt and
+    response so far, are recomputed with the new weights and continue: each token's log-prob is that
+    of the version in its span, given all tokens before it.
     """
 
     def __init__(
@@ -65,12 +69,13 @@ class TransformersEngine(RolloutEngine):
             torch.set_num_threads(threads)
         self._model = load_policy(model, dtype=dtype, device=device, attn_implementation=attn_implementation)
         self._model.requires_grad_(False)
-        self._vocabulary = vocabulary_of(self._model)
+        context = context_of(self._model)
+        self._limits = RequestLimits(vocabulary=vocabulary_of(self._model), context=context, rows=max_rows)
         self.capabilities = Capabilities(
             swap=frozenset({"drain", "partial", "in_flight"}),
             token_versions=True,
             max_rows=max_rows,
-            context=context_of(self._model),
+            context=context,
             logprobs=True,
             held_weights=True,
         )
@@ -79,69 +84,68 @@ class TransformersEngine(RolloutEngine):
         self._thread = DecodeThread(Decoder(self._model), max_rows=max_rows, threads=threads, version=version)
 
     async def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:
-        """Yield responses as they finish, packed where one version drew them. Closing the generator aborts what is left."""
+        """Yield responses as they finish, packed if one version drew them. Closing the generator
+        aborts the others."""
         job = Job(self._work(request), asyncio.get_running_loop())
         self._thread.submit(job)
         left = request.n
         try:
             while left:
-                parcel = await job.inbox.get()
-                if isinstance(parcel, EngineError):
+                rows = await job.inbox.get()
+                if isinstance(rows, EngineError):
                     left = 0
-                    raise parcel
-                left -= parcel.stop - parcel.first
-                for completed in parcel.completed():
+                    raise rows
+                left -= rows.stop - rows.first
+                for completed in rows.completed():
                     yield completed
         finally:
             if left:
                 self._thread.abort(job)
 
     async def interrupt(self) -> None:
+        """End running requests with the tokens drawn so far."""
         self._thread.interrupt()
 
     async def load_weights(self, update: WeightUpdate) -> set[str]:
-        """Write the update into the model in place, between two tokens of what runs.
+        """Write the update into the model in place, between two tokens of running requests.
 
-        Raises WeightMismatch, and goes on under the old weights, for a version that does not fit the model. A
-        load that breaks off leaves a mixture: what runs or waits gets an EngineError, and nothing is generated
-        before a version has been loaded whole.
+        Raises WeightMismatch, and continues with the old weights, for a version that does not fit
+        the model. A load that fails half-way leaves a mixture: running and waiting requests raise
+        EngineError until a version is loaded whole.
         """
         return await self._between_tokens(functools.partial(self._load, update))
 
     async def logprobs(
         self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]
     ) -> Sequence[Sequence[float]]:
-        """Log-probs of each response's tokens after its prompt, at temperature 1, under the weights held now.
-        Raises EngineError for sequences the model cannot take. What runs waits meanwhile."""
+        """Return log-probs of each response after its prompt, at temperature 1, under the current
+        weights. Running requests wait meanwhile. Raises EngineError for sequences that the model
+        cannot take."""
         return await self._between_tokens(functools.partial(self._score, prompt_ids, response_ids))
 
     def held_weights(self) -> Iterator[tuple[str, Any]]:
-        """(name, tensor) of the model's own parameters, under the names of the version loaded last."""
+        """Yield (name, tensor) of the model's own parameters, by the names of the last loaded
+        version."""
         self._check_whole()
         return iter(self._held.items())
 
     @property
     def cpu_s(self) -> float:
+        """CPU seconds of the decode thread."""
         return self._thread.cpu_s
 
     async def close(self) -> None:
-        """Stop the thread; requests still running get an EngineError."""
+        """Stop the thread. Running requests raise EngineError."""
         await asyncio.to_thread(self._thread.close)
 
     async def _between_tokens(self, function: Callable[[], _Result]) -> _Result:
         """Run ``function`` in the decode thread."""
-        future = asyncio.wrap_future(self._thread.call(function))
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            # Hazard: the caller releases the update now, and the thread may be reading from it.
-            await asyncio.wait([future])
-            raise
+        return await finish(asyncio.wrap_future(self._thread.call(function)))
 
     def _load(self, update: WeightUpdate) -> set[str]:
         try:
             self._held = assign(self._model, update)
-        except Torn as error:
+        except PartialLoad as error:
             self._thread.refuse(f"the model holds a mixture of versions and must be loaded anew: {error}")
             raise
         self._thread.go_on(update.version)
@@ -155,28 +159,8 @@ class TransformersEngine(RolloutEngine):
         if self._thread.refusal:
             raise EngineError(self._thread.refusal)
 
-    def _work(self, request: Request) -> Work:
-        """The request as decoding takes it. Raises EngineError for one that cannot be run."""
-        prompt: Any = np.asarray(request.prompt_ids)
-        if prompt.ndim != 1 or not prompt.size:
-            raise EngineError(f"a prompt is one row of one token or more, not of shape {prompt.shape}")
-        if prompt.dtype.kind not in "iu":
-            raise EngineError(f"a prompt is token ids, not {prompt.dtype}")
-        outside = prompt[(prompt < 0) | (prompt >= self._vocabulary)]
-        if outside.size:
-            raise EngineError(f"token id {outside[0]} is not in the vocabulary of {self._vocabulary}")
-        if not 1 <= request.n <= self.capabilities.max_rows:
-            raise EngineError(f"n must be 1 to max_rows={self.capabilities.max_rows}, not {request.n}")
-        longest, context = prompt.size + request.sampling.max_tokens, self.capabilities.context
-        if context is not None and longest > context:
-            raise EngineError(
-                f"a prompt of {prompt.size} tokens and max_tokens={request.sampling.max_tokens} need {longest};"
-                f" the model's context is {context}"
-            )
-        if not 0 <= request.drawn < prompt.size or request.first < 0:
-            raise EngineError(
-                f"no response has drawn {request.drawn} of {prompt.size} tokens, or number {request.first}"
-            )
+    def _work(self, request: Request) -> DecodeWork:
+        """Return the request as DecodeWork. Raises EngineError for a request that cannot be answered."""
+        prompt = np.asarray(self._limits.check(request), np.int32)
         seed = request.sampling.seed if request.seed is None else request.seed
-        prompt = prompt.astype(np.int32)
-        return Work(next(self._ids), prompt, request.n, request.sampling, seed, request.drawn, request.first)
+        return DecodeWork(next(self._ids), prompt, request.n, request.sampling, seed, request.drawn, request.first)

@@ -1,4 +1,4 @@
-"""Schedules: what the learning rate is at each step, by torch's own schedulers.
+"""Learning rates of each step, by torch's own schedulers.
 
 schedule = make_schedule(optimizer, "cosine", warmup_steps=10, decay_steps=1000)
 optimizer.step(); schedule.step()
@@ -19,8 +19,8 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 def make_schedule(optimizer: Any, name: str, *, warmup_steps: int = 0, decay_steps: int | None = None) -> LambdaLR:
-    """The optimizer's rate rises over ``warmup_steps`` steps, of which the first has a part of it already; then it stays, or falls
-    to 0 after ``decay_steps`` more. Raises ConfigError."""
+    """Return a schedule: the rate rises over ``warmup_steps`` steps, the first of them with a part
+    of it; then it stays, or falls to 0 over ``decay_steps`` more. Raises ConfigError."""
     if name not in SCHEDULES:
         raise ConfigError(f"schedule {name!r} is none of {', '.join(SCHEDULES)}")
     check_least(0, warmup_steps=warmup_steps)
@@ -30,6 +30,7 @@ def make_schedule(optimizer: Any, name: str, *, warmup_steps: int = 0, decay_ste
         )
 
     def factor(step: int) -> float:
+        """Return the fraction of the full rate."""
         if step < warmup_steps:
             return (step + 1) / warmup_steps
         if decay_steps is None:
@@ -41,7 +42,7 @@ def make_schedule(optimizer: Any, name: str, *, warmup_steps: int = 0, decay_ste
 
 
 def go_to(schedule: LambdaLR, steps: int) -> None:
-    """The rate after ``steps`` steps."""
+    """Set the rate to that after ``steps`` steps."""
     schedule.last_epoch = steps
     of_each = zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
     for group, rate, factor in of_each:
@@ -49,5 +50,5 @@ def go_to(schedule: LambdaLR, steps: int) -> None:
 
 
 def steps_made(optimizer: Any) -> int:
-    """How many steps an Adam has made, as its own state says."""
+    """Return the number of steps of an Adam, by its state."""
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)

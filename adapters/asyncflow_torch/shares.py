@@ -1,9 +1,9 @@
-"""Shares: what one rank trains of a step, and what all ranks have together.
+"""Shares: rows trained by one rank in a step, and totals of all ranks.
 
     share = share_of(batch, algorithm, vocabulary=43, context=None, tokens=16384)
     whole = Whole.of(ranks.gather(share.counts))          # losses are divided by the whole step's tokens and rows
 
-A rank may have no rows, or none that are used.
+A rank may have no rows, or no used ones.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from asyncflow_sdk.interfaces import Algorithm
 from asyncflow_sdk.types import VERSION_SPANS, Batch, Ragged, loss_mask, token_steps, token_versions
 
 from .collate import check_tokens, check_training, split
-from .packing import PerToken, checked_advantages, extra_columns
+from .per_token import PerToken, checked_advantages, extra_columns
 
 VALUES, STALENESS = "values", "staleness"
 BEFORE = {VALUES, STALENESS}
-"""What is computed before an algorithm says what rows are worth."""
+"""Columns computed before the advantages."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """``used``: bool (rows,), the rows that are trained; everything else is of those, and of the tokens that are trained in
-    them. ``parts``: their places, a forward pass each. ``counts``: what other ranks must know, as JSON holds it."""
+    """``used``: bool (rows,), True for trained rows. All other fields hold trained rows, and
+    trained tokens in them. ``parts``: row numbers of each forward pass. ``counts``: JSON for the
+    other ranks."""
 
     used: npt.NDArray[np.bool_]
     batch: Batch
@@ -47,8 +48,9 @@ class Share:
 def share_of(
     batch: Batch, algorithm: Algorithm, *, vocabulary: int, context: int | None, tokens: int | None, packed: bool = False
 ) -> Share:  # fmt: skip
-    """Of the rows of ``batch``, whole groups, those that ``algorithm`` trains; in passes of at most ``tokens`` input tokens.
-    Raises SchemaError naming rows that cannot be trained on, EngineError for advantages that are none."""
+    """Return the rows of ``batch``, whole groups, trained by ``algorithm``, in passes of at most
+    ``tokens`` input tokens. Raises SchemaError, with the rows, for rows unfit for training,
+    EngineError for invalid advantages."""
     if not batch.rows:
         none = PerToken(np.zeros(0, np.float32), np.zeros(0, np.int64), by_row=True)
         return Share(np.zeros(0, np.bool_), batch, None, none, none, {}, (), _counts(batch, 0, 0, 0))
@@ -57,7 +59,7 @@ def share_of(
     whole = algorithm.standardise is None
     given = algorithm.advantages(batch) if whole else algorithm.advantages_of_share(batch)
     advantages, further = checked_advantages(given, batch, algorithm)
-    # What is 0 before it is standardised is not afterwards.
+    # An advantage of 0 is not 0 after standardisation.
     used = advantages.nonzero if algorithm.drop_zero_advantage and whole else np.ones(batch.rows, np.bool_)
     rows = np.flatnonzero(used)
     chosen, mask = batch.take(rows), None
@@ -77,7 +79,8 @@ def share_of(
 
 
 def standardised_over(share: Share, whole: Whole, epsilon: float | None) -> Share:
-    """Its advantages of mean 0 and spread 1 over the tokens of all ranks; None: as they are."""
+    """Return the share with advantages of mean 0 and spread 1 over the tokens of all ranks;
+    unchanged for None."""
     if epsilon is None:
         return share
     worth = share.advantages
@@ -86,20 +89,18 @@ def standardised_over(share: Share, whole: Whole, epsilon: float | None) -> Shar
 
 
 def token_staleness_of(batch: Batch) -> Ragged:
-    """How many versions older than the one that the step begins with each response token's is: float32. Raises SchemaError for rows that
-    are no step of a run."""
+    """Return the staleness of each response token, float32: the version of the step's begin minus
+    the token's version. Raises SchemaError for rows without a step of a run."""
     step = getattr(batch, "index", -1)
     if step < 0:
-        raise SchemaError(
-            "the algorithm asks for staleness, and these rows are no step of a run, which alone says it"
-        )
+        raise SchemaError("the algorithm asks for staleness, and these rows are no step of a run")
     spans = batch.ragged(VERSION_SPANS)
     late = step - token_steps(spans, batch.version_step_offsets)
     return Ragged(late.astype(np.float32), token_versions(spans).offsets)
 
 
 def pieces(share: Share, order: Sequence[npt.NDArray[np.int64]], *, tokens: int | None, packed: bool) -> list[Share]:
-    """The rows that a share trains, at the places that each of ``order`` has, as shares of their own."""
+    """Return a share of each element of ``order``: row numbers among the trained rows."""
     made = []
     for rows in order:
         batch, mask = share.batch.take(rows), None if share.mask is None else share.mask.take(rows)
@@ -124,9 +125,10 @@ def _counts(batch: Batch, used: int, tokens: int, passes: int) -> dict[str, floa
 
 @dataclass(frozen=True)
 class Whole:
-    """The whole step. ``tokens``: that are trained; ``rows``, ``used``: all, and those that are trained. ``passes``: of the rank that
-    has the most, which all ranks make, since the layers of a sharded model meet in each. ``moments``: of the advantages of all tokens, where they
-    are to be standardised."""
+    """Totals of a step. ``tokens``: trained tokens; ``rows``: all rows; ``used``: trained rows.
+    ``passes``: of the rank with most; all ranks make as many, since the layers of a sharded
+    model run collectives in each. ``moments``: of the advantages of all tokens, if they are
+    standardised."""
 
     rows: int
     used: int
@@ -137,7 +139,8 @@ class Whole:
 
     @classmethod
     def of(cls, counts: Sequence[Mapping[str, Any]]) -> Whole:
-        """Metrics: mean and standard deviation of the rewards, mean length of responses, rows and tokens that are trained."""
+        """Sum the counts of all ranks. Metrics: mean and standard deviation of the rewards, mean
+        length of responses, numbers of trained rows and tokens."""
         total = {name: sum(each[name] for each in counts) for name in counts[0]}
         rows = int(total["rows"])
         mean = total["reward"] / max(rows, 1)

@@ -1,4 +1,4 @@
-"""Access: how an engine reaches a vLLM, in this process (`inside`) or by HTTP (`served`)."""
+"""Access to vLLM: in this process (`in_process`) or by HTTP (`http`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One response. ``index``: among those of its request. ``reason``: stop, length, abort, or another word of vLLM's.
-    ``versions``: (label, first token, end). ``prompt_logprobs``: of each token of the prompt but the first, where they were
-    asked for."""
+class VllmAnswer:
+    """One response. ``index``: among those of its request. ``reason``: stop, length, abort, or another of vLLM's. ``versions``: (label,
+    first token, end). ``prompt_logprobs``: of each prompt token but the first, if requested."""
 
     index: int
     token_ids: Sequence[int]
@@ -23,43 +22,44 @@ class Answer:
 
 
 class Access(abc.ABC):
-    """All on one event loop. Each raises EngineGone when vLLM is dead, and EngineError for what it refuses."""
+    """Used on one event loop. All methods raise EngineGone if vLLM is dead, EngineError if it refuses the call."""
 
     @abc.abstractmethod
     async def prepare(self) -> bool:
-        """Called once, before the others. Whether log-probs are under the whole vocabulary also where a draw is cut."""
+        """Prepare the other methods; called once. Return True if log-probs are under the whole vocabulary with top-k or top-p."""
 
     @abc.abstractmethod
     def answers(
         self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int
-    ) -> AsyncGenerator[Sequence[Answer], None]:
-        """See a request for ``n`` responses through: each as it ends, together with those that ended with it. The seed is that
-        of the first; each of the others has the next. Closed or cancelled, what is left is aborted. n is 1 at temperature 0."""
+    ) -> AsyncGenerator[Sequence[VllmAnswer], None]:
+        """Run one request for ``n`` responses and yield them as they finish. Response i uses seed + i. Closing the generator aborts the
+        others. n is 1 at temperature 0."""
 
     @abc.abstractmethod
     async def abort(self, names: Sequence[str]) -> None:
-        """These end with what they have; does not wait for that."""
+        """End requests with the tokens drawn so far; does not wait for their answers."""
 
     @abc.abstractmethod
     async def pause(self) -> None:
-        """Stop between two tokens, keep what runs, empty the caches."""
+        """Stop between two tokens, keep running requests, empty the caches."""
 
     @abc.abstractmethod
-    async def take(self, told: str) -> list[tuple[str, list[str]]]:
-        """Have the workers load what `asyncflow_sdk.weights.Handover` told of. Of each: why it could not, or "", and the names that it took."""
+    async def load(self, handed: str) -> list[tuple[str, list[str]]]:
+        """Load the version described by `asyncflow_sdk.weights.Handover`. Return for each worker its failure, "" for none, and the
+        loaded names."""
 
     @abc.abstractmethod
     async def name_version(self, version: int) -> None:
-        """What the weights are called from now on."""
+        """Label further tokens with ``version``."""
 
     @abc.abstractmethod
     async def resume(self) -> None:
-        """Go on."""
+        """Continue after ``pause``."""
 
     @abc.abstractmethod
     def check_alive(self) -> None:
-        """Raises EngineGone if it is known to be dead."""
+        """Raise EngineGone if vLLM is known to be dead."""
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Let go of it; one that was started for this engine ends."""
+        """Release vLLM, and end it if it was started for this engine."""

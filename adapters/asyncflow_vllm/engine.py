@@ -1,4 +1,4 @@
-"""VllmRollout: what all rollout engines over vLLM do, however they reach it."""
+"""VllmRollout: the common part of rollout engines over vLLM, in this process or behind HTTP."""
 
 from __future__ import annotations
 
@@ -8,35 +8,29 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
+from asyncflow_http.cancellation import finish
+from asyncflow_http.model_folder import ModelFolder
 from asyncflow_sdk.errors import EngineError, EngineGone, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
-from asyncflow_sdk.interfaces.rollout import Swap
 from asyncflow_sdk.weights import Handover
 
-from .access import Access, Answer
-from .checkpoint import Checkpoint, first_equal
+from .access import Access, VllmAnswer
+from .folder import check_update, first_equal
 from .requests import Limits, completions, drawing, end_tokens, scoring
 
 CLOSE_S = 10.0
 
 
 class VllmRollout(RolloutEngine):
-    """``model``: the folder, as ``checkpoint`` knows it. ``version``: what the weights count as that vLLM has now."""
+    """``folder``: the model's. ``dtype``: of vLLM. ``version``: of vLLM's current weights."""
 
-    def __init__(
-        self,
-        access: Access,
-        model: str,
-        checkpoint: Checkpoint,
-        limits: Limits,
-        *,
-        version: int,
-        swap: frozenset[Swap] = frozenset({"drain", "partial", "in_flight"}),
-    ) -> None:
-        self._access, self._checkpoint, self._limits, self._ends = access, checkpoint, limits, end_tokens(model)
+    def __init__(self, access: Access, folder: ModelFolder, dtype: str, limits: Limits, *, version: int) -> None:
+        self._access, self._folder, self._dtype = access, folder, dtype
+        self._limits, self._ends = limits, end_tokens(folder.folder)
         self.capabilities = Capabilities(
-            swap=swap, token_versions=True, max_rows=limits.rows, context=limits.context, logprobs=True
-        )
+            swap=frozenset({"drain", "partial", "in_flight"}), token_versions=True, max_rows=limits.rows,
+            context=limits.context, logprobs=True,
+        )  # fmt: skip
         self._first_version, self._ids = version, itertools.count()
         self._handover = Handover()
         self._running: set[str] = set()
@@ -44,14 +38,14 @@ class VllmRollout(RolloutEngine):
         self._interrupted: set[str] = set()
         self._refusal = ""
         self._prepared = False
-        self._one = asyncio.Lock()
-        """Held by a load, and by what prepares the first request."""
+        self._lock = asyncio.Lock()
+        """Held by a load, and by the preparation of the first request."""
 
-    # ---- generating
+    # ---- generation
 
     async def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:
-        """Yield each response as it finishes. Closing the generator aborts what is left. A greedy response is drawn once, and is
-        all ``n`` of them."""
+        """Yield responses as they finish. Closing the generator aborts the others. A greedy response is drawn once and returned ``n``
+        times."""
         await self._prepare()
         prompt = self._limits.check(request)
         self._check_usable()
@@ -75,30 +69,26 @@ class VllmRollout(RolloutEngine):
             if not self._running:
                 self._idle.set()
 
-    def _check_end(self, name: str, answer: Answer) -> None:
-        """Raises EngineError for one that nobody has ended."""
+    def _check_end(self, name: str, answer: VllmAnswer) -> None:
+        """Raise EngineError for a response that ended without a reason of this engine."""
         if answer.reason in ("stop", "length") or (answer.reason == "abort" and name in self._interrupted):
             return
         self._check_usable()
         raise EngineError(f"vLLM ended a request with {answer.reason!r} after {len(answer.token_ids)} tokens")
 
     async def interrupt(self) -> None:
+        """End running requests with the tokens drawn so far."""
         self._interrupted |= self._running
         await self._access.abort(list(self._running))
 
     async def logprobs(
         self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]
     ) -> Sequence[Sequence[float]]:
-        """Log-probs of each response's tokens after its prompt, at temperature 1. A prompt and its response are one token less than the
-        context at most. Raises EngineError."""
+        """Return log-probs of each response after its prompt, at temperature 1. Prompt and response must be shorter than the context.
+        Raises EngineError."""
         await self._prepare()
         self._check_usable()
-        if len(prompt_ids) != len(response_ids):
-            raise EngineError(f"{len(prompt_ids)} prompts and {len(response_ids)} responses are no pairs")
-        pairs = [
-            (self._limits.tokens(prompt), self._limits.tokens(response))
-            for prompt, response in zip(prompt_ids, response_ids, strict=True)
-        ]
+        pairs = self._limits.pairs(prompt_ids, response_ids)
         return await asyncio.gather(*(self._score(*pair) for pair in pairs))
 
     async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
@@ -117,73 +107,62 @@ class VllmRollout(RolloutEngine):
     # ---- new weights
 
     async def load_weights(self, update: WeightUpdate) -> set[str]:
-        """Have every worker of vLLM load the update, between two tokens of what runs.
+        """Have all workers of vLLM load the update, between two tokens of running requests.
 
-        Raises WeightMismatch, and goes on under the old weights, for a version that does not fit the model. A load that breaks off in the
-        workers leaves a mixture: what runs or waits gets an EngineError, and nothing is generated before a version has
-        been loaded whole.
+        Raises WeightMismatch, and continues with the old weights, if the version does not fit the model. After a load that failed in the
+        workers they hold a mixture: running and waiting requests raise EngineError until a version is loaded whole.
         """
-        task = asyncio.ensure_future(self._load(update))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait([task])  # the caller releases the update now, and workers may be reading from it
-            raise
+        return await finish(self._load(update))
 
     async def _load(self, update: WeightUpdate) -> set[str]:
         await self._prepare()
-        async with self._one:
-            second = await asyncio.to_thread(self._checkpoint.check, update)
+        async with self._lock:
+            second = await asyncio.to_thread(check_update, update, self._folder, self._dtype)
             given = self._handover.give(update)
-            told = await asyncio.to_thread(given.__enter__)
+            handed = await asyncio.to_thread(given.__enter__)
             try:
                 await self._access.pause()
-                taken = await self._swapped(update, told, second)
+                loaded = await self._swap(update, handed, second)
                 self._refusal = ""
-                return taken
+                return loaded
             finally:
                 given.__exit__(None, None, None)
 
-    async def _swapped(self, update: WeightUpdate, told: str, second: dict[str, str]) -> set[str]:
-        """The names that were taken; nothing is generated meanwhile."""
+    async def _swap(self, update: WeightUpdate, handed: str, second: dict[str, str]) -> set[str]:
+        """Load and resume. Return the loaded names. Nothing is generated meanwhile."""
         try:
-            failures, names = zip(*await self._access.take(told), strict=True)
+            failures, names = zip(*await self._access.load(handed), strict=True)
             if any(failures):
                 raise WeightError("; ".join(f"rank {rank}: {why}" for rank, why in enumerate(failures) if why))
-            taken = await asyncio.to_thread(self._all_taken, update, set().union(*names), second)
+            await asyncio.to_thread(self._check_loaded, update, set().union(*names), second)
             await self._access.name_version(update.version)
             await self._access.resume()
-            return taken
+            return set(update.tensors)
         except BaseException as error:
             await self._refuse(f"vLLM holds a mixture of versions and must be loaded anew: {error}")
             if isinstance(error, (EngineGone, WeightMismatch)) or not isinstance(error, Exception):
                 raise
             raise WeightError(f"version {update.version} could not be loaded whole: {error}") from error
 
-    def _all_taken(self, update: WeightUpdate, taken: set[str], second: dict[str, str]) -> set[str]:
-        """The names whose bytes vLLM holds. Raises WeightMismatch for those that it does not."""
-        left = sorted(update.tensors.keys() - taken - second.keys())
-        lost = [name for name in left if first_equal(update, name, sorted(taken)) is None]
+    def _check_loaded(self, update: WeightUpdate, loaded: set[str], second: dict[str, str]) -> None:
+        """Raise WeightMismatch for tensors that vLLM did not load and that equal no loaded one."""
+        left = sorted(update.tensors.keys() - loaded - second.keys())
+        lost = [name for name in left if first_equal(update, name, sorted(loaded)) is None]
         if lost:
             raise WeightMismatch(
-                f"version {update.version}: vLLM has no place for {', '.join(lost[:10])}, nor are they equal to what is"
+                f"version {update.version}: vLLM has no place for {', '.join(lost[:10])}, and they are not equal to tensors"
                 " tied to them in this model"
             )
-        return set(update.tensors)
 
     async def _refuse(self, why: str) -> None:
-        """Generate nothing from here on. vLLM stays paused."""
+        """Refuse and abort all requests. vLLM stays paused."""
         self._refusal = why
         with contextlib.suppress(Exception):
             await self._access.abort(list(self._running))
 
-    # ---- the whole of it
-
     async def close(self) -> None:
-        """Let go of vLLM. Requests still running get an EngineError."""
-        self._refusal = self._refusal or "the engine was closed"
-        with contextlib.suppress(Exception):
-            await self._access.abort(list(self._running))
+        """Release vLLM. Running requests raise EngineError."""
+        await self._refuse(self._refusal or "the engine was closed")
         if self._running:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), CLOSE_S)
@@ -191,10 +170,10 @@ class VllmRollout(RolloutEngine):
         self._handover.close()
 
     async def _prepare(self) -> None:
-        """Once, on the loop on which it works."""
+        """Prepare vLLM on the engine's event loop. Idempotent."""
         if self._prepared:
             return
-        async with self._one:
+        async with self._lock:
             if not self._prepared:
                 self._limits.cuts = await self._access.prepare()
                 self._prepared = True

@@ -1,4 +1,4 @@
-"""What this package registers. It imports no vLLM: the factory is a string."""
+"""Registration of this package's engines. It imports no vLLM: factories are strings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from asyncflow_sdk.plugins import AdapterSpec, hookimpl
 
 @hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
-    """The rollout engines ``vllm``, which starts one, and ``vllm-server``, for one that runs already."""
+    """Return the rollout engines ``vllm``, in processes of the worker, and ``vllm-server``, over a running server."""
     return [
         AdapterSpec(
             kind="rollout",

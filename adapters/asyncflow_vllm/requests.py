@@ -1,4 +1,4 @@
-"""Requests, as vLLM takes them, and its answers, as the SDK does. Token ids in and out: nothing is tokenised."""
+"""Requests in vLLM's format, and its answers as completions. Token ids only: nothing is tokenised."""
 
 from __future__ import annotations
 
@@ -9,41 +9,27 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow_http.limits import RequestLimits
 from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Completion, Completions, Request
 from asyncflow_sdk.types import Ragged, VersionSpan
 
-from .access import Answer
+from .access import VllmAnswer
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM draws at this one when it is asked for a lower one that is not 0."""
+"""vLLM raises lower temperatures, except 0, to this one."""
 _REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
-class Limits:
-    """``vocabulary``: token ids run below it. ``cuts``: whether log-probs are right where top-k or top-p cut the draw."""
+class Limits(RequestLimits):
+    """``cuts``: True if log-probs are under the whole vocabulary with top-k or top-p."""
 
-    def __init__(self, *, vocabulary: int, context: int, rows: int) -> None:
-        self.vocabulary, self.context, self.rows = vocabulary, context, rows
-        self.cuts = False
+    context: int
+    cuts = False
 
     def check(self, request: Request) -> list[int]:
-        """The prompt. Raises EngineError for a request that cannot be answered."""
-        prompt = self.tokens(request.prompt_ids)
-        sampling = request.sampling
-        if not prompt:
-            raise EngineError("a prompt has one token or more, and this one has none")
-        if not 1 <= request.n <= self.rows:
-            raise EngineError(f"n must be 1 to max_rows={self.rows}, not {request.n}")
-        if len(prompt) + sampling.max_tokens > self.context:
-            raise EngineError(
-                f"a prompt of {len(prompt)} tokens and max_tokens={sampling.max_tokens} need"
-                f" {len(prompt) + sampling.max_tokens}; the context is {self.context}"
-            )
-        if not 0 <= request.drawn < len(prompt) or request.first < 0:
-            raise EngineError(
-                f"no response has drawn {request.drawn} of {len(prompt)} tokens, or number {request.first}"
-            )
+        """Return the prompt. Raises EngineError for a request that cannot be answered."""
+        prompt, sampling = super().check(request), request.sampling
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
             raise EngineError(
                 f"vLLM draws at temperature 0 or from {LOWEST_TEMPERATURE} on, not at {sampling.temperature}"
@@ -54,19 +40,9 @@ class Limits:
             )
         return prompt
 
-    def tokens(self, ids: Any) -> list[int]:
-        """Raises EngineError for what is no row of token ids."""
-        row: np.ndarray[Any, Any] = np.asarray(ids)
-        if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
-            raise EngineError(f"a row of token ids was expected, and {row.dtype}{list(row.shape)} came")
-        outside = row[(row < 0) | (row >= self.vocabulary)] if row.size else row
-        if outside.size:
-            raise EngineError(f"token id {outside[0]} is not in the vocabulary of {self.vocabulary}")
-        return row.tolist()  # type: ignore[no-any-return]
-
 
 def end_tokens(folder: str) -> list[int]:
-    """Those that end a response, by the model folder alone: the tokenizer's is not asked."""
+    """Return the end tokens by the model folder's configuration, not by its tokenizer."""
     for file in ("generation_config.json", "config.json"):
         path = Path(folder, file)
         found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
@@ -76,25 +52,24 @@ def end_tokens(folder: str) -> list[int]:
 
 
 def drawing(request: Request, ends: Sequence[int]) -> dict[str, Any]:
-    """vLLM's SamplingParams, with the seed of the first response: nothing but what was asked for; its and the model's own defaults
-    are switched off."""
+    """Return vLLM's SamplingParams with the seed of the first response. Defaults of vLLM and of the model are switched off."""
     sampling = request.sampling
     return {
         "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
         "max_tokens": sampling.max_tokens, "seed": _seed(request), "logprobs": 0, "detokenize": False,
-        "ignore_eos": True,  # which is the tokenizer's: the model's are among the following
+        "ignore_eos": True,  # of the tokenizer; the model's end tokens are stop_token_ids
         "stop_token_ids": [*ends, *sampling.stop_ids],
     }  # fmt: skip
 
 
 def scoring() -> dict[str, Any]:
-    """SamplingParams with which a prompt is read and its tokens' log-probs are given."""
+    """Return SamplingParams to read a prompt and return the log-probs of its tokens."""
     return {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
 
 
-def completions(answers: Sequence[Answer], first_version: int) -> Iterator[Completion | Completions]:
-    """Of finished answers: together, if one version drew all of them. ``first_version``: what the weights are of that vLLM has
-    started with."""
+def completions(answers: Sequence[VllmAnswer], first_version: int) -> Iterator[Completion | Completions]:
+    """Yield finished answers, packed together if one version drew all of them. ``first_version``: of the weights that vLLM started
+    with."""
     labels = {label for answer in answers for label, start, end in answer.versions if start < end}
     if len(answers) == 1 or len(labels) != 1 or not all(answer.token_ids for answer in answers):
         yield from (_completion(answer, first_version) for answer in answers)
@@ -109,7 +84,7 @@ def completions(answers: Sequence[Answer], first_version: int) -> Iterator[Compl
     )
 
 
-def _completion(answer: Answer, first_version: int) -> Completion:
+def _completion(answer: VllmAnswer, first_version: int) -> Completion:
     spans = tuple(
         VersionSpan(_number(label, first_version), start, end) for label, start, end in answer.versions if start < end
     )
@@ -122,7 +97,7 @@ def _number(label: str, first_version: int) -> int:
 
 
 def _seed(request: Request) -> int | None:
-    """Of the first response; other ones for what is drawn behind a part of one."""
+    """Return the seed of the first response; a different one for the continuation of a partial response."""
     seed = request.sampling.seed if request.seed is None else request.seed
     if seed is None:
         return None

@@ -1,7 +1,7 @@
-"""Log-probs under the whole vocabulary where top-k or top-p cut the draw.
+"""Log-probs under the whole vocabulary with top-k or top-p.
 
-vLLM gives them either before the temperature (``raw_logprobs``) or after the cut (``processed_logprobs``). A trainer computes
-them after the temperature and before the cut.
+vLLM returns them before the temperature (``raw_logprobs``) or after the cut (``processed_logprobs``). A trainer computes them after the
+temperature and before the cut.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 
 def return_whole_logprobs(model_runner: Any) -> bool:
-    """Have a model runner's sampler return them, in the mode ``processed_logprobs``; idempotent. False where this vLLM has no
-    such sampler: then they are right as long as nothing is cut."""
+    """Patch the sampler of a model runner in the mode ``processed_logprobs``. Idempotent. Return False if this vLLM has no such sampler:
+    log-probs are then right without top-k and top-p only."""
     sampler = getattr(getattr(model_runner, "sampler", None), "topk_topp_sampler", None)
     if sampler is None or getattr(sampler, "logprobs_mode", None) != "processed_logprobs":
         return False

@@ -1,7 +1,7 @@
-"""HandedWeights: how a worker of vLLM takes a version, in the process that holds the model.
+"""HandedWeightEngine: loads a version in a worker of vLLM, the process that holds the model.
 
-vLLM's own extension point for weights (``WeightTransferEngine``). What arrives is not the weights but where they lie
-(`asyncflow_sdk.weights.map_handover`): each worker maps the bytes, and its model's loaders copy what is this rank's shard.
+It implements vLLM's ``WeightTransferEngine``. The message describes the place of the weights (`asyncflow_sdk.weights.map_handover`): each
+worker maps the bytes, and the loaders of its model copy this rank's shard.
 """
 
 from __future__ import annotations
@@ -29,57 +29,58 @@ from asyncflow_sdk.weights import map_handover
 
 
 @dataclass
-class Nothing(WeightTransferInitInfo):  # type: ignore[misc]
-    """There is nothing to set up."""
+class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Empty: no connection is set up."""
 
 
 @dataclass
-class Told(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """``told``: what `asyncflow_sdk.weights.Handover` tells of a version."""
+class HandedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """``handed``: description of a version by `asyncflow_sdk.weights.Handover`."""
 
-    told: str = ""
+    handed: str = ""
 
 
-class HandedWeights(WeightTransferEngine):  # type: ignore[misc]
-    """``taken``: the names that the model has taken of the version loaded last; those of a tensor that is another
-    pipeline stage's, or that the model has no place for, are not among them. ``failure``: why it was not loaded; "" if it was."""
+class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
+    """``taken``: names that this rank loaded of the last version, without tensors of other pipeline stages and tensors unknown to the
+    model. ``failure``: why the last load failed, "" if it did not."""
 
-    init_info_cls = Nothing
-    update_info_cls = Told
+    init_info_cls = NoInitInfo
+    update_info_cls = HandedUpdateInfo
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.taken: set[str] = set()
         self.failure = ""
-        self._places: dict[
-            str, set[str]
-        ] = {}  # which parameters a tensor goes into, as the model said the first time
+        self._places: dict[str, set[str]] = {}  # parameters that each tensor was loaded into the first time
 
-    def init_transfer_engine(self, init_info: Nothing) -> None:
-        pass
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
+        """Prepare the layers for new weights."""
         self.taken, self.failure = set(), ""
-        self._noting(lambda: initialize_layerwise_reload(self.model))
+        self._record(lambda: initialize_layerwise_reload(self.model))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # Not the base class's, which ends with a call that needs an accelerator.
+        """Load the described version. The base class's method would need an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: Told) -> None:
-        self._noting(lambda: self._load([(name, to_torch(array)) for name, array in map_handover(update_info.told)]))
+    def receive_weights(self, update_info: HandedUpdateInfo) -> None:
+        """Map the tensors and load them into the model."""
+        self._record(lambda: self._load([(name, to_torch(array)) for name, array in map_handover(update_info.handed)]))
 
     def finish_weight_update(self) -> None:
-        self._noting(self._finish)
+        """Finish the layers: quantise, repack."""
+        self._record(self._finish)
 
     def shutdown(self) -> None:
-        pass
+        """Do nothing."""
 
-    def _noting(self, step: Callable[[], None]) -> None:
-        """What goes wrong is kept to be asked for. Raised, it would reach vLLM from the first rank that fails, and the answers of
-        the others would be taken for those to its next calls."""
+    def _record(self, step: Callable[[], None]) -> None:
+        """Run ``step`` and keep its error as ``failure``. A raised error would reach vLLM from the first failing rank, and vLLM would take
+        the answers of other ranks for answers to its next calls."""
         if self.failure:
             return
         try:
@@ -87,11 +88,11 @@ class HandedWeights(WeightTransferEngine):  # type: ignore[misc]
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             traceback.print_exc()
-            self._leave_whole()
+            self._restore_layers()
 
     def _load(self, tensors: list[tuple[str, Any]]) -> None:
-        """One after another the first time, so that the model says of each whether it has a place for it; later together, which
-        takes models of many small tensors less time."""
+        """Load tensors one by one the first time, to learn which of them the model has a place for; later together, which is faster for
+        many small tensors."""
         if self._places.keys() != {name for name, _ in tensors}:
             self._places = {}
             self._places = {name: self._loaded([(name, tensor)]) for name, tensor in tensors}
@@ -111,12 +112,14 @@ class HandedWeights(WeightTransferEngine):  # type: ignore[misc]
     def _loaded(self, tensors: list[tuple[str, Any]]) -> set[str]:
         loaded = self.model.load_weights(iter(tensors))
         if not isinstance(loaded, set):
-            raise WeightMismatch(f"{type(self.model).__name__} of vLLM does not say which weights it has loaded")
+            raise WeightMismatch(
+                f"{type(self.model).__name__} of vLLM does not return the names of the weights it loaded"
+            )
         return loaded
 
-    def _leave_whole(self) -> None:
-        """After a load that broke off: layers that are not loaded get what they had, none is left without memory, and nothing
-        of the broken version is kept for the next. What the model holds is a mixture all the same."""
+    def _restore_layers(self) -> None:
+        """After a failed load, restore layers not loaded yet to their old weights, and forget the failed version. The model still holds a
+        mixture of versions."""
         for layer in self._loading():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
@@ -127,8 +130,8 @@ class HandedWeights(WeightTransferEngine):  # type: ignore[misc]
         return (layer for layer in self.model.modules() if get_layerwise_info(layer).can_load())
 
     def _pack_output_layers(self) -> None:
-        """Linear layers on a CPU compute from a packed copy. That of an output layer whose weight is the embedding's is not made
-        anew when the embedding is loaded."""
+        """Repack output layers tied to the embedding. Linear layers on a CPU compute with a packed copy, and vLLM does not renew this one
+        when the embedding is loaded."""
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear") and module.weight.numel():
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)

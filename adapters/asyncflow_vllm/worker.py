@@ -1,4 +1,4 @@
-"""What the rollout engine asks of vLLM's workers beside vLLM's own calls: mixed into their class (``worker_extension_cls``)."""
+"""WorkerExtension: calls of the rollout engine to vLLM's workers, mixed into their class (``worker_extension_cls``)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from .sampler import return_whole_logprobs
 
 
 class WorkerExtension:
-    """Names begin with ``asyncflow_``, since they must not be vLLM's."""
+    """Names begin with ``asyncflow_`` to differ from vLLM's."""
 
     weight_transfer_engine: Any
     model_runner: Any
 
     def asyncflow_outcome(self) -> dict[str, Any]:
-        """Why this rank has not loaded the last version, or "", and the names that it has taken."""
+        """Return failure and loaded names of this rank's last load."""
         loaded = self.weight_transfer_engine
         return {"failure": loaded.failure, "taken": sorted(loaded.taken)}
 
     def asyncflow_whole_logprobs(self) -> bool:
-        """Have log-probs of tokens given under the whole vocabulary, also where the draw is cut. Whether that could be done."""
+        """Make the sampler return log-probs under the whole vocabulary with top-k or top-p. Return True on success."""
         return return_whole_logprobs(self.model_runner)

@@ -19,7 +19,7 @@ class SGLang(Contender):
         )  # fmt: skip
 
     async def generate(self, engine: Any, prompts: Sequence[Ids], n: int, max_tokens: int) -> int:
-        inside = engine._calls._engine
+        inside = engine._link._engine
         asked = {"temperature": 1.0, "max_new_tokens": max_tokens, "ignore_eos": True, "n": n}
 
         async def answer(prompt: Ids) -> int:
@@ -40,7 +40,7 @@ class SGLang(Contender):
             UpdateWeightFromDiskReqInput,
         )
 
-        manager = engine._calls._engine.tokenizer_manager
+        manager = engine._link._engine.tokenizer_manager
 
         async def load() -> None:
             await manager.pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -53,7 +53,7 @@ class SGLang(Contender):
 
 async def _there(engine: Any, work: Coroutine[Any, Any, Any]) -> Any:
     """On the event loop that SGLang has, with nothing of the SDK between."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, engine._calls._loop))
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, engine._link._loop))
 
 
 contender = SGLang

@@ -14,7 +14,7 @@ from waiting import until
 
 from asyncflow_sdk.errors import SchemaError
 from asyncflow_torch.ranks import Ranks
-from asyncflow_torch.sharded_files import Reader, write_together
+from asyncflow_torch.sharded_files import FileParts, Reader, write_together
 
 
 def words(ranks: Ranks) -> object:
@@ -36,7 +36,7 @@ def write(ranks: Ranks, name: str, fails: bool = False) -> Path:
         yield f"of {ranks.rank}", torch.full((300,), float(ranks.rank)), 0
 
     kinds = {f"of {rank}": (torch.float32, (300,)) for rank in range(ranks.size)}
-    write_together(Path(name), kinds, pieces(), ranks, bucket_bytes=64)
+    write_together(Path(name), FileParts(kinds, pieces()), ranks, bucket_bytes=64)
     return Path(name)
 
 

@@ -232,7 +232,7 @@ def test_leaving_the_iteration_early_aborts_the_rest(endless: str, rollout: Make
         (Request(np.array([1.5]), Sampling()), "token ids, not float64"),
         (Request(np.array([3, 43], np.int32), Sampling(max_tokens=2)), "token id 43 .* vocabulary of 43"),
         (Request(np.array([-1], np.int32), Sampling(max_tokens=2)), "token id -1"),
-        (Request(np.full(100, 5, np.int32), Sampling(max_tokens=29)), "need 129; the model's context is 128"),
+        (Request(np.full(100, 5, np.int32), Sampling(max_tokens=29)), "need 129; the context is 128"),
         (Request(np.array([5], np.int32), Sampling(max_tokens=2), n=257), "max_rows=256, not 257"),
         (Request(np.array([5], np.int32), Sampling(max_tokens=2), n=0), "not 0"),
     ],

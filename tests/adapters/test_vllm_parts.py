@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncflow_http.model_folder import ModelFolder
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import Request
 from asyncflow_sdk.types import Sampling
 from asyncflow_sdk.weights import Handover, map_handover
-from asyncflow_vllm.checkpoint import Checkpoint
 from asyncflow_vllm.folder import FolderWeights
 from asyncflow_vllm.requests import Limits, drawing, end_tokens
 
@@ -59,7 +59,7 @@ def test_the_weights_of_a_folder_are_told_of_where_they_lie(tmp_path: Path, dtyp
     from asyncflow_torch.reference import tiny_model
 
     folder = tiny_model(tmp_path, dtype=dtype)
-    weights = FolderWeights(folder, Checkpoint(folder), 3)
+    weights = FolderWeights(ModelFolder(folder), 3)
     handover = Handover()
 
     with handover.give(weights) as told:
@@ -88,7 +88,7 @@ def test_weights_across_the_grain_of_their_dtype_are_copied(tmp_path: Path) -> N
     header["a"]["data_offsets"], header["b"]["data_offsets"] = [0, 3], [3, 19]
     text = json.dumps({name: header[name] for name in ("a", "b")}).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data["a"] + data["b"])
-    weights = FolderWeights(str(tmp_path), Checkpoint(str(tmp_path)), 0)
+    weights = FolderWeights(ModelFolder(str(tmp_path)), 0)
     assert weights.place("a") is not None
 
     with Handover().give(weights) as told:
@@ -102,7 +102,6 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
     from asyncflow_torch.reference import tiny_model
 
     folder = tiny_model(tmp_path)
-    checkpoint = Checkpoint(folder)
     (tmp_path / "other.safetensors").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"other\.safetensors cannot be read"):
-        FolderWeights(folder, checkpoint, 0)
+        ModelFolder(folder)

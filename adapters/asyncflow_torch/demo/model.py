@@ -19,8 +19,8 @@ from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.types import Ragged, Sampling
 
 from ..decode import Decoder
-from ..lanes import Finished, Work
 from ..policy import no_progress_bar
+from ..sequence_slots import DecodeWork, FinishedBatch
 from .task import DIGITS, exact_match, prompts
 
 PAD, BOS, EOS = 0, 1, 2
@@ -96,7 +96,7 @@ def warm_up(
 
 
 def _seed(seed: int, step: int, use: int) -> int:
-    """A seed for the rows of a step, apart from those of other steps and uses."""
+    """Return a seed for the rows of a step, distinct for each step and use."""
     return (seed * _MAX_STEPS + step) * 2 + use
 
 
@@ -114,10 +114,10 @@ def _accuracy(model: Any, tokens: Any, rows: dict[str, list[str]], seed: int) ->
     """The share of prompts answered rightly by one response each, at temperature 1."""
     decoder, sampling = Decoder(model), Sampling(max_tokens=_TOKENS)
     works = [
-        Work(i, np.array(ids, np.int32), 1, sampling, seed=seed * _SAMPLES + i)
+        DecodeWork(i, np.array(ids, np.int32), 1, sampling, seed=seed * _SAMPLES + i)
         for i, ids in enumerate(tokens(rows["prompt"])["input_ids"])
     ]
-    parts: list[Finished | None] = [decoder.admit(works)]
+    parts: list[FinishedBatch | None] = [decoder.admit(works)]
     while decoder.rows:
         parts.append(decoder.step())
     done = [part for part in parts if part is not None]

@@ -54,7 +54,7 @@ def _server(config: bytes, folder: str) -> Server:
     if config in _started:
         return _started[config]
     from asyncflow_sglang.arguments import own_arguments, own_environment
-    from asyncflow_sglang.process import ServerProcess, free_port
+    from asyncflow_sglang.process import SGLangProcess, free_port
 
     kept = tempfile.TemporaryDirectory(prefix="asyncflow-sglang-served-")  # whoever attaches looks at what is served
     atexit.register(kept.cleanup)
@@ -62,7 +62,7 @@ def _server(config: bytes, folder: str) -> Server:
     port, key = free_port(), secrets.token_hex(8)
     options = {name: value for name, value in SERVER.items() if name != "dtype"}
     arguments = own_arguments(folder, options, port=port, key=key, dtype="float32", context=256, version=0)
-    process = ServerProcess(arguments, own_environment())
+    process = SGLangProcess(arguments, own_environment())
     atexit.register(process.close)
     process.wait_ready(port, 600.0)
     url = f"http://127.0.0.1:{port}"

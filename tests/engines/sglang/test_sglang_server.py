@@ -17,7 +17,7 @@ import pytest
 from engine_ends import HttpGate, below
 
 import asyncflow_sdk as af
-from asyncflow_http.finding import call_now
+from asyncflow_http.server import HttpServer
 from asyncflow_sdk.errors import EngineGone
 from asyncflow_sdk.testing.kit.updates import HeldUpdate
 
@@ -59,6 +59,11 @@ def version(number: int) -> HeldUpdate:
     from asyncflow_torch.reference import HuggingFacePolicy
 
     return HeldUpdate(number, HuggingFacePolicy(one_server.model()).tensors(number))
+
+
+def call_now(url: str, path: str, key: str, body: Any) -> bytes:
+    server = HttpServer(url, key, url, health="/model_info")
+    return bytes(server.wait_for(server.client.post(path, body, object)))
 
 
 def call(shared: Any, path: str, **body: Any) -> Any:

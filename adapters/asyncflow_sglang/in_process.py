@@ -1,7 +1,7 @@
-"""Inside: a link to an ``sglang.Engine`` in this process, on a thread and an event loop of its own.
+"""InProcessLink: an ``sglang.Engine`` in this process, on a thread and an event loop of its own.
 
-On the thread that makes it SGLang would take the process's signals for itself, and ask the kernel to end its schedulers when
-that thread ends. Here that is the thread which lives for as long as the engine does; when the process is killed, they end with it.
+On the main thread SGLang would install signal handlers for the whole process. It also has the kernel end its schedulers with the thread
+that started them: this thread lives as long as the engine, so the schedulers end with the engine or the process.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from asyncflow_http.calls import ANSWER_BYTES, CALL_S, Answer
+from asyncflow_http.client import ANSWER_BYTES, CALL_S, AnswerType
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, EngineError, EngineGone
 
 from . import children
@@ -28,11 +28,11 @@ from .launch import remove, shared_memory
 END_S = 10.0
 
 
-class Inside:
-    """``options``: of ``sglang.Engine``. ``info``: what it says of itself. Raises ConfigError for what SGLang does not take, EngineError
-    when it does not start, DeadlineExceeded when that takes longer than ``start_s``; then nothing of it is left.
+class InProcessLink:
+    """``options``: of ``sglang.Engine``. ``info``: its description of itself. ``name``: in errors. Raises ConfigError for invalid options,
+    EngineError if SGLang does not start, DeadlineExceeded after ``start_s``; nothing of it is left then.
 
-    Asked from any event loop. ``name``: in errors.
+    Calls can come from any event loop.
     """
 
     info: ServerInfo
@@ -46,7 +46,7 @@ class Inside:
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._dead: asyncio.Future[str] = self._loop.create_future()
-        # A scheduler that fails tells its parent so by SIGQUIT, of which the parent would die before it could say why.
+        # A failing scheduler sends its parent SIGQUIT, which would kill the parent before it could report the error.
         faulthandler.register(signal.SIGQUIT, file=2, all_threads=False)
         self._thread = threading.Thread(target=self._run, name="sglang", daemon=True)
         self._thread.start()
@@ -60,15 +60,15 @@ class Inside:
             raise (self._failed if started else None) or late
 
     async def post(
-        self, path: str, body: Mapping[str, Any], answer: type[Answer], *, timeout_s: float = CALL_S,
+        self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = CALL_S,
         most_bytes: int = ANSWER_BYTES,
-    ) -> Answer:  # fmt: skip
-        """As of any link."""
+    ) -> AnswerType:  # fmt: skip
+        """Call SGLang on its own event loop."""
         if self._loop.is_closed():
             raise EngineError(f"{self.name} was closed")
-        asked = asyncio.run_coroutine_threadsafe(self._ask(path, body, timeout_s), self._loop)
+        call = asyncio.run_coroutine_threadsafe(self._ask(path, body, timeout_s), self._loop)
         try:
-            got = await asyncio.wait_for(asyncio.wrap_future(asked), timeout_s + END_S)
+            got = await asyncio.wait_for(asyncio.wrap_future(call), timeout_s + END_S)
         except asyncio.TimeoutError:
             raise EngineGone(
                 f"{self.name} ({path}) has not answered in {timeout_s:g} s, and its thread is stuck"
@@ -81,9 +81,10 @@ class Inside:
             raise EngineError(f"{self.name} ({path}) answered what cannot be read: {error}") from None
 
     async def close(self) -> None:
+        """End SGLang. Idempotent."""
         await asyncio.to_thread(self.end)
 
-    # ---- on its thread
+    # ---- on SGLang's thread
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -92,7 +93,7 @@ class Inside:
             self.info = msgspec.convert(self._engine.get_server_info(), type=ServerInfo)
             for each in self._processes():
                 self._loop.add_reader(each.sentinel, self._died, each)
-            # All have it open. So nothing stays behind when this process is killed.
+            # All processes have mapped the files by now; removed files leave nothing when this process is killed.
             remove(shared_memory(each.pid for each in self._processes()))
         except BaseException as error:
             self._failed = error
@@ -100,7 +101,7 @@ class Inside:
             self._started.set()
         if self._failed is None:
             self._loop.run_forever()
-        self._loop.run_until_complete(self._cancelled())
+        self._loop.run_until_complete(self._cancel_tasks())
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
 
@@ -109,7 +110,7 @@ class Inside:
         try:
             from sglang.srt.entrypoints.engine import Engine
         finally:
-            asyncio.set_event_loop_policy(policy)  # importing it sets another, for everybody in this process
+            asyncio.set_event_loop_policy(policy)  # the import sets another policy for the whole process
         engine = Engine.__new__(Engine)
         engine.run_scheduler_process_func = children.scheduler
         engine.run_detokenizer_process_func = children.detokenizer
@@ -119,31 +120,31 @@ class Inside:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"SGLang cannot be started with these options: {error}") from error
         except (Exception, SystemExit) as error:
-            raise EngineError(f"{self.name} did not start, and its output says more: {error!r}") from error
+            raise EngineError(f"{self.name} did not start, see its output above: {error!r}") from error
         finally:
-            atexit.unregister(engine.shutdown)  # it ends all that this process has started, whosever it is
+            atexit.unregister(engine.shutdown)  # it ends all child processes, not only SGLang's
         return engine
 
     def _processes(self) -> list[Any]:
-        """What SGLang has started and has not ended: nothing else in a worker starts processes by multiprocessing."""
+        """Return SGLang's running processes: nothing else in a worker starts processes by multiprocessing."""
         return [each for each in multiprocessing.active_children() if each not in self._others]
 
     def _died(self, process: Any) -> None:
         self._loop.remove_reader(process.sentinel)
-        process.join(END_S)  # its end of a pipe is closed a moment before it can be waited for
+        process.join(END_S)  # its pipe closes a moment before it can be joined
         code = process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
         if not self._dead.done():
             self._dead.set_result(f"{self.name} has lost process {process.pid}, which ended with {how}")
 
     async def _ask(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-        call = asyncio.ensure_future(_CALLS[path](self._engine, body))
+        call = asyncio.ensure_future(_call(self._engine, path, body))
         try:
             await asyncio.wait([call, self._dead], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if call.done():
                 return call.result()
             if self._dead.done():
-                raise EngineGone(f"{self._dead.result()}; {path} was asked")
+                raise EngineGone(f"{self._dead.result()}; in a call of {path}")
             raise EngineGone(f"{self.name} ({path}) has not answered in {timeout_s:g} s")
         except (EngineError, EngineGone):
             raise
@@ -152,16 +153,16 @@ class Inside:
         finally:
             call.cancel()
 
-    async def _cancelled(self) -> None:
+    async def _cancel_tasks(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
-    # ---- its end
+    # ---- end
 
     def end(self) -> None:
-        """Blocking. Idempotent."""
+        """End SGLang. Blocking. Idempotent."""
         if self._loop.is_closed():
             return
         running, engine, self._engine = self._processes(), self._engine, None
@@ -171,10 +172,10 @@ class Inside:
         manager = getattr(engine, "tokenizer_manager", None)
         watchdog = getattr(manager, "_subprocess_watchdog", None)
         if watchdog is not None:
-            watchdog.stop()  # it would take the end of its processes for a crash
+            watchdog.stop()  # it would report the end of its processes as a crash
         files = shared_memory(
             [os.getpid(), *(each.pid for each in running)]
-        )  # this process maps those of one that died
+        )  # this process maps those of dead ones, too
         _end(running)
         remove(files)
         if self._thread.is_alive():
@@ -198,49 +199,25 @@ def _end(processes: list[Any]) -> None:
         each.join(END_S)
 
 
-async def _generate(engine: Any, body: Mapping[str, Any]) -> Any:
-    return await engine.async_generate(**body)
-
-
-async def _abort(engine: Any, body: Mapping[str, Any]) -> None:
-    engine.tokenizer_manager.abort_request(**body)
-
-
-async def _pause(engine: Any, body: Mapping[str, Any]) -> None:
-    from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-    await engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(**body))
-
-
-async def _load(engine: Any, body: Mapping[str, Any]) -> None:
-    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-
-    loaded, said, _ = await engine.tokenizer_manager.update_weights_from_disk(UpdateWeightFromDiskReqInput(**body))
-    if not loaded:
-        raise EngineError(f"SGLang refused the weights: {said}")
-
-
-async def _go_on(engine: Any, body: Mapping[str, Any]) -> None:
-    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-    await engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput(**body))
-
-
-async def _checksum(engine: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-    from sglang.srt.managers.io_struct import CheckWeightsReqInput
-
-    done, said, _, checksum = await engine.tokenizer_manager.check_weights(CheckWeightsReqInput(**body))
-    if not done:
-        raise EngineError(f"SGLang did not compute a checksum: {said}")
-    return {"per_engine_checksum": checksum}
-
-
-_CALLS: dict[str, Callable[[Any, Mapping[str, Any]], Awaitable[Any]]] = {
-    "/generate": _generate,
-    "/abort_request": _abort,
-    "/pause_generation": _pause,
-    "/update_weights_from_disk": _load,
-    "/continue_generation": _go_on,
-    "/weights_checker": _checksum,
+_MANAGER_CALLS = {
+    "/pause_generation": ("pause_generation", "PauseGenerationReqInput"),
+    "/update_weights_from_disk": ("update_weights_from_disk", "UpdateWeightFromDiskReqInput"),
+    "/continue_generation": ("continue_generation", "ContinueGenerationReqInput"),
+    "/weights_checker": ("check_weights", "CheckWeightsReqInput"),
 }
-"""What the routes of these names do in SGLang's server."""
+"""Method of SGLang's tokenizer manager and class of its argument, by route of SGLang's server."""
+
+
+async def _call(engine: Any, path: str, body: Mapping[str, Any]) -> Any:
+    """Do in this process the work of a route of SGLang's server."""
+    if path == "/generate":
+        return await engine.async_generate(**body)
+    if path == "/abort_request":
+        return engine.tokenizer_manager.abort_request(**body)
+    from sglang.srt.managers import io_struct
+
+    method, kind = _MANAGER_CALLS[path]
+    answer = await getattr(engine.tokenizer_manager, method)(getattr(io_struct, kind)(**body))
+    if isinstance(answer, tuple) and not answer[0]:
+        raise EngineError(f"SGLang refused {path}: {answer[1]}")
+    return {"per_engine_checksum": answer[3]} if path == "/weights_checker" else None

@@ -1,4 +1,4 @@
-"""Recomputing: what is within a layer of a model is computed again for the backward pass, and not kept (activation checkpointing)."""
+"""Activation checkpointing: activations inside a layer are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 
-def compute_again(model: Any) -> None:
-    """In each layer, in place."""
+def recompute_activations(model: Any) -> None:
+    """Recompute activations inside each layer of ``model``, in place."""
     for layer in layers_of(model):
-        # Not a wrapper around the layer, which would change the names of its weights. No random state: dropout is off.
+        # No wrapper module: it would rename the weights. No random state: dropout is off.
         forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         layer.forward = functools.wraps(layer.forward)(forward)
 
 
 def layers_of(model: Any) -> Iterator[Any]:
-    """What transformers says must not be divided: the blocks of a model; of a model that says nothing, the modules of its longest list."""
+    """Yield the blocks of a model, named by transformers as not to be split; without names, the modules of its longest list."""
     names = set(model._no_split_modules or ())
     found = [module for module in model.modules() if type(module).__name__ in names]
     if not found:

@@ -1,4 +1,4 @@
-"""Numbers of response tokens, packed row after row, as an algorithm's loss gets them."""
+"""Numbers of response tokens, packed row after row, for an algorithm's loss."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .collate import any_in_row
 
 @dataclass(frozen=True)
 class PerToken:
-    """One number for each token of the rows, which have ``lengths`` tokens. ``values``: of each token, packed, or of each row
-    (``by_row``), whose tokens all have it."""
+    """One number per token; the rows have ``lengths`` tokens. ``values``: of each token, packed, or
+    with ``by_row`` one for all tokens of a row."""
 
     values: npt.NDArray[Any]
     lengths: npt.NDArray[np.int64]
@@ -27,25 +27,26 @@ class PerToken:
 
     @classmethod
     def of(cls, column: Ragged) -> PerToken:
+        """Return the values of a ragged column."""
         return cls(column.values, column.lengths, by_row=False)
 
     @property
     def nonzero(self) -> npt.NDArray[np.bool_]:
-        """Whether any token of a row has another number than 0: bool (rows,)."""
+        """True for rows with a token of another value than 0: bool (rows,)."""
         return self.values != 0 if self.by_row else any_in_row(self.values != 0, self._ragged)
 
     def take(self, rows: npt.NDArray[np.int64]) -> PerToken:
-        """Of these rows."""
+        """Return these rows."""
         values = self.values[rows] if self.by_row else self._ragged.take(rows).values
         return PerToken(values, self.lengths[rows], self.by_row)
 
     def of_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Of the tokens of these rows, packed."""
+        """Return the values of the tokens of these rows, packed."""
         part = self.take(rows)
         return np.repeat(part.values, part.lengths) if self.by_row else part.values
 
     def masked(self, mask: Ragged | None) -> PerToken:
-        """Of the tokens that the mask has; None: of all."""
+        """Return the tokens of the mask; all for None."""
         if mask is None:
             return self
         chosen = mask.values.astype(np.bool_)
@@ -58,7 +59,8 @@ class PerToken:
 
 
 def checked_advantages(given: Any, batch: Batch, algorithm: Algorithm) -> tuple[PerToken, dict[str, PerToken]]:
-    """What an algorithm said: advantages, and further numbers by name. Raises EngineError, which names it, for what is none."""
+    """Return an algorithm's advantages, and its further numbers by name. Raises EngineError, with
+    the algorithm's name, for invalid ones."""
     name = f"{type(algorithm).__name__}.advantages"
     each = dict(given) if isinstance(given, Mapping) else {"advantages": given}
     if "advantages" not in each:
@@ -87,8 +89,8 @@ def _checked(given: Any, batch: Batch, name: str) -> PerToken:
 
 
 def extra_columns(needs: Iterable[str], batch: Batch) -> dict[str, PerToken]:
-    """What an algorithm needs beside what every engine reads. Raises SchemaError for columns that are not there, and for those
-    that have neither a number a row nor one a response token."""
+    """Return the columns of ``names``. Raises SchemaError for missing ones, and for columns without
+    one number per row or response token."""
     lengths = batch.ragged("response_ids").lengths
     found = {}
     for name in needs:

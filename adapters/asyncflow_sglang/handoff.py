@@ -1,10 +1,9 @@
-"""Handing: a version's bytes as a safetensors file in shared memory, where a server on this host reads them.
+"""SafetensorsHandoff: a version's bytes as a safetensors file in shared memory, read by SGLang on this host.
 
-    with Handing() as handing:
-        folder = handing.write(update)          # the server loads from there; then the next version is written over it
+    handoff = SafetensorsHandoff()
+    handoff.write(update)                   # then SGLang loads handoff.folder; the next version overwrites the file
 
-SGLang's calls that take tensors take pickles; this one takes a folder. The file is written in place, version after version,
-so that its pages are there already.
+SGLang's calls with tensors take pickles; its call with a folder does not. The file is written in place, so its pages stay allocated.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from asyncflow_sdk.weights.transports import VersionMemory
 _ALIGN = 64
 
 
-class Handing:
-    """``directory``: what the server sees, too; None: shared memory of this host. What is made in it goes with ``close``, and after a
-    kill by the next one (shared memory only)."""
+class SafetensorsHandoff:
+    """``directory``: visible to SGLang; None: shared memory of this host. ``close`` removes the files; after a kill the next handoff does
+    (shared memory only)."""
 
     def __init__(self, directory: str | None = None) -> None:
         self._staging = VersionMemory.private("sglang") if directory is None else None
@@ -41,10 +40,10 @@ class Handing:
         self._map: mmap.mmap | None = None
 
     def write(self, update: WeightUpdate) -> None:
-        """Blocking; one at a time. Raises MemoryFull, WeightMismatch for tensors that are not what the update announced, and what
-        the update raises: then the file is of no version."""
+        """Write a version. Blocking; one call at a time. Raises MemoryFull, WeightMismatch for tensors unlike the announced ones, and
+        errors of the update; the file is then incomplete."""
         layout = plan({name: (kind.dtype, kind.shape) for name, kind in update.tensors.items()}, align=_ALIGN)
-        memory = self._room(layout.nbytes)
+        memory = self._memory(layout.nbytes)
         memory[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
         left = set(layout.offsets)
         for name, array in update.arrays():
@@ -60,28 +59,27 @@ class Handing:
             raise WeightMismatch(f"version {update.version} did not bring {', '.join(sorted(left)[:10])}")
 
     def forget(self) -> None:
-        """Somebody may still be reading: the next version gets other memory."""
+        """Give the next version other memory: SGLang may still read this one."""
         self._map = None
         self._file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Idempotent."""
-        self._map = None
-        self._file.unlink(missing_ok=True)
+        """Remove the files. Idempotent."""
+        self.forget()
         if self._staging is not None:
             self._staging.close()
         else:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
 
-    def _room(self, size: int) -> np.ndarray[Any, Any]:
+    def _memory(self, size: int) -> np.ndarray[Any, Any]:
         if self._map is None or len(self._map) != size:
             self._map = None
             try:
                 fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
                 try:
                     os.ftruncate(fd, size)
-                    os.posix_fallocate(fd, 0, size)  # else what there is no room for is a SIGBUS
+                    os.posix_fallocate(fd, 0, size)  # otherwise a full memory raises SIGBUS on write
                     self._map = mmap.mmap(fd, size)
                 finally:
                     os.close(fd)

@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes (entry point group ``vllm.general_plugins``), the first thing it does there."""
+"""Registration in vLLM: called at the start of each of its processes (entry point group ``vllm.general_plugins``)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import threading
 from collections.abc import Iterator
 
 BACKEND = "asyncflow"
-"""By which name vLLM's workers know the weight transfer engine of this package."""
+"""Name of this package's weight transfer engine in vLLM."""
 OWNER = "ASYNCFLOW_VLLM_OWNER"
-"""The environment variable that has the process for which vLLM was started."""
+"""Environment variable with the pid of the process that started vLLM."""
 
 
 def register() -> None:
-    """Idempotent. In a vLLM that the SDK did not start it only makes a name known."""
-    with contextlib.suppress(ImportError, ValueError):  # an older vLLM; registered already
+    """Register the weight transfer engine. In a vLLM started by the SDK, also end this process with its owner. Idempotent."""
+    with contextlib.suppress(ImportError, ValueError):  # an older vLLM, or registered already
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-        WeightTransferEngineFactory.register_engine(BACKEND, "asyncflow_vllm.weight_engine", "HandedWeights")
+        WeightTransferEngineFactory.register_engine(BACKEND, "asyncflow_vllm.weight_engine", "HandedWeightEngine")
     owner = int(os.environ.get(OWNER, "0"))
     if owner and owner != os.getpid():
         threading.Thread(target=_end_with, args=(owner,), daemon=True, name="asyncflow-owner").start()
@@ -28,8 +28,8 @@ def register() -> None:
 
 @contextlib.contextmanager
 def owned() -> Iterator[None]:
-    """What vLLM starts meanwhile ends with this process, however that ends. vLLM's core would outlive one that is killed, with its
-    memory and its GPUs."""
+    """Processes that vLLM starts within the block end with this process. Otherwise vLLM's core, its memory and its GPUs would outlive a
+    killed worker."""
     os.environ[OWNER] = str(os.getpid())
     try:
         yield
@@ -38,7 +38,7 @@ def owned() -> Iterator[None]:
 
 
 def _end_with(owner: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
+    with contextlib.suppress(ProcessLookupError):  # it has already ended
         descriptor = os.pidfd_open(owner)
         select.select([descriptor], [], [])
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Scoring: log-probs of given responses, by which an engine shows what weights it holds."""
+"""Log-probs of given responses, the proof of the weights that an engine holds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from asyncflow_sdk.types import Batch
 from .collate import check_tokens
 from .logprobs import batch_logprobs
 from .policy import context_of, vocabulary_of
-from .reading import PASS_TOKENS
+from .prefill import PASS_TOKENS
 
 
 def score(model: Any, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probs of each response after its prompt, at temperature 1. Raises EngineError for what the model
-    cannot take."""
+    """Return log-probs of each response after its prompt, at temperature 1. Raises EngineError for
+    sequences that the model cannot take."""
     if len(prompts) != len(responses):
         raise EngineError(f"{len(prompts)} prompts and {len(responses)} responses are no pairs")
     if not len(prompts):

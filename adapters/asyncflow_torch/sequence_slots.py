@@ -1,4 +1,4 @@
-"""Lanes: the rows that decode together, a tensor a field; what is asked for and what comes out of them."""
+"""SequenceSlots: rows that decode together, one tensor per field; their requests and their results."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 
 from asyncflow_sdk.types import Ragged, Sampling
 
-from .sampling import row_keys
+from .sampler import row_keys
 
 
 @dataclass(frozen=True)
-class Work:
-    """``n`` responses to one prompt (int32 (length,)). ``id`` names it in Finished and in abort. ``past``: so many tokens of
-    the prompt are of the response, ``first``: number of the first response; random numbers are counted by both."""
+class DecodeWork:
+    """Request for ``n`` responses to one prompt (int32 (length,)). ``id``: in FinishedBatch and in
+    abort. ``past``: number of tokens at the end of the prompt that belong to the response;
+    ``first``: number of the first response. Both count in the random numbers."""
 
     id: int
     prompt: npt.NDArray[np.int32]
@@ -30,9 +31,9 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """Rows that ended: whose they are, which of its n, their tokens, and whether an end token was drawn. ``aborted``: all of
-    them were interrupted."""
+class FinishedBatch:
+    """Ended rows: work, number among its n, tokens, and True in ``stopped`` for an end token.
+    ``aborted``: True if all were interrupted."""
 
     work: npt.NDArray[np.int64]
     index: npt.NDArray[np.int64]
@@ -42,9 +43,10 @@ class Finished:
     aborted: bool = False
 
 
-def joined(parts: Sequence[Finished]) -> Finished:
-    """All rows of ``parts``, those of a work together. Either all parts were interrupted, or none."""
-    if len(parts) == 1:  # a wave begins with the rows of a work together, and loses some or gets others behind
+def joined(parts: Sequence[FinishedBatch]) -> FinishedBatch:
+    """Return all rows of ``parts``, those of one work together. Either all parts were interrupted,
+    or none."""
+    if len(parts) == 1:  # a batch keeps the rows of a work together
         return parts[0]
     work, token_ids, logprobs = (
         np.concatenate([part.work for part in parts]),
@@ -52,45 +54,46 @@ def joined(parts: Sequence[Finished]) -> Finished:
         Ragged.concat([part.logprobs for part in parts]),
     )
     order = np.argsort(work, kind="stable")
-    return Finished(
+    return FinishedBatch(
         work=work[order], index=np.concatenate([part.index for part in parts])[order], token_ids=token_ids.take(order),
         logprobs=logprobs.take(order), stopped=np.concatenate([part.stopped for part in parts])[order],
         aborted=parts[0].aborted,
     )  # fmt: skip
 
 
-def untouched(work: Work) -> Finished:
-    """The rows of a work that was interrupted before its prompt was read."""
+def untouched(work: DecodeWork) -> FinishedBatch:
+    """Return the rows of a work interrupted before its prompt was read."""
     n, none = work.n, np.zeros(work.n, np.int64)
-    return Finished(
+    return FinishedBatch(
         work=np.full(n, work.id), index=np.arange(n), token_ids=Ragged.from_lengths(np.empty(0, np.int32), none),
         logprobs=Ragged.from_lengths(np.empty(0, np.float32), none), stopped=np.zeros(n, np.bool_), aborted=True,
     )  # fmt: skip
 
 
 @dataclass
-class Lanes:
-    """Rows that decode together; the first dimension of every field is the row, all on one device."""
+class SequenceSlots:
+    """Rows that decode together. The first dimension of each field is the row; all are on one
+    device."""
 
-    work: Any  # int64: Work.id
+    work: Any  # int64: DecodeWork.id
     index: Any  # int64: which of the n responses
-    key: Any  # int64: of the row's random numbers
-    limit: Any  # int64: the most tokens it may draw
+    key: Any  # int64: key of the random numbers
+    limit: Any  # int64: maximum of drawn tokens
     temperature: Any  # float32
     top_k: Any  # int64
     top_p: Any  # float32
-    position: Any  # int64: of the next token to be read
+    position: Any  # int64: position of the next token to read
     drawn: Any  # int64: tokens drawn so far
-    past: Any  # int64: tokens of the response drawn before
-    token: Any  # int64: the one drawn last, which the model has not read yet
+    past: Any  # int64: response tokens in the prompt
+    token: Any  # int64: last drawn token, not read yet
     live: Any  # bool: neither ended nor aborted
     token_ids: Any  # int32 (rows, longest limit)
     logprobs: Any  # float32 (rows, longest limit)
-    stops: Any  # int64 (rows, most stop ids): one more than each, 0 is none
+    stops: Any  # int64 (rows, most stop ids): id + 1, 0 is none
 
     @classmethod
-    def of(cls, works: Sequence[Work], device: Any) -> Lanes:
-        """The rows of ``works``, one work after another, nothing drawn yet."""
+    def of(cls, works: Sequence[DecodeWork], device: Any) -> SequenceSlots:
+        """Return the rows of ``works``, one work after another, without drawn tokens."""
         counts = np.array([work.n for work in works])
         ends = counts.cumsum()
         rows, longest = int(ends[-1]), max(work.sampling.max_tokens for work in works)
@@ -126,43 +129,44 @@ class Lanes:
     def __len__(self) -> int:
         return len(self.live)
 
-    def take(self, rows: Any) -> Lanes:
-        """A copy of ``rows``, in that order."""
-        return Lanes(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+    def take(self, rows: Any) -> SequenceSlots:
+        """Return a copy of ``rows``, in this order."""
+        return SequenceSlots(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     def keep(self, rows: Any) -> None:
-        """Keep ``rows``, in that order."""
+        """Keep ``rows``, in this order."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name)[rows])
 
-    def join(self, other: Lanes) -> None:
+    def join(self, other: SequenceSlots) -> None:
         """Append the rows of ``other``."""
         for field in fields(self):
-            parts = [getattr(lanes, field.name) for lanes in (self, other)]
+            parts = [getattr(slots, field.name) for slots in (self, other)]
             if parts[0].ndim == 2:
                 width = max(part.shape[1] for part in parts)
                 parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
             setattr(self, field.name, torch.cat(parts))
 
     def accept(self, token: Any, logprob: Any) -> None:
-        """Note one drawn token a row, int64 (rows,), and its log-prob, float32 (rows,)."""
-        # Hazard: rows that ended draw on until they are dropped; held back at the edge, they overwrite
-        # only what was handed over, and neither run out of the buffer nor of the model's positions.
+        """Append one drawn token per row, int64 (rows,), and its log-prob, float32 (rows,)."""
+        # Hazard: ended rows draw until they are dropped. Clamped to the edge, they overwrite only tokens already
+        # returned, and exceed neither the buffer nor the model's positions.
         at = self.drawn.clamp(max=self.token_ids.shape[1] - 1)[:, None]
         self.token_ids.scatter_(1, at, token[:, None].to(torch.int32))
         self.logprobs.scatter_(1, at, logprob[:, None])
         self.token = token
         self.drawn += self.live
 
-    def finish(self, stop: Any) -> Finished | None:
-        """End the live rows where ``stop`` (bool (rows,)) or that drew all they may; None if there are none."""
+    def finish(self, stop: Any) -> FinishedBatch | None:
+        """End live rows at True in ``stop`` (bool (rows,)) or at their limit, and return them; None
+        for no rows."""
         return self._end(self.live & (stop | (self.drawn >= self.limit)), stop)
 
-    def interrupt(self) -> Finished | None:
-        """End every live row where it is."""
+    def interrupt(self) -> FinishedBatch | None:
+        """End all live rows and return them; None for no rows."""
         return self._end(self.live, None)
 
-    def _end(self, done: Any, stop: Any) -> Finished | None:
+    def _end(self, done: Any, stop: Any) -> FinishedBatch | None:
         rows = done.nonzero()[:, 0]
         if not len(rows):
             return None
@@ -170,7 +174,7 @@ class Lanes:
         lengths = self.drawn[rows]
         inside = torch.arange(self.token_ids.shape[1], device=rows.device) < lengths[:, None]
         sizes = lengths.cpu().numpy()
-        return Finished(
+        return FinishedBatch(
             work=self.work[rows].cpu().numpy(),
             index=self.index[rows].cpu().numpy(),
             token_ids=Ragged.from_lengths(self.token_ids[rows][inside].cpu().numpy(), sizes),

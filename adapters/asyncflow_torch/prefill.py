@@ -1,9 +1,9 @@
-"""Reading: how a cache comes to hold prompts, and responses that were already under way.
+"""Prefill: read prompts, and responses already under way, into a cache.
 
-    cache, mask, logits = read(model, prompts)                    # equal prompts once
-    cache, mask = read_on(model, cache, mask, lengths, responses)
+    cache, mask, logits = prefill(model, prompts)                 # equal prompts once
+    cache, mask = extend(model, cache, mask, lengths, responses)
 
-A mask is bool (rows, tokens), False for padding, which is on the left; None where there is none.
+A mask is bool (rows, tokens), False for padding, on the left; None without padding.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from asyncflow_sdk.types import Ragged
 
 from . import kv
 
-# The most tokens, padding included, read in one pass: it bounds the memory a pass takes.
+# Maximum of tokens in one pass, padding included: bounds its memory.
 PASS_TOKENS = 16384
 
 _Ids = npt.NDArray[np.int32]
 
 
-def read(model: Any, prompts: Sequence[_Ids]) -> tuple[Any, Any, Any]:
-    """Read a prompt for each row, in one pass that has equal ones once: cache, mask, and the logits
-    (rows, vocabulary) of what comes next."""
+def prefill(model: Any, prompts: Sequence[_Ids]) -> tuple[Any, Any, Any]:
+    """Read the prompt of each row in one pass; equal prompts once. Return cache, mask, and the
+    logits (rows, vocabulary) of the next token."""
     place: dict[bytes, int] = {}
     prompt_of = [place.setdefault(prompt.tobytes(), len(place)) for prompt in prompts]
     ids, columns = _left_padded([np.frombuffer(prompt, np.int32) for prompt in place], model.device)
@@ -46,11 +46,9 @@ def read(model: Any, prompts: Sequence[_Ids]) -> tuple[Any, Any, Any]:
     return cache, None if mask is None else mask[rows], output.logits[:, -1][rows]
 
 
-def read_on(model: Any, cache: Any, mask: Any, lengths: Sequence[int], tokens: Sequence[_Ids]) -> tuple[Any, Any]:
-    """Read ``tokens`` of each row, none or more, behind the ``lengths`` it has read: cache and mask.
-
-    The cache must be joinable.
-    """
+def extend(model: Any, cache: Any, mask: Any, lengths: Sequence[int], tokens: Sequence[_Ids]) -> tuple[Any, Any]:
+    """Read ``tokens`` of each row, none or more, after the ``lengths`` tokens read already. Return
+    cache and mask. The cache must be joinable."""
     if not any(len(ids) for ids in tokens):
         return cache, mask
     ids, columns = _left_padded(tokens, model.device)
@@ -74,8 +72,8 @@ def read_on(model: Any, cache: Any, mask: Any, lengths: Sequence[int], tokens: S
 
 
 def passes(prompts: Sequence[_Ids], tokens: Sequence[_Ids] = ()) -> Iterator[list[int]]:
-    """The rows in parts that ``read``, and ``read_on`` with ``tokens``, take in a pass each; all that share a
-    prompt (are given the same array) count it once."""
+    """Yield the rows of each pass of ``prefill``, and of ``extend`` with ``tokens``. Rows with the
+    same prompt array count it once."""
     rows: list[int] = []
     distinct: set[int] = set()
     longest = longest_on = 0
@@ -92,7 +90,8 @@ def passes(prompts: Sequence[_Ids], tokens: Sequence[_Ids] = ()) -> Iterator[lis
 
 
 def _left_padded(rows: Sequence[_Ids], device: Any) -> tuple[Any, Any]:
-    """Token ids, int64 (rows, longest), and which of its row each is, below 0 for padding."""
+    """Return token ids, int64 (rows, longest), and their positions in their rows, negative for
+    padding."""
     ragged = Ragged.of([np.asarray(ids, np.int32) for ids in rows])
     ids = torch.from_numpy(ragged.padded(0, side="left").astype(np.int64)).to(device)
     lengths = torch.from_numpy(ragged.lengths).to(device)

@@ -1,12 +1,12 @@
-"""Drawing tokens: temperature, top-k, top-p, and random numbers that belong to a request.
+"""Drawing of tokens: temperature, top-k, top-p, and random numbers of a request.
 
-The log-prob of a drawn token is under softmax(logits / temperature) over the *whole* vocabulary, which is
-what a trainer recomputes, also where top-k or top-p cut the tail off the draw. Greedy tokens
-(temperature 0) carry their log-prob at temperature 1.
+The log-prob of a drawn token is under softmax(logits / temperature) over the *whole* vocabulary,
+also with top-k or top-p, as a trainer recomputes it. Greedy tokens (temperature 0) carry their
+log-prob at temperature 1.
 
-Random numbers are counted, not streamed: the number for token t of response i of a request is a hash of
-(seed, i, t). So a seeded request draws the same numbers whatever else is generated beside it, and gives
-the same tokens as long as rounding in the model (which may depend on the batch) does not turn a choice.
+Random numbers are counted, not streamed: the number for token t of response i of a request is a
+hash of (seed, i, t). A request with a seed draws the same numbers beside any other requests, and
+gives the same tokens unless rounding in the model, which may depend on the batch, changes a choice.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def row_keys(seed: int | None, n: int) -> npt.NDArray[np.int64]:
-    """A key for each of ``n`` responses: int64 (n,), the same for the same seed; None seeds from the system."""
+    """Return a key for each of ``n`` responses: int64 (n,), the same for the same seed; None seeds
+    from the system."""
     entropy = None if seed is None else seed % (1 << 64)
     return np.random.SeedSequence(entropy).generate_state(n, np.uint64).view(np.int64)
 
 
 def uniforms(keys: Any, count: Any) -> Any:
-    """Numbers in [0, 1), float32 (rows,), from keys and token numbers, both int64 (rows,).
+    """Return numbers in [0, 1), float32 (rows,), from keys and token numbers, both int64 (rows,).
 
     SplitMix64 (Steele, Lea, Flood 2014), jumped to position ``count`` of the stream of each key.
     """
@@ -41,15 +42,15 @@ def uniforms(keys: Any, count: Any) -> Any:
 
 
 def _shift_right(x: Any, bits: int) -> Any:
-    """Logical shift: torch shifts int64 arithmetically, so the sign bits are masked off."""
+    """Shift logically: torch shifts int64 arithmetically, so the sign bits are masked."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def draw(logits: Any, temperature: Any, uniform: Any, *, top_k: Any = None, top_p: Any = None) -> tuple[Any, Any]:
-    """One token a row: (token int64 (rows,), log-prob float32 (rows,)).
+    """Draw one token per row: (token int64 (rows,), log-prob float32 (rows,)).
 
-    ``logits``: (rows, vocabulary), any floating dtype. ``temperature``, ``uniform``, ``top_p``: float32
-    (rows,); ``top_k``: int64 (rows,), 0 is off; None for both skips the sort they need.
+    ``logits``: (rows, vocabulary), any floating dtype. ``temperature``, ``uniform``, ``top_p``:
+    float32 (rows,); ``top_k``: int64 (rows,), 0 is off; None for both skips their sort.
     """
     greedy = temperature == 0
     probs = (logits.float() / torch.where(greedy, 1.0, temperature)[:, None]).softmax(-1)
@@ -64,8 +65,8 @@ def draw(logits: Any, temperature: Any, uniform: Any, *, top_k: Any = None, top_
 
 
 def _truncated(probs: Any, top_k: Any, top_p: Any) -> Any:
-    """``probs`` with 0 for the tokens left out: all but the ``top_k`` likeliest, and of those all but the
-    fewest that hold ``top_p`` of their mass (the order of transformers and vLLM). One always stays."""
+    """Set ``probs`` to 0 outside the ``top_k`` most likely tokens, and outside the fewest of them
+    with ``top_p`` of their mass (the order of transformers and vLLM). At least one token stays."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     ordered = ordered.masked_fill((rank >= top_k[:, None]) & (top_k > 0)[:, None], 0)

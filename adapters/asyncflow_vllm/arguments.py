@@ -1,4 +1,4 @@
-"""Starting vLLM: its arguments, and what the version that is installed can do."""
+"""Engine arguments of vLLM, and a check of the installed version."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from vllm.outputs import CompletionOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.interfaces.rollout import Swap
 
-from .registering import BACKEND, register
+from .registration import BACKEND, register
 
 _CALLS = ("pause_generation", "resume_generation", "start_weight_update", "update_weights", "finish_weight_update")
 _REASONS = {
@@ -25,18 +24,18 @@ _REASONS = {
     "skip_tokenizer_init": "nothing is tokenised",
     "tokenizer": "nothing is tokenised",
     "weight_transfer_config": "weights come from the SDK",
-    "worker_extension_cls": "it is the SDK's",
+    "worker_extension_cls": "the SDK sets it",
     "max_num_seqs": "say max_rows",
-    "max_model_len": "say context",
-    "tensor_parallel_size": "say tensor_parallel",
-    "data_parallel_size": "say replicas= of the rollout",
+    "max_model_len": "use context",
+    "tensor_parallel_size": "use tensor_parallel",
+    "data_parallel_size": "use replicas= of the rollout",
     "speculative_config": "its log-probs have not been checked",
     "logits_processors": "log-probs would not be the policy's",
 }
 
 
-def swaps() -> frozenset[Swap]:
-    """How the vLLM that is installed can take new weights. Raises ConfigError where it cannot."""
+def check_installed() -> None:
+    """Raise ConfigError if the installed vLLM cannot take new weights between two tokens."""
     missing = [name for name in _CALLS if not hasattr(AsyncLLM, name)]
     if missing:
         raise ConfigError(f"this vLLM has no {', '.join(missing)}: it is too old to be given new weights")
@@ -44,15 +43,14 @@ def swaps() -> frozenset[Swap]:
     spans = "weight_versions" in inspect.signature(CompletionOutput).parameters
     if not ({"mode", "clear_cache"} <= pause.keys() and spans):
         raise ConfigError(
-            "this vLLM cannot stop between two tokens, or does not say which version drew which: update it"
+            "this vLLM cannot stop between two tokens, or does not return the version of each token: update it"
         )
-    return frozenset({"drain", "partial", "in_flight"})
 
 
 def arguments(
     model: str, *, dtype: str, tensor_parallel: int, max_rows: int, context: int | None, options: Mapping[str, Any]
 ) -> Any:
-    """Of the engine. Raises ConfigError for options that vLLM does not have, or that are the SDK's to set."""
+    """Return vLLM's AsyncEngineArgs. Raises ConfigError for options unknown to vLLM and for options set by the SDK."""
     for name, reason in _REASONS.items():
         if name in options:
             raise ConfigError(f"option {name!r} of vLLM cannot be set here: {reason}")

@@ -1,0 +1,83 @@
+"""DeepSpeed in a process: its start, its end, and models partitioned during their load."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.types.safetensors import read_header
+from asyncflow_torch.devices import device_kind
+
+
+def start(device: str) -> tuple[Any, str]:
+    """Return the module ``deepspeed`` and its kind of device: "cuda", "cpu" or another name of torch. ``device``: "auto" is CUDA if
+    available, else the CPU. Raises ConfigError if DeepSpeed was imported for another device."""
+    kind = device_kind(device)
+    if "deepspeed" not in sys.modules:
+        os.environ.setdefault("DS_ACCELERATOR", kind)
+    os.environ.setdefault("LOCAL_RANK", "0")  # stage 3 reads it, even with one rank
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    found = get_accelerator().device_name()
+    if found != kind:
+        raise ConfigError(
+            f"device {device!r} differs from DeepSpeed's device in this process, {found!r}, which was set by DS_ACCELERATOR"
+            " in the environment or detected when it was imported"
+        )
+    # Hazard: on a CPU its first collective would compile an operator for a minute and leave files in /dev/shm; gloo needs none.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed, kind
+
+
+def reset() -> None:
+    """Clear DeepSpeed's references to closed process groups, so another engine can be made in this process."""
+    if torch.distributed.is_initialized():  # a group of another owner, still open
+        return
+    with contextlib.suppress(ImportError):
+        from deepspeed.comm import comm
+        from deepspeed.runtime.zero import parameter_offload
+        from deepspeed.utils import groups
+
+        comm.cdb = None
+        groups._WORLD_GROUP = None
+        parameter_offload.FWD_MODULE_STACK.clear()  # stage-3 models, which keep their engines and groups alive
+
+
+@contextlib.contextmanager
+def partitioned_models(config: Mapping[str, Any]) -> Iterator[None]:
+    """Partition transformers' models parameter by parameter as they are made (ZeRO-3): no rank holds a whole model. Only rank 0 reads
+    the weights. A collective."""
+    from transformers.integrations import HfDeepSpeedConfig  # imports DeepSpeed
+
+    registered = HfDeepSpeedConfig(dict(config))  # transformers checks if such an object exists
+    try:
+        yield
+    finally:
+        del registered
+
+
+def stored_dtype(folder: str) -> str:
+    """Return the dtype of the weights in a model folder, by its configuration, else its first file. Raises ConfigError for a folder
+    without a configuration."""
+    path = Path(folder)
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model folder {folder!r} has no config.json that can be read: {error}") from error
+    configured = config.get("dtype") or config.get("torch_dtype")
+    if isinstance(configured, str):
+        return configured
+    for file in sorted(path.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            found = {tensor.dtype for tensor in read_header(opened).tensors.values()}
+            return next((dtype for dtype in ("bfloat16", "float16") if dtype in found), "float32")
+    return "float32"

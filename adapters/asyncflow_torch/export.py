@@ -1,0 +1,59 @@
+"""Export of a policy as a Hugging Face folder, written by all ranks together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .policy import copy_tokenizer
+from .ranks import Ranks
+from .sharded_files import FileParts, Kind, Piece, nbytes_of, write_together
+
+FILE_BYTES = 5 << 30
+"""Maximum size of an exported file, unless a single tensor is larger."""
+
+
+def export_together(
+    path: Path, config: Any, source: str, kinds: Mapping[str, Kind], pieces: Callable[[Collection[str]], Iterable[Piece]],
+    ranks: Ranks, *, bucket_bytes: int, file_bytes: int = FILE_BYTES,
+) -> None:  # fmt: skip
+    """Write the tensors of ``kinds`` with the model's ``config`` and the tokenizer of the folder ``source``. ``pieces``: return the
+    pieces of this rank of the named tensors. A collective."""
+    files = _split(kinds, file_bytes)
+
+    def begin() -> None:
+        """Write configuration and tokenizer."""
+        path.mkdir(parents=True, exist_ok=True)
+        if ranks.first:
+            config.save_pretrained(path)
+            copy_tokenizer(source, path, "generation_config.json")
+
+    def end() -> None:
+        """Write the index."""
+        if ranks.first and len(files) > 1:
+            weight_map = {name: file for file, names in files.items() for name in names}
+            index = {"metadata": {"total_size": sum(map(nbytes_of, kinds.values()))}, "weight_map": weight_map}
+            (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+    ranks.together(begin)
+    for file, names in files.items():
+        parts = FileParts({name: kinds[name] for name in names}, pieces(names))
+        write_together(path / file, parts, ranks, bucket_bytes=bucket_bytes)
+    ranks.together(end)
+
+
+def _split(kinds: Mapping[str, Kind], file_bytes: int) -> dict[str, list[str]]:
+    """Return the tensor names of each file by file name."""
+    files: list[list[str]] = [[]]
+    room = file_bytes
+    for name, kind in kinds.items():
+        if files[-1] and nbytes_of(kind) > room:
+            files.append([])
+            room = file_bytes
+        files[-1].append(name)
+        room -= nbytes_of(kind)
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{n:05}-of-{len(files):05}.safetensors": names for n, names in enumerate(files, 1)}

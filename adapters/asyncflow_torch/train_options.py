@@ -1,0 +1,146 @@
+"""Options of the train engines: names, types, defaults and checks, each once.
+
+    class MyEngine(DataParallelEngine):
+        @keywords_of(TrainOptions)
+        def __init__(self, options: TrainOptions) -> None: ...
+
+    MyEngine("models/mine", lr=1e-5)               # options.lr == 1e-5
+
+`inspect.signature(MyEngine)` lists the options, and type checkers check them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from asyncflow_sdk.algorithms import GRPO
+from asyncflow_sdk.interfaces import Algorithm
+from asyncflow_sdk.types import check_above
+
+from .shares import VALUES
+
+_Arguments = ParamSpec("_Arguments")
+_Options = TypeVar("_Options")
+_Self = TypeVar("_Self")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of all train engines. Raises ConfigError for numbers out of range.
+
+    ``model``: a Hugging Face folder. ``algorithm``: default GRPO. ``lr``, ``betas``, ``weight_decay``: of AdamW. ``max_grad_norm``: gradients of the whole model
+    are clipped to this norm. ``schedule``: of the learning rate, "constant", "linear" or "cosine"; it rises over ``warmup_steps``
+    and falls to 0 over ``decay_steps`` more (linear and cosine only). ``updates``: optimizer steps per batch, each on a random
+    part of its rows.
+
+    ``dtype``: of forward and backward passes and of published weights; "auto" is the dtype of the model folder. The optimizer
+    steps on float32. ``device``: "auto" is "cuda" (the GPU of LOCAL_RANK) if torch can use a GPU, else "cpu". ``temperature``:
+    of the rollouts; log-probs are computed at it. ``micro_batch_tokens``: maximum of input tokens per forward pass, padding
+    included; None computes a step in one pass.
+
+    ``critic``: model folder for the layers of the critic, if the algorithm needs values; default ``model``. ``critic_lr``: its
+    learning rate, default ``lr``. ``threads``: of torch, for the whole process; None leaves the number unchanged. ``seed``: of
+    torch's generator. Dropout is off: it would add noise to the ratio to the policy of the rollouts.
+    """
+
+    model: str = field(kw_only=False)
+    algorithm: Algorithm | None = None
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    temperature: float = 1.0
+    micro_batch_tokens: int | None = None
+    updates: int = 1
+    critic: str | None = None
+    critic_lr: float | None = None
+    threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_above(
+            0, lr=self.lr, max_grad_norm=self.max_grad_norm, temperature=self.temperature,
+            micro_batch_tokens=self.micro_batch_tokens, updates=self.updates, critic_lr=self.critic_lr, threads=self.threads,
+        )  # fmt: skip
+
+    @property
+    def adamw(self) -> dict[str, Any]:
+        """Keyword arguments of AdamW except ``lr``."""
+        return {"betas": tuple(self.betas), "weight_decay": self.weight_decay, "fused": True}
+
+    @property
+    def used_algorithm(self) -> Algorithm:
+        """The given algorithm, or the default."""
+        return self.algorithm or GRPO()
+
+    @property
+    def needs_critic(self) -> bool:
+        """True if the algorithm needs values."""
+        return VALUES in self.used_algorithm.asks
+
+    def prepare_torch(self) -> None:
+        """Set torch's threads and seed."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        torch.manual_seed(self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedOptions(TrainOptions):
+    """Further options of engines on several ranks. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name the rank, as torchrun sets
+    them; without them there is one rank. The backend is NCCL on "cuda" and gloo on "cpu".
+
+    ``offload``: keep the optimizer on the CPU. ``checkpointing``: recompute activations inside a layer in the backward pass.
+    ``attention``: attn_implementation of transformers. ``packed``: pack rows without padding; None packs if attention is
+    FlashAttention. ``bucket_bytes``: maximum of memory beyond its shards that a rank uses to publish, save, load or export
+    weights; at least one row of a tensor. ``collective_timeout_s``: wait for other ranks in a call before they count as dead.
+    """
+
+    offload: bool = False
+    checkpointing: bool = False
+    attention: str | None = None
+    packed: bool | None = None
+    bucket_bytes: int = 64 << 20
+    collective_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_above(0, bucket_bytes=self.bucket_bytes, collective_timeout_s=self.collective_timeout_s)
+
+    def packs(self, model: Any) -> bool:
+        """True if rows of ``model`` are packed without padding."""
+        if self.packed is not None:
+            return self.packed
+        return str(model.config._attn_implementation).startswith("flash_attention")
+
+
+def keywords_of(
+    options: Callable[_Arguments, _Options],
+) -> Callable[[Callable[[_Self, _Options], None]], Callable[Concatenate[_Self, _Arguments], None]]:
+    """Return a decorator of ``__init__(self, options)``: callers give the fields of the dataclass ``options``."""
+    hints = typing.get_type_hints(options)
+    fields = [each.replace(annotation=hints[name]) for name, each in inspect.signature(options).parameters.items()]
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+    def decorate(init: Callable[[_Self, _Options], None]) -> Callable[Concatenate[_Self, _Arguments], None]:
+        """Replace ``init`` by a constructor with these keywords."""
+
+        def __init__(self: _Self, /, *args: _Arguments.args, **given: _Arguments.kwargs) -> None:
+            init(self, options(*args, **given))
+
+        __init__.__signature__ = inspect.Signature([this, *fields], return_annotation=None)  # type: ignore[attr-defined]
+        __init__.__annotations__ = {**hints, "return": None}
+        return __init__
+
+    return decorate

@@ -1,0 +1,223 @@
+"""HttpAccess: a running vLLM server: its route for token ids, and its routes for pauses and weights."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from asyncflow_http.server import HttpServer
+from asyncflow_sdk.errors import AsyncFlowError, EngineError, EngineGone, WeightError
+from asyncflow_sdk.interfaces import WeightUpdate
+from asyncflow_sdk.weights import Handover
+
+from .access import Access, VllmAnswer
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
+GENERATE = "/inference/v1/generate"
+_NAME_PREFIX = "generate-tokens-"
+"""The server puts it before the name of a request."""
+_ANSWER_BYTES, _TOKEN_BYTES = 64 << 10, 400
+"""Upper bounds of an answer's size: without tokens, and for each token of prompt and response."""
+_NO_LOGPROB = -9999.0
+"""The server returns it if vLLM returned no log-prob."""
+
+
+class _WorkerOutcome(msgspec.Struct):
+    """Result of ``asyncflow_outcome`` in one worker."""
+
+    failure: str
+    taken: list[str]
+
+
+class _Outcomes(msgspec.Struct):
+    results: list[_WorkerOutcome]
+
+
+class _Flags(msgspec.Struct):
+    """Booleans of all workers, as text."""
+
+    results: list[str]
+
+
+class _VersionSpan(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Token(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _Tokens(msgspec.Struct):
+    content: list[_Token]
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: _Tokens | None = None
+    weight_versions: list[_VersionSpan] | None = None
+
+
+class _Reply(msgspec.Struct):
+    """VllmAnswer of `GENERATE`."""
+
+    choices: list[_Choice]
+    prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
+
+    def answer(self, index: int, prompt: Sequence[int]) -> VllmAnswer:
+        """Return the response. Raises EngineError for tokens without log-probs, and for log-probs of other tokens."""
+        if len(self.choices) != 1:
+            raise EngineError(f"vLLM returned {len(self.choices)} responses to a request for one")
+        (choice,) = self.choices
+        scored = choice.logprobs.content if choice.logprobs is not None else []
+        if scored and [each.token_id for each in scored] != choice.token_ids:
+            raise EngineError("vLLM returned log-probs of other tokens than the returned ones")
+        logprobs = [each.logprob for each in scored]
+        of_prompt = []
+        for token, given in zip(prompt[1:], (self.prompt_logprobs or [])[1:], strict=False):
+            found = (given or {}).get(str(token))
+            of_prompt.append(_NO_LOGPROB if found is None else found.logprob)
+        if _NO_LOGPROB in logprobs or _NO_LOGPROB in of_prompt:
+            raise EngineError("vLLM returned a token without its log-prob")
+        versions = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
+        return VllmAnswer(index, choice.token_ids, logprobs, choice.finish_reason, versions, of_prompt)
+
+
+class HttpAccess(Access):
+    """``server``: claimed by this engine. ``request_s``, ``update_s``: time limits of a response and of each call of a load; a slower
+    server counts as lost."""
+
+    def __init__(self, server: HttpServer, *, request_s: float, update_s: float) -> None:
+        self._server, self._request_s, self._update_s = server, request_s, update_s
+        self._prefix = secrets.token_hex(8)
+        """Of this engine's request names: earlier users of the server may have used the same numbers."""
+        self._requests: dict[str, list[str]] = {}
+        """Unfinished responses of each request, each a request of the server: within one request, each waits for the others."""
+        self._aborted: set[str] = set()
+        self._aborts: asyncio.Task[None] | None = None
+        self._cuts = False
+        self._lost = ""
+
+    async def load_folder(self, weights: WeightUpdate) -> None:
+        """Load the model folder's weights. The last user may have left the server paused, or with other weights. Raises WeightError or
+        EngineError."""
+        handover = Handover()
+        try:
+            with handover.give(weights) as handed:
+                await self.pause()
+                failures = [failure for failure, _ in await self.load(handed) if failure]
+            if failures:
+                raise WeightError(f"the weights in the model folder could not be loaded: {'; '.join(failures)}")
+            whole: _Flags = await self._update("/collective_rpc", _Flags, method="asyncflow_whole_logprobs")
+            self._cuts = bool(whole.results) and all(each == "True" for each in whole.results)
+            await self.name_version(weights.version)
+            await self.resume()
+        finally:
+            handover.close()
+
+    async def prepare(self) -> bool:
+        """Return the answer of the server's workers, known since ``load_folder``."""
+        return self._cuts
+
+    async def answers(
+        self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int
+    ) -> AsyncGenerator[Sequence[VllmAnswer], None]:
+        """Run one request of the server per response."""
+        left = self._requests[name] = [f"{self._prefix}-{name}-{index}" for index in range(n)]
+        seed = parameters.get("seed")
+        tasks = []
+        for index, each in enumerate(list(left)):
+            own = parameters if seed is None else {**parameters, "seed": seed + index}
+            tasks.append(asyncio.create_task(self._answer(index, each, prompt, own)))
+            tasks[-1].add_done_callback(functools.partial(self._finished, left, each))
+        try:
+            for ended in asyncio.as_completed(tasks):
+                yield [await ended]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            del self._requests[name]
+
+    async def _answer(self, index: int, name: str, prompt: list[int], parameters: Mapping[str, Any]) -> VllmAnswer:
+        body = {"request_id": name, "token_ids": prompt, "sampling_params": parameters}
+        most = _ANSWER_BYTES + _TOKEN_BYTES * (len(prompt) + parameters["max_tokens"])
+        reply: _Reply = await self._post(GENERATE, body, _Reply, self._request_s, most)
+        return reply.answer(index, prompt)
+
+    def _finished(self, left: list[str], name: str, _: object) -> None:
+        left.remove(name)
+        self._aborted.discard(name)
+
+    async def abort(self, names: Sequence[str]) -> None:
+        """Abort requests until they are answered: the server ignores an abort of a request that it has not received yet."""
+        self._aborted.update(each for name in names for each in self._requests.get(name, ()))
+        if self._aborted and (self._aborts is None or self._aborts.done()):
+            self._aborts = asyncio.create_task(self._abort_until_answered())
+
+    async def _abort_until_answered(self) -> None:
+        wait_s = FIRST_WAIT_S
+        while self._aborted:  # an empty list would abort all requests
+            names = [_NAME_PREFIX + name for name in self._aborted]
+            try:
+                await self._server.client.post("/abort_requests", {"request_ids": names}, object)
+            except AsyncFlowError:
+                return  # the requests fail as well, or end without an abort
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    async def pause(self) -> None:
+        """Pause generation and clear the caches."""
+        await self._update("/pause?mode=keep&clear_cache=true")
+
+    async def load(self, handed: str) -> list[tuple[str, list[str]]]:
+        """Update the weights, and ask the workers for the outcome."""
+        await self._update("/start_weight_update")
+        await self._update("/update_weights", update_info={"handed": handed})
+        await self._update("/finish_weight_update")
+        outcomes: _Outcomes = await self._update("/collective_rpc", _Outcomes, method="asyncflow_outcome")
+        return [(each.failure, each.taken) for each in outcomes.results]
+
+    async def name_version(self, version: int) -> None:
+        """Set vLLM's weight version."""
+        await self._update("/update_weight_version", new_version=str(version))
+
+    async def resume(self) -> None:
+        """Resume generation."""
+        await self._update("/resume")
+
+    def check_alive(self) -> None:
+        """Raise EngineGone if the server was lost."""
+        if self._lost:
+            raise EngineGone(self._lost)
+
+    async def close(self) -> None:
+        """Give up the server."""
+        if self._aborts is not None:
+            self._aborts.cancel()
+            await asyncio.gather(self._aborts, return_exceptions=True)
+        await self._server.close()
+
+    async def _update(self, path: str, answer: Any = object, **body: Any) -> Any:
+        return await self._post(path, body, answer, self._update_s)
+
+    async def _post(
+        self, path: str, body: Mapping[str, Any], answer: Any, timeout_s: float, most_bytes: int = 16 << 20
+    ) -> Any:
+        try:
+            return await self._server.post(path, body, answer, timeout_s=timeout_s, most_bytes=most_bytes)
+        except EngineGone as error:
+            self._lost = str(error)
+            raise

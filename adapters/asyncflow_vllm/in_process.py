@@ -1,0 +1,151 @@
+"""InProcessAccess: a vLLM started by this process, through its asynchronous engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from asyncflow_sdk.errors import EngineError, EngineGone
+
+from .access import Access, VllmAnswer
+from .registration import owned
+
+_Result = TypeVar("_Result")
+LOOK_S = 1.0
+"""Interval of checks whether a vLLM that does not answer still lives."""
+CLOSE_S = 10.0
+_MONITOR = "MPClientEngineMonitor"
+"""Name of vLLM's thread that watches its core."""
+
+
+class InProcessAccess(Access):
+    """``config``: a VllmConfig. Raises vLLM's errors if it cannot be started."""
+
+    def __init__(self, config: Any, *, disable_log_stats: bool) -> None:
+        before = set(threading.enumerate())
+        with owned():
+            self._llm: Any = AsyncLLM.from_vllm_config(config, disable_log_stats=disable_log_stats)
+        self._threads = [each for each in threading.enumerate() if each not in before and each.name == _MONITOR]
+
+    async def prepare(self) -> bool:
+        """Start vLLM's output loop, and return log-probs under the whole vocabulary if its workers can."""
+        await self._call(self._llm.get_supported_tasks())
+        return all(await self._call(self._llm.collective_rpc("asyncflow_whole_logprobs")))
+
+    async def answers(
+        self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int
+    ) -> AsyncGenerator[Sequence[VllmAnswer], None]:
+        """Run one request of vLLM for all responses."""
+        drawn_by = SamplingParams(**parameters, n=n, flat_logprobs=True, **_output(n, parameters["max_tokens"]))
+        started: dict[int, VllmAnswer] = {}
+        try:
+            async with contextlib.aclosing(self._llm.generate(tokens_input(prompt), drawn_by, name)) as outputs:
+                async for whole in outputs:
+                    parts = [_answer(whole, each, started.pop(each.index, None)) for each in whole.outputs]
+                    started |= {each.index: each for each in parts if not each.reason}
+                    if ended := [each for each in parts if each.reason]:
+                        yield ended
+        except EngineDeadError as error:
+            raise self._gone() from error
+        except Exception as error:
+            raise EngineError(f"vLLM refused or failed a request: {type(error).__name__}: {error}") from error
+
+    async def abort(self, names: Sequence[str]) -> None:
+        """Abort requests."""
+        await self._llm.abort(list(names))
+
+    async def pause(self) -> None:
+        """Pause generation and clear the caches."""
+        await self._call(self._llm.pause_generation(mode="keep", clear_cache=True))
+
+    async def load(self, handed: str) -> list[tuple[str, list[str]]]:
+        """Update the weights, and ask the workers for the outcome."""
+        await self._call(self._llm.start_weight_update())
+        await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update_info={"handed": handed})))
+        await self._call(self._llm.finish_weight_update())
+        outcomes = await self._call(self._llm.collective_rpc("asyncflow_outcome"))
+        return [(each["failure"], each["taken"]) for each in outcomes]
+
+    async def name_version(self, version: int) -> None:
+        """Set vLLM's weight version."""
+        await self._call(self._llm.update_weight_version(str(version)))
+
+    async def resume(self) -> None:
+        """Resume generation."""
+        await self._call(self._llm.resume_generation())
+
+    def check_alive(self) -> None:
+        """Raise EngineGone if vLLM has failed."""
+        if self._llm.errored:
+            raise self._gone()
+
+    async def close(self) -> None:
+        """End vLLM. Idempotent. vLLM frees its ZeroMQ context (three threads and their descriptors) only when the AsyncLLM is collected,
+        which a stored traceback can delay for ever, so the context is ended here."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        context = llm.engine_core.resources.ctx
+        await asyncio.to_thread(llm.shutdown, timeout=CLOSE_S)
+        closing = threading.Thread(target=context.term, name="termination of its ZeroMQ context", daemon=True)
+        closing.start()
+        if left := await asyncio.to_thread(_join, [closing, *self._threads]):
+            warnings.warn(f"vLLM was closed, and {CLOSE_S:g} s later still runs: {', '.join(left)}", stacklevel=2)
+
+    async def _call(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Return the result of a call. Raises EngineGone if vLLM dies during it, where the call itself would wait for ever."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=LOOK_S)
+                if self._llm.errored and not task.done():
+                    raise self._gone()
+            return task.result()
+        except EngineDeadError as error:
+            raise self._gone() from error
+        finally:
+            task.cancel()
+
+    def _gone(self) -> EngineGone:
+        return EngineGone("vLLM's EngineCore has died; the worker's log above says why")
+
+
+def _join(threads: Sequence[threading.Thread]) -> list[str]:
+    """Return the names of threads that do not end in time."""
+    until = time.monotonic() + CLOSE_S
+    for thread in threads:
+        thread.join(max(until - time.monotonic(), 0.0))
+    return [thread.name for thread in threads if thread.is_alive()]
+
+
+def _output(n: int, max_tokens: int) -> dict[str, Any]:
+    """Return the kind of vLLM's output. With ``FINAL_ONLY`` each of several responses would wait for the others, so they come in two
+    parts: the first token, and the rest after the end."""
+    if n == 1:
+        return {"output_kind": RequestOutputKind.FINAL_ONLY}
+    return {"output_kind": RequestOutputKind.DELTA, "stream_interval": max_tokens + 1}
+
+
+def _answer(whole: Any, output: Any, first: VllmAnswer | None) -> VllmAnswer:
+    """Append ``output`` to the ``first`` part of its response. The reason is empty until the end."""
+    ids: Sequence[int] = output.token_ids
+    logprobs: Sequence[float] = () if output.logprobs is None else output.logprobs.logprobs
+    return VllmAnswer(
+        output.index,
+        ids if first is None else [*first.token_ids, *ids],
+        logprobs if first is None else [*first.logprobs, *logprobs],
+        output.finish_reason or "",
+        [(span.version, span.start, span.end) for span in output.weight_versions or ()],
+        () if whole.prompt_logprobs is None else whole.prompt_logprobs.logprobs,
+    )
