@@ -1,9 +1,4 @@
-<<<<<<<< HEAD:adapters/asyncflow_torch/dist_store.py
 """KeyValueStore: what the members of a process group tell each other before they are connected, kept by the publisher."""
-========
-"""Rendezvous: values exchanged by the members of a process group before they are connected, kept by the
-publisher."""
->>>>>>>> w-adapters:adapters/asyncflow_torch/dist_rendezvous.py
 
 from __future__ import annotations
 
@@ -17,17 +12,12 @@ from asyncflow_sdk.errors import ProtocolError
 from .dist_group import StoreProxy
 
 MAX_KEYS, MAX_BYTES = 1024, 16 << 10
-"""Limits of a rendezvous, and of a key with its value: gloo needs a key of 200 bytes per member, NCCL one of 128."""
+"""Of a board, and of a key with its value: gloo has a key of 200 bytes for each member, NCCL one of 128 in all."""
 Found = Callable[[list[bytes] | None], Any]
 
 
-<<<<<<<< HEAD:adapters/asyncflow_torch/dist_store.py
 class KeyValueStore:
     """Values by key, and who waits for them. Thread-safe."""
-========
-class Rendezvous:
-    """Values by key, and callers waiting for them. Thread-safe."""
->>>>>>>> w-adapters:adapters/asyncflow_torch/dist_rendezvous.py
 
     def __init__(self) -> None:
         self.failed = ""
@@ -36,55 +26,48 @@ class Rendezvous:
         self._lock = threading.Lock()
 
     def put(self, key: str, value: bytes) -> None:
-        """Store a value. Raises ProtocolError above MAX_KEYS and MAX_BYTES."""
+        """Raises ProtocolError for more than members have to say."""
         if len(key) + len(value) > MAX_BYTES:
             raise ProtocolError(
-                f"a value of {len(key) + len(value)} bytes; a group is made with less than {MAX_BYTES}"
+                f"a word of {len(key) + len(value)} bytes; a group is made with less than {MAX_BYTES}"
             )
         with self._lock:
             if key not in self._values and len(self._values) >= MAX_KEYS:
-                raise ProtocolError(f"more than {MAX_KEYS} values; a group is made with less")
+                raise ProtocolError(f"more than {MAX_KEYS} words; a group is made with less")
             self._values[key] = value
-        self._notify()
+        self._tell()
 
     def look(self, keys: Sequence[str], found: Found) -> None:
-        """Call ``found`` once: with all values, or with None after ``fail``. Raises ProtocolError."""
+        """``found`` is called once, with all values, or with None when the board has failed. Raises ProtocolError."""
         if len(keys) > MAX_KEYS:
-            raise ProtocolError(f"{len(keys)} keys were requested; a board has {MAX_KEYS}")
+            raise ProtocolError(f"{len(keys)} words are looked for; a board has {MAX_KEYS}")
         with self._lock:
             if len(self._looking) >= MAX_KEYS:
-                raise ProtocolError(f"{MAX_KEYS} callers are waiting already")
+                raise ProtocolError(f"{MAX_KEYS} wait for words already")
             self._looking.append((keys, found))
-        self._notify()
+        self._tell()
 
     def fail(self, why: str) -> None:
-        """Fail all current and future calls of ``look``."""
         self.failed = self.failed or why
-        self._notify()
+        self._tell()
 
-<<<<<<<< HEAD:adapters/asyncflow_torch/dist_store.py
     def store(self, stall_s: float) -> StoreProxy:
         """For a member in this process."""
-========
-    def store(self, stall_s: float) -> Exchange:
-        """Return a store for a member in this process."""
->>>>>>>> w-adapters:adapters/asyncflow_torch/dist_rendezvous.py
 
         def look(keys: list[str]) -> list[bytes]:
-            """Wait for values."""
             found: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
             self.look(keys, found.put)
             try:
                 values = found.get(timeout=stall_s)
             except queue.Empty:
-                raise TimeoutError(f"no value of {', '.join(keys)} in {stall_s:g} s") from None
+                raise TimeoutError(f"no word of {', '.join(keys)} in {stall_s:g} s") from None
             if values is None:
                 raise ConnectionError(self.failed)
             return values
 
         return StoreProxy(self.put, look)
 
-    def _notify(self) -> None:
+    def _tell(self) -> None:
         ready, still = [], []
         with self._lock:
             for keys, found in self._looking:
