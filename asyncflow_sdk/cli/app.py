@@ -1,7 +1,7 @@
 """The commands of ``asyncflow``.
 
-An SDK error ends a command with one red line and exit code 2, Ctrl-C with 130; ``--debug`` adds the traceback.
-Each command imports its own modules when it runs: ``asyncflow --help`` loads no engine.
+An SDK error ends a command with one red line and exit code 2, Ctrl-C with 130; ``--debug`` adds the
+traceback. Each command imports its own modules when it runs: ``asyncflow --help`` loads no engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, WorkerFailed
 from .new_plugin import new_plugin
-from .options import Debug, Insecure, Json, Key, NoPlugin, Queue, Texts, named_options, option
+from .options import Debug, Insecure, Json, Key, MaybeText, NoPlugin, Queue, Texts, named_options, option, repeatable
 from .signals import raise_on_interrupt
 from .worker_command import worker
 
@@ -108,28 +108,33 @@ def demo(
     out: Annotated[
         Path | None, typer.Option(help="New directory for the run.", show_default="runs/demo-<timestamp>")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 300,
-    seed: Annotated[int, typer.Option(help="Seed of the data, the warm-up and the sampling.")] = 0,
+    steps: Annotated[int, option("Steps to train.", min=1)] = 300,
+    seed: Annotated[int, option("Seed of the data, the warm-up and the sampling.")] = 0,
     max_staleness: Annotated[
-        int, typer.Option(min=0, help="Maximum staleness of a trained token, in versions; 0 trains synchronously.")
+        int, option("Maximum staleness of a trained token, in versions; 0 trains synchronously.", min=0)
     ] = 1,
     staleness_policy: Annotated[
-        str, typer.Option(help="Policy for slow rows: wait, drop, count, or another installed policy.")
+        str, option("Policy for slow rows: wait, drop, count, or another installed policy.")
     ] = "wait",
     model: Annotated[
         Path | None,
-        typer.Option(exists=True, file_okay=False, help="Hugging Face folder to start from; no warm-up.", metavar="PATH"),
+        option("Hugging Face folder to start from; no warm-up.", "PATH", exists=True, file_okay=False),
     ] = None,
-    rollout: Annotated[str, typer.Option(help="Rollout engine. A probe verifies each loaded version.", metavar="NAME")] = "transformers",
-    python: Annotated[str | None, typer.Option(help="Interpreter of the rollout engine; default: this one.", metavar="PATH")] = None,
-    options: Annotated[Texts, option("Option of the rollout engine, for example max_rows=64.", "NAME=VALUE", "--option")] = None,
-    train: Annotated[str, typer.Option(help="Train engine.", metavar="NAME")] = "torch",
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks (processes) of the train engine.")] = 1,
-    train_python: Annotated[str | None, typer.Option(help="Interpreter of the train engine; default: this one.", metavar="PATH")] = None,
-    train_options: Annotated[Texts, option("Option of the train engine, for example stage=3.", "NAME=VALUE", "--train-option")] = None,
-    algorithm: Annotated[str, typer.Option(help="Algorithm: grpo, dr_grpo, dapo, gspo, cispo, ppo, ...", metavar="NAME")] = "grpo",
+    rollout: Annotated[str, option("Rollout engine. A probe verifies each loaded version.", "NAME")] = "transformers",
+    python: Annotated[MaybeText, option("Interpreter of the rollout engine; default: this one.", "PATH")] = None,
+    options: Annotated[
+        Texts, repeatable("Option of the rollout engine, for example max_rows=64.", "NAME=VALUE", "--option")
+    ] = None,
+    train: Annotated[str, option("Train engine.", "NAME")] = "torch",
+    world_size: Annotated[int, option("Ranks (processes) of the train engine.", min=1)] = 1,
+    train_python: Annotated[MaybeText, option("Interpreter of the train engine; default: this one.", "PATH")] = None,
+    train_options: Annotated[
+        Texts, repeatable("Option of the train engine, for example stage=3.", "NAME=VALUE", "--train-option")
+    ] = None,
+    algorithm: Annotated[str, option("Algorithm: grpo, dr_grpo, dapo, gspo, cispo, ppo, ...", "NAME")] = "grpo",
     algorithm_options: Annotated[
-        Texts, option('Option of the algorithm, for example off_policy={"weight": "mask"}.', "NAME=VALUE", "--algorithm-option")
+        Texts,
+        repeatable('Its option, for example off_policy={"weight": "mask"}.', "NAME=VALUE", "--algorithm-option"),
     ] = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
@@ -162,9 +167,9 @@ def run(
         Path | None,
         typer.Argument(metavar="DIR", help="New directory for the run.", show_default="runs/<file>-<timestamp>"),
     ] = None,
-    only_print: Annotated[bool, typer.Option("--print", help="Print the resolved workflow; start nothing.")] = False,
-    as_mermaid: Annotated[bool, typer.Option("--mermaid", help="Print the dataflow as Mermaid; start nothing.")] = False,
-    changes: Annotated[Texts, option("Change a value, for example train.lr=1e-5.", "KEY=VALUE", "--set")] = None,
+    only_print: Annotated[bool, option("Print the resolved workflow; start nothing.", "", "--print")] = False,
+    as_mermaid: Annotated[bool, option("Print the dataflow as Mermaid; start nothing.", "", "--mermaid")] = False,
+    changes: Annotated[Texts, repeatable("Change a value, for example train.lr=1e-5.", "KEY=VALUE", "--set")] = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
@@ -178,38 +183,41 @@ def run(
 def serve(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the run; created if missing.")],
     address: Annotated[
-        str, typer.Option(help="Address to listen on; tcp://0.0.0.0:7000 accepts other hosts.")
+        str, option("Address to listen on; tcp://0.0.0.0:7000 accepts other hosts.")
     ] = "tcp://127.0.0.1:0",
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Use no keys: everyone with access to the address may read and change the run.")
+        bool, option("Use no keys: everyone with network access may read and change the run.", "", "--insecure")
     ] = False,
     prompts: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="File of prompts to feed.", metavar="FILE.jsonl")
     ] = None,
-    column: Annotated[str, typer.Option(help="Column of the prompts.")] = "prompt",
-    group_size: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 8,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs to feed; default: until --steps is reached.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the order of prompts.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train; default: until the stream ends.")] = None,
-    max_staleness: Annotated[int, typer.Option(min=0, help="Maximum staleness of a trained token, in versions.")] = 1,
-    staleness_policy: Annotated[str, typer.Option(help="Policy for slow rows: wait, drop, count, ...")] = "wait",
-    capacity_rows: Annotated[int, typer.Option(min=1, help="Maximum number of live rows.")] = 100_000,
+    column: Annotated[str, option("Column of the prompts.")] = "prompt",
+    group_size: Annotated[int, option("Responses per prompt.", min=1)] = 8,
+    epochs: Annotated[int | None, option("Epochs to feed; default: until --steps is reached.", min=1)] = None,
+    seed: Annotated[int, option("Seed of the order of prompts.")] = 0,
+    steps: Annotated[int | None, option("Steps to train; default: until the stream ends.", min=1)] = None,
+    max_staleness: Annotated[int, option("Maximum staleness of a trained token, in versions.", min=0)] = 1,
+    staleness_policy: Annotated[str, option("Policy for slow rows: wait, drop, count, ...")] = "wait",
+    capacity_rows: Annotated[int, option("Maximum number of live rows.", min=1)] = 100_000,
     durability: Annotated[
-        str | None, typer.Option(help="'process' survives a killed process, 'host' also a reboot.")
+        str | None, option("'process' survives a killed process, 'host' also a reboot.")
     ] = None,
-    tracker: Annotated[Texts, option("Tracker of the run.", "NAME")] = None,
+    tracker: Annotated[Texts, repeatable("Tracker of the run.", "NAME")] = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Serve a run for workers started by hand, and print their commands. Ctrl-C ends it."""
+    """Serve a run for workers started by hand, and print their commands.
+
+    Ctrl-C ends it.
+    """
     from .serve_command import serve_run
 
     feed: dict[str, Any] | None = None
     if prompts is not None:
         feed = {"prompts": prompts, "group_size": group_size, "column": column, "epochs": epochs, "seed": seed}
     serve_run(
-        directory, address, Console(), feed, insecure=insecure, steps=steps, max_staleness=max_staleness, staleness_policy=staleness_policy,
-        capacity_rows=capacity_rows, durability=durability, trackers=tracker or [],
+        directory, address, Console(), feed, insecure=insecure, steps=steps, max_staleness=max_staleness,
+        staleness_policy=staleness_policy, capacity_rows=capacity_rows, durability=durability, trackers=tracker or [],
     )  # fmt: skip
 
 
@@ -220,14 +228,17 @@ app.command("new-plugin")(new_plugin)
 @app.command()
 def top(
     where: Queue,
-    once: Annotated[bool, typer.Option("--once", help="Print one screen and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and exit, for programs.")] = False,
+    once: Annotated[bool, option("Print one screen and exit.", "", "--once")] = False,
+    as_json: Annotated[bool, option("Print one JSON object and exit, for programs.", "", "--json")] = False,
     key: Key = None,
     insecure: Insecure = False,
     every: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two updates.")] = 1.0,
     debug: Debug = False,
 ) -> None:
-    """Show a running queue live: rows, weights, clients, and why each client waits. Keys: q quits."""
+    """Show a running queue live: rows, weights, clients, and why clients wait.
+
+    Press q to quit.
+    """
     from .top import QueueMonitor
 
     console = Console()
@@ -244,12 +255,15 @@ def top(
 def evict(
     where: Queue,
     session: Annotated[int, typer.Argument(min=1, help="The client's session, from `asyncflow top --json`.")],
-    reason: Annotated[str, typer.Option(help="Reason for the log.")] = "its host is gone",
+    reason: Annotated[str, option("Reason for the log.")] = "its host is gone",
     key: Key = None,
     insecure: Insecure = False,
     debug: Debug = False,
 ) -> None:
-    """Remove a client of a lost host and return its leases. Other ended clients are detected automatically."""
+    """Remove a client of a lost host, and return its leases.
+
+    Other ended clients are detected automatically.
+    """
     from ..workflow import connect
 
     with connect(where, key=key, insecure=insecure, name="evict") as run:
@@ -263,7 +277,10 @@ def resume(
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:
-    """Resume a killed, failed or interrupted run from its newest checkpoint, live, and write a report."""
+    """Resume a run from its newest checkpoint, live, and write a report.
+
+    For a killed, failed or interrupted run.
+    """
     from .run_command import resume_run
 
     resume_run(run_dir, Console())
@@ -275,7 +292,10 @@ def replay(
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:
-    """Replay a run's journal offline and print its events. Exit code 1 if the result differs from the run's."""
+    """Replay a run's journal offline and print its events.
+
+    Exit code 1 if the result differs from the run's.
+    """
     from ..queue.replay import replay as replay_journal
 
     found = replay_journal(run_dir, on_milestone=lambda milestone: typer.echo(str(milestone)))
@@ -285,7 +305,10 @@ def replay(
 
 @app.command()
 def plugins(as_json: Json = False, no_plugin: NoPlugin = None, debug: Debug = False) -> None:
-    """List installed adapters and their missing requirements. Exit code 1 if a plugin is broken."""
+    """List installed adapters and their missing requirements.
+
+    Exit code 1 if a plugin is broken.
+    """
     from .plugin_list import PluginList
 
     listing = PluginList.of_this_environment()
@@ -299,31 +322,34 @@ def plugins(as_json: Json = False, no_plugin: NoPlugin = None, debug: Debug = Fa
 @app.command()
 def check(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Adapter, or module:attribute; default: all installed engines.")
+        MaybeText, typer.Argument(metavar="[NAME]", help="Adapter or module:attribute; default: all engines.")
     ] = None,
-    kind: Annotated[str, typer.Option(help="Kind of the adapter, if the name is ambiguous: rollout, train, transport, ...")] = "",
-    tier: Annotated[str, typer.Option(help="Highest tier to run: basic, full or chaos.")] = "full",
-    only: Annotated[Texts, option("Run this check only.", "CHECK")] = None,
-    model: Annotated[str | None, typer.Option(help="Hugging Face folder to check with; default: a small generated one.", metavar="PATH")] = None,
+    kind: Annotated[str, option("Kind of the adapter, if ambiguous: rollout, train, transport, ...")] = "",
+    tier: Annotated[str, option("Highest tier to run: basic, full or chaos.")] = "full",
+    only: Annotated[Texts, repeatable("Run this check only.", "CHECK")] = None,
+    model: Annotated[MaybeText, option("Hugging Face folder to check with; default: a generated one.", "PATH")] = None,
     policy: Annotated[
-        str | None, typer.Option(help="Policy with the expected answers, for other kinds of models.", metavar="MODULE:NAME")
+        MaybeText, option("Policy with the expected answers, for other kinds of models.", "MODULE:NAME")
     ] = None,
-    options: Annotated[Texts, option("Option of the engine, for example threads=1.", "NAME=VALUE", "--option")] = None,
-    expect: Annotated[Texts, option("Check expected to fail, and the reason; passing is an error.", "CHECK=REASON")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Dtype of the model's weights; default: as stored.", metavar="NAME")] = None,
+    options: Annotated[Texts, repeatable("Engine option, for example threads=1.", "NAME=VALUE", "--option")] = None,
+    expect: Annotated[Texts, repeatable("Check that must fail, and the reason.", "CHECK=REASON")] = None,
+    dtype: Annotated[MaybeText, option("Dtype of the model's weights; default: as stored.", "NAME")] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="Maximum difference of log-probs, in nats; default: by dtype.", metavar="NATS")
+        float | None, option("Maximum difference of log-probs, in nats; default: by dtype.", "NATS")
     ] = None,
-    limit: Annotated[float, typer.Option(min=0.1, help="Time limit of a check, in seconds.")] = 100.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of randomized checks; default: a constant.")] = None,
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks (processes) of a train engine.")] = 1,
-    json: Annotated[Path | None, typer.Option(dir_okay=False, help="File for the results as JSON.", metavar="PATH")] = None,
-    show: Annotated[bool, typer.Option("--list", help="List all checks; run none.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="With --list: print a Markdown table.")] = False,
+    limit: Annotated[float, option("Time limit of a check, in seconds.", min=0.1)] = 100.0,
+    seed: Annotated[int | None, option("Seed of randomized checks; default: a constant.")] = None,
+    world_size: Annotated[int, option("Ranks (processes) of a train engine.", min=1)] = 1,
+    json: Annotated[Path | None, option("File for the results as JSON.", "PATH", dir_okay=False)] = None,
+    show: Annotated[bool, option("List all checks; run none.", "", "--list")] = False,
+    markdown: Annotated[bool, option("With --list: print a Markdown table.", "", "--markdown")] = False,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Run the conformance kit on an engine and explain failures. Exit code 1 if a check fails."""
+    """Run the conformance kit on an engine and explain failures.
+
+    Exit code 1 if a check fails.
+    """
     from .check import CheckOptions, run_checks, show_checks
 
     console = Console()
@@ -331,8 +357,8 @@ def check(
         show_checks(console, markdown=markdown)
         return
     chosen = CheckOptions(
-        kind, tier, only or (), model, policy, named_options(options, "--option"), expect or (), limit, seed, tolerance, dtype,
-        world_size,
+        kind, tier, only or (), model, policy, named_options(options, "--option"), expect or (), limit, seed, tolerance,
+        dtype, world_size,
     )  # fmt: skip
     raise typer.Exit(0 if run_checks(name, chosen, console, json) else 1)
 
@@ -341,15 +367,18 @@ def check(
 def doctor(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[PATH]...", help="Workflow files (FILE.toml), run directories and key files to check."),
+        typer.Argument(metavar="[PATH]...", help="Workflow files (FILE.toml), run directories and key files."),
     ] = None,
-    python: Annotated[Texts, option("Interpreter of workers to check.", "PATH")] = None,
-    address: Annotated[Texts, option("Address to serve a run at, for example tcp://0.0.0.0:7000.", "ADDRESS")] = None,
+    python: Annotated[Texts, repeatable("Interpreter of workers to check.", "PATH")] = None,
+    address: Annotated[Texts, repeatable("Address for a run, for example tcp://0.0.0.0:7000.", "ADDRESS")] = None,
     as_json: Json = False,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Check interpreters, plugins and this machine before a run. Exit code 1 if something will not work."""
+    """Check interpreters, plugins and this machine before a run.
+
+    Exit code 1 if something will not work.
+    """
     from .doctor import examine
 
     examination = examine(paths or [], python or [], address or [])

@@ -57,7 +57,7 @@ def reward_curve(record: RunRecord) -> str:
     if not len(steps):
         return ""
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         axes.plot(*thin(steps, rewards), color=ACCENT, alpha=0.45, lw=0.9, label="each step")
         means = trailing(rewards, TRAILING)
@@ -66,7 +66,7 @@ def reward_curve(record: RunRecord) -> str:
         step_axis(axes, steps)
         axes.legend(loc="best")
 
-    return svg("reward", "Reward over steps", 3.0, draw)
+    return svg("reward", "Reward over steps", 3.0, _draw)
 
 
 def staleness_and_lag(record: RunRecord) -> str:
@@ -77,7 +77,7 @@ def staleness_and_lag(record: RunRecord) -> str:
     if not len(means) and not len(most) and len(lags) < 2:
         return ""
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         upper, lower = figure.subplots(2, 1)
         upper.plot(*thin(max_steps, most, np.max), color=_ORANGE, lw=3, alpha=0.6, label="oldest token of the step")
         below = np.zeros(len(means))
@@ -102,7 +102,7 @@ def staleness_and_lag(record: RunRecord) -> str:
             axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
         time_axis(lower, 0.0, end - start)
 
-    return svg("staleness", "Staleness per step and publish lag over time", 3.9, draw)
+    return svg("staleness", "Staleness per step and publish lag over time", 3.9, _draw)
 
 
 def length_histograms(record: RunRecord) -> str:
@@ -116,7 +116,7 @@ def length_histograms(record: RunRecord) -> str:
     each = max((high - low) // 48, 1)  # bins of few rows would be noise
     edges = [*range(low, high, each), high]
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         xs = [bin_start(number) for number in edges]
         for (name, lengths), colour in zip(found.items(), (IDLE, ACCENT), strict=True):
@@ -133,7 +133,7 @@ def length_histograms(record: RunRecord) -> str:
         axes.set(xlabel="tokens of a response", ylabel="share of rows, %")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
 
-    return svg("lengths", "Response lengths, generated and trained", 2.6, draw)
+    return svg("lengths", "Response lengths, generated and trained", 2.6, _draw)
 
 
 def whole_run(record: RunRecord) -> str:
@@ -148,7 +148,7 @@ def whole_run(record: RunRecord) -> str:
         slices = min(max(len(record.steps) // 2, 40), slices)
     edges = np.linspace(start, end, slices + 1)
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         for lane, (worker, mine) in enumerate(intervals.items()):
             base = np.full(slices, lane + 0.4)
@@ -164,7 +164,7 @@ def whole_run(record: RunRecord) -> str:
         _lanes(axes, intervals, extra)
         time_axis(axes, 0.0, end - start)
 
-    return svg("whole-run", "What each worker did over the whole run", _height(intervals), draw)
+    return svg("whole-run", "What each worker did over the whole run", _height(intervals), _draw)
 
 
 def zoom(record: RunRecord) -> tuple[str, int]:
@@ -184,7 +184,7 @@ def zoom(record: RunRecord) -> tuple[str, int]:
     origin = _bounds(record)[0]
     steps = [step for step in record.steps if start <= step.time_s <= end]
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         for lane, mine in enumerate(intervals.values()):
             for kind in order(p.kind for p in mine):
@@ -199,7 +199,7 @@ def zoom(record: RunRecord) -> tuple[str, int]:
         _lanes(axes, intervals, [Line2D([], [], color=INK, lw=0.7, ls=(0, (2, 3)), label="a step is trained")])
         time_axis(axes, start - origin, end - origin)
 
-    return svg("zoom", "What each worker did during some steps", _height(intervals), draw), max(len(steps) - 1, 1)
+    return svg("zoom", "What each worker did during some steps", _height(intervals), _draw), max(len(steps) - 1, 1)
 
 
 def time_shares(record: RunRecord) -> str:
@@ -209,7 +209,7 @@ def time_shares(record: RunRecord) -> str:
         return ""
     whole = np.array(_bounds(record))
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         for lane, mine in enumerate(intervals.values()):
             left = 0.0
@@ -223,7 +223,7 @@ def time_shares(record: RunRecord) -> str:
         _lanes(axes, intervals, [])
         axes.set(xlim=(0, 100), xlabel="share of the run, %")
 
-    return svg("shares", "Share of time by kind of work for each worker", _height(intervals), draw)
+    return svg("shares", "Share of time by kind of work for each worker", _height(intervals), _draw)
 
 
 def small_multiples(record: RunRecord) -> str:
@@ -236,7 +236,7 @@ def small_multiples(record: RunRecord) -> str:
     columns = 2 if len(series) in (2, 4) else min(len(series), 3)
     rows = math.ceil(len(series) / columns)
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         for i, (name, (steps, values)) in enumerate(series.items()):
             axes = figure.add_subplot(rows, columns, i + 1)
             axes.plot(*thin(steps, values), color=ACCENT, lw=0.6, alpha=0.45)
@@ -246,7 +246,7 @@ def small_multiples(record: RunRecord) -> str:
             axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
             axes.yaxis.set_major_formatter(FuncFormatter(short))
 
-    return svg("metrics", "Other metrics over steps", 1.7 * rows + 0.1, draw)
+    return svg("metrics", "Other metrics over steps", 1.7 * rows + 0.1, _draw)
 
 
 def _intervals(record: RunRecord) -> dict[str, list[Interval]]:

@@ -51,7 +51,8 @@ class CheckOptions:
 
 
 def run_checks(name: str | None, options: CheckOptions, console: Console, json_path: Path | None) -> bool:
-    """Check one engine by name, or all installed ones. Return True if no check failed. Raises ConfigError and PluginError."""
+    """Check one engine by name, or all installed ones. Return True if no check failed. Raises
+    ConfigError and PluginError."""
     if options.tier not in TIERS:
         raise ConfigError(f"--tier is one of {', '.join(TIERS)}, not {options.tier!r}")
     reports: list[Report] = []
@@ -75,7 +76,8 @@ def run_checks(name: str | None, options: CheckOptions, console: Console, json_p
 
 
 class _ResultsFile:
-    """The JSON file of results, replaced atomically after each check. ``ok`` is true only if also ``complete``."""
+    """The JSON file of results, replaced atomically after each check. ``ok`` is true only if also
+    ``complete``."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -144,7 +146,8 @@ def _spec(kind: str, engine: str, options: CheckOptions) -> dict[str, Any]:
 def _kit(
     runner: SubprocessRunner, engine: str, options: CheckOptions, *, alone: bool, console: Console
 ) -> Conformance | None:
-    """Return the kit for an engine; None if none of the chosen checks applies to it and no engine was named."""
+    """Return the kit for an engine; None if none of the chosen checks applies to it and no engine
+    was named."""
     known = None if runner.kind else runner.unknowable
     pairs = dict(each.partition("=")[::2] for each in options.expected)
     names = {each.name for each in checks_of(runner.kind)}
@@ -165,7 +168,8 @@ def _kit(
 
 
 def _run(kit: Conformance, runner: SubprocessRunner, console: Console, on_result: Callable[[Report], None]) -> Report:
-    """Run each check and print its result. Checks with an engine of their own run last; the others share one."""
+    """Run each check and print its result. Checks with an engine of their own run last; the others
+    share one."""
     console.print(
         Text(f"{kit.kind} {kit.engine}: {len(kit.checks)} check{'s' * (len(kit.checks) != 1)}", "bold"),
         soft_wrap=True,
@@ -199,8 +203,8 @@ def _line(result: Result, console: Console) -> Text:
 
 
 def _print_verdict(report: Report, left: Sequence[str], console: Console) -> None:
-    """Print each failure once with all its checks, its meaning and a hint, then the level. ``left``: processes alive after
-    the engine was closed."""
+    """Print each failure once with all its checks, its meaning and a hint, then the level.
+    ``left``: processes alive after the engine was closed."""
     alike: dict[str, list[Result]] = {}
     for result in report.results:
         if result.bad:

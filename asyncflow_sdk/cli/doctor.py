@@ -37,7 +37,8 @@ class Examination(msgspec.Struct, kw_only=True):
 
 
 def examine(paths: Sequence[Path], pythons: Sequence[str], addresses: Sequence[str]) -> Examination:
-    """Examine interpreters and machine. ``paths``: TOML workflows, run directories, key files. Raises ConfigError for others."""
+    """Examine interpreters and machine. ``paths``: TOML workflows, run directories, key files.
+    Raises ConfigError for others."""
     interpreters: dict[str | None, Interpreter] = {None: Interpreter(None)}
     runs: list[Path] = []
     files: list[Path] = []
@@ -69,7 +70,8 @@ def examine(paths: Sequence[Path], pythons: Sequence[str], addresses: Sequence[s
 
 
 def _workflow_problems(file: Path, findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Run the checks of ``asyncflow run`` on a workflow; skip problems already found in an interpreter."""
+    """Run the checks of ``asyncflow run`` on a workflow; skip problems already found in an
+    interpreter."""
     problems = problems_of_file(file)
     if not problems:
         yield Finding(str(file), "workflow", FINE, "valid: its parts fit together")

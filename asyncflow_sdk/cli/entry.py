@@ -6,7 +6,7 @@ from .signals import exit_on_interrupt
 
 
 def main() -> None:
-    """Run the command. Ctrl-C during its imports, too, prints one line and exits with status 130."""
+    """Run the command. Ctrl-C prints one line and exits with status 130, also during imports."""
     exit_on_interrupt()
     from .app import main as run_app
 

@@ -2,8 +2,8 @@
 
     svg("reward", "Reward over steps", 3.0, lambda figure: figure.add_subplot().plot(steps, rewards))
 
-Importing this module imports matplotlib. Text and lines use the page's colours, so one figure serves the light
-and the dark theme; text stays text in the page's font.
+Importing this module imports matplotlib. Text and lines use the page's colours, so one figure
+serves the light and the dark theme; text stays text in the page's font.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ _STYLE: dict[Any, Any] = {
 
 
 def svg(name: str, label: str, height_in: float, draw: Callable[[Figure], None]) -> str:
-    """Return the figure drawn by ``draw`` as SVG. ``name`` prefixes its ids: several figures share a page."""
+    """Return the figure drawn by ``draw`` as SVG. ``name`` prefixes its ids: several figures share
+    a page."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         # The browser has a font for scripts missing in this one.
         warnings.simplefilter("ignore", UserWarning)
@@ -92,7 +93,7 @@ def time_axis(axes: Axes, low: float, high: float) -> None:
     step = next((s for s in scale if s >= tenth), math.ceil(tenth / 86400) * 86400)
     digits = next(d for d in range(4) if round(step, d) == step)
 
-    def clock(seconds: float, _: int | None) -> str:
+    def _clock(seconds: float, _: int | None) -> str:
         seconds = round(seconds, digits)
         whole = int(seconds)
         part = f"{seconds - whole:.{digits}f}"[1:] if digits else ""
@@ -101,14 +102,15 @@ def time_axis(axes: Axes, low: float, high: float) -> None:
 
     axes.set_xlim(low, high)
     axes.xaxis.set_major_locator(MultipleLocator(step))
-    axes.xaxis.set_major_formatter(FuncFormatter(clock))
+    axes.xaxis.set_major_formatter(FuncFormatter(_clock))
     axes.set_xlabel(
         "time since start (hours:minutes:seconds)" if high >= 3600 else "time since start (minutes:seconds)"
     )
 
 
 def step_axis(axes: Axes, steps: Series, most: int = 9) -> None:
-    """Label the x axis with whole steps. Fewer than 12 steps are drawn as dots: one step makes no line."""
+    """Label the x axis with whole steps. Fewer than 12 steps are drawn as dots: one step makes no
+    line."""
     low, high = (float(steps[0]), float(steps[-1])) if len(steps) else (0.0, 0.0)
     room = max(0.01 * (high - low), 0.5)
     axes.set_xlim(low - room, high + room)

@@ -15,7 +15,8 @@ _STYLES = {FINE: "green", NOTE: "cyan", WARNING: "yellow", FAILS: "bold red"}
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One fact. ``where``: an interpreter, the machine, a file. ``level``: fine, note, warning or fails."""
+    """One fact. ``where``: an interpreter, the machine, a file. ``level``: fine, note, warning or
+    fails."""
 
     where: str
     subject: str

@@ -17,7 +17,7 @@ def sparkline(values: Sequence[float], low: float, high: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: 45 s, 2:05, 1:02:03. A value that is not finite becomes a dash."""
+    """Format seconds: 45 s, 2:05, 1:02:03. An infinite or nan value becomes a dash."""
     if not math.isfinite(seconds):
         return "–"
     whole = max(round(seconds), 0)
@@ -28,12 +28,13 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float, digits: int = 2) -> str:
-    """Format a measured number; a value that is not finite becomes a dash."""
+    """Format a measured number; an infinite or nan value becomes a dash."""
     return f"{value:.{digits}f}" if math.isfinite(value) else "–"
 
 
 def rate(value: float) -> str:
-    """Format a count or a rate in few cells: 0.4, 12, 3,400, 12.3k. A value that is not finite becomes a dash."""
+    """Format a count or a rate in few cells: 0.4, 12, 3,400, 12.3k. An infinite or nan value
+    becomes a dash."""
     if not math.isfinite(value):
         return "–"
     if 0 < value < 10:
@@ -42,7 +43,7 @@ def rate(value: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Format bytes with a decimal unit: 1.5 kB, 250 MB. A value that is not finite becomes a dash."""
+    """Format bytes with a decimal unit: 1.5 kB, 250 MB. An infinite or nan value becomes a dash."""
     if not math.isfinite(nbytes):
         return "–"
     for unit in ("B", "kB", "MB", "GB"):
@@ -58,7 +59,8 @@ def plural(count: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace control characters and line breaks by spaces: text from workers must not control the terminal."""
+    """Replace control characters and line breaks by spaces: text from workers must not control the
+    terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

@@ -1,4 +1,5 @@
-"""The interpreters of workers: their SDK, plugins and engines, compared with the needs of a workflow."""
+"""The interpreters of workers: their SDK, plugins and engines, compared with the needs of a
+workflow."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ print(json.dumps({"python": platform.python_version(), "executable": sys.executa
 
 @dataclass
 class Interpreter:
-    """``program``: as given by the user; None: this one. ``wants``: (kind, name, where) of adapters needed by a workflow."""
+    """``program``: as given by the user; None: this one. ``wants``: (kind, name, where) of adapters
+    needed by a workflow."""
 
     program: str | None
     wants: list[tuple[str, str, str]] = field(default_factory=list)
@@ -160,7 +162,8 @@ def _torch(interpreter: Interpreter, seen: EnvironmentReport, gpus: Sequence[str
 
 
 def interpreters_of(file: Path) -> dict[str | None, Interpreter]:
-    """Return the interpreters in a workflow file, with the adapters needed in each. Raises ConfigError for invalid TOML."""
+    """Return the interpreters in a workflow file, with the adapters needed in each. Raises
+    ConfigError for invalid TOML."""
     try:
         tables: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -169,7 +172,7 @@ def interpreters_of(file: Path) -> dict[str | None, Interpreter]:
         raise ConfigError(f"{file} is not valid TOML: {error}") from None
     found: dict[str | None, Interpreter] = {None: Interpreter(None)}
 
-    def want(table: Any, kind: str, name: Any, of: str, *, here: bool = False) -> None:
+    def _want(table: Any, kind: str, name: Any, of: str, *, here: bool = False) -> None:
         program = None if here or not isinstance(table, dict) else table.get("python")
         if isinstance(program, str) and "/" in program:
             program = os.path.abspath(file.parent / program)
@@ -178,22 +181,22 @@ def interpreters_of(file: Path) -> dict[str | None, Interpreter]:
             each.wants.append((kind, name, f"{file.name}, {of}"))
 
     for number, table in enumerate(_tables(tables.get("rollout"))):
-        want(table, "rollout", table.get("engine"), f"rollout {number}")
-        want(table, "launcher", table.get("launcher"), f"rollout {number}", here=True)
+        _want(table, "rollout", table.get("engine"), f"rollout {number}")
+        _want(table, "launcher", table.get("launcher"), f"rollout {number}", here=True)
     for number, table in enumerate(_tables(tables.get("stages"))):
         work = table.get("work")
         for key, kind in (("logprobs", "train"), ("generate", "rollout")):
-            want(table, kind, work.get(key) if isinstance(work, dict) else None, f"stage {number}")
+            _want(table, kind, work.get(key) if isinstance(work, dict) else None, f"stage {number}")
     for table in _tables(tables.get("train")):
-        want(table, "train", table.get("engine"), "train")
-        want(table, "algorithm", _name(table.get("algorithm")), "train.algorithm")
-        want(table, "launcher", table.get("launcher"), "train", here=True)
+        _want(table, "train", table.get("engine"), "train")
+        _want(table, "algorithm", _name(table.get("algorithm")), "train.algorithm")
+        _want(table, "launcher", table.get("launcher"), "train", here=True)
     trackers = tables.get("trackers", [])
     for tracker in trackers if isinstance(trackers, list) else [trackers]:
-        want(None, "tracker", _name(tracker), "trackers", here=True)
+        _want(None, "tracker", _name(tracker), "trackers", here=True)
     for table in _tables(tables.get("weights")):
         transport = table.get("transport")
-        want(None, "transport", None if transport == "auto" else transport, "weights", here=True)
+        _want(None, "transport", None if transport == "auto" else transport, "weights", here=True)
     return found
 
 

@@ -3,8 +3,8 @@
     with LiveView(total_steps=300, title="demo") as view:
         run(..., sinks=[view])          # view(event), from any thread
 
-A terminal is redrawn once a second. A pipe or a CI log gets one line every ten steps, at most one in ten
-seconds. Warnings, errors and changes of workers are printed at once in both.
+A terminal is redrawn once a second. A pipe or a CI log gets one line every ten steps, at most one
+in ten seconds. Warnings, errors and changes of workers are printed at once in both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _STYLE = {"warning": "yellow", "error": "bold red", "failed": "bold red", "resta
 class LiveView:
     """Show a run from its events. It never raises an error into the run.
 
-    Calling it is thread-safe and cheap: a separate thread draws. ``clock``: the clock of the events, seconds.
+    Calling it is thread-safe and cheap: a separate thread draws. ``clock``: the clock of the
+    events, seconds.
     """
 
     def __init__(

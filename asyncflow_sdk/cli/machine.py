@@ -105,7 +105,7 @@ def _loopback() -> Finding:
 
 
 def address(text: str) -> Finding:
-    """Check that a run can be served at an address now. Raises ConfigError for an invalid address."""
+    """Check that a run can be served at an address now. Raises ConfigError if it is none."""
     matched = re.fullmatch(r"tcp://(\[[\w:.]+\]|[\w.*-]+):(\d+|\*)", text)
     port = 0 if matched is None or matched[2] == "*" else int(matched[2])
     if matched is None or port > 65535:

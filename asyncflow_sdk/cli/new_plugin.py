@@ -1,4 +1,5 @@
-"""``asyncflow new-plugin``: write a small plugin package. It works, and passes the conformance kit unchanged."""
+"""``asyncflow new-plugin``: write a small plugin package. It works, and passes the conformance kit
+unchanged."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ _PLAIN = {"dependencies": '"asyncflow-sdk"', "requires": "", "kit": "", "more": 
 
 
 def write_plugin(name: str, kind: str, folder: Path) -> list[Path]:
-    """Write the package into ``folder`` and return its files. Raises ConfigError before anything is written."""
+    """Write the package into ``folder`` and return its files. Raises ConfigError before anything is
+    written."""
     if kind not in KINDS:
         raise ConfigError(f"--kind {kind}: no such kind; there are {', '.join(KINDS)}")
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
@@ -90,7 +92,10 @@ def new_plugin(
     kind: Annotated[str, typer.Option(help=f"Kind of adapter: {', '.join(KINDS)}.", show_default=False)],
     into: Annotated[Path | None, typer.Option(help="New directory.", show_default="./NAME", metavar="DIR")] = None,
 ) -> None:
-    """Write a new plugin package. It works and passes the conformance kit; replace its parts by your own."""
+    """Write a new plugin package.
+
+    It works and passes the conformance kit; replace its parts by your own.
+    """
     folder = into or Path(name)
     files = write_plugin(name, kind, folder)
     console = Console()

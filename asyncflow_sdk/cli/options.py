@@ -1,4 +1,5 @@
-"""Options shared by commands. ``--debug`` and ``--no-plugin`` take effect when they are parsed, before the command runs."""
+"""Options shared by commands. ``--debug`` and ``--no-plugin`` take effect when they are parsed,
+before the command runs."""
 
 from __future__ import annotations
 
@@ -37,16 +38,23 @@ NoPlugin = Annotated[
     ),
 ]  # fmt: skip
 Queue = Annotated[str, typer.Argument(metavar="ADDRESS", help="Address of a running queue, or its run's directory.")]
+MaybeText = str | None
 Texts = list[str] | None
 
 
-def option(help_text: str, metavar: str, *names: str) -> Any:
-    """Return a repeatable text option."""
-    return typer.Option(*names, help=f"{help_text} Repeatable.", metavar=metavar)
+def option(text: str, metavar: str = "", *names: str, **more: Any) -> Any:
+    """Return an option with help text. ``names``: if it is not called like its parameter."""
+    return typer.Option(*names, help=text, metavar=metavar or None, **more)
+
+
+def repeatable(text: str, metavar: str, *names: str) -> Any:
+    """Return a text option for several values."""
+    return option(f"{text} Repeatable.", metavar, *names)
 
 
 def named_options(given: list[str] | None, flag: str = "--set") -> dict[str, Any]:
-    """Parse NAME=VALUE options. A value is JSON if it parses as JSON, else text. Raises ConfigError."""
+    """Parse NAME=VALUE options. A value is JSON if it parses as JSON, else text. Raises
+    ConfigError."""
     options: dict[str, Any] = {}
     for each in given or ():
         name, equals, value = each.partition("=")

@@ -15,7 +15,7 @@ from .formats import plural
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter. ``missing``: missing requirements and the reasons; ``install``: the pip command."""
+    """One adapter. ``missing``: missing requirements, with reasons; ``install``: the pip command."""
 
     kind: str
     name: str

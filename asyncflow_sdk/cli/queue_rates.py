@@ -1,7 +1,8 @@
 """Rates of a queue: differences between its status reports.
 
 rates = QueueRates(); rates.add(queue.status()); ...; rates.add(queue.status())
-rates.arrived["reward"], rates.completed["reward"], rates.put, rates.ended, rates.written_bytes   # per second; nan at first
+rates.arrived["reward"], rates.completed["reward"], rates.put, rates.ended, rates.written_bytes   #
+per second; nan at first
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ HISTORY = 240
 
 
 class QueueRates:
-    """Rates over the last five seconds. ``history``: rows per second completed by each task, one value per report."""
+    """Rates over the last five seconds. ``history``: rows per second completed by each task, one
+    value per report."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s

@@ -1,4 +1,5 @@
-"""The screen of ``asyncflow top``: a queue's status report as lines of text, with every waiting client and its reason.
+"""The screen of ``asyncflow top``: a queue's status report as lines of text, with every waiting
+client and its reason.
 
 for line in queue_screen(report, rates, title="runs/x", width=80, height=24): ...
 """
@@ -27,21 +28,22 @@ _NARROW, _WIDE = 70, 90
 def queue_screen(
     report: StatusReport, rates: QueueRates, *, title: str, width: int, height: int, foot: str = "", ascii_only: bool = False
 ) -> list[Text]:  # fmt: skip
-    """Return at most ``height`` lines of fewer than ``width`` cells. ``foot``: the text of the last line."""
+    """Return at most ``height`` lines of fewer than ``width`` cells. ``foot``: the text of the last
+    line."""
     width = max(width, 20)
     header = [*_header(report, rates, title, width - 2), Text()]
     foot = foot if height >= 16 else ""
     free = max(height - len(header) - (2 if foot else 0), 6)
     task_lines = min(len(report.rows) + 2, max(free // 2, 3))
 
-    def draw(most: int) -> list[RenderableType]:
+    def _draw(most: int) -> list[RenderableType]:
         tasks = _tasks(report, rates, width - 2, max(free // 2, 3))
         weights, lines = weights_table(report, width - 2, max(free // 3, 3), most)
         shown = lines and free >= task_lines + lines + 7
         clients = _clients(report, width - 2, max(free - task_lines - (lines + 1) * bool(shown) - 1, 2), most)
         return [*header, *tasks, *([Text(), *weights] if shown else []), Text(), *clients]
 
-    lines = fit(draw, width, height - (2 if foot else 0), most=6, ascii_only=ascii_only)
+    lines = fit(_draw, width, height - (2 if foot else 0), most=6, ascii_only=ascii_only)
     if foot:
         lines += [Text()] * (height - 1 - len(lines)) + [Text(f" {foot}", "dim")]
     return lines
@@ -142,7 +144,8 @@ class _ClientLine:
 
 
 def _clients(report: StatusReport, width: int, most: int, lines: int) -> list[RenderableType]:
-    """Waiting clients, the longest wait first; then clients with leases, the oldest lease first; then the others."""
+    """Waiting clients, the longest wait first; then clients with leases, the oldest lease first;
+    then the others."""
     entries = _entries(report)
     shown = entries if len(entries) <= most - 1 else entries[: max(most - 2, 1)]
     first = min(max([8, *(cell_len(entry.name) + 2 for entry in entries)]), 24, max(width // 4, 10))
@@ -183,7 +186,8 @@ def _entries(report: StatusReport) -> list[_ClientLine]:
 
 
 def _is_notified_while_working(report: StatusReport, parked: ParkedStatus) -> bool:
-    """True if the parked request is a notification, for lost rows or newer weights: its client works meanwhile."""
+    """True if the parked request is a notification, for lost rows or newer weights: its client
+    works meanwhile."""
     if parked.verb == "lost":
         return True
     if not parked.verb.startswith("weights "):

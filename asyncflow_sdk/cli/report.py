@@ -28,8 +28,8 @@ _LOG_LINES = 200
 def write_report(run_dir: Path) -> Path:
     """Write ``report.html`` into a run directory and return its path.
 
-    Raises ConfigError if the directory holds no events or is not writable, PluginError if matplotlib or jinja2 is
-    not installed.
+    Raises ConfigError if the directory holds no events or is not writable, PluginError if
+    matplotlib or jinja2 is not installed.
     """
     record = read_record(run_dir)
     target = run_dir / "report.html"

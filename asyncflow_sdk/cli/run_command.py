@@ -1,4 +1,5 @@
-"""``asyncflow run`` and ``asyncflow resume``: run a workflow live, then print its summary and write its report page."""
+"""``asyncflow run`` and ``asyncflow resume``: run a workflow live, then print its summary and write
+its report page."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ _SKIPPED = "skipped after Ctrl-C; `asyncflow report {}` writes it"
 
 
 def run_file(file: Path, out: Path | None, changes: list[str], shown: str, console: Console) -> None:
-    """Run the workflow of ``file`` into ``out``. ``changes``: "train.lr=1e-5". ``shown``: "text" or "mermaid" prints it
-    and starts nothing. Raises the errors of ``load_workflow`` and ``Workflow.run``."""
+    """Run the workflow of ``file`` into ``out``. ``changes``: "train.lr=1e-5". ``shown``: "text" or
+    "mermaid" prints it and starts nothing. Raises the errors of ``load_workflow`` and
+    ``Workflow.run``."""
     pairs = [change.partition("=") for change in changes]
     for name, equals, _ in pairs:
         if not equals or not name.strip():
@@ -42,7 +44,8 @@ def run_file(file: Path, out: Path | None, changes: list[str], shown: str, conso
 
 
 def resume_run(out: Path, console: Console) -> None:
-    """Resume the run in a directory, live; a completed run is only reported. Raises the errors of ``Workflow.resume``."""
+    """Resume the run in a directory, live; a completed run is only reported. Raises the errors of
+    ``Workflow.resume``."""
     workflow = again(out)
     if read_summary(out).get("status") != "completed":
         with (
@@ -57,8 +60,8 @@ def resume_run(out: Path, console: Console) -> None:
 
 @contextlib.contextmanager
 def outcome_of(out: Path, console: Console) -> Iterator[None]:
-    """Show the outcome of the run in the block, also after an error. An earlier run in the directory is not shown. After
-    repeated interrupts no report page is written."""
+    """Show the outcome of the run in the block, also after an error. An earlier run in the
+    directory is not shown. After repeated interrupts no report page is written."""
     before, hurried = _summary_id(out), False
     try:
         yield
@@ -80,8 +83,8 @@ def _summary_id(out: Path) -> tuple[int, int] | None:
 
 
 def show_outcome(out: Path, console: Console, page: bool = True) -> None:
-    """Write the report page of an ended run, unless ``page`` is False, and print the table of its summary. Ctrl-C skips the
-    page and is raised again."""
+    """Write the report page of an ended run, unless ``page`` is False, and print the table of its
+    summary. Ctrl-C skips the page and is raised again."""
     file = out / "summary.json"
     summary: dict[str, Any] = json.loads(file.read_text())
     try:

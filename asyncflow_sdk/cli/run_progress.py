@@ -5,8 +5,8 @@
         progress.add(event)
     progress.reward, progress.lag, progress.rows["train"]["ready"]
 
-It does no I/O and reads no clock: the time is that of the newest event. Its memory grows with the number of
-tasks and workers, not with the length of the run. Not thread-safe.
+It does no I/O and reads no clock: the time is that of the newest event. Its memory grows with the
+number of tasks and workers, not with the length of the run. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class WorkerProgress:
 
 @dataclass
 class RunProgress:
-    """The current state of a run. ``None`` and ``nan``: not known yet. ``in_flight``, ``in_queue``: the parts of
-    ``staleness_mean``."""
+    """The current state of a run. ``None`` and ``nan``: not known yet. ``in_flight``, ``in_queue``:
+    the parts of ``staleness_mean``."""
 
     total_steps: int
     start_s: float = math.nan

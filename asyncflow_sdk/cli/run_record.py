@@ -3,8 +3,8 @@
     record = read_record(Path("runs/demo"))
     record.steps[-1].metrics["reward"], record.summary.get("status")
 
-A killed run leaves a torn last line and no summary; a newer SDK writes unknown events. Such lines are counted
-in ``skipped``; ``remarks`` explains everything missing.
+A killed run leaves a torn last line and no summary; a newer SDK writes unknown events. Such lines
+are counted in ``skipped``; ``remarks`` explains everything missing.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def run_screen(
     foot = [Text(), Text(printable(run.note), "dim")] if run.note and height >= _TALL else []
     free = max(height - len(header) - len(foot), 4)
 
-    def draw(most: int) -> list[RenderableType]:
+    def _draw(most: int) -> list[RenderableType]:
         if width >= _WIDE:
             beside = Table.grid(padding=(0, 3, 0, 0))
             beside.add_column(width=_ROWS_WIDTH)
@@ -49,7 +49,7 @@ def run_screen(
         used = 3 + min(len(run.rows), max(free // 2, 3) - 2) + bool(run.returned)
         return [*header, *rows, Text(), *_workers(run, now_s, width - 2, max(free - used, 2), most), *foot]
 
-    return fit(draw, width, height, most=2, ascii_only=ascii_only)
+    return fit(_draw, width, height, most=2, ascii_only=ascii_only)
 
 
 def _title(run: RunProgress, title: str, now_s: float) -> Table:

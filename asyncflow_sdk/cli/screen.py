@@ -42,7 +42,8 @@ class Clipped:
 
 
 class Sparkline:
-    """A table cell: the newest of ``values`` as bars, as many as fit; nothing in less than 12 cells."""
+    """A table cell: the newest of ``values`` as bars, as many as fit; nothing in less than 12
+    cells."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = values
@@ -57,8 +58,8 @@ class Sparkline:
 
 
 def table(*heads: str, first: int | None = None, numbers: int = 0) -> Table:
-    """Make a table without borders. ``first``: cells of its first column. ``numbers``: align the others right,
-    at least so wide."""
+    """Make a table without borders. ``first``: cells of its first column. ``numbers``: align the
+    others right, at least so wide."""
     made = Table(
         box=None, padding=(0, 1 if numbers else 2, 0, 0), pad_edge=False, header_style="dim", show_header=any(heads)
     )
@@ -92,8 +93,8 @@ def bar(done: int, total: int, width: int) -> Text:
 def fit(
     draw: Callable[[int], Sequence[RenderableType]], width: int, height: int, *, most: int, ascii_only: bool = False
 ) -> list[Text]:
-    """Render ``draw`` into at most ``height`` lines of fewer than ``width`` cells. It is called with the largest number
-    of lines per cell, at most ``most``, for which the result fits."""
+    """Render ``draw`` into at most ``height`` lines of fewer than ``width`` cells. It is called
+    with the largest number of lines per cell, at most ``most``, for which the result fits."""
     for each in range(most, 0, -1):
         lines = _render(draw(each), width)
         if len(lines) <= height:
@@ -102,7 +103,8 @@ def fit(
 
 
 def _render(parts: Sequence[RenderableType], width: int) -> list[Text]:
-    """Render to lines. A column stays free on both sides: a filled last cell makes some terminals wrap."""
+    """Render to lines. A column stays free on both sides: a filled last cell makes some terminals
+    wrap."""
     console = _console()
     options = console.options.update(width=width - 2, no_wrap=True, overflow="ellipsis")
     lines = []

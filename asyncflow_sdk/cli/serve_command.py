@@ -30,8 +30,8 @@ MOST_QUEUED = 10_000
 
 
 class EventRelay:
-    """Pass the server's events to ``show`` in a separate thread, and wake ``wait_for``. A blocked terminal or pipe must not
-    block the server."""
+    """Pass the server's events to ``show`` in a separate thread, and wake ``wait_for``. A blocked
+    terminal or pipe must not block the server."""
 
     def __init__(self, show: Callable[[Event], None]) -> None:
         self._show = show
@@ -72,8 +72,9 @@ def serve_run(
     insecure: bool = False,
     **limits: Any,
 ) -> None:
-    """Serve until the stream and all its rows have ended, or Ctrl-C. ``feed``: arguments of ``Run.feed``; None if another
-    program puts the rows. Raises the errors of ``serve`` and ``load_prompts``."""
+    """Serve until the stream and all its rows have ended, or Ctrl-C. ``feed``: arguments of
+    ``Run.feed``; None if another program puts the rows. Raises the errors of ``serve`` and
+    ``load_prompts``."""
     steps = limits.get("steps")
     show = LiveView(steps, f"asyncflow serve {directory}", console) if steps else EventPrinter(console)
     relay = EventRelay(show)

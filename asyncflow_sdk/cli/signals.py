@@ -11,7 +11,8 @@ from typing import Any
 
 
 def exit_on_interrupt() -> None:
-    """Make Ctrl-C exit at once with status 130, until ``raise_on_interrupt``. Ignored signals stay ignored."""
+    """Make Ctrl-C exit at once with status 130, until ``raise_on_interrupt``. Ignored signals stay
+    ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background command ignores it
         signal.signal(signal.SIGINT, _exit)
 
@@ -35,10 +36,10 @@ def sigterm_as_interrupt() -> Iterator[None]:
         yield
         return
 
-    def stop(number: int, frame: Any) -> None:
+    def _stop(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         yield
     finally:

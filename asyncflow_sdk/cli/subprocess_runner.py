@@ -1,9 +1,11 @@
-"""Run the checks of an engine in a subprocess, so that a crash or a hang of the engine fails one check only.
+"""Run the checks of an engine in a subprocess, so that a crash or a hang of the engine fails one
+check only.
 
 with SubprocessRunner(spec) as runner:
     result = runner.ask(check)                   # a crash is a failed check; the next check gets a new process
 
-The process keeps its engine between checks. It and its descendants are killed after a failed check, and with this process.
+The process keeps its engine between checks. It and its descendants are killed after a failed check,
+and with this process.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ from ..errors import PluginError
 from ..testing.kit import Check, Result
 
 START_S, CLOSE_S, GRACE_S = 600.0, 30.0, 5.0
-"""Limits for importing the engine's library and making the engine, for closing it, and for its own report of a timeout."""
+"""Limits for importing the engine's library and making the engine, for closing it, and for its own
+report of a timeout."""
 
 _KIT = "asyncflow_sdk/testing/kit"
 
 
 class SubprocessRunner:
-    """``spec``: the arguments of `Conformance` for `kit.process`, as plain values. ``asked``: the kit's settings, known after
-    the first check. ``left``: processes alive after engines were closed, as "pid command"; they have been killed."""
+    """``spec``: the arguments of `Conformance` for `kit.process`, as plain values. ``asked``: the
+    kit's settings, known after the first check. ``left``: processes alive after engines were
+    closed, as "pid command"; they have been killed."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.spec = dict(spec)
@@ -42,7 +46,8 @@ class SubprocessRunner:
 
     @property
     def unknowable(self) -> str:
-        """The reason if the engine's correct answers cannot be known, else "". Raises PluginError if it cannot be loaded."""
+        """The reason if the engine's correct answers cannot be known, else "". Raises PluginError
+        if it cannot be loaded."""
         hello = self._started().hello
         self.kind = str(hello["kind"])
         return str(hello["unknowable"])
@@ -125,7 +130,8 @@ class _CheckProcess:
             raise
 
     def ask(self, check: Check, *, how: bool) -> dict[str, Any]:
-        """Run a check and return its result. ``how``: with the kit's settings. Raises _ProcessEnded."""
+        """Run a check and return its result. ``how``: with the kit's settings. Raises
+        _ProcessEnded."""
         self._allow(START_S)
         self._send({"ask": check.name, "how": how})
         result: dict[str, Any] = self._receive("result")
@@ -149,7 +155,8 @@ class _CheckProcess:
             self._guarded.line.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive(self, wanted: str) -> Any:
-        """Return the next message with this key; handle the others. Raises _ProcessEnded, or the engine's error."""
+        """Return the next message with this key; handle the others. Raises _ProcessEnded, or the
+        engine's error."""
         while True:
             message = self._message()
             if message is None:

@@ -78,7 +78,8 @@ def accounting(summary: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the names and values of a summary, known names first. ``accounting`` covers the counts of rows."""
+    """Return the names and values of a summary, known names first. ``accounting`` covers the counts
+    of rows."""
     texts = {key: _text(key, value) for key, value in summary.items() if value is not None}
     keys = [key for key in _NAMES if texts.get(key)]
     keys += [key for key, text in texts.items() if text and key not in (*_NAMES, *_FORMATS, "rows", "balanced")]

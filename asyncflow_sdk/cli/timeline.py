@@ -3,8 +3,8 @@
     intervals = flatten(record.spans["rollout-0"])     # one kind at a time, in order
     shares(intervals, edges)["generate"]               # its share of each slice of time
 
-Spans of one worker may overlap: parallel requests, a load while generating. At each moment only the first of
-``KINDS`` counts, and the shares never exceed 1 in sum.
+Spans of one worker may overlap: parallel requests, a load while generating. At each moment only the
+first of ``KINDS`` counts, and the shares never exceed 1 in sum.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _append(intervals: list[Interval], new: Interval) -> None:
 
 
 def shares(intervals: Sequence[Interval], edges: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float64]]:
-    """Return the share (0 to 1) of each slice between ``edges`` by kind, shape (len(edges) - 1,)."""
+    """Return the share (0 to 1) of each slice between ``edges``, by kind: (len(edges) - 1,)."""
     found: dict[str, npt.NDArray[np.float64]] = {}
     for kind in order(interval.kind for interval in intervals):
         mine = [interval for interval in intervals if interval.kind == kind]
@@ -83,9 +83,11 @@ def shares(intervals: Sequence[Interval], edges: npt.NDArray[np.float64]) -> dic
 
 
 def steady_window(steps: Sequence[StepTrained], count: int = 10) -> tuple[float, float] | None:
-    """Return the start and end of ``count`` typical steps in the middle of the run; None for fewer than two steps.
+    """Return the start and end of ``count`` typical steps in the middle of the run; None for fewer
+    than two steps.
 
-    In the middle half, take the window with a duration nearest to the median; of equals the most central.
+    In the middle half, take the window with a duration nearest to the median; of equals the most
+    central.
     """
     times = [step.time_s for step in steps]
     count = min(count, len(times) - 1)
@@ -102,7 +104,8 @@ def steady_window(steps: Sequence[StepTrained], count: int = 10) -> tuple[float,
 
 
 def lag_curve(events: Iterable[Event]) -> tuple[list[float], list[int]]:
-    """Return the times and new values of the slowest replica's publish lag. A dead replica has none."""
+    """Return the times and new values of the slowest replica's publish lag. A dead replica has
+    none."""
     loaded: dict[str, int] = {}
     published = 0
     times: list[float] = []

@@ -1,4 +1,5 @@
-"""``asyncflow top``: a running queue on the terminal. It reads the queue's status once a second and changes nothing.
+"""``asyncflow top``: a running queue on the terminal. It reads the queue's status once a second and
+changes nothing.
 
 asyncflow top runs/x            # or an address; --once prints one screen, --json one object; q quits
 """
@@ -31,8 +32,8 @@ NAME = "top"
 
 
 class QueueMonitor:
-    """Read the status of the queue at ``where``, an address or the directory of a run, every ``every_s`` seconds.
-    ``key``, ``insecure``: as for ``connect``."""
+    """Read the status of the queue at ``where``, an address or the directory of a run, every
+    ``every_s`` seconds. ``key``, ``insecure``: as for ``connect``."""
 
     def __init__(self, where: str, every_s: float = 1.0, key: Path | None = None, insecure: bool = False) -> None:
         if "://" in where:
@@ -106,7 +107,8 @@ def _without(report: StatusReport, session: int) -> StatusReport:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield ``wait(seconds)``: it returns a pressed key, or "" after the time or a change of the terminal's size."""
+    """Yield ``wait(seconds)``: it returns a pressed key, or "" after the time or a change of the
+    terminal's size."""
     stdin = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     resized, resize = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before = signal.signal(signal.SIGWINCH, lambda *_: os.write(resize, b"\0"))
@@ -135,7 +137,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert structs to objects (they travel as arrays) and numbers that are not finite to null."""
+    """Convert structs to objects (they travel as arrays), and infinite or nan numbers to null."""
     if isinstance(value, msgspec.Struct):
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):

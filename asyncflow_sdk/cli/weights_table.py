@@ -18,7 +18,8 @@ _PATIENCE_S = 10.0
 
 
 def weights_table(report: StatusReport, width: int, most: int, lines: int) -> tuple[list[RenderableType], int]:
-    """Return tables of about ``most`` lines and their number of lines; none for a run without weights."""
+    """Return tables of about ``most`` lines and their number of lines; none for a run without
+    weights."""
     replicas = [session for session in report.sessions if session.replica]
     if not (report.versions or replicas or report.publisher or report.announced >= 0):
         return [], 0
@@ -71,7 +72,8 @@ def _version(report: StatusReport, version: VersionStatus, width: int) -> str:
 def _replicas(
     report: StatusReport, sessions: list[SessionStatus], first: int, width: int, lines: int
 ) -> RenderableType:
-    """Replicas that are behind or busy with a version. The reason of a failure may take several lines."""
+    """Replicas that are behind or busy with a version. The reason of a failure may take several
+    lines."""
     full = width >= _NARROW
     made = table("", "", *([""] if full else []), "", "", first=first)
     for session in sessions:

@@ -1,7 +1,7 @@
 """``asyncflow worker``: start workers by hand for a running run, on any host with access to it.
 
 asyncflow worker tcp://10.0.0.1:7000 --key run.key rollout --engine transformers --model PATH
-asyncflow worker tcp://10.0.0.1:7000 --key run.key stage rewards:exact_match --task reward --needs response --gives reward
+asyncflow worker tcp://10.0.0.1:7000 --key run.key stage rewards:f --task reward --needs response --gives reward
 asyncflow worker tcp://10.0.0.1:7000 --key run.key --from run.toml rollout
 """
 
@@ -17,13 +17,13 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ..errors import ConfigError
-from .options import Insecure, Key, NoPlugin, Texts, named_options, option
+from .options import Insecure, Key, MaybeText, NoPlugin, Texts, named_options, option, repeatable
 
 ROLES = ("rollout", "stage", "train")
 
 
 class AddressFirstGroup(TyperGroup):
-    """A command group with an argument before its options: ``worker ADDRESS --key FILE rollout``."""
+    """A command group with a leading argument: ``worker ADDRESS --key FILE rollout``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move the address behind the group's options, as click expects it."""
@@ -48,9 +48,9 @@ class _GroupOptions:
     place: dict[str, Any]
 
 
-_Engine = Annotated[str, typer.Option(help="Engine, as listed by `asyncflow plugins`.")]
-_Model = Annotated[str, typer.Option(help="Hugging Face folder on this host.", metavar="PATH")]
-_Set = Annotated[Texts, option("Option of the engine, for example lr=1e-6.", "NAME=VALUE", "--set")]
+_Engine = Annotated[str, option("Engine, as listed by `asyncflow plugins`.")]
+_Model = Annotated[str, option("Hugging Face folder on this host.", "PATH")]
+_Set = Annotated[Texts, repeatable("Option of the engine, for example lr=1e-6.", "NAME=VALUE", "--set")]
 
 
 @worker.callback()
@@ -63,16 +63,19 @@ def _group(
     insecure: Insecure = False,
     file: Annotated[
         Path | None,
-        typer.Option("--from", exists=True, dir_okay=False, help="Workflow file with the role's options.", metavar="TOML"),
+        option("Workflow file with the role's options.", "TOML", "--from", exists=True, dir_okay=False),
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Workers to start.")] = 1,
-    python: Annotated[str | None, typer.Option(help="Interpreter of an environment with the engine.", metavar="PATH")] = None,
-    cpus: Annotated[list[int] | None, typer.Option(help="CPU to run on. Repeatable.")] = None,
-    gpus: Annotated[list[int] | None, typer.Option(help="GPU to use. Repeatable.")] = None,
-    max_restarts: Annotated[int | None, typer.Option(min=0, help="Maximum restarts of a dead worker.")] = None,
+    replicas: Annotated[int, option("Workers to start.", min=1)] = 1,
+    python: Annotated[MaybeText, option("Interpreter of an environment with the engine.", "PATH")] = None,
+    cpus: Annotated[list[int] | None, option("CPU to run on. Repeatable.")] = None,
+    gpus: Annotated[list[int] | None, option("GPU to use. Repeatable.")] = None,
+    max_restarts: Annotated[int | None, option("Maximum restarts of a dead worker.", min=0)] = None,
     no_plugin: NoPlugin = None,
 ) -> None:  # fmt: skip
-    """Join a running run as rollout worker, stage or trainer. Ctrl-C finishes the leased rows, then leaves."""
+    """Join a running run as rollout worker, stage or trainer.
+
+    Ctrl-C finishes the leased rows, then leaves.
+    """
     given = {"python": python, "cpus": cpus, "gpus": gpus, "max_restarts": max_restarts}
     place = {name: value for name, value in given.items() if value is not None}
     ctx.obj = _GroupOptions(address, key, insecure, file, replicas, place)
@@ -83,11 +86,11 @@ def rollout(
     ctx: typer.Context,
     engine: _Engine = "",
     model: _Model = "",
-    prompt: Annotated[str, typer.Option(help="Column of prompts.")] = "prompt",
-    tokenizer: Annotated[str | None, typer.Option(help="Folder or tokenizer.json; default: the model's.")] = None,
-    task: Annotated[str, typer.Option(help="Task to lease prompts from.")] = "rollout",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a response.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
+    prompt: Annotated[str, option("Column of prompts.")] = "prompt",
+    tokenizer: Annotated[MaybeText, option("Folder or tokenizer.json; default: the model's.")] = None,
+    task: Annotated[str, option("Task to lease prompts from.")] = "rollout",
+    max_tokens: Annotated[int, option("Maximum tokens of a response.", min=1)] = 256,
+    temperature: Annotated[float, option("Sampling temperature; 0 is greedy.", min=0.0)] = 1.0,
     options: _Set = None,
 ) -> None:
     """Generate responses with an engine."""
@@ -103,8 +106,8 @@ def rollout(
     _work(
         group,
         Rollout(
-            engine, model=model, prompt=prompt, tokenizer=tokenizer, task=task, sampling=sampling, replicas=group.replicas,
-            **group.place, **named_options(options),
+            engine, model=model, prompt=prompt, tokenizer=tokenizer, task=task, sampling=sampling,
+            replicas=group.replicas, **group.place, **named_options(options),
         ),
     )  # fmt: skip
 
@@ -115,10 +118,10 @@ def stage(
     function: Annotated[
         str, typer.Argument(help="Import path of the function; with --from, the stage's task.", metavar="MODULE:NAME")
     ],
-    task: Annotated[str | None, typer.Option(help="Name of the task; default: the function's name.")] = None,
-    needs: Annotated[Texts, option("Column that the function reads.", "COLUMN")] = None,
-    gives: Annotated[Texts, option("Column that the function returns.", "COLUMN")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Maximum rows of a call.")] = None,
+    task: Annotated[MaybeText, option("Name of the task; default: the function's name.")] = None,
+    needs: Annotated[Texts, repeatable("Column that the function reads.", "COLUMN")] = None,
+    gives: Annotated[Texts, repeatable("Column that the function returns.", "COLUMN")] = None,
+    batch: Annotated[int | None, option("Maximum rows of a call.", min=1)] = None,
 ) -> None:
     """Apply a function to rows with the columns it needs."""
     import sys
@@ -139,15 +142,18 @@ def train(
     ctx: typer.Context,
     engine: _Engine = "",
     model: _Model = "",
-    batch_size: Annotated[int, typer.Option(min=0, help="Rows of a step; 0 if the task is declared already.")] = 0,
-    export: Annotated[str, typer.Option(help="Folder for the trained model.", metavar="PATH")] = "",
-    transport: Annotated[str, typer.Option(help="Transport for new weights.")] = "auto",
+    batch_size: Annotated[int, option("Rows of a step; 0 if the task is declared already.", min=0)] = 0,
+    export: Annotated[str, option("Folder for the trained model.", "PATH")] = "",
+    transport: Annotated[str, option("Transport for new weights.")] = "auto",
     world_size: Annotated[
-        int, typer.Option(min=1, help="Ranks to start here. Under torchrun each process is one of its ranks.")
+        int, option("Ranks to start here. Under torchrun each process is one of its ranks.", min=1)
     ] = 1,
     options: _Set = None,
 ) -> None:
-    """Train, and publish each version. If RANK and WORLD_SIZE are set (torchrun sets them), train as that rank."""
+    """Train, and publish each version.
+
+    If RANK and WORLD_SIZE are set (torchrun sets them), train as that rank.
+    """
     from ..types import Weights
     from ..workflow import Train
 
@@ -164,7 +170,8 @@ def train(
 
 
 def _train(group: _GroupOptions, spec: Any, batch_size: int, **job: Any) -> None:
-    """Train as a whole, or as the rank in the environment; then the launcher of the ranks stops and restarts them."""
+    """Train as a whole, or as the rank in the environment; then the launcher of the ranks stops and
+    restarts them."""
     from ..workflow.ranks import own_rank
 
     rank = own_rank()
@@ -178,7 +185,8 @@ def _train(group: _GroupOptions, spec: Any, batch_size: int, **job: Any) -> None
 
 
 def _start_from_file(group: _GroupOptions, task: str) -> None:
-    """Start a role as a workflow file describes it, without checking the file's other roles on this host."""
+    """Start a role as a workflow file describes it, without checking the file's other roles on this
+    host."""
     from ..workflow import load_workflow
     from ..workflow.checking import for_role
 
@@ -211,7 +219,7 @@ def _work(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> N
 
     console = Console()
 
-    def say(text: str) -> None:
+    def _say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     with (
@@ -224,7 +232,7 @@ def _work(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> N
         if len(workers) != group.replicas and spec.task != "train":
             workers = run.scale(spec, group.replicas)
         for each in workers:
-            say(f"{', '.join(each.pids)} joins {group.address} as process {each.pid}; log: {each.order.log}")
+            _say(f"{', '.join(each.pids)} joins {group.address} as process {each.pid}; log: {each.order.log}")
         try:
             for each in workers:
                 run.wait(each, timeout_s=math.inf)  # until the stream ends, or Ctrl-C
@@ -232,12 +240,12 @@ def _work(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> N
             if job.get("rank") is not None:  # it would wait for the other ranks, which may be gone
                 run.stop_workers()
                 raise
-            say("leaving after the leased rows are finished; Ctrl-C again stops at once")
+            _say("leaving after the leased rows are finished; Ctrl-C again stops at once")
             run.dismiss_workers()
             for each in workers:
                 each.ended.wait()
             raise
-        say("the stream has ended")
+        _say("the stream has ended")
 
 
 def _require_engine(role: str, engine: str) -> None:
