@@ -377,7 +377,7 @@ def doctor(
 ) -> None:  # fmt: skip
     """Check interpreters, plugins and this machine before a run.
 
-    Exit code 1 if something will not work.
+    Exit code 1 if there is a problem.
     """
     from .doctor import examine
 
