@@ -191,14 +191,16 @@ def test_what_a_workflow_wants_of_each_interpreter(tmp_path: Path) -> None:
     assert "no train adapter is named 'torchy'" in found(examination, program, "run.toml, stage 0").message
     assert found(examination, "this interpreter", "run.toml, rollout 1").level == "fine"
     assert (
-        "no launcher adapter is named 'slurm'" in found(examination, "this interpreter", "run.toml, rollout 2").message
+        "no launcher adapter is named 'slurm'"
+        in found(examination, "this interpreter", "run.toml, rollout 2").message
     )
     assert (
         "no algorithm adapter is named 'a2c'"
         in found(examination, "this interpreter", "run.toml, train.algorithm").message
     )
     assert (
-        "no tracker adapter is named 'nowhere'" in found(examination, "this interpreter", "run.toml, trackers").message
+        "no tracker adapter is named 'nowhere'"
+        in found(examination, "this interpreter", "run.toml, trackers").message
     )
     assert found(examination, "this interpreter", "run.toml, weights").level == "fine"
     assert examination.verdict.startswith("5 problems"), "what a run is refused for is not told twice"
@@ -261,11 +263,16 @@ def test_addresses_and_keys(tmp_path: Path) -> None:
     assert (shown.level, shown.hint) == ("fails", f"chmod 600 {tmp_path / 'run.key'}")
     assert sum(f.subject == "server.key" and f.level == "fine" for f in examination.findings) == 2
     assert found(examination, "empty", "none; a run has keys").level == "note"
-    assert found(examination, "this machine", taken, "a run cannot be served there: Address already in use").hint.startswith(
-        "use another port"
-    )
+    assert found(
+        examination, "this machine", taken, "a run cannot be served there: Address already in use"
+    ).hint.startswith("use another port")
     assert (
-        found(examination, "this machine", "tcp://0.0.0.0:0", "other hosts can reach it; a run there is served with keys").level
+        found(
+            examination,
+            "this machine",
+            "tcp://0.0.0.0:0",
+            "other hosts can reach it; a run there is served with keys",
+        ).level
         == "fine"
     )
     assert found(examination, "this machine", "tcp://192.0.2.7:7000").level == "fails"
