@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .algorithms import Overlong as Overlong
     from .algorithms import PolicyGradient as PolicyGradient
     from .algorithms import dynamic_sampling as dynamic_sampling
-    from .cli.live import LiveView as LiveView
+    from .cli.live_view import LiveView as LiveView
     from .cli.report import write_report as write_report
     from .errors import AccessDenied as AccessDenied
     from .errors import AsyncFlowError as AsyncFlowError
@@ -118,7 +118,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "algorithms": ("CISPO DAPO GRPO GSPO KL PPO Critic DrGRPO OffPolicy Overlong PolicyGradient dynamic_sampling"),
-    "cli.live": "LiveView",
+    "cli.live_view": "LiveView",
     "cli.report": "write_report",
     "errors": (
         "AccessDenied AsyncFlowError ConfigError DeadlineExceeded DigestMismatch Ended EngineError EngineGone "

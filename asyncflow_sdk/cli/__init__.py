@@ -1,5 +1,5 @@
-"""The ``asyncflow`` command. What draws here only listens to events."""
+"""The ``asyncflow`` command, its live view and its report page."""
 
-from .starting import main
+from .entry import main
 
 __all__ = ["main"]

@@ -1,4 +1,4 @@
-"""``asyncflow check``: engines held to their interface, one question after another; then a verdict in words."""
+"""``asyncflow check``: run the conformance kit on engines, check by check, and explain failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..errors import ConfigError, PluginError
 from ..plugins import registry
 from ..testing.kit import TIERS, Conformance, Report, Result, checks_of
 from ..testing.kit.conformance import KINDS
-from .apart import Apart
+from .subprocess_runner import SubprocessRunner
 
 _SIGNS = {
     "passed": ("✓", "ok", "green"), "failed": ("✗", "FAILED", "bold red"),
@@ -29,12 +29,12 @@ _SIGNS = {
     "not asked": ("?", "not asked", "yellow"), "passed unexpectedly": ("✗", "PASSED", "bold red"),
 }  # fmt: skip
 ENGINES = ("rollout", "train")
-"""What is checked where nothing is named."""
+"""The kinds checked if no engine is named."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is to be checked, as the command line says it. ``tier``: those below it too. ``expected``: "check=reason"."""
+class CheckOptions:
+    """The options of the command. ``tier``: lower tiers run, too. ``expected``: "check=reason"."""
 
     kind: str = ""
     tier: str = "full"
@@ -50,23 +50,24 @@ class Asked:
     world_size: int = 1
 
 
-def check(name: str | None, asked: Asked, console: Console, json_path: Path | None) -> bool:
-    """Check one engine by name, or every one that is installed; True if nothing is wrong. Raises ConfigError and PluginError."""
-    if asked.tier not in TIERS:
-        raise ConfigError(f"--tier is one of {', '.join(TIERS)}, not {asked.tier!r}")
+def run_checks(name: str | None, options: CheckOptions, console: Console, json_path: Path | None) -> bool:
+    """Check one engine by name, or all installed ones. Return True if no check failed. Raises
+    ConfigError and PluginError."""
+    if options.tier not in TIERS:
+        raise ConfigError(f"--tier is one of {', '.join(TIERS)}, not {options.tier!r}")
     reports: list[Report] = []
-    told = _Told(json_path)
-    for kind, engine in _named(name, asked.kind, console):
-        with Apart(_spec(kind, engine, asked)) as apart:
-            kit = _kit(apart, engine, asked, alone=name is not None, console=console)
+    results = _ResultsFile(json_path)
+    for kind, engine in _named(name, options.kind, console):
+        with SubprocessRunner(_spec(kind, engine, options)) as runner:
+            kit = _kit(runner, engine, options, alone=name is not None, console=console)
             if kit is not None:
-                reports.append(_run(kit, apart, console, lambda so_far: told.write([*reports, so_far])))
-                _say_verdict(reports[-1], apart.left, console)
+                reports.append(_run(kit, runner, console, lambda so_far: results.write([*reports, so_far])))
+                _print_verdict(reports[-1], runner.left, console)
     if not reports:
         raise PluginError("there was nothing to check")
-    told.write(reports, complete=True)
+    results.write(reports, complete=True)
     if not any(result.outcome != "not asked" for report in reports for result in report.results):
-        raise PluginError("nothing could be asked")
+        raise PluginError("no check could run")
     ok = all(report.ok for report in reports)
     if len(reports) > 1:
         bad = ", ".join(f"{report.kind} {report.engine}" for report in reports if not report.ok)
@@ -74,24 +75,26 @@ def check(name: str | None, asked: Asked, console: Console, json_path: Path | No
     return ok
 
 
-class _Told:
-    """The file of results: at any moment whole, with what is known then. ``ok`` is said of what is ``complete`` only."""
+class _ResultsFile:
+    """The JSON file of results, replaced atomically after each check. ``ok`` is true only if also
+    ``complete``."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def write(self, reports: Sequence[Report], *, complete: bool = False) -> None:
+        """Write the results so far."""
         if self._path is None:
             return
         ok = complete and all(report.ok for report in reports)
-        told = {"ok": ok, "complete": complete, "engines": [report.to_dict() for report in reports]}
+        content = {"ok": ok, "complete": complete, "engines": [report.to_dict() for report in reports]}
         beside = self._path.with_name(f"{self._path.name}.new")
-        beside.write_text(json.dumps(told, indent=2) + "\n")
+        beside.write_text(json.dumps(content, indent=2) + "\n")
         beside.replace(self._path)
 
 
 def show_checks(console: Console, *, markdown: bool) -> None:
-    """All checks there are, with what they ask."""
+    """Print all checks and their questions."""
     every = [each for kind in KINDS for each in checks_of(kind)]
     if markdown:
         rows = ["| kind | tier | check | asks |", "|---|---|---|---|"]
@@ -107,12 +110,12 @@ def show_checks(console: Console, *, markdown: bool) -> None:
 
 
 def _named(name: str | None, kind: str, console: Console) -> Iterator[tuple[str, str]]:
-    """Kind and name of each engine that is meant."""
+    """Yield kind and name of each chosen engine."""
     kinds = [kind] if kind else list(KINDS if name else ENGINES)
     if kind and kind not in KINDS:
         raise ConfigError(f"there are no checks of kind {kind!r}; there are of {', '.join(KINDS)}")
     if name is not None and ":" in name:
-        yield kind, name  # "" where its class says it
+        yield kind, name  # kind "": the class decides
         return
     found = [a for a in registry().adapters if a.spec.kind in kinds and name in (None, a.spec.name)]
     if name is not None and not found:
@@ -124,45 +127,49 @@ def _named(name: str | None, kind: str, console: Console) -> Iterator[tuple[str,
         registry().get(kinds[0], name)  # type: ignore[arg-type]  # raises, and lists what there is
     for adapter in found:
         if name is None and adapter.missing:
-            said = f"{adapter.spec.kind} {adapter.spec.name}: not checked, it needs {'; '.join(adapter.missing)}"
-            console.print(Text(said, "dim"), soft_wrap=True)
+            text = f"{adapter.spec.kind} {adapter.spec.name}: not checked, it needs {'; '.join(adapter.missing)}"
+            console.print(Text(text, "dim"), soft_wrap=True)
             continue
         yield adapter.spec.kind, adapter.spec.name
 
 
-def _spec(kind: str, engine: str, asked: Asked) -> dict[str, Any]:
-    """What the process that asks makes its kit of."""
+def _spec(kind: str, engine: str, options: CheckOptions) -> dict[str, Any]:
+    """Return the arguments of the kit in the subprocess."""
     return {
-        "kind": kind, "engine": engine, "options": dict(asked.options or {}), "policy": asked.policy, "model": asked.model,
-        "dtype": asked.dtype, "tolerance": asked.tolerance, "limit_s": asked.limit_s, "seed": asked.seed, "tiers": TIERS,
-        "world_size": asked.world_size,
-        "path": [os.getcwd(), *sys.path],  # as `python -m` has it
+        "kind": kind, "engine": engine, "options": dict(options.options or {}), "policy": options.policy, "model": options.model,
+        "dtype": options.dtype, "tolerance": options.tolerance, "limit_s": options.limit_s, "seed": options.seed, "tiers": TIERS,
+        "world_size": options.world_size,
+        "path": [os.getcwd(), *sys.path],  # as for `python -m`
     }  # fmt: skip
 
 
-def _kit(apart: Apart, engine: str, asked: Asked, *, alone: bool, console: Console) -> Conformance | None:
-    """What is asked; None for one of all that has nothing to check."""
-    known = None if apart.kind else apart.unknowable
-    pairs = dict(each.partition("=")[::2] for each in asked.expected)
-    names = {each.name for each in checks_of(apart.kind)}
-    if alone or not asked.only or names & set(asked.only):
+def _kit(
+    runner: SubprocessRunner, engine: str, options: CheckOptions, *, alone: bool, console: Console
+) -> Conformance | None:
+    """Return the kit for an engine; None if none of the chosen checks applies to it and no engine
+    was named."""
+    known = None if runner.kind else runner.unknowable
+    pairs = dict(each.partition("=")[::2] for each in options.expected)
+    names = {each.name for each in checks_of(runner.kind)}
+    if alone or not options.only or names & set(options.only):
         kit = Conformance(
-            apart.kind, engine,  # type: ignore[arg-type]
-            tiers=TIERS[: TIERS.index(asked.tier) + 1], only=asked.only if alone else [n for n in asked.only if n in names],
+            runner.kind, engine,  # type: ignore[arg-type]
+            tiers=TIERS[: TIERS.index(options.tier) + 1], only=options.only if alone else [n for n in options.only if n in names],
             expected=pairs if alone else {n: reason for n, reason in pairs.items() if n in names},
-            tolerance=asked.tolerance, dtype=asked.dtype, world_size=asked.world_size,
+            tolerance=options.tolerance, dtype=options.dtype, world_size=options.world_size,
         )  # fmt: skip
-        why = apart.unknowable if known is None else known
+        why = runner.unknowable if known is None else known
         if not why:
             return kit
         if alone:
-            raise ConfigError(f"{apart.kind} {engine}: {why}")
-        console.print(Text(f"{apart.kind} {engine}: not checked, {why}", "dim"), soft_wrap=True)
+            raise ConfigError(f"{runner.kind} {engine}: {why}")
+        console.print(Text(f"{runner.kind} {engine}: not checked, {why}", "dim"), soft_wrap=True)
     return None
 
 
-def _run(kit: Conformance, apart: Apart, console: Console, on_result: Callable[[Report], None]) -> Report:
-    """Ask each check, and say what came of it. Those that make an engine anew come last, so that one serves the others."""
+def _run(kit: Conformance, runner: SubprocessRunner, console: Console, on_result: Callable[[Report], None]) -> Report:
+    """Run each check and print its result. Checks with an engine of their own run last; the others
+    share one."""
     console.print(
         Text(f"{kit.kind} {kit.engine}: {len(kit.checks)} check{'s' * (len(kit.checks) != 1)}", "bold"),
         soft_wrap=True,
@@ -176,13 +183,13 @@ def _run(kit: Conformance, apart: Apart, console: Console, on_result: Callable[[
     with progress:
         for each in sorted(kit.checks, key=lambda check: check.alone):
             task = progress.add_task(f"{each.name}: {each.asks}")
-            result = kit.judged(apart.ask(each))
+            result = kit.judged(runner.ask(each))
             progress.remove_task(task)
-            report = Report(kit.kind, kit.engine, (*report.results, result), apart.asked)
+            report = Report(kit.kind, kit.engine, (*report.results, result), runner.asked)
             on_result(report)
             console.print(_line(result, console), soft_wrap=True)
         closing = progress.add_task("closing the engine")
-        apart.close()
+        runner.close()
         progress.remove_task(closing)
     return report
 
@@ -195,9 +202,9 @@ def _line(result: Result, console: Console) -> Text:
     return Text.assemble((mark, style), f" {result.check.name:20}", (rest, "dim"), (why, "dim"))
 
 
-def _say_verdict(report: Report, left: Sequence[str], console: Console) -> None:
-    """What failed, each once with all checks that failed so; what it means, where to look; the level. ``left``: processes that
-    were there when the engine was closed."""
+def _print_verdict(report: Report, left: Sequence[str], console: Console) -> None:
+    """Print each failure once with all its checks, its meaning and a hint, then the level.
+    ``left``: processes alive after the engine was closed."""
     alike: dict[str, list[Result]] = {}
     for result in report.results:
         if result.bad:
@@ -205,11 +212,11 @@ def _say_verdict(report: Report, left: Sequence[str], console: Console) -> None:
     for detail, results in alike.items():
         names = ", ".join(result.check.name for result in results)
         console.print(Text(f"\n{names}", "bold red"), soft_wrap=True)
-        said = [("asks", results[0].check.asks)] if len(results) == 1 else []
-        said += [("seen", detail)]
+        lines = [("asks", results[0].check.asks)] if len(results) == 1 else []
+        lines += [("seen", detail)]
         if len(results) == 1 and results[0].outcome == "failed":
-            said += [("means", results[0].check.means), ("look at", results[0].check.look)]
-        for head, text in said:
+            lines += [("means", results[0].check.means), ("look at", results[0].check.look)]
+        for head, text in lines:
             console.print(Text.assemble((f"  {head:8}", "dim"), text), soft_wrap=True)
     if left:
         running = f"\nleft running when the engine was closed, and killed: {'; '.join(left)}"

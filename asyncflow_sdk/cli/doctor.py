@@ -1,4 +1,4 @@
-"""``asyncflow doctor``: interpreter by interpreter what is installed, and what on this machine a run depends on."""
+"""``asyncflow doctor``: check each interpreter's packages, and this machine, before a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..errors import ConfigError
 from ..plugins.inspection import EnvironmentReport
 from ..workflow.toml import problems_of_file
 from .findings import FAILS, FINE, Finding, show, verdict
-from .interpreters import Interpreter, look, wanted_by
+from .interpreters import Interpreter, inspect, interpreters_of
 from .machine import address, gpus, keys, machine
 
 
 class Examination(msgspec.Struct, kw_only=True):
-    """All that was found. ``fine``: nothing of it will fail."""
+    """All findings. ``fine``: none of them fails."""
 
     fine: bool
     verdict: str
@@ -27,38 +27,41 @@ class Examination(msgspec.Struct, kw_only=True):
     interpreters: dict[str, EnvironmentReport | None]
 
     def json(self) -> str:
+        """Return the examination as JSON."""
         return msgspec.json.format(msgspec.json.encode(self)).decode()
 
     def print(self, console: Console) -> None:
+        """Print all findings and the verdict."""
         show(self.findings, console)
         console.print(Text(f"\n{self.verdict}", style="green" if self.fine else "bold red"), soft_wrap=True)
 
 
-def examine(what: Sequence[Path], pythons: Sequence[str], addresses: Sequence[str]) -> Examination:
-    """``what``: workflows as TOML, directories of runs, key files. Raises ConfigError for what is none of them."""
+def examine(paths: Sequence[Path], pythons: Sequence[str], addresses: Sequence[str]) -> Examination:
+    """Examine interpreters and machine. ``paths``: TOML workflows, run directories, key files.
+    Raises ConfigError for others."""
     interpreters: dict[str | None, Interpreter] = {None: Interpreter(None)}
     runs: list[Path] = []
     files: list[Path] = []
-    for path in what:
+    for path in paths:
         if path.suffix == ".toml":
             files.append(path)
-            for program, each in wanted_by(path).items():
+            for program, each in interpreters_of(path).items():
                 interpreters.setdefault(program, Interpreter(program)).wants += each.wants
         elif path.is_dir() or path.suffix == ".key":
             runs.append(path)
         else:
-            raise ConfigError(f"{path} is no workflow (FILE.toml), no directory of a run, and no key (FILE.key)")
+            raise ConfigError(f"{path} is neither a workflow (FILE.toml), a run directory nor a key (FILE.key)")
     for program in pythons:
         interpreters.setdefault(program, Interpreter(program))
-    names, said = gpus()
+    names, gpu_finding = gpus()
     findings, seen = [], {}
     for interpreter in interpreters.values():
-        found, told = look(interpreter, names)
+        found, more = inspect(interpreter, names)
         seen[interpreter.program or sys.executable] = found
-        findings += told
+        findings += more
     for path in files:
-        findings += list(_refused(path, findings))
-    findings += [*machine(), said]
+        findings += list(_workflow_problems(path, findings))
+    findings += [*machine(), gpu_finding]
     findings += [address(each) for each in addresses]
     for path in runs:
         findings += keys(path)
@@ -66,12 +69,13 @@ def examine(what: Sequence[Path], pythons: Sequence[str], addresses: Sequence[st
     return Examination(fine=fine, verdict=verdict(findings), findings=findings, interpreters=seen)
 
 
-def _refused(file: Path, findings: Sequence[Finding]) -> Iterator[Finding]:
-    """What ``asyncflow run`` refuses of a workflow, by its own checks, beyond what an interpreter's findings say already."""
+def _workflow_problems(file: Path, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Run the checks of ``asyncflow run`` on a workflow; skip problems already found in an
+    interpreter."""
     problems = problems_of_file(file)
     if not problems:
-        yield Finding(str(file), "workflow", FINE, "everything that is known before it starts fits together")
-    told = [each.said for each in findings if each.level == FAILS]
+        yield Finding(str(file), "workflow", FINE, "valid: its parts fit together")
+    known = [each.message for each in findings if each.level == FAILS]
     for problem in problems:
-        if not any(said in problem for said in told):
+        if not any(message in problem for message in known):
             yield Finding(str(file), "workflow", FAILS, problem)

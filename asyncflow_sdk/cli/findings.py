@@ -1,4 +1,4 @@
-"""Findings: what ``asyncflow doctor`` says of a thing, how bad it is, and what to do about it."""
+"""Findings of ``asyncflow doctor``: subject, level, message and hint."""
 
 from __future__ import annotations
 
@@ -8,39 +8,43 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from .formats import plural
+
 FINE, NOTE, WARNING, FAILS = "fine", "note", "warning", "fails"
 _STYLES = {FINE: "green", NOTE: "cyan", WARNING: "yellow", FAILS: "bold red"}
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """``where``: an interpreter, the machine, a file. ``level``: fine, note, warning or fails."""
+    """One fact. ``where``: an interpreter, the machine, a file. ``level``: fine, note, warning or
+    fails."""
 
     where: str
-    about: str
+    subject: str
     level: str
-    said: str
-    cure: str = ""
+    message: str
+    hint: str = ""
 
 
 def show(findings: Iterable[Finding], console: Console) -> None:
-    """A block for each place, a line for each finding."""
+    """Print a block per place and a line per finding, with its hint below."""
     where = ""
     for each in findings:
         if each.where != where:
             where = each.where
             console.print(Text(f"\n{where}", style="bold"), soft_wrap=True)
         mark = Text(f"  {each.level:8}", style=_STYLES[each.level])
-        console.print(Text.assemble(mark, (f"{each.about}: " if each.about else ""), each.said), soft_wrap=True)
-        if each.cure:
-            console.print(
-                Text(f"            {each.cure}", style="dim" if each.level == NOTE else "cyan"), soft_wrap=True
-            )
+        console.print(
+            Text.assemble(mark, (f"{each.subject}: " if each.subject else ""), each.message), soft_wrap=True
+        )
+        if each.hint:
+            style = "dim" if each.level == NOTE else "cyan"
+            console.print(Text(f"            {each.hint}", style=style), soft_wrap=True)
 
 
 def verdict(findings: Iterable[Finding]) -> str:
-    """For people, in a line."""
+    """Return the number of problems as a sentence."""
     levels = [each.level for each in findings]
     fails, warns = levels.count(FAILS), levels.count(WARNING)
     if fails:
-        return f"{fails} thing{'s' * (fails > 1)} will not work" + (f", {warns} to look at" if warns else "")
-    return f"nothing stands in the way, {warns} thing{'s' * (warns > 1)} to look at" if warns else "all is fine"
+        return f"{plural(fails, 'problem')}" + (f", {plural(warns, 'warning')}" if warns else "")
+    return f"no problems, {plural(warns, 'warning')}" if warns else "no problems"

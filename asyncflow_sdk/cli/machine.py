@@ -1,7 +1,8 @@
-"""The machine, as far as a run depends on it: shared memory, limits, GPUs, ports, and the keys of runs."""
+"""Checks of this machine: shared memory, limits, GPUs, ports, and key files."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -16,7 +17,7 @@ from ..errors import AsyncFlowError, ConfigError
 from ..memory.directory import SMALL_BYTES
 from ..memory.free_space import SHM, free_memory
 from .findings import FAILS, FINE, NOTE, WARNING, Finding
-from .lines import size
+from .formats import size
 
 HERE = "this machine"
 FEW_FILES, LEAST_FILES = 1024, 256
@@ -24,22 +25,20 @@ NVIDIA_S = 20.0
 
 
 def machine() -> Iterator[Finding]:
-    """All but what was asked for by name."""
+    """Check shared memory, limits and the loopback device."""
     yield from _shared_memory()
     yield from _limits()
     yield _loopback()
 
 
 def gpus() -> tuple[list[str], Finding]:
-    """Names of the NVIDIA GPUs, and what is said of them."""
+    """Return the names of the NVIDIA GPUs, and the finding about them."""
     program = shutil.which("nvidia-smi")
     devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     if program is None:
         if devices:
-            said = f"{', '.join(devices)} are there, and nvidia-smi is not"
-            return devices, Finding(
-                HERE, "GPUs", WARNING, said, "install the driver's tools, to see whether they work"
-            )
+            message = f"{', '.join(devices)} exist, but nvidia-smi is not installed"
+            return devices, Finding(HERE, "GPUs", WARNING, message, "install the driver's tools to check the GPUs")
         return [], Finding(HERE, "GPUs", NOTE, "no NVIDIA GPU; engines run on CPUs")
     query = [program, "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"]
     try:
@@ -65,32 +64,34 @@ def _shared_memory() -> Iterator[Finding]:
     if free >= SMALL_BYTES and writable:
         yield Finding(HERE, "/dev/shm", FINE, f"{size(free)} of {size(whole)} free")
         if free_memory() < free:
-            said = f"{size(free_memory())} of memory are free, and /dev/shm would take {size(free)}"
-            yield Finding(HERE, "memory", NOTE, f"{said}: what a run keeps there is memory")
+            message = (
+                f"{size(free_memory())} of memory are free, but /dev/shm allows {size(free)}: its content is memory"
+            )
+            yield Finding(HERE, "memory", NOTE, message)
     elif os.access(temporary, os.W_OK):
         state = (
-            "cannot be written" if whole and not writable else f"has {size(free)} free" if whole else "is not there"
+            "is not writable" if whole and not writable else f"has {size(free)} free" if whole else "does not exist"
         )
-        said = f"it {state}; segments go to mapped files in {temporary}, which is slower"
+        message = f"it {state}; segments go to mapped files in {temporary}, and are slower"
         yield Finding(
-            HERE, "/dev/shm", WARNING, said, "in a container: --shm-size=8g, or as much as the rows and weights take"
+            HERE, "/dev/shm", WARNING, message, "in a container: --shm-size=8g, or enough for rows and weights"
         )
     else:
-        said = f"neither it nor {temporary} can be written: there is no place for segments"
-        yield Finding(HERE, "/dev/shm", FAILS, said, "mount a tmpfs at /dev/shm, or set TMPDIR")
+        message = f"neither it nor {temporary} is writable: segments cannot be stored"
+        yield Finding(HERE, "/dev/shm", FAILS, message, "mount a tmpfs at /dev/shm, or set TMPDIR")
 
 
 def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    said = f"{soft} open files" + ("" if hard == soft else f", {hard} at most")
+    files = f"{soft} open files" + ("" if hard == soft else f", {hard} at most")
     if soft < FEW_FILES:
         level = FAILS if soft < LEAST_FILES else WARNING
-        yield Finding(HERE, "ulimit -n", level, f"{said}: each worker and each segment takes some", "ulimit -n 65536")
+        yield Finding(HERE, "ulimit -n", level, f"{files}: every worker and segment uses some", "ulimit -n 65536")
     else:
-        yield Finding(HERE, "ulimit -n", FINE, said)
+        yield Finding(HERE, "ulimit -n", FINE, files)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    said = "unlimited" if locked == resource.RLIM_INFINITY else f"{size(locked)} of locked memory"
-    yield Finding(HERE, "ulimit -l", NOTE, f"{said}; the SDK locks none, engines with RDMA or pinned memory may")
+    memory = "unlimited" if locked == resource.RLIM_INFINITY else f"{size(locked)} of locked memory"
+    yield Finding(HERE, "ulimit -l", NOTE, f"{memory}; the SDK locks none, engines with RDMA or pinned memory may")
 
 
 def _loopback() -> Finding:
@@ -98,18 +99,17 @@ def _loopback() -> Finding:
         with socket.socket() as trial:
             trial.bind(("127.0.0.1", 0))
     except OSError as error:
-        return Finding(
-            HERE, "ports", FAILS, f"no port of 127.0.0.1 can be had: {error.strerror}", "see to the loopback device"
-        )
-    return Finding(HERE, "ports", FINE, "ports of 127.0.0.1 can be had")
+        message = f"no port of 127.0.0.1 can be used: {error.strerror}"
+        return Finding(HERE, "ports", FAILS, message, "enable the loopback device")
+    return Finding(HERE, "ports", FINE, "ports of 127.0.0.1 can be used")
 
 
 def address(text: str) -> Finding:
-    """Whether a run could be served there now. Raises ConfigError for what is no address."""
+    """Check that a run can be served at an address now. Raises ConfigError if it is none."""
     matched = re.fullmatch(r"tcp://(\[[\w:.]+\]|[\w.*-]+):(\d+|\*)", text)
     port = 0 if matched is None or matched[2] == "*" else int(matched[2])
     if matched is None or port > 65535:
-        raise ConfigError(f"{text!r} is no address: tcp://HOST:PORT is, such as tcp://0.0.0.0:7000")
+        raise ConfigError(f"{text!r} is no address: use tcp://HOST:PORT, for example tcp://0.0.0.0:7000")
     host = {"*": "0.0.0.0"}.get(matched[1], matched[1].strip("[]"))
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -118,29 +118,28 @@ def address(text: str) -> Finding:
             trial.bind(target)
             trial.listen()
     except OSError as error:
-        cure = (
-            "give another port, or end who has it (ss -ltnp)" if error.errno == 98 else "give an address of this host"
-        )
-        return Finding(HERE, text, FAILS, f"it cannot be served: {error.strerror or error}", cure)
+        taken = error.errno == errno.EADDRINUSE
+        hint = "use another port, or stop its owner (ss -ltnp)" if taken else "use an address of this host"
+        return Finding(HERE, text, FAILS, f"a run cannot be served there: {error.strerror or error}", hint)
     alone = host.startswith("127.") or host in ("::1", "localhost")
-    known = "this host alone reaches it" if alone else "other hosts reach it"
-    return Finding(HERE, text, FINE, f"free; {known}; it is served with keys")
+    reach = "only this host can reach it" if alone else "other hosts can reach it"
+    return Finding(HERE, text, FINE, f"free; {reach}; a run there is served with keys")
 
 
 def keys(path: Path) -> Iterator[Finding]:
-    """Of a run's directory, or of a file with a key."""
+    """Check the keys in a run's directory, or one key file."""
     from ..wire.keys import RunKey, ServerKeys
 
     files = [path / "server.key", path / "run.key"] if path.is_dir() else [path]
-    there = [file for file in files if os.path.lexists(file)]
-    if not there:
-        yield Finding(str(path), "keys", NOTE, "there are none: a run has some when it is served over tcp")
-    for file in there:
+    found = [file for file in files if os.path.lexists(file)]
+    if not found:
+        yield Finding(str(path), "keys", NOTE, "none; a run has keys if it is served over tcp")
+    for file in found:
         kind: type[RunKey] | type[ServerKeys] = ServerKeys if file.name == "server.key" else RunKey
         try:
             kind.load(file)
         except AsyncFlowError as error:
-            said, _, cure = str(error).partition("; ")
-            yield Finding(str(path), file.name, FAILS, said, cure)
+            message, _, hint = str(error).partition("; ")
+            yield Finding(str(path), file.name, FAILS, message, hint)
         else:
-            yield Finding(str(path), file.name, FINE, "readable by its owner alone")
+            yield Finding(str(path), file.name, FINE, "readable only by its owner")

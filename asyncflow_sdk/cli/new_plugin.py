@@ -1,4 +1,5 @@
-"""``asyncflow new-plugin``: a small package that is whole, passes the conformance kit as it is, and is ready to be filled."""
+"""``asyncflow new-plugin``: write a small plugin package. It works, and passes the conformance kit
+unchanged."""
 
 from __future__ import annotations
 
@@ -53,16 +54,17 @@ _PLAIN = {"dependencies": '"asyncflow-sdk"', "requires": "", "kit": "", "more": 
 
 
 def write_plugin(name: str, kind: str, folder: Path) -> list[Path]:
-    """Write the package into ``folder``, which is made. Returns its files. Raises ConfigError; then nothing is written."""
+    """Write the package into ``folder`` and return its files. Raises ConfigError before anything is
+    written."""
     if kind not in KINDS:
-        raise ConfigError(f"--kind {kind}: there is no such kind; there are {', '.join(KINDS)}")
+        raise ConfigError(f"--kind {kind}: no such kind; there are {', '.join(KINDS)}")
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise ConfigError(
-            f"{name!r} is no name for a package: lower-case letters, digits and single dashes, as my-engine"
+            f"{name!r} is no name for a package: use lower-case letters, digits and single dashes, for example my-engine"
         )
     module = name.replace("-", "_")
     if keyword.iskeyword(module) or module in ("tests", "asyncflow_sdk"):
-        raise ConfigError(f"{name!r} cannot be imported under that name; take another one, as my-{name}")
+        raise ConfigError(f"{name!r} cannot be imported under that name; use another one, for example my-{name}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: name a new directory with --into")
     words = _PLAIN | KINDS[kind] | {"name": name, "module": module, "kind": kind, "cls": _class_name(name)}
@@ -84,15 +86,20 @@ def write_plugin(name: str, kind: str, folder: Path) -> list[Path]:
 
 
 def new_plugin(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the package and of what it adds, as my-engine.")],
-    kind: Annotated[str, typer.Option(help=f"What it adds: {', '.join(KINDS)}.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the package and of its adapter, for example my-engine.")
+    ],
+    kind: Annotated[str, typer.Option(help=f"Kind of adapter: {', '.join(KINDS)}.", show_default=False)],
     into: Annotated[Path | None, typer.Option(help="New directory.", show_default="./NAME", metavar="DIR")] = None,
 ) -> None:
-    """Write a new plugin package that works, passes the conformance kit, and is ready to be filled."""
+    """Write a new plugin package.
+
+    It works and passes the conformance kit; replace its parts by your own.
+    """
     folder = into or Path(name)
     files = write_plugin(name, kind, folder)
     console = Console()
-    console.print(f"{folder}: {KINDS[kind]['what'].lower()}, ready to be filled", style="bold", highlight=False)
+    console.print(f"{folder}: {KINDS[kind]['what'].lower()}, ready to be changed", style="bold", highlight=False)
     for file in files:
         console.print(f"  {file.relative_to(folder)}", highlight=False)
     more = (_PLAIN | KINDS[kind])["more"]

@@ -1,10 +1,15 @@
-"""Options that commands share. They act when they are read, before the command does."""
+"""Options shared by commands. ``--debug`` and ``--no-plugin`` take effect when they are parsed,
+before the command runs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import typer
+
+from ..errors import ConfigError
 
 
 def _debug(ctx: typer.Context, value: bool) -> None:
@@ -20,11 +25,43 @@ def _block(names: list[str] | None) -> None:
 
 
 Debug = Annotated[bool, typer.Option("--debug", callback=_debug, is_eager=True, help="Show tracebacks.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="The run is served without keys.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Connect without keys, to a run served without keys.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Key = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="A copy of the run's run.key.", metavar="FILE")
+]
 NoPlugin = Annotated[
     list[str] | None,
     typer.Option(
         "--no-plugin", callback=_block, is_eager=True, metavar="NAME",
-        help="Leave a plugin out, here and in workers; may be given often.",
+        help="Ignore a plugin, here and in workers. Repeatable.",
     ),
 ]  # fmt: skip
+Queue = Annotated[str, typer.Argument(metavar="ADDRESS", help="Address of a running queue, or its run's directory.")]
+MaybeText = str | None
+Texts = list[str] | None
+
+
+def option(text: str, metavar: str = "", *names: str, **more: Any) -> Any:
+    """Return an option with help text. ``names``: if it is not called like its parameter."""
+    return typer.Option(*names, help=text, metavar=metavar or None, **more)
+
+
+def repeatable(text: str, metavar: str, *names: str) -> Any:
+    """Return a text option for several values."""
+    return option(f"{text} Repeatable.", metavar, *names)
+
+
+def named_options(given: list[str] | None, flag: str = "--set") -> dict[str, Any]:
+    """Parse NAME=VALUE options. A value is JSON if it parses as JSON, else text. Raises
+    ConfigError."""
+    options: dict[str, Any] = {}
+    for each in given or ():
+        name, equals, value = each.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"{flag} takes NAME=VALUE, for example lr=1e-6, not {each!r}")
+        try:
+            options[name] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            options[name] = value
+    return options

@@ -1,10 +1,10 @@
-"""Timeline: when each worker did what, without overlaps.
+"""The timeline of each worker as intervals without overlaps.
 
-    pieces = flatten(record.spans["rollout-0"])     # one kind at a time, in order
-    shares(pieces, edges)["generate"]               # its share of each slice of time
+    intervals = flatten(record.spans["rollout-0"])     # one kind at a time, in order
+    shares(intervals, edges)["generate"]               # its share of each slice of time
 
-Spans of one worker may overlap (requests that run at once, a load while generating): at each moment the
-worker counts as doing the first of ``KINDS`` that it does, so that shares never add up to more than 1.
+Spans of one worker may overlap: parallel requests, a load while generating. At each moment only the
+first of ``KINDS`` counts, and the shares never exceed 1 in sum.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WAIT = "wait"
 _TOUCHING_S = 1e-6
 
 
-class Piece(NamedTuple):
-    """A worker did ``kind`` from ``start`` to ``end``, seconds of the run's clock."""
+class Interval(NamedTuple):
+    """Work of one ``kind`` from ``start`` to ``end``, seconds of the run's clock."""
 
     start: float
     end: float
@@ -32,60 +32,62 @@ class Piece(NamedTuple):
 
 
 def order(kinds: Iterable[str]) -> list[str]:
-    """Kinds as they are ranked, drawn and listed: known work, other work, waiting."""
+    """Sort kinds by rank: known work, other work, waiting."""
     found = set(kinds)
     known = [kind for kind in KINDS if kind in found]
     other = sorted(found - set(KINDS) - {WAIT})
     return [*known, *other, *([WAIT] if WAIT in found else [])]
 
 
-def flatten(spans: Sequence[Span]) -> list[Piece]:
-    """The spans of one worker as pieces that do not overlap; equal neighbours are joined."""
+def flatten(spans: Sequence[Span]) -> list[Interval]:
+    """Convert the spans of one worker to intervals without overlaps; join equal neighbours."""
     rank = {kind: i for i, kind in enumerate(order(span.kind for span in spans))}
     marks = [(span.time_s, 1, span) for span in spans]
     marks += [(span.time_s + span.seconds, -1, span) for span in spans]
     marks.sort(key=lambda mark: (mark[0], mark[1]))
     open_: dict[tuple[str, int], int] = {}
-    pieces: list[Piece] = []
+    intervals: list[Interval] = []
     before = 0.0
     for time_s, change, span in marks:
         if open_ and time_s > before:
             kind, version = min(open_, key=lambda key: (rank[key[0]], key[1]))
-            _append(pieces, Piece(before, time_s, kind, version))
+            _append(intervals, Interval(before, time_s, kind, version))
         before = time_s
         key = (span.kind, span.version)
         open_[key] = open_.get(key, 0) + change
         if not open_[key]:
             del open_[key]
-    return pieces
+    return intervals
 
 
-def _append(pieces: list[Piece], new: Piece) -> None:
-    last = pieces[-1] if pieces else None
+def _append(intervals: list[Interval], new: Interval) -> None:
+    last = intervals[-1] if intervals else None
     same = last is not None and (last.kind, last.version) == (new.kind, new.version)
     if last is not None and same and new.start - last.end < _TOUCHING_S:
-        pieces[-1] = last._replace(end=new.end)
+        intervals[-1] = last._replace(end=new.end)
     else:
-        pieces.append(new)
+        intervals.append(new)
 
 
-def shares(pieces: Sequence[Piece], edges: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float64]]:
-    """By kind, which part of each slice between ``edges`` was spent on it: (len(edges) - 1,), 0 to 1."""
+def shares(intervals: Sequence[Interval], edges: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float64]]:
+    """Return the share (0 to 1) of each slice between ``edges``, by kind: (len(edges) - 1,)."""
     found: dict[str, npt.NDArray[np.float64]] = {}
-    for kind in order(piece.kind for piece in pieces):
-        mine = [piece for piece in pieces if piece.kind == kind]
-        times = np.array([t for piece in mine for t in (piece.start, piece.end)])
-        spent = np.cumsum([t for piece in mine for t in (0.0, piece.end - piece.start)])
-        # Between pieces the total stands still, within one it grows by 1 s/s: linear on both.
+    for kind in order(interval.kind for interval in intervals):
+        mine = [interval for interval in intervals if interval.kind == kind]
+        times = np.array([t for interval in mine for t in (interval.start, interval.end)])
+        spent = np.cumsum([t for interval in mine for t in (0.0, interval.end - interval.start)])
+        # The time spent is constant between intervals and grows by 1 s/s within one: interpolate linearly.
         until = np.interp(edges, times, spent, left=0.0, right=float(spent[-1]))
         found[kind] = np.diff(until) / np.diff(edges)
     return found
 
 
 def steady_window(steps: Sequence[StepTrained], count: int = 10) -> tuple[float, float] | None:
-    """From when to when ``count`` ordinary steps in the middle of the run took; None without two steps.
+    """Return the start and end of ``count`` typical steps in the middle of the run; None for fewer
+    than two steps.
 
-    Of the middle half, the window whose duration is nearest to the median; the most central of equals.
+    In the middle half, take the window with a duration nearest to the median; of equals the most
+    central.
     """
     times = [step.time_s for step in steps]
     count = min(count, len(times) - 1)
@@ -102,7 +104,8 @@ def steady_window(steps: Sequence[StepTrained], count: int = 10) -> tuple[float,
 
 
 def lag_curve(events: Iterable[Event]) -> tuple[list[float], list[int]]:
-    """When the lag of the slowest replica changed, and to what. A replica that died lags no longer."""
+    """Return the times and new values of the slowest replica's publish lag. A dead replica has
+    none."""
     loaded: dict[str, int] = {}
     published = 0
     times: list[float] = []

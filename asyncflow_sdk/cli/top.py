@@ -1,6 +1,7 @@
-"""Top: a running queue on the terminal, live. ``q`` ends it. It looks once a second and changes nothing.
+"""``asyncflow top``: a running queue on the terminal. It reads the queue's status once a second and
+changes nothing.
 
-asyncflow top runs/x            # or an address; --once prints one picture, --json one object
+asyncflow top runs/x            # or an address; --once prints one screen, --json one object; q quits
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,15 @@ from ..errors import ServerLost
 from ..ledger import StatusReport
 from ..wire import probe
 from ..workflow import Run, connect
-from .flow import Flow
-from .queue_frame import queue_frame
+from .queue_rates import QueueRates
+from .queue_screen import queue_screen
 
 NAME = "top"
 
 
-class Top:
-    """Watches the queue at ``where``, an address or the directory of a run, every ``every_s`` seconds.
-    ``key``, ``insecure``: as of ``connect``."""
+class QueueMonitor:
+    """Read the status of the queue at ``where``, an address or the directory of a run, every
+    ``every_s`` seconds. ``key``, ``insecure``: as for ``connect``."""
 
     def __init__(self, where: str, every_s: float = 1.0, key: Path | None = None, insecure: bool = False) -> None:
         if "://" in where:
@@ -41,9 +42,9 @@ class Top:
         self.address = self._run.address
         self.title = where if where == self.address else f"{Path(where)} · {self.address}"
         self.every_s = every_s
-        self.flow = Flow(max(5.0, 2 * every_s))
+        self.rates = QueueRates(max(5.0, 2 * every_s))
 
-    def __enter__(self) -> Top:
+    def __enter__(self) -> QueueMonitor:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -51,66 +52,63 @@ class Top:
             probe(self.address)
             self._run.close()
 
-    def look(self) -> StatusReport:
-        """Take a sample. Raises ServerLost when the server has ended."""
-        probe(self.address)  # a request to a server that is gone would wait for its deadline
+    def sample(self) -> StatusReport:
+        """Read the status once. Raises ServerLost after the server has ended."""
+        probe(self.address)  # a request to a lost server would wait for its deadline
         report = _without(self._run.queue.status(), self._run.session)
-        self.flow.add(report)
+        self.rates.add(report)
         return report
 
-    def once(self) -> StatusReport:
-        """Two samples, so that there are rates."""
-        self.look()
+    def sample_twice(self) -> StatusReport:
+        """Read the status twice, to have rates, and return the second report."""
+        self.sample()
         time.sleep(self.every_s)
-        return self.look()
+        return self.sample()
 
     def draw(self, report: StatusReport, console: Console, foot: str = "") -> Group:
-        """The picture as large as the terminal; without one, as tall as it likes."""
+        """Return a screen of the terminal's size; without a terminal, of any height."""
         height = console.size.height if console.is_terminal else 1000
         return Group(
-            *queue_frame(
-                report, self.flow, title=self.title, width=console.size.width, height=height, foot=foot,
+            *queue_screen(
+                report, self.rates, title=self.title, width=console.size.width, height=height, foot=foot,
                 ascii_only=console.options.ascii_only,
             )
         )  # fmt: skip
 
     def json(self, report: StatusReport) -> str:
-        """The report and the rates by name, for programs. A rate that is not known is null."""
-        flow = self.flow
-        rates = {
-            "put": flow.put, "ended": flow.ended, "written_bytes": flow.written,
-            "came": flow.came, "passed": flow.passed,
-        }  # fmt: skip
+        """Return the report and the rates as a JSON object. An unknown rate is null."""
+        names = ("put", "ended", "written_bytes", "arrived", "completed")
+        rates = {name: getattr(self.rates, name) for name in names}
         whole = {"address": self.address, **_plain(report), "per_second": _plain(rates)}
         return msgspec.json.encode(whole).decode()
 
-    def live(self, console: Console) -> bool:
-        """Draw until ``q`` is pressed or Ctrl-C; True when the server has ended instead."""
+    def watch(self, console: Console) -> bool:
+        """Draw until ``q`` is pressed or Ctrl-C. Return True if the server ended first."""
         foot = f"every {self.every_s:g} s · q quits"
-        report = self.look()
+        report = self.sample()
         with _keys() as wait, Live(console=console, screen=True, auto_refresh=False) as screen:
             while True:
                 due = time.monotonic() + self.every_s
                 while (left := due - time.monotonic()) > 0:
-                    screen.update(self.draw(report, console, foot), refresh=True)  # also when its size changed
+                    screen.update(self.draw(report, console, foot), refresh=True)  # also after a change of its size
                     if wait(left) in ("q", "Q", "\x1b"):
                         return False
                 try:
-                    report = self.look()
+                    report = self.sample()
                 except ServerLost:
                     return True
 
 
 def _without(report: StatusReport, session: int) -> StatusReport:
-    """The report as if nobody looked."""
+    """Remove this command's own session from a report."""
     sessions = tuple(s for s in report.sessions if s.id != session)
     return msgspec.structs.replace(report, sessions=sessions, session_count=report.session_count - 1)
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Any]:
-    """Keys as they are pressed, where stdin is a terminal: ``wait(seconds)`` gives one, or "" when the time is up
-    or the terminal has another size."""
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yield ``wait(seconds)``: it returns a pressed key, or "" after the time or a change of the
+    terminal's size."""
     stdin = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     resized, resize = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before = signal.signal(signal.SIGWINCH, lambda *_: os.write(resize, b"\0"))
@@ -139,7 +137,7 @@ def _keys() -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Structs as objects, not as the arrays they travel as; what is no number as null."""
+    """Convert structs to objects (they travel as arrays), and infinite or nan numbers to null."""
     if isinstance(value, msgspec.Struct):
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):

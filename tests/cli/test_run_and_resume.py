@@ -15,7 +15,7 @@ from rich.console import Console
 from synthetic_run import synthetic_run, synthetic_summary, write_run
 from waiting import until
 
-from asyncflow_sdk.cli import running
+from asyncflow_sdk.cli import run_command
 from asyncflow_sdk.errors import Interrupted
 
 WORKFLOW = """\
@@ -93,7 +93,7 @@ def test_a_second_ctrl_c_skips_the_report_with_a_word(tmp_path: Path) -> None:
     stop.repeated = True
 
     def interrupted() -> None:
-        with running.outcome_of(tmp_path, console):
+        with run_command.outcome_of(tmp_path, console):
             write_run(tmp_path, synthetic_run(3, None), synthetic_summary(3))
             raise stop
 
@@ -111,10 +111,10 @@ def test_ctrl_c_while_the_report_is_written_skips_it_with_a_word(
     def interrupted(run_dir: Path) -> Path:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running, "write_report", interrupted)
+    monkeypatch.setattr(run_command, "write_report", interrupted)
     console = Console(file=io.StringIO(), width=200)
 
-    with pytest.raises(KeyboardInterrupt), running.outcome_of(tmp_path, console):
+    with pytest.raises(KeyboardInterrupt), run_command.outcome_of(tmp_path, console):
         write_run(tmp_path, synthetic_run(3, None), synthetic_summary(3))
 
     printed = console.file.getvalue()  # type: ignore[attr-defined]

@@ -65,7 +65,7 @@ def test_json_for_programs_by_address(tmp_path: Path, served: Child) -> None:
     assert said["address"] == address
     assert said["rows"]["work"] == {"waiting": 0, "ready": 1, "selected": 0, "leased": 2, "done": 0}
     assert said["oldest"]["name"] == said["sessions"][0]["name"] == "driver"
-    assert said["per_second"]["passed"] == {"work": 0.0}
+    assert said["per_second"]["completed"] == {"work": 0.0}
     assert said["step"] == -1
 
 

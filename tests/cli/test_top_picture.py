@@ -6,9 +6,9 @@ import re
 import msgspec
 import pytest
 
-from asyncflow_sdk.cli.flow import Flow
-from asyncflow_sdk.cli.lines import rate, size
-from asyncflow_sdk.cli.queue_frame import queue_frame
+from asyncflow_sdk.cli.formats import rate, size
+from asyncflow_sdk.cli.queue_rates import QueueRates
+from asyncflow_sdk.cli.queue_screen import queue_screen
 from asyncflow_sdk.ledger import StatusReport
 from asyncflow_sdk.types.reports import LeaseStatus, ParkedStatus, SessionStatus, StepAges, VersionStatus
 
@@ -46,8 +46,8 @@ def report(time_s: float = 100.0, passed: int = 12_000, **changes: object) -> St
     return msgspec.structs.replace(made, **changes)
 
 
-def flow() -> Flow:
-    gauge = Flow()
+def flow() -> QueueRates:
+    gauge = QueueRates()
     for second in range(4):
         gauge.add(report(96.0 + second, 12_000 - 400 + 100 * second))
     gauge.add(report())
@@ -55,7 +55,7 @@ def flow() -> Flow:
 
 
 def picture(width: int, height: int, **changes: object) -> list[str]:
-    made = queue_frame(report(**changes), flow(), title="runs/x", width=width, height=height, foot="q quits")  # type: ignore[arg-type]
+    made = queue_screen(report(**changes), flow(), title="runs/x", width=width, height=height, foot="q quits")  # type: ignore[arg-type]
     return [line.plain for line in made]
 
 
@@ -144,7 +144,7 @@ def test_a_queue_without_anything_is_a_picture_too() -> None:
     bare = StatusReport(
         rows={}, ended={}, waiting={}, step=-1, free_slots=0, version=-1, live=0, capacity_rows=1 << 40
     )
-    text = "\n".join(line.plain for line in queue_frame(bare, Flow(), title="x", width=80, height=24))
+    text = "\n".join(line.plain for line in queue_screen(bare, QueueRates(), title="x", width=80, height=24))
     assert "none is declared yet" in text
     assert "–" not in text.splitlines()[0]
 
@@ -157,23 +157,23 @@ def test_names_and_reasons_cannot_drive_the_terminal() -> None:
 
 
 def test_a_terminal_that_knows_ascii_only() -> None:
-    lines = queue_frame(report(), flow(), title="runs/x", width=80, height=24, ascii_only=True)
+    lines = queue_screen(report(), flow(), title="runs/x", width=80, height=24, ascii_only=True)
     assert all(line.plain.isascii() for line in lines)
 
 
 def test_rates_are_differences_and_begin_anew_with_another_server() -> None:
-    gauge = Flow()
+    gauge = QueueRates()
     assert math.isnan(gauge.put)
     gauge.add(report(10.0, 1000))
-    assert math.isnan(gauge.passed["reward"])
+    assert math.isnan(gauge.completed["reward"])
     gauge.add(report(12.0, 1500))
-    assert gauge.passed["reward"] == gauge.came["train"] == gauge.ended == 250
-    assert gauge.written == 250_000
+    assert gauge.completed["reward"] == gauge.arrived["train"] == gauge.ended == 250
+    assert gauge.written_bytes == 250_000
     for second in range(20):  # the window moves on
         gauge.add(report(13.0 + second, 1500))
-    assert gauge.passed["reward"] == 0
+    assert gauge.completed["reward"] == 0
     gauge.add(report(1.0, 5))
-    assert math.isnan(gauge.passed["reward"])
+    assert math.isnan(gauge.completed["reward"])
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_weights_fit_every_terminal(width: int, height: int) -> None:
 
 def test_many_replicas_are_counted() -> None:
     many = tuple(replica(20 + i, f"rollout-{i}", 10, "fetching 11", 1.0) for i in range(60))
-    assert any(re.match(r"and \d+ more replicas that are not on version 11", line) for line in weights(sessions=many))
+    assert any(re.match(r"and \d+ more replicas not on version 11", line) for line in weights(sessions=many))
 
 
 def test_a_run_without_weights_has_no_such_lines() -> None:

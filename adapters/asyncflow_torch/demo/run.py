@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import asyncflow_sdk as af
-from asyncflow_sdk.cli.running import outcome_of
+from asyncflow_sdk.cli.run_command import outcome_of
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types.events import Event, Loaded
 

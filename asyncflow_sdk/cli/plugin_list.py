@@ -1,4 +1,4 @@
-"""The list of plugins: what was found, whether its engine is there, and what went wrong."""
+"""``asyncflow plugins``: all adapters, their missing requirements, and broken plugins."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..plugins import Registry, find_plugins
+from ..plugins import find_plugins
+from .formats import plural
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter. ``missing``: requirements that are not installed, with why; ``install``: the pip line."""
+class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter. ``missing``: missing requirements, with reasons; ``install``: the pip command."""
 
     kind: str
     name: str
@@ -27,41 +28,34 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Listing:
-    """Every adapter, and every problem."""
+class PluginList:
+    """All adapters, problems and blocked plugins."""
 
-    adapters: list[Entry]
+    adapters: list[AdapterEntry]
     problems: list[str]
     blocked: list[str]
 
     @classmethod
-    def of_this_environment(cls) -> Listing:
-        return cls.of(find_plugins())
-
-    @classmethod
-    def of(cls, found: Registry) -> Listing:
-        entries: list[Entry] = []
+    def of_this_environment(cls) -> PluginList:
+        """Return the plugins installed for this interpreter."""
+        found, entries = find_plugins(), list[AdapterEntry]()
         for adapter in sorted(found.adapters, key=lambda a: (a.spec.kind, a.spec.name)):
             spec = adapter.spec
+            install = adapter.install_command if spec.requires or spec.install else ""
             entries.append(
-                Entry(
-                    kind=spec.kind,
-                    name=spec.name,
-                    source=adapter.source,
-                    factory=spec.factory,
-                    requires=list(spec.requires),
-                    missing=adapter.missing,
-                    install=adapter.install_command if spec.requires or spec.install else "",
-                    tested=spec.tested_text,
+                AdapterEntry(
+                    kind=spec.kind, name=spec.name, source=adapter.source, factory=spec.factory, requires=list(spec.requires),
+                    missing=adapter.missing, install=install, tested=spec.tested_text,
                 )
-            )
+            )  # fmt: skip
         return cls(entries, list(found.problems), list(found.blocked))
 
     def json(self) -> str:
+        """Return the list as JSON."""
         return msgspec.json.format(msgspec.json.encode(self)).decode()
 
     def print(self, console: Console) -> None:
-        """The table, under it what is missing with the pip lines, and the problems, loudly."""
+        """Print the table, then missing requirements with their pip commands, and problems in red."""
         table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
         for head in ("kind", "name", "from", "engine", "tested with"):
             table.add_column(head, overflow="fold", no_wrap=head in ("kind", "name", "from"))
@@ -81,13 +75,12 @@ class Listing:
         for blocked in self.blocked:
             console.print(Text(f"blocked: {blocked}", style="yellow"), soft_wrap=True)
         if self.problems:
-            count = "1 PROBLEM" if len(self.problems) == 1 else f"{len(self.problems)} PROBLEMS"
-            console.print(Text(f"\n{count}", style="bold red"))
+            console.print(Text(f"\n{plural(len(self.problems), 'problem').upper()}", style="bold red"))
             for problem in self.problems:
                 console.print(Text(f"  {problem}", style="red"), soft_wrap=True)
 
 
-def _engine(entry: Entry) -> Text:
+def _engine(entry: AdapterEntry) -> Text:
     if entry.missing:
         return Text("see below", style="yellow")
     ours = entry.source.split()[0] == "asyncflow-sdk" and not entry.requires

@@ -1,4 +1,5 @@
-"""``asyncflow run`` and ``resume``: a workflow, live; then the table of its summary, and the report page."""
+"""``asyncflow run`` and ``asyncflow resume``: run a workflow live, then print its summary and write
+its report page."""
 
 from __future__ import annotations
 
@@ -14,20 +15,21 @@ from rich.console import Console
 from ..errors import ConfigError, Interrupted, PluginError
 from ..workflow import load_workflow
 from ..workflow.resuming import again, read_summary, write_whole
-from .live import LiveView
+from .live_view import LiveView
 from .report import write_report
-from .table import summary_table
+from .summary import summary_table
 
 _SKIPPED = "skipped after Ctrl-C; `asyncflow report {}` writes it"
 
 
 def run_file(file: Path, out: Path | None, changes: list[str], shown: str, console: Console) -> None:
-    """Run the workflow of ``file`` into ``out``. ``changes``: "train.lr=1e-5". ``shown``: "text" or "mermaid" prints it, and
-    starts nothing. Raises what ``load_workflow`` and ``Workflow.run`` raise."""
+    """Run the workflow of ``file`` into ``out``. ``changes``: "train.lr=1e-5". ``shown``: "text" or
+    "mermaid" prints it and starts nothing. Raises the errors of ``load_workflow`` and
+    ``Workflow.run``."""
     pairs = [change.partition("=") for change in changes]
     for name, equals, _ in pairs:
         if not equals or not name.strip():
-            raise ConfigError(f"--set takes KEY=VALUE, such as train.lr=1e-5, not {name!r}")
+            raise ConfigError(f"--set takes KEY=VALUE, for example train.lr=1e-5, not {name!r}")
     workflow = load_workflow(file, {name.strip(): value.strip() for name, _, value in pairs})
     if shown:
         console.print(workflow.mermaid() if shown == "mermaid" else str(workflow), markup=False, soft_wrap=True)
@@ -42,7 +44,8 @@ def run_file(file: Path, out: Path | None, changes: list[str], shown: str, conso
 
 
 def resume_run(out: Path, console: Console) -> None:
-    """Go on with the run of a directory, live; of one that is complete only say so. Raises what ``Workflow.resume`` raises."""
+    """Resume the run in a directory, live; a completed run is only reported. Raises the errors of
+    ``Workflow.resume``."""
     workflow = again(out)
     if read_summary(out).get("status") != "completed":
         with (
@@ -51,27 +54,27 @@ def resume_run(out: Path, console: Console) -> None:
         ):
             workflow.resume_in(out, view)
     summary = read_summary(out)
-    said = f"{out}: {summary['status']}, {summary['steps']} of {summary['steps_wanted']} steps trained"
-    console.print(said, markup=False, soft_wrap=True, highlight=False)
+    text = f"{out}: {summary['status']}, {summary['steps']} of {summary['steps_wanted']} steps trained"
+    console.print(text, markup=False, soft_wrap=True, highlight=False)
 
 
 @contextlib.contextmanager
 def outcome_of(out: Path, console: Console) -> Iterator[None]:
-    """Show how the run in the block ended, however it did; not that of another, whose directory it is. A run that was interrupted
-    more than once gets no report page."""
-    before, hurried = _written(out), False
+    """Show the outcome of the run in the block, also after an error. An earlier run in the
+    directory is not shown. After repeated interrupts no report page is written."""
+    before, hurried = _summary_id(out), False
     try:
         yield
     except Interrupted as stop:
         hurried = stop.repeated
         raise
     finally:
-        if _written(out) != before:
+        if _summary_id(out) != before:
             show_outcome(out, console, page=not hurried)
 
 
-def _written(out: Path) -> tuple[int, int] | None:
-    """Which summary there is."""
+def _summary_id(out: Path) -> tuple[int, int] | None:
+    """Identify the current summary, or None."""
     try:
         found = (out / "summary.json").stat()
     except OSError:
@@ -80,19 +83,19 @@ def _written(out: Path) -> tuple[int, int] | None:
 
 
 def show_outcome(out: Path, console: Console, page: bool = True) -> None:
-    """Write the report page of a run that has ended, unless ``page`` is False, and print the table of its summary. Ctrl-C skips the
-    rest of the page, and is raised again."""
+    """Write the report page of an ended run, unless ``page`` is False, and print the table of its
+    summary. Ctrl-C skips the page and is raised again."""
     file = out / "summary.json"
     summary: dict[str, Any] = json.loads(file.read_text())
     try:
         if page:
             summary["report"] = _report(out, summary)
         else:
-            _say_no_page(console, _SKIPPED.format(out))
-    except (ConfigError, PluginError, OSError) as error:  # as on a full disk, or where its events were removed
-        _say_no_page(console, str(error))
+            _print_no_page(console, _SKIPPED.format(out))
+    except (ConfigError, PluginError, OSError) as error:  # a full disk, for example
+        _print_no_page(console, str(error))
     except KeyboardInterrupt:
-        _say_no_page(console, _SKIPPED.format(out))
+        _print_no_page(console, _SKIPPED.format(out))
         raise
     console.print(summary_table(summary))
     if summary["report"]:
@@ -105,5 +108,5 @@ def _report(out: Path, summary: dict[str, Any]) -> str:
     return page
 
 
-def _say_no_page(console: Console, why: str) -> None:
+def _print_no_page(console: Console, why: str) -> None:
     console.print(f"no report page: {why}", style="yellow", markup=False, soft_wrap=True, highlight=False)

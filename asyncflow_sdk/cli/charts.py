@@ -1,6 +1,6 @@
-"""Pictures of a run as inline SVG, drawn with matplotlib. Importing this module imports matplotlib.
+"""The charts of the report page as inline SVG. Importing this module imports matplotlib.
 
-Each function returns one ``<svg>`` element, or "" when the run has nothing to show there.
+Each function returns one ``<svg>`` element, or "" if the run has no data for it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ..types.lengths import bin_start
-from .board import TRAILING
-from .canvas import ACCENT, IDLE, INK, Series, short, step_axis, svg, thin, time_axis, trailing
-from .record import Record
-from .timeline import WAIT, Piece, flatten, lag_curve, order, shares, steady_window
+from .figures import ACCENT, IDLE, INK, Series, short, step_axis, svg, thin, time_axis, trailing
+from .run_progress import TRAILING
+from .run_record import RunRecord
+from .timeline import WAIT, Interval, flatten, lag_curve, order, shares, steady_window
 
 _ORANGE, _RED = "#d55e00", "#d1242f"
 _COLOURS = {
@@ -32,7 +32,7 @@ _COLOURS = {
     WAIT: IDLE,
 }
 _OTHERS = ("#56b4e9", "#f0e442", "#8c6bb1", "#7f5539", "#2a9d8f")  # beside the Okabe-Ito colours above
-_PIECES = 1500
+_INTERVALS = 1500
 _CELLS = 3600
 _SMALL = {
     "loss": "loss",
@@ -51,13 +51,13 @@ _SHOWN_ELSEWHERE = (
 )
 
 
-def reward_curve(record: Record) -> str:
-    """Reward of each step and its trailing mean."""
+def reward_curve(record: RunRecord) -> str:
+    """The reward of each step and its trailing mean."""
     steps, rewards = _finite(record, "reward")
     if not len(steps):
         return ""
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         axes.plot(*thin(steps, rewards), color=ACCENT, alpha=0.45, lw=0.9, label="each step")
         means = trailing(rewards, TRAILING)
@@ -66,18 +66,18 @@ def reward_curve(record: Record) -> str:
         step_axis(axes, steps)
         axes.legend(loc="best")
 
-    return svg("reward", "Reward over steps", 3.0, draw)
+    return svg("reward", "Reward over steps", 3.0, _draw)
 
 
-def staleness_and_lag(record: Record) -> str:
-    """Staleness over steps above, publish lag over time below."""
+def staleness_and_lag(record: RunRecord) -> str:
+    """Staleness over steps, and publish lag over time below it."""
     mean_steps, means = _finite(record, "staleness_mean")
     max_steps, most = _finite(record, "staleness_max")
     times, lags = lag_curve(record.events)
     if not len(means) and not len(most) and len(lags) < 2:
         return ""
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         upper, lower = figure.subplots(2, 1)
         upper.plot(*thin(max_steps, most, np.max), color=_ORANGE, lw=3, alpha=0.6, label="oldest token of the step")
         below = np.zeros(len(means))
@@ -102,21 +102,21 @@ def staleness_and_lag(record: Record) -> str:
             axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
         time_axis(lower, 0.0, end - start)
 
-    return svg("staleness", "Staleness per step and publish lag over time", 3.9, draw)
+    return svg("staleness", "Staleness per step and publish lag over time", 3.9, _draw)
 
 
-def length_histograms(record: Record) -> str:
-    """Response lengths: of all that was generated, and of what was trained."""
-    tally = record.board.lengths
+def length_histograms(record: RunRecord) -> str:
+    """The lengths of generated and of trained responses."""
+    tally = record.progress.lengths
     found = {"generated": tally.generated, "trained": tally.trained}
     if not all(lengths.rows for lengths in found.values()):
         return ""
     low = min(min(lengths.bins) for lengths in found.values())
     high = max(max(lengths.bins) for lengths in found.values()) + 1
-    each = max((high - low) // 48, 1)  # narrow bins of few rows say nothing
+    each = max((high - low) // 48, 1)  # bins of few rows would be noise
     edges = [*range(low, high, each), high]
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         xs = [bin_start(number) for number in edges]
         for (name, lengths), colour in zip(found.items(), (IDLE, ACCENT), strict=True):
@@ -133,60 +133,60 @@ def length_histograms(record: Record) -> str:
         axes.set(xlabel="tokens of a response", ylabel="share of rows, %")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
 
-    return svg("lengths", "Response lengths, generated and trained", 2.6, draw)
+    return svg("lengths", "Response lengths, generated and trained", 2.6, _draw)
 
 
-def whole_run(record: Record) -> str:
-    """A lane a worker: how each slice of time was spent."""
-    pieces = _pieces(record)
-    if not pieces:
+def whole_run(record: RunRecord) -> str:
+    """One lane per worker: its shares of each slice of time."""
+    intervals = _intervals(record)
+    if not intervals:
         return ""
     start, end = _bounds(record)
-    slices = int(np.clip(_CELLS // len(pieces), 40, 240))
+    slices = int(np.clip(_CELLS // len(intervals), 40, 240))
     if 4 * len(record.steps) > slices:
-        # Slices about as long as a step would show the beat between the two instead of the work.
+        # Slices about as long as a step would show a beat pattern.
         slices = min(max(len(record.steps) // 2, 40), slices)
     edges = np.linspace(start, end, slices + 1)
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        for lane, (worker, mine) in enumerate(pieces.items()):
+        for lane, (worker, mine) in enumerate(intervals.items()):
             base = np.full(slices, lane + 0.4)
             for kind, share in shares(mine, edges).items():
                 top = base - 0.8 * share
-                axes.stairs(top, edges - start, baseline=base, fill=True, color=_colour(kind, pieces), lw=0)
+                axes.stairs(top, edges - start, baseline=base, fill=True, color=_colour(kind, intervals), lw=0)
                 base = top
             for time_s in record.failures.get(worker, ()):
                 axes.plot([time_s - start] * 2, [lane - 0.46, lane + 0.46], color=_RED, lw=1.6)
                 axes.plot(time_s - start, lane - 0.46, "v", color=_RED, ms=5, clip_on=False)
-        failed = any(worker in record.failures for worker in pieces)
+        failed = any(worker in record.failures for worker in intervals)
         extra = [Line2D([], [], color=_RED, marker="v", ms=5, lw=1.6, label="failed")] if failed else []
-        _lanes(axes, pieces, extra)
+        _lanes(axes, intervals, extra)
         time_axis(axes, 0.0, end - start)
 
-    return svg("whole-run", "What each worker did over the whole run", _height(pieces), draw)
+    return svg("whole-run", "What each worker did over the whole run", _height(intervals), _draw)
 
 
-def zoom(record: Record) -> tuple[str, int]:
-    """The spans of some steady steps in the middle, and how many steps those are."""
-    everything = _pieces(record)
+def zoom(record: RunRecord) -> tuple[str, int]:
+    """Return the spans of some steady steps in the middle, and the number of steps."""
+    everything = _intervals(record)
     for count in (10, 5, 3, 1):
         window = steady_window(record.steps, count)
         if window is None:
             return "", 0
         start, end = window
-        pieces = {
+        intervals = {
             worker: [p._replace(start=max(p.start, start), end=min(p.end, end)) for p in mine if _within(p, window)]
             for worker, mine in everything.items()
         }
-        if sum(map(len, pieces.values())) <= _PIECES:
+        if sum(map(len, intervals.values())) <= _INTERVALS:
             break
     origin = _bounds(record)[0]
     steps = [step for step in record.steps if start <= step.time_s <= end]
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        for lane, mine in enumerate(pieces.values()):
+        for lane, mine in enumerate(intervals.values()):
             for kind in order(p.kind for p in mine):
                 bars = [(p.start - origin, p.end - p.start) for p in mine if p.kind == kind]
                 axes.broken_barh(bars, (lane - 0.36, 0.72), color=_colour(kind, everything), lw=0)
@@ -196,38 +196,38 @@ def zoom(record: Record) -> tuple[str, int]:
                     axes.text(*where, f"v{p.version}", color="white", ha="center", va="center", size=7)
         for step in steps:
             axes.axvline(step.time_s - origin, color=INK, lw=0.7, ls=(0, (2, 3)), alpha=0.6)
-        _lanes(axes, pieces, [Line2D([], [], color=INK, lw=0.7, ls=(0, (2, 3)), label="a step is trained")])
+        _lanes(axes, intervals, [Line2D([], [], color=INK, lw=0.7, ls=(0, (2, 3)), label="a step is trained")])
         time_axis(axes, start - origin, end - origin)
 
-    return svg("zoom", "What each worker did during some steps", _height(pieces), draw), max(len(steps) - 1, 1)
+    return svg("zoom", "What each worker did during some steps", _height(intervals), _draw), max(len(steps) - 1, 1)
 
 
-def time_shares(record: Record) -> str:
-    """A bar a worker: the share of the run spent on each kind."""
-    pieces = _pieces(record)
-    if not pieces:
+def time_shares(record: RunRecord) -> str:
+    """One bar per worker: its time by kind of work."""
+    intervals = _intervals(record)
+    if not intervals:
         return ""
     whole = np.array(_bounds(record))
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        for lane, mine in enumerate(pieces.values()):
+        for lane, mine in enumerate(intervals.values()):
             left = 0.0
             for kind, share in shares(mine, whole).items():
                 width = 100 * float(share[0])
-                axes.barh(lane, width, left=left, height=0.62, color=_colour(kind, pieces), lw=0)
+                axes.barh(lane, width, left=left, height=0.62, color=_colour(kind, intervals), lw=0)
                 if width >= 4:
                     ink = {WAIT: INK, "load": "black"}.get(kind, "white")
                     axes.text(left + width / 2, lane, f"{width:.0f}%", color=ink, ha="center", va="center", size=8)
                 left += width
-        _lanes(axes, pieces, [])
+        _lanes(axes, intervals, [])
         axes.set(xlim=(0, 100), xlabel="share of the run, %")
 
-    return svg("shares", "Share of time by kind of work for each worker", _height(pieces), draw)
+    return svg("shares", "Share of time by kind of work for each worker", _height(intervals), _draw)
 
 
-def small_multiples(record: Record) -> str:
-    """The other metrics of the steps, each in a small picture of its own."""
+def small_multiples(record: RunRecord) -> str:
+    """Every other metric, each in a small chart."""
     named = {name for step in record.steps for name in step.metrics} - set(_SHOWN_ELSEWHERE)
     names = [*(n for n in _SMALL if n in named), *sorted(named - set(_SMALL))][:12]
     series = {name: found for name in names if len((found := _finite(record, name))[0])}
@@ -236,7 +236,7 @@ def small_multiples(record: Record) -> str:
     columns = 2 if len(series) in (2, 4) else min(len(series), 3)
     rows = math.ceil(len(series) / columns)
 
-    def draw(figure: Figure) -> None:
+    def _draw(figure: Figure) -> None:
         for i, (name, (steps, values)) in enumerate(series.items()):
             axes = figure.add_subplot(rows, columns, i + 1)
             axes.plot(*thin(steps, values), color=ACCENT, lw=0.6, alpha=0.45)
@@ -246,19 +246,19 @@ def small_multiples(record: Record) -> str:
             axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
             axes.yaxis.set_major_formatter(FuncFormatter(short))
 
-    return svg("metrics", "Other metrics over steps", 1.7 * rows + 0.1, draw)
+    return svg("metrics", "Other metrics over steps", 1.7 * rows + 0.1, _draw)
 
 
-def _pieces(record: Record) -> dict[str, list[Piece]]:
-    return {worker: pieces for worker, spans in record.spans.items() if (pieces := flatten(spans))}
+def _intervals(record: RunRecord) -> dict[str, list[Interval]]:
+    return {worker: intervals for worker, spans in record.spans.items() if (intervals := flatten(spans))}
 
 
-def _bounds(record: Record) -> tuple[float, float]:
-    start = record.board.start_s
-    return start, max(record.board.now_s, start + 1e-3)
+def _bounds(record: RunRecord) -> tuple[float, float]:
+    start = record.progress.start_s
+    return start, max(record.progress.now_s, start + 1e-3)
 
 
-def _within(piece: Piece, window: tuple[float, float]) -> bool:
+def _within(piece: Interval, window: tuple[float, float]) -> bool:
     return piece.end > window[0] and piece.start < window[1]
 
 
@@ -266,20 +266,20 @@ def _height(lanes: Mapping[str, object]) -> float:
     return 0.95 + max(0.42 * min(len(lanes), 12), 0.2 * len(lanes))
 
 
-def _colour(kind: str, pieces: Mapping[str, Sequence[Piece]]) -> str:
+def _colour(kind: str, intervals: Mapping[str, Sequence[Interval]]) -> str:
     if kind in _COLOURS:
         return _COLOURS[kind]
-    others = [k for k in order(p.kind for mine in pieces.values() for p in mine) if k not in _COLOURS]
+    others = [k for k in order(p.kind for mine in intervals.values() for p in mine) if k not in _COLOURS]
     return _OTHERS[others.index(kind) % len(_OTHERS)]
 
 
-def _lanes(axes: Axes, pieces: Mapping[str, Sequence[Piece]], extra: Sequence[Line2D]) -> None:
-    axes.set_yticks(range(len(pieces)), [_cut(worker) for worker in pieces])
-    axes.set_ylim(len(pieces) - 0.45, -0.55)
+def _lanes(axes: Axes, intervals: Mapping[str, Sequence[Interval]], extra: Sequence[Line2D]) -> None:
+    axes.set_yticks(range(len(intervals)), [_cut(worker) for worker in intervals])
+    axes.set_ylim(len(intervals) - 0.45, -0.55)
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
-    kinds = order(p.kind for mine in pieces.values() for p in mine)
-    handles: list[Patch | Line2D] = [Patch(color=_colour(kind, pieces), label=_cut(kind)) for kind in kinds]
+    kinds = order(p.kind for mine in intervals.values() for p in mine)
+    handles: list[Patch | Line2D] = [Patch(color=_colour(kind, intervals), label=_cut(kind)) for kind in kinds]
     handles += extra
     axes.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=8, handlelength=1.1, borderaxespad=0.2
@@ -290,7 +290,7 @@ def _cut(name: str, most: int = 28) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def _finite(record: Record, name: str) -> tuple[Series, Series]:
+def _finite(record: RunRecord, name: str) -> tuple[Series, Series]:
     steps = np.array([step.step for step in record.steps], float)
     values = np.array(record.metric(name), float)
     good = np.isfinite(values)

@@ -1,10 +1,10 @@
-"""LiveView: a run on the terminal; plain lines where there is none.
+"""LiveView: a run on the terminal, or as lines in a pipe.
 
     with LiveView(total_steps=300, title="demo") as view:
         run(..., sinks=[view])          # view(event), from any thread
 
-On a terminal the picture is drawn once a second. In a pipe or in CI it is one line every ten steps, and
-not more than one in ten seconds. Warnings, errors and what happens to workers is said at once in both.
+A terminal is redrawn once a second. A pipe or a CI log gets one line every ten steps, at most one
+in ten seconds. Warnings, errors and changes of workers are printed at once in both.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rich.live import Live
 from rich.text import Text
 
 from ..types.events import Event, Note, StepTrained, WorkerState
-from .board import Board
-from .frame import frame
-from .lines import duration, number, printable
+from .formats import duration, number, printable
+from .run_progress import RunProgress
+from .run_screen import run_screen
 
 REFRESH_S = 1.0
 LINE_STEPS = 10
@@ -34,10 +34,10 @@ _STYLE = {"warning": "yellow", "error": "bold red", "failed": "bold red", "resta
 
 
 class LiveView:
-    """Draws a run from its events. Listening only: it never raises into the run it watches.
+    """Show a run from its events. It never raises an error into the run.
 
-    Calling it is thread-safe and cheap; the drawing is done by a thread of its own. ``clock``: the clock
-    of the events, seconds.
+    Calling it is thread-safe and cheap: a separate thread draws. ``clock``: the clock of the
+    events, seconds.
     """
 
     def __init__(
@@ -47,28 +47,26 @@ class LiveView:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.board = Board(total_steps)
+        self.progress = RunProgress(total_steps)
         self.title = title
         self._console = console or Console()
         self._clock = clock
         self._lock = threading.Lock()
         self._messages: deque[tuple[str, str]] = deque(maxlen=1000)
         self._states: dict[str, str] = {}
-        self._lined_step = 0
-        self._lined_s = float("-inf")
+        self._line_step, self._line_s = 0, -math.inf
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._live: Live | None = None
         self._muted = False
 
     def __call__(self, event: Event) -> None:
-        """Take one event in."""
+        """Add one event."""
         with self._lock:
-            self.board.add(event)
+            self.progress.add(event)
             message = self._message(event)
             if self._live is not None:
-                # Printing here would take rich's lock inside ours; the drawing thread takes them the
-                # other way round.
+                # The drawing thread prints: it takes rich's lock before ours, and printing here would do the reverse.
                 if message:
                     self._messages.append(message)
                 return
@@ -85,7 +83,7 @@ class LiveView:
                 self._thread = threading.Thread(target=self._draw_until_stopped, name="live view", daemon=True)
                 self._thread.start()
             except BaseException:
-                self._live.stop()  # Ctrl-C between hiding the cursor and returning
+                self._live.stop()  # Ctrl-C after the cursor was hidden
                 raise
         return self
 
@@ -97,7 +95,7 @@ class LiveView:
     ) -> None:
         if self._live is None:
             with self._lock:
-                if self.board.done > self._lined_step:
+                if self.progress.done > self._line_step:
                     self._progress_line()
             return
         try:
@@ -106,23 +104,18 @@ class LiveView:
                 self._thread.join()
             self._draw()
         finally:
-            # Also after a second Ctrl-C in the lines above: this is what gives the cursor back.
+            # Shows the cursor again, also after a second Ctrl-C in the lines above.
             with contextlib.suppress(OSError):
                 self._live.stop()
 
     def lines(self) -> list[Text]:
-        """The picture as it would be drawn now."""
-        size = self._console.size
-        ascii_only = self._console.options.ascii_only
+        """Return the current screen, line by line."""
+        size, ascii_only = self._console.size, self._console.options.ascii_only
         with self._lock:
-            return frame(
-                self.board,
-                title=self.title,
-                now_s=self._clock(),
-                width=size.width,
-                height=size.height - 1,
+            return run_screen(
+                self.progress, title=self.title, now_s=self._clock(), width=size.width, height=size.height - 1,
                 ascii_only=ascii_only,
-            )
+            )  # fmt: skip
 
     def _draw_until_stopped(self) -> None:
         while not self._stop.wait(REFRESH_S):
@@ -138,43 +131,42 @@ class LiveView:
                 self._console.print(Text("\n".join(lines), style=style))
             self._live.update(Group(*self.lines()), refresh=True)
         except (OSError, ValueError):
-            self._muted = True  # the terminal went away; the run goes on
+            self._muted = True  # the terminal was closed; the run goes on
 
     def _message(self, event: Event) -> tuple[str, str] | None:
-        """What has to be said at once, and its style."""
+        """Return the text and style of an event to print at once, or None."""
         if isinstance(event, Note) and event.level != "info":
-            who = f" ({event.worker})" if event.worker else ""
-            return f"{event.level}{who}: {event.text}", _STYLE.get(event.level, "")
+            worker = f" ({event.worker})" if event.worker else ""
+            return f"{event.level}{worker}: {event.text}", _STYLE.get(event.level, "")
         if isinstance(event, WorkerState) and self._states.get(event.worker) != event.state:
             self._states[event.worker] = event.state
             if self._live is not None and event.state not in _STYLE:
-                return None  # the table shows it
+                return None  # the screen shows it
             detail = event.detail.strip() if event.state == "failed" else event.detail.strip().split("\n")[-1]
-            return f"worker {event.worker}: {event.state}{f': {detail}' if detail else ''}", _STYLE.get(
-                event.state, ""
-            )
+            text = f"worker {event.worker}: {event.state}{f': {detail}' if detail else ''}"
+            return text, _STYLE.get(event.state, "")
         return None
 
     def _line_is_due(self) -> bool:
-        steps = self.board.done - self._lined_step
-        seconds = self.board.now_s - self._lined_s
-        last = self.board.done >= self.board.total_steps
+        steps = self.progress.done - self._line_step
+        seconds = self.progress.now_s - self._line_s
+        last = self.progress.done >= self.progress.total_steps
         return (steps >= LINE_STEPS and seconds >= LINE_S) or (steps > 0 and (seconds >= _SILENCE_S or last))
 
     def _progress_line(self) -> None:
-        board = self.board
-        self._lined_step, self._lined_s = board.done, board.now_s
-        lag = "-" if board.lag is None else str(board.lag)
-        flying = f", {number(board.in_flight)} in flight" if math.isfinite(board.in_flight) else ""
-        left = f"  left {duration(board.seconds_left)}" if board.done < board.total_steps else ""
+        run = self.progress
+        self._line_step, self._line_s = run.done, run.now_s
+        lag = "-" if run.lag is None else str(run.lag)
+        in_flight = f", {number(run.in_flight)} in flight" if math.isfinite(run.in_flight) else ""
+        left = f"  left {duration(run.seconds_left)}" if run.done < run.total_steps else ""
         self._line(
-            f"step {board.done}/{board.total_steps}  reward {number(board.reward, 3)}"
-            f" (mean of 20: {number(board.reward_mean, 3)})  staleness {number(board.staleness_mean)}"
-            f" (max {number(board.staleness_max, 0)}{flying})  lag {lag}  {board.tokens_per_s:.0f} tokens/s{left}"
+            f"step {run.done}/{run.total_steps}  reward {number(run.reward, 3)}"
+            f" (mean of 20: {number(run.reward_mean, 3)})  staleness {number(run.staleness_mean)}"
+            f" (max {number(run.staleness_max, 0)}{in_flight})  lag {lag}  {run.tokens_per_s:.0f} tokens/s{left}"
         )
 
     def _line(self, text: str) -> None:
-        since = duration(self.board.now_s - self.board.start_s)
+        since = duration(self.progress.now_s - self.progress.start_s)
         lines = [printable(line) for line in text.splitlines()]
         line = f"[{since:>7}] " + "\n          ".join(lines)
         stream = self._console.file
@@ -184,4 +176,4 @@ class LiveView:
                 stream.write(line.replace("–", "-").encode(encoding, "replace").decode(encoding) + "\n")
                 stream.flush()
         except (OSError, ValueError):
-            self._muted = True  # the reader of the pipe left; the run goes on
+            self._muted = True  # the reader closed the pipe; the run goes on

@@ -1,10 +1,10 @@
-"""Record: what a run directory says of its run.
+"""The record of a run: the events and the summary in its directory.
 
     record = read_record(Path("runs/demo"))
     record.steps[-1].metrics["reward"], record.summary.get("status")
 
-A run that was killed leaves a torn last line and no summary; a newer SDK leaves events this one does not
-know. Neither stops the reading: such lines are counted in ``skipped``, the rest is in ``remarks``.
+A killed run leaves a torn last line and no summary; a newer SDK writes unknown events. Such lines
+are counted in ``skipped``; ``remarks`` explains everything missing.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import msgspec
 
 from ..errors import ConfigError
 from ..types.events import Event, Span, StepTrained, WorkerState
-from .board import Board, by_name
+from .formats import by_name
+from .run_progress import RunProgress
 
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
-class Record:
-    """The events in the order they were written, and the summary ({} for a run that did not end)."""
+class RunRecord:
+    """The events in the order of writing, and the summary; {} if the run did not end."""
 
     name: str
     events: list[Event]
@@ -38,13 +39,13 @@ class Record:
 
     @cached_property
     def steps(self) -> list[StepTrained]:
-        """One event a step, by step; of a step trained twice (a resume) the later one."""
+        """One event per step, in order; the later one if a resume trained a step again."""
         latest = {event.step: event for event in self.events if isinstance(event, StepTrained)}
         return [latest[step] for step in sorted(latest)]
 
     @cached_property
     def spans(self) -> dict[str, list[Span]]:
-        """By worker, in order of name (rollout-2 before rollout-10)."""
+        """The spans by worker, sorted by name (rollout-2 before rollout-10)."""
         found: dict[str, list[Span]] = {}
         for event in self.events:
             if isinstance(event, Span) and math.isfinite(event.seconds) and event.seconds >= 0:
@@ -53,7 +54,7 @@ class Record:
 
     @cached_property
     def failures(self) -> dict[str, list[float]]:
-        """When each worker failed."""
+        """The times of each worker's failures."""
         found: dict[str, list[float]] = {}
         for event in self.events:
             if isinstance(event, WorkerState) and event.state == "failed":
@@ -61,20 +62,20 @@ class Record:
         return found
 
     @cached_property
-    def board(self) -> Board:
-        """The picture after the last event."""
-        board = Board(int(self.summary.get("steps_wanted") or 0))
+    def progress(self) -> RunProgress:
+        """The progress after the last event."""
+        progress = RunProgress(int(self.summary.get("steps_wanted") or 0))
         for event in self.events:
-            board.add(event)
-        return board
+            progress.add(event)
+        return progress
 
     def metric(self, name: str) -> list[float]:
-        """A metric, one value a step; nan where a step lacks it."""
+        """A metric, one value per step; nan if a step lacks it."""
         return [step.metrics.get(name, math.nan) for step in self.steps]
 
 
-def read_record(run_dir: Path) -> Record:
-    """Read a run directory. Raises ConfigError when it holds no events."""
+def read_record(run_dir: Path) -> RunRecord:
+    """Read a run directory. Raises ConfigError if it holds no events."""
     path = run_dir / EVENTS
     remarks: list[str] = []
     if not path.is_file():
@@ -88,9 +89,9 @@ def read_record(run_dir: Path) -> Record:
             events.append(event)
     if skipped:
         lines = "1 line" if skipped == 1 else f"{skipped:,} lines"
-        remarks.append(f"{lines} of {EVENTS} could not be read (torn, or of a newer SDK) and left out.")
+        remarks.append(f"{lines} of {EVENTS} could not be read (torn, or written by a newer SDK) and left out.")
     summary = _summary(run_dir / SUMMARY, remarks)
-    return Record(run_dir.resolve().name, events, summary, skipped, remarks)
+    return RunRecord(run_dir.resolve().name, events, summary, skipped, remarks)
 
 
 def _events(path: Path) -> Iterator[Event | None]:
@@ -106,7 +107,7 @@ def _events(path: Path) -> Iterator[Event | None]:
 
 
 def _step_with_nan(line: bytes) -> Event | None:
-    """JSON has no NaN: a loss that became one is written as null. Such a step must not be lost."""
+    """Read a step with null metrics: JSON has no NaN, and a NaN loss is written as null."""
     try:
         fields = msgspec.json.decode(line)
         metrics = {k: math.nan if v is None else v for k, v in fields["metrics"].items()}

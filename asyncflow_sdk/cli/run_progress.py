@@ -1,19 +1,18 @@
-"""Board: the current picture of a run, folded from its events.
+"""The progress of a run, folded from its events.
 
-    board = Board(total_steps=300)
+    progress = RunProgress(total_steps=300)
     for event in events:
-        board.add(event)
-    board.reward, board.lag, board.rows["train"]["ready"]
+        progress.add(event)
+    progress.reward, progress.lag, progress.rows["train"]["ready"]
 
-It draws nothing and reads no clock: time is the time of the newest event. Its memory is bounded by the
-number of tasks and workers, not by the length of the run. Not thread-safe.
+It does no I/O and reads no clock: the time is that of the newest event. Its memory grows with the
+number of tasks and workers, not with the length of the run. Not thread-safe.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -37,13 +36,8 @@ _GONE = ("stopped", "failed")
 _WORKERS_KEPT = 256
 
 
-def by_name(name: str) -> list[tuple[int, str]]:
-    """Sorting key that counts: rollout-2 before rollout-10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
 class Curve:
-    """A series as at most ``limit`` means over equally many values each, however long it grows."""
+    """A series of any length as at most ``limit`` means, each over the same number of values."""
 
     def __init__(self, limit: int = 256) -> None:
         self.means: list[float] = []
@@ -53,6 +47,7 @@ class Curve:
         self._count = 0
 
     def add(self, value: float) -> None:
+        """Append a value; ignore one that is not finite."""
         if not math.isfinite(value):
             return
         self._sum += value
@@ -65,7 +60,7 @@ class Curve:
             self._each *= 2
 
     def sampled(self, count: int) -> list[float]:
-        """The series as at most ``count`` means."""
+        """Return the series as at most ``count`` means."""
         n = len(self.means)
         if n <= count:
             return self.means
@@ -75,8 +70,8 @@ class Curve:
         return [math.fsum(self.means[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
 
 
-class Rate:
-    """Tokens per second over a sliding window; a span counts in the second it ended."""
+class TokenRate:
+    """Tokens per second over a sliding window. A span counts in the second of its end."""
 
     def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
         self._window_s = window_s
@@ -84,16 +79,18 @@ class Rate:
         self._start_s = math.inf
 
     def add(self, span: Span) -> None:
+        """Count the tokens of a span."""
         end_s = span.time_s + span.seconds
         self._start_s = min(self._start_s, span.time_s)
         second = math.floor(end_s)
-        # Workers report out of order by a little: a late span joins the newest second instead of the past.
+        # Workers report slightly out of order: count a late span in the newest second.
         if self._seconds and second <= self._seconds[-1][0]:
             self._seconds[-1][1] += span.tokens
         else:
             self._seconds.append([second, span.tokens])
 
     def at(self, now_s: float) -> float:
+        """Return the tokens per second of the window before ``now_s``."""
         if not self._seconds:
             return 0.0
         since_s = max(now_s - self._window_s, self._start_s)
@@ -102,11 +99,11 @@ class Rate:
 
 
 @dataclass
-class Worker:
-    """What is known of a worker.
+class WorkerProgress:
+    """The state of one worker.
 
-    ``seconds``: what it did lately, by kind of span, older spans counting less and less.
-    ``version``: of the weights it loaded last; None when it has none, or lost them with its process.
+    ``seconds``: its recent time by kind of span; older spans decay.
+    ``version``: of the weights loaded last; None before the first load and after its process ended.
     """
 
     state: str = ""
@@ -117,7 +114,8 @@ class Worker:
     seconds: dict[str, float] = field(default_factory=dict)
     _spanned_s: float = 0.0
 
-    def spent(self, kind: str, seconds: float, end_s: float) -> None:
+    def add_time(self, kind: str, seconds: float, end_s: float) -> None:
+        """Add the duration of a span and let older ones decay."""
         fade = math.exp(min(self._spanned_s - end_s, 0.0) / RATE_WINDOW_S)
         self._spanned_s = max(self._spanned_s, end_s)
         self.seconds = {k: s * fade for k, s in self.seconds.items()}
@@ -125,9 +123,9 @@ class Worker:
 
 
 @dataclass
-class Board:
-    """The picture. ``None`` and ``nan`` mean: nothing was said of it yet. ``in_flight``, ``in_queue``: the parts of
-    ``staleness_mean``."""
+class RunProgress:
+    """The current state of a run. ``None`` and ``nan``: not known yet. ``in_flight``, ``in_queue``:
+    the parts of ``staleness_mean``."""
 
     total_steps: int
     start_s: float = math.nan
@@ -143,17 +141,17 @@ class Board:
     ended: dict[str, int] = field(default_factory=dict)
     returned: int = 0
     waiting: dict[str, str] = field(default_factory=dict)
-    workers: dict[str, Worker] = field(default_factory=dict)
+    workers: dict[str, WorkerProgress] = field(default_factory=dict)
     note: str = ""
     rewards: Curve = field(default_factory=Curve)
     lengths: LengthTally = field(default_factory=LengthTally)
     _trailing: deque[float] = field(default_factory=lambda: deque(maxlen=TRAILING))
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=TRAILING + 1))
-    _rate: Rate = field(default_factory=Rate)
+    _rate: TokenRate = field(default_factory=TokenRate)
     _first_step: int = 1
 
     def add(self, event: Event) -> None:
-        """Take one event into the picture."""
+        """Update the state with one event."""
         end_s = event.time_s + event.seconds if isinstance(event, Span) else event.time_s
         if math.isnan(self.now_s):
             self.start_s, self.now_s = event.time_s, end_s
@@ -182,12 +180,12 @@ class Board:
 
     @property
     def reward_mean(self) -> float:
-        """Mean reward of the last 20 steps."""
+        """Mean reward of the last 20 steps; nan before the first."""
         return math.fsum(self._trailing) / len(self._trailing) if self._trailing else math.nan
 
     @property
     def lag(self) -> int | None:
-        """How many versions the replica that is furthest behind has not loaded; None without replicas."""
+        """Versions published and not loaded by the slowest replica; None without replicas."""
         if self.published is None:
             return None
         loaded = [w.version for w in self.workers.values() if w.version is not None]
@@ -200,24 +198,24 @@ class Board:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds to the last step at the pace of the last 20; nan until there is a pace."""
+        """Estimated seconds to the last step, from the last 20; nan before the third step."""
         times = self._step_times
         if len(times) < 3 or not self.total_steps:
             return math.nan
         pace_s = (times[-1] - times[0]) / (len(times) - 1)
         return max(self.total_steps - self.done, 0) * pace_s
 
-    def _worker(self, name: str) -> Worker:
+    def _worker(self, name: str) -> WorkerProgress:
         if name not in self.workers and len(self.workers) >= _WORKERS_KEPT:
             gone = next((n for n, w in self.workers.items() if w.state in _GONE), next(iter(self.workers)))
             del self.workers[gone]
-        return self.workers.setdefault(name, Worker())
+        return self.workers.setdefault(name, WorkerProgress())
 
     def _add_span(self, span: Span) -> None:
         if span.kind == "generate":
             self._rate.add(span)
         if span.worker:
-            self._worker(span.worker).spent(span.kind, span.seconds, span.time_s + span.seconds)
+            self._worker(span.worker).add_time(span.kind, span.seconds, span.time_s + span.seconds)
 
     def _add_step(self, event: StepTrained) -> None:
         self._first_step = min(self._first_step, event.step)

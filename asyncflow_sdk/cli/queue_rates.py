@@ -1,7 +1,8 @@
-"""Flow: rates of a queue, from the differences between its status reports.
+"""Rates of a queue: differences between its status reports.
 
-flow = Flow(); flow.add(queue.status()); ...; flow.add(queue.status())
-flow.came["reward"], flow.passed["reward"], flow.put, flow.ended, flow.written      # per second; nan at first
+rates = QueueRates(); rates.add(queue.status()); ...; rates.add(queue.status())
+rates.arrived["reward"], rates.completed["reward"], rates.put, rates.ended, rates.written_bytes   #
+per second; nan at first
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ WINDOW_S = 5.0
 HISTORY = 240
 
 
-class Flow:
-    """Rates over the last five seconds, and how many rows a second passed each task, sample by sample."""
+class QueueRates:
+    """Rates over the last five seconds. ``history``: rows per second completed by each task, one
+    value per report."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
@@ -25,7 +27,7 @@ class Flow:
         self.history: dict[str, deque[float]] = {}
 
     def add(self, report: StatusReport) -> None:
-        """Take a report in. One that is older than the last is of another server: it begins anew."""
+        """Add a report. One older than the last is from a new server: discard the earlier reports."""
         if self._reports and report.time_s <= self._reports[-1].time_s:
             self._reports.clear()
         if self._reports:
@@ -40,42 +42,35 @@ class Flow:
 
     @property
     def put(self) -> float:
-        """Rows put a second."""
+        """Rows put per second."""
         return self._rate(lambda report: report.put)
 
     @property
     def ended(self) -> float:
-        """Rows a second that reached a terminal state."""
+        """Rows per second that reached a terminal state."""
         return self._rate(lambda report: sum(report.ended.values()))
 
     @property
-    def written(self) -> float:
-        """Bytes a second that were put and given."""
+    def written_bytes(self) -> float:
+        """Bytes written per second, by puts and by tasks."""
         return self._rate(lambda report: report.written_bytes)
 
     @property
-    def came(self) -> Mapping[str, float]:
-        """By task: rows a second that became ready for it."""
-        return {task: self._rate(_came(task)) for task in self._tasks()}
+    def arrived(self) -> Mapping[str, float]:
+        """Rows per second that became ready, by task."""
+        return self._by_task(lambda report: report.arrived)
 
     @property
-    def passed(self) -> Mapping[str, float]:
-        """By task: rows a second that it completed."""
-        return {task: self._rate(_passed(task)) for task in self._tasks()}
+    def completed(self) -> Mapping[str, float]:
+        """Rows per second completed, by task."""
+        return self._by_task(lambda report: report.completed)
 
-    def _tasks(self) -> list[str]:
-        return list(self._reports[-1].completed) if self._reports else []
+    def _by_task(self, counts: Callable[[StatusReport], Mapping[str, int]]) -> dict[str, float]:
+        tasks = self._reports[-1].completed if self._reports else ()
+        return {task: self._rate(lambda report, task=task: counts(report).get(task, 0)) for task in tasks}  # type: ignore[misc]
 
     def _rate(self, count: Callable[[StatusReport], int]) -> float:
         if len(self._reports) < 2:
             return math.nan
         first, last = self._reports[0], self._reports[-1]
         return (count(last) - count(first)) / (last.time_s - first.time_s)
-
-
-def _came(task: str) -> Callable[[StatusReport], int]:
-    return lambda report: report.arrived.get(task, 0)
-
-
-def _passed(task: str) -> Callable[[StatusReport], int]:
-    return lambda report: report.completed.get(task, 0)
