@@ -51,7 +51,8 @@ class Apart:
     def ask(self, check: Check) -> Result:
         """What comes of one check. It has failed, too, when its process ended, or had to be killed."""
         if len(self._unmade) > 1 and self._unmade[-2] == self._unmade[-1]:
-            return Result(check, "failed", self._unmade[-1])  # it cannot be made, and making it may take minutes
+            cause = f"the engine cannot be made: {self._unmade[-1]}"
+            return Result(check, "failed", self._unmade[-1], cause=cause)  # making it may take minutes
         used = self._process is not None and self._process.made
         result = self._ask(check)
         if used and check.alone and result.outcome == "failed":
@@ -63,12 +64,13 @@ class Apart:
         try:
             said = process.ask(check, how=not self.asked)
         except _Ended as ended:
-            result = Result(check, "failed", str(ended), time.monotonic() - began)
+            cause = "" if process.made else f"the engine cannot be made: {ended}"
+            result = Result(check, "failed", str(ended), time.monotonic() - began, cause)
             self.left += process.left
             self._drop()
         else:
             self.asked = self.asked or said["asked"]
-            result = Result(check, said["outcome"], said["detail"], said["seconds"])
+            result = Result(check, said["outcome"], said["detail"], said["seconds"], said["cause"], said["hint"])
             if result.outcome == "failed":
                 self.close()
         if result.outcome == "failed" and not process.made:

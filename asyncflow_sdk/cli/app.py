@@ -377,6 +377,7 @@ def check(
         int | None, typer.Option(help="Of checks that try steps by chance; without it always the same.")
     ] = None,
     world_size: Annotated[int, typer.Option(min=1, help="Processes that together are one train engine.")] = 1,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop after the first failure.")] = False,
     json: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write the results there.", metavar="PATH")
     ] = None,
@@ -396,7 +397,19 @@ def check(
         return
     options = named_options(option, "--option")
     asked = Asked(
-        kind, tier, only or (), model, policy, options, expect or (), limit, seed, tolerance, dtype, world_size
+        kind,
+        tier,
+        only or (),
+        model,
+        policy,
+        options,
+        expect or (),
+        limit,
+        seed,
+        tolerance,
+        dtype,
+        world_size,
+        fail_fast,
     )
     raise typer.Exit(0 if carry_out(name, asked, Console(), json) else 1)
 

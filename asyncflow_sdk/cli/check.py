@@ -19,22 +19,20 @@ from rich.text import Text
 
 from ..errors import ConfigError, PluginError
 from ..plugins import registry
-from ..testing.kit import TIERS, Conformance, Report, Result, checks_of
+from ..testing.kit import TIERS, Conformance, Report, checks_of
+from ..testing.kit.causes import follows
 from ..testing.kit.conformance import KINDS
 from .apart import Apart
+from .check_report import print_report, print_result
 
-_SIGNS = {
-    "passed": ("✓", "ok", "green"), "failed": ("✗", "FAILED", "bold red"),
-    "does not apply": ("·", "n/a", "dim"), "failed as expected": ("~", "expected", "yellow"),
-    "not asked": ("?", "not asked", "yellow"), "passed unexpectedly": ("✗", "PASSED", "bold red"),
-}  # fmt: skip
 ENGINES = ("rollout", "train")
 """What is checked where nothing is named."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be checked, as the command line says it. ``tier``: those below it too. ``expected``: "check=reason"."""
+    """What is to be checked, as the command line says it. ``tier``: those below it too. ``expected``: "check=reason". ``fail_fast``: stop after
+    the first failure."""
 
     kind: str = ""
     tier: str = "full"
@@ -48,6 +46,7 @@ class Asked:
     tolerance: float | None = None
     dtype: str | None = None
     world_size: int = 1
+    fail_fast: bool = False
 
 
 def check(name: str | None, asked: Asked, console: Console, json_path: Path | None) -> bool:
@@ -55,16 +54,20 @@ def check(name: str | None, asked: Asked, console: Console, json_path: Path | No
     if asked.tier not in TIERS:
         raise ConfigError(f"--tier is one of {', '.join(TIERS)}, not {asked.tier!r}")
     reports: list[Report] = []
-    told = _Told(json_path)
+    told, stopped = _Told(json_path), False
     for kind, engine in _named(name, asked.kind, console):
         with Apart(_spec(kind, engine, asked)) as apart:
             kit = _kit(apart, engine, asked, alone=name is not None, console=console)
             if kit is not None:
-                reports.append(_run(kit, apart, console, lambda so_far: told.write([*reports, so_far])))
-                _say_verdict(reports[-1], apart.left, console)
+                reports.append(
+                    _run(kit, apart, asked.fail_fast, console, lambda so_far: told.write([*reports, so_far]))
+                )
+                print_report(reports[-1], apart.left, console)
+        if stopped := asked.fail_fast and bool(reports) and not reports[-1].ok:
+            break
     if not reports:
         raise PluginError("there was nothing to check")
-    told.write(reports, complete=True)
+    told.write(reports, complete=not stopped)
     if not any(result.outcome != "not asked" for report in reports for result in report.results):
         raise PluginError("nothing could be asked")
     ok = all(report.ok for report in reports)
@@ -95,14 +98,14 @@ def show_checks(console: Console, *, markdown: bool) -> None:
     every = [each for kind in KINDS for each in checks_of(kind)]
     if markdown:
         rows = ["| kind | tier | check | asks |", "|---|---|---|---|"]
-        rows += [f"| {each.kind} | {each.tier} | `{each.name}` | {each.asks} |" for each in every]
+        rows += [f"| {each.kind} | {each.tier} | `{each.name}` | {each.question} |" for each in every]
         sys.stdout.write("\n".join(rows) + "\n")
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for head in ("kind", "tier", "check", "asks"):
         table.add_column(head, overflow="fold")
     for each in every:
-        table.add_row(each.kind, each.tier, Text(each.name, style="bold"), Text(each.asks))
+        table.add_row(each.kind, each.tier, Text(each.name, style="bold"), Text(each.question))
     console.print(table)
 
 
@@ -161,7 +164,9 @@ def _kit(apart: Apart, engine: str, asked: Asked, *, alone: bool, console: Conso
     return None
 
 
-def _run(kit: Conformance, apart: Apart, console: Console, on_result: Callable[[Report], None]) -> Report:
+def _run(
+    kit: Conformance, apart: Apart, fail_fast: bool, console: Console, on_result: Callable[[Report], None]
+) -> Report:
     """Ask each check, and say what came of it. Those that make an engine anew come last, so that one serves the others."""
     console.print(
         Text(f"{kit.kind} {kit.engine}: {len(kit.checks)} check{'s' * (len(kit.checks) != 1)}", "bold"),
@@ -175,53 +180,16 @@ def _run(kit: Conformance, apart: Apart, console: Console, on_result: Callable[[
     )  # fmt: skip
     with progress:
         for each in sorted(kit.checks, key=lambda check: check.alone):
-            task = progress.add_task(f"{each.name}: {each.asks}")
+            task = progress.add_task(f"{each.name}: {each.question}")
             result = kit.judged(apart.ask(each))
             progress.remove_task(task)
             report = Report(kit.kind, kit.engine, (*report.results, result), apart.asked)
             on_result(report)
-            console.print(_line(result, console), soft_wrap=True)
+            consequence = follows(each, report.results, checks_of(kit.kind))
+            print_result(result, console, consequence=consequence)
+            if fail_fast and result.bad:
+                break
         closing = progress.add_task("closing the engine")
         apart.close()
         progress.remove_task(closing)
     return report
-
-
-def _line(result: Result, console: Console) -> Text:
-    sign, plain, style = _SIGNS[result.outcome]
-    mark = plain.ljust(8) if console.options.ascii_only or not console.is_terminal else f" {sign} "
-    rest = f"{result.seconds:6.1f} s" if result.seconds else "        "
-    why = f"  {result.detail}" if result.detail and not result.bad else ""
-    return Text.assemble((mark, style), f" {result.check.name:20}", (rest, "dim"), (why, "dim"))
-
-
-def _say_verdict(report: Report, left: Sequence[str], console: Console) -> None:
-    """What failed, each once with all checks that failed so; what it means, where to look; the level. ``left``: processes that
-    were there when the engine was closed."""
-    alike: dict[str, list[Result]] = {}
-    for result in report.results:
-        if result.bad:
-            alike.setdefault(result.detail, []).append(result)
-    for detail, results in alike.items():
-        names = ", ".join(result.check.name for result in results)
-        console.print(Text(f"\n{names}", "bold red"), soft_wrap=True)
-        said = [("asks", results[0].check.asks)] if len(results) == 1 else []
-        said += [("seen", detail)]
-        if len(results) == 1 and results[0].outcome == "failed":
-            said += [("means", results[0].check.means), ("look at", results[0].check.look)]
-        for head, text in said:
-            console.print(Text.assemble((f"  {head:8}", "dim"), text), soft_wrap=True)
-    if left:
-        running = f"\nleft running when the engine was closed, and killed: {'; '.join(left)}"
-        console.print(Text(running, "yellow"), soft_wrap=True)
-    counts: dict[str, int] = {}
-    for result in report.results:
-        counts[result.outcome] = counts.get(result.outcome, 0) + 1
-    summed = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    every = len(checks_of(report.kind))
-    part = f" ({len(report.results)} of {every} checks were asked)" if len(report.results) < every else ""
-    level = f"level reached: {report.level or f'none{part}'}"
-    console.print(
-        Text(f"\n{report.kind} {report.engine}: {summed}; {level}\n", "green" if report.ok else "bold red"),
-        soft_wrap=True,
-    )

@@ -1,4 +1,4 @@
-"""Weight transports: each check of ``check_transport``, with what it means."""
+"""Checks of weight transports: each of ``check_transport``, with its impact."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ends import Ends
+from ..transport_harness import TransportHarness
 from ..transports import TRANSPORT_CHECKS
 from .check import Tier, check
 from .plain_lab import PlainLab
@@ -14,8 +14,8 @@ from .plain_lab import PlainLab
 
 class _Meaning(NamedTuple):
     tier: Tier
-    means: str
-    look: str
+    impact: str
+    hint: str
 
 
 _MEANINGS = {
@@ -41,12 +41,14 @@ def _register() -> None:
         meaning = _MEANINGS[name]
 
         def body(lab: PlainLab, ask: object = ask) -> None:
-            with Ends(lab.made, lab.factory) as ends:
+            """Run the check on a new harness."""
+            with TransportHarness(lab.made, lab.factory) as ends:
                 ends.random = np.random.default_rng(0)
                 ask(ends)  # type: ignore[operator]
 
         body.__name__, body.__doc__ = name, ask.__doc__
-        check("transport", meaning.tier, means=meaning.means, look=meaning.look)(body)
+        after = () if name == "every_bit" else ("every_bit",)
+        check("transport", meaning.tier, impact=meaning.impact, hint=meaning.hint, after=after)(body)
 
 
 _register()
