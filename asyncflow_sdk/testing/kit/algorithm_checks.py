@@ -138,7 +138,7 @@ class _Ask:
 
 @check(
     "algorithm", "basic",
-    impact="the trainer cannot use it, or every step ends in numbers that are none",
+    impact="the trainer cannot use it, or every step ends in NaN",
     hint="advantages(): one a row or one a token, finite; loss(): a scalar with gradient, and metrics without",
 )  # fmt: skip
 def forms(lab: PlainLab) -> None:
@@ -160,7 +160,7 @@ def forms(lab: PlainLab) -> None:
 @check(
     "algorithm", "basic",
     impact="the result of a step depends on how it was cut for memory: no two machines train the same",
-    hint="loss(): divide by total_tokens or total_rows, never by what this part has",
+    hint="loss(): divide by total_tokens or total_rows, never by the counts of this part",
     after=("forms",),
 )  # fmt: skip
 def parts(lab: PlainLab) -> None:
@@ -183,7 +183,7 @@ def parts(lab: PlainLab) -> None:
 
 @check(
     "algorithm", "basic",
-    impact="the policy learns what was punished",
+    impact="the policy learns the punished responses",
     hint="the sign of the loss: training lowers it",
     after=("forms",),
 )  # fmt: skip
@@ -204,8 +204,8 @@ def direction(lab: PlainLab) -> None:
 
 @check(
     "algorithm", "full",
-    impact="a group's advantage depends on where its rows lie in the batch, which is chance",
-    hint="advantages(): rows of a group are those with the same number in batch.groups, in any order",
+    impact="a group's advantage depends on the random order of rows in the batch",
+    hint="advantages(): rows of a group have the same number in batch.groups, in any order",
     after=("forms",),
 )  # fmt: skip
 def row_order(lab: PlainLab) -> None:

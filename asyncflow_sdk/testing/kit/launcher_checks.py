@@ -116,7 +116,7 @@ def works(lab: PlainLab) -> None:
 
 @check(
     "launcher", "basic",
-    impact="a worker that fails is not seen, or without its traceback: the run stands still and nobody knows why",
+    impact="a failed worker is not noticed, or its traceback is lost: the run stalls without a reason",
     hint="wait(): the status of run_worker's ending, and its text",
     after=("works",),
 )  # fmt: skip
@@ -135,8 +135,8 @@ def failing(lab: PlainLab) -> None:
 
 @check(
     "launcher", "basic",
-    impact="a run cannot end, or be scaled down: it waits for workers that nobody can stop",
-    hint="stop(): have the worker end at once, whatever it does; again, and after its end, it does nothing",
+    impact="a run cannot end, or be scaled down: it waits for its workers",
+    hint="stop(): end the worker at once, busy or not; a second call, or one after its end, does nothing",
     after=("works",),
 )  # fmt: skip
 def stops(lab: PlainLab) -> None:
@@ -154,8 +154,8 @@ def stops(lab: PlainLab) -> None:
 
 @check(
     "launcher", "full",
-    impact="rows that a stopped worker held are lost to the run",
-    hint="stop(): its process, or its thread, ends, so that its session with the queue does",
+    impact="rows leased by a stopped worker are lost to the run",
+    hint="stop(): end the process or thread, and with it the session with the queue",
     after=("works", "stops"),
 )  # fmt: skip
 def gives_back(lab: PlainLab) -> None:
@@ -176,8 +176,8 @@ def gives_back(lab: PlainLab) -> None:
 
 @check(
     "launcher", "full",
-    impact="a run starts that cannot: its workers fail one after another, somewhere else, later",
-    hint="check(): raise ConfigError for a Placement that it cannot serve, and for nothing else",
+    impact="an impossible run starts, and its workers fail later, one after another",
+    hint="check(): raise ConfigError for an impossible Placement, and for nothing else",
 )  # fmt: skip
 def refuses(lab: PlainLab) -> None:
     """A possible placement passes check(); an impossible one is refused with ConfigError, if at

@@ -22,7 +22,7 @@ def choices(lab: PlainLab) -> None:
 @check(
     "staleness", "basic",
     impact="the run stands still for ever, or trains tokens older than was promised",
-    hint="admit(), select() and evict(): functions of the filling alone, which always let something move",
+    hint="admit(), select() and evict(): functions of the filling alone; in each state one of them must permit progress",
 )  # fmt: skip
 def schedules(lab: PlainLab) -> None:
     """Random schedules finish all their steps, in queues of least_rows, and rows too late for any

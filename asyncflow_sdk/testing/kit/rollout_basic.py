@@ -26,8 +26,8 @@ TURN_S, SEEN_S = 0.002, 0.2
 
 @check(
     "rollout", "basic",
-    impact="the workflow believes what an engine says of itself: it would pick a way of swapping weights that the engine cannot do",
-    hint="the `capabilities` of the engine, and which of interrupt, logprobs, held_weights it defines",
+    impact="the workflow relies on the capabilities: it would choose an impossible way to swap weights",
+    hint="the engine's `capabilities`, and its methods interrupt, logprobs, held_weights",
 )  # fmt: skip
 async def capabilities(lab: RolloutLab) -> None:
     """The declared capabilities are consistent, and the engine defines the methods they need."""
@@ -60,7 +60,7 @@ async def capabilities(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    impact="rows are lost or counted twice, or columns do not fit together: the run waits for rows that never come",
+    impact="rows are lost or counted twice, or columns differ in length: the run waits for missing rows",
     hint="generate(): yield one Completion for each of the n responses",
 )  # fmt: skip
 async def completions(lab: RolloutLab) -> None:
@@ -73,7 +73,7 @@ async def completions(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    impact="the run trains on what the model did not say",
+    impact="the run trains on tokens of another distribution than the model's",
     hint="how the prompt reaches the engine (token ids, never re-tokenised), positions, the attention mask, the model's dtype",
     after=("completions",),
 )  # fmt: skip
@@ -86,7 +86,7 @@ async def greedy(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    impact="prompts that run at the same time change each other's answers, so that no result can be repeated or explained",
+    impact="concurrent prompts change each other's answers: no result can be reproduced",
     hint="padding, attention masks and positions of batches with prompts of different lengths",
     after=("greedy",),
 )  # fmt: skip
@@ -106,7 +106,7 @@ async def company(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    impact="the importance ratio of every token is wrong: training drifts or collapses, and nothing says why",
+    impact="the importance ratio of every token is wrong: training drifts or collapses without an error",
     hint="log-probs are natural logs over the whole vocabulary, with the request's temperature applied and no other processor",
     after=("completions",),
 )  # fmt: skip
@@ -121,7 +121,7 @@ async def logprobs(lab: RolloutLab) -> None:
 @check(
     "rollout", "basic",
     impact="the tokens come from another distribution than their log-probs say, or a group's responses are all the same: a biased or empty gradient",
-    hint="defaults of the engine that cut the draw (top_k, top_p, repetition penalties of generation_config.json), the seed",
+    hint="defaults of the engine (top_k, top_p, repetition penalties of generation_config.json), the seed",
     after=("completions",),
 )  # fmt: skip
 async def draws(lab: RolloutLab) -> str:
@@ -202,8 +202,8 @@ def _by_chance(values: Any, shares: Any, drawn: np.ndarray[Any, Any]) -> bool:
 
 @check(
     "rollout", "basic",
-    impact="responses run past their end, or lose the token that ends them, which then is never learned",
-    hint="stop_ids and the model's end token: the token that ends a response is its last one",
+    impact="responses run past their end, or lose their end token: the policy never learns to stop",
+    hint="stop_ids and the model's end token: the end token is part of the response, its last one",
     after=("greedy", "logprobs"),
 )  # fmt: skip
 async def stops(lab: RolloutLab) -> None:
@@ -237,8 +237,8 @@ async def stops(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    impact="responses run on past the model's end, or lose its end token, which then is never learned: they grow longer and longer",
-    hint="the end tokens: all of generation_config.json's eos_token_id, also where nothing else of that file may apply; keep the token and its log-prob",
+    impact="responses run past the model's end, or lose its end token: the policy never learns to stop, and they grow longer",
+    hint="the end tokens: all of eos_token_id in generation_config.json, even if no other entry of that file applies; keep the token and its log-prob",
     after=("greedy", "logprobs"),
 )  # fmt: skip
 async def ends(lab: RolloutLab) -> None:
@@ -268,8 +268,8 @@ async def ends(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    impact="token ids become text and other ids again on their way: log-probs are of tokens that nobody drew, and no error says so",
-    hint="give the engine the prompt's ids, not its text, and take the ids that it drew from it, never those of its text encoded anew",
+    impact="token ids change on a way through text: log-probs belong to tokens never drawn, without an error",
+    hint="pass the prompt's ids to the engine, not its text, and take the drawn ids from it, not its text encoded anew",
     after=("greedy", "logprobs"),
 )  # fmt: skip
 async def retokenised(lab: RolloutLab) -> None:
@@ -320,8 +320,8 @@ async def bad_requests(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    impact="while it generates, the worker renews no lease, fetches no weights and hears of no end: leases run out, and rows are generated twice",
-    hint="blocking calls in generate(): they belong in a thread (asyncio.to_thread), which must let the interpreter's lock go",
+    impact="while it generates, the worker renews no lease and fetches no weights: leases expire, and rows are generated twice",
+    hint="blocking calls in generate(): move them to a thread (asyncio.to_thread) and release the interpreter's lock",
     after=("completions",),
 )  # fmt: skip
 async def does_not_block(lab: RolloutLab) -> str:
@@ -377,7 +377,7 @@ def _queued_s() -> float:
 
 @check(
     "rollout", "basic",
-    impact="the run goes on with old weights while it says that they are new: every token's version is a lie",
+    impact="the run goes on with old weights under new version numbers: every token's version is wrong",
     hint="load_weights(): each tensor is written where the engine computes from, also into fused, repacked and tied copies",
     after=("company", "logprobs"),
 )  # fmt: skip
@@ -440,8 +440,8 @@ def _shown(names: Sequence[str]) -> str:
 
 @check(
     "rollout", "basic",
-    impact="workers of a run that has ended stay, with their memory and their GPUs",
-    hint="close(): join threads, end processes, and what still waits for an answer gets EngineError",
+    impact="processes of an ended run stay, with their memory and their GPUs",
+    hint="close(): join threads, end processes, and raise EngineError in pending requests",
     alone=True, after=("completions",),
 )  # fmt: skip
 def closes(lab: RolloutLab) -> None:

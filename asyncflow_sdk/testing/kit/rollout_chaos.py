@@ -28,8 +28,8 @@ KILLED_AT = {2: 0, 4: 1, 6: 0}
 
 @check(
     "rollout", "chaos",
-    impact="a crash of one replica loses rows, or the one that takes its place answers from weights that are long gone",
-    hint="what the factory needs that only the dead process had; weights are loaded before the first prompt is answered",
+    impact="a crash of one replica loses rows, or its successor answers by outdated weights",
+    hint="state of the dead process needed by the factory; weights must be loaded before the first answer",
     after=("versions", "update"),
 )  # fmt: skip
 def killed(lab: RolloutLab) -> None:

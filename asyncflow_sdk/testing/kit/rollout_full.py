@@ -21,8 +21,8 @@ GROWN, ALLOCATOR_BYTES = 3.0, 8 << 20
 
 @check(
     "rollout", "full",
-    impact="every version costs memory that never comes back: a run of some hours is killed",
-    hint="references to old tensors, to updates, to results of requests; caches that are keyed by version",
+    impact="every version leaks memory: a run is killed after some hours",
+    hint="references to old tensors, updates and results of requests; caches keyed by version",
     after=("updates_in_a_row",),
 )  # fmt: skip
 async def memory(lab: RolloutLab) -> str:
@@ -62,8 +62,8 @@ async def memory(lab: RolloutLab) -> str:
 
 @check(
     "rollout", "full",
-    impact="rows that nobody wants any more go on taking room, until the replica does nothing else; or others are cut off with them",
-    hint="generate(): a try/finally that aborts its requests in the engine when the generator is closed or cancelled",
+    impact="cancelled rows keep their capacity until the replica is full; or other rows are aborted with them",
+    hint="generate(): abort the engine's requests in a finally, for a closed or cancelled generator",
     after=("company", "logprobs"),
 )  # fmt: skip
 async def abort(lab: RolloutLab) -> None:
@@ -116,7 +116,7 @@ async def abort(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    impact="prompts that just fit are refused or cut: the longest, hardest ones are missing from training",
+    impact="the longest possible prompts are refused or cut: the hardest ones are missing from training",
     hint="the sum of prompt and max_tokens may be the whole context, no less",
     after=("greedy", "logprobs"),
 )  # fmt: skip

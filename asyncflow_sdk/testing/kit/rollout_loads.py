@@ -16,7 +16,7 @@ TORN = "load_weights: a load that breaks off leaves a mixture of two versions"
 
 @check(
     "rollout", "full",
-    impact="responses begin with keys and values of weights that are gone: tokens of no version at all",
+    impact="responses use a KV cache computed with old weights: their tokens belong to no version",
     hint="prefix or KV caches: empty them in load_weights(), after the last request under the old weights has ended",
     after=("update",),
 )  # fmt: skip
@@ -37,8 +37,8 @@ async def stale_cache(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    impact="a tensor that has nowhere to go is dropped in silence: an engine that half follows the trainer",
-    hint="load_weights(): compare every name with what the model has, and raise WeightMismatch naming the odd ones",
+    impact="an unknown tensor is silently dropped: the engine follows the trainer only in part",
+    hint="load_weights(): compare all names with the model's, and raise WeightMismatch with the unknown ones",
     after=("update",),
 )  # fmt: skip
 async def unknown_tensor(lab: RolloutLab) -> None:
@@ -55,8 +55,8 @@ async def unknown_tensor(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    impact="a tensor that did not come stays as it was, in silence: an engine that half follows the trainer",
-    hint="load_weights(): compare the update's names with all that the model has, tied ones once, and raise WeightMismatch naming those that are not there",
+    impact="a missing tensor silently keeps its old value: the engine follows the trainer only in part",
+    hint="load_weights(): compare the update's names with the model's, tied ones once, and raise WeightMismatch with the missing ones",
     after=("update",),
 )  # fmt: skip
 async def missing_tensor(lab: RolloutLab) -> None:
@@ -138,8 +138,8 @@ async def torn_update(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    impact="memory of a version is used again for the next one while the engine still computes from it: weights that change by themselves",
-    hint="load_weights(): copy each tensor; what it is given belongs to it only until it returns",
+    impact="a version's memory is reused for the next one while the engine still computes from it: weights change at random",
+    hint="load_weights(): copy each tensor; the update's memory is valid only until the return",
     after=("update",),
 )  # fmt: skip
 async def keeps_no_view(lab: RolloutLab) -> None:
@@ -157,7 +157,7 @@ async def keeps_no_view(lab: RolloutLab) -> None:
 @check(
     "rollout", "full",
     impact="replicas stop following the trainer after the first few versions",
-    hint="what load_weights() does once only: hooks, buffers, flags that are set and never taken back",
+    hint="one-time actions of load_weights(): hooks, buffers, flags set and never reset",
     after=("update",),
 )  # fmt: skip
 async def updates_in_a_row(lab: RolloutLab) -> None:

@@ -27,8 +27,8 @@ Found = list[tuple[list[str], BaseException]]
 
 @check(
     "rollout", "chaos",
-    impact="what is right by itself goes wrong together, some hours into a run, and cannot be repeated",
-    hint="the last step of the list, and what the ones before it leave behind: caches, flags, room, rows half done",
+    impact="correct steps fail in combination, some hours into a run, and cannot be reproduced",
+    hint="the last step of the list, and the state left by those before: caches, flags, capacity, unfinished rows",
     after=("stale_cache", "torn_update", "abort", "bad_requests", "update_in_flight", "during_load", "interrupted", "scores", "holds"),
 )  # fmt: skip
 def any_order(lab: RolloutLab) -> str:

@@ -15,7 +15,7 @@ from .rollout_lab import RolloutLab
 
 @check(
     "rollout", "full",
-    impact="the proof of each swap proves nothing: weights that were not taken go unseen, or right ones are refused",
+    impact="the proof of each swap is worthless: missing weights go unnoticed, or correct ones are refused",
     hint="logprobs(): the same numbers as generate() gives at temperature 1, for any prompts and responses",
     after=("update",),
 )  # fmt: skip
@@ -37,8 +37,8 @@ async def scores(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    impact="the proof of each swap proves nothing: what is hashed is not what the engine computes from",
-    hint="held_weights(): the live parameters, in the names, dtypes and shapes of the version that was loaded",
+    impact="the proof of each swap is worthless: the hashed tensors are not the ones used to compute",
+    hint="held_weights(): the live parameters, in the names, dtypes and shapes of the loaded version",
     after=("update",),
 )  # fmt: skip
 @needs(lambda lab: lab.engine.capabilities.held_weights, "it does not hold weights as they were published")

@@ -23,8 +23,8 @@ HELD_S, ASKED = 0.3, 4
 
 @check(
     "rollout", "full",
-    impact="the staleness of tokens is computed from versions that did not draw them",
-    hint="the spans of a Completion: the version held when each token was drawn, whatever is newest elsewhere",
+    impact="the staleness of tokens is computed from wrong versions",
+    hint="the spans of a Completion: the version loaded at the draw of each token, not the newest published one",
     after=("update",),
 )  # fmt: skip
 @needs(lambda lab: lab.engine.capabilities.token_versions, "it gives no versions of tokens")
@@ -40,8 +40,8 @@ async def versions(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    impact="tokens are said to be of a version that did not draw them, or come from keys and values of the one before",
-    hint="load_weights() while requests run: stop between two tokens, load, read anew what runs, go on; spans and log-probs follow",
+    impact="tokens carry a wrong version, or are drawn with a KV cache of the version before",
+    hint="load_weights() while requests run: stop between two tokens, load, recompute the KV cache, continue; spans and log-probs follow",
     after=("versions", "stale_cache"),
 )  # fmt: skip
 @needs(lambda lab: "in_flight" in lab.engine.capabilities.swap, "it takes no weights while requests run")
@@ -92,8 +92,8 @@ def _check_mixed(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: i
 
 @check(
     "rollout", "full",
-    impact="what is asked for while weights come is answered from a mixture of two versions, and said to be of one of them",
-    hint="load_weights(): what begins meanwhile waits until all is written, or is answered by the old weights wholly and caches nothing",
+    impact="requests during a load are answered from a mixture of two versions under the number of one",
+    hint="load_weights(): new requests wait for the end of the load, or use only the old weights and cache nothing",
     after=("versions", "stale_cache"),
 )  # fmt: skip
 async def during_load(lab: RolloutLab) -> str:
@@ -192,8 +192,8 @@ def _check_either(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: 
 
 @check(
     "rollout", "full",
-    impact="what was generated before a swap is thrown away, or goes on as another response",
-    hint="interrupt(): end what runs, with the tokens it has and finish_reason aborted; `drawn` of the request that goes on",
+    impact="tokens generated before a swap are lost, or continue as another response",
+    hint="interrupt(): end running requests with their tokens and finish_reason aborted; `drawn` of the continued request",
     after=("company", "logprobs"),
 )  # fmt: skip
 @needs(lambda lab: "partial" in lab.engine.capabilities.swap, "it cannot be interrupted")

@@ -54,8 +54,8 @@ def odd_numbers(lab: PlainLab) -> None:
 
 @check(
     "tracker", "full",
-    impact="a resumed run loses what was tracked of it before, or is not tracked any more",
-    hint="open() with resumed=True, and log() of a step that was logged before",
+    impact="a resumed run loses its earlier records, or is no longer tracked",
+    hint="open() with resumed=True, and log() of a step logged before",
     after=("follows",),
 )  # fmt: skip
 def resumed(lab: PlainLab) -> None:

@@ -22,7 +22,7 @@ SEEN = 1e-3
 @check(
     "train", "basic",
     impact="the worker cannot make the engine, or a misspelt option is ignored and the run trains by a default",
-    hint="the factory: model, algorithm and options by keyword; no **kwargs that nobody reads; methods that are no coroutines",
+    hint="the factory: model, algorithm and options by keyword; no unread **kwargs; methods are no coroutine functions",
 )  # fmt: skip
 def made(lab: TrainLab) -> None:
     """The factory makes an engine of model, algorithm and options, and refuses unknown options."""
@@ -44,7 +44,7 @@ def made(lab: TrainLab) -> None:
 
 @check(
     "train", "basic",
-    impact="rollouts never get what was trained, or get it under names that their engine does not know",
+    impact="rollouts never get the trained weights, or get them under unknown names",
     hint="named_weights(): names, shapes and dtypes of the Hugging Face checkpoint; no wrapper's prefix; tied weights once",
     after=("made",),
 )  # fmt: skip
@@ -80,7 +80,7 @@ def names(lab: TrainLab) -> None:
 
 @check(
     "train", "basic",
-    impact="nothing is learned and the run looks as if it went well; or the rows that others still read are changed",
+    impact="nothing is learned although the run looks well; or rows still read by others are changed",
     hint="train_step(): zero the gradient, backward, the optimizer's step; metrics as plain floats; the batch is read-only",
     after=("names",),
 )  # fmt: skip
@@ -130,7 +130,7 @@ def logprobs(lab: TrainLab) -> None:
 
 @check(
     "train", "basic",
-    impact="one bad row makes every weight NaN, or is trained as if it were good; or the run ends with an error that names no row",
+    impact="one bad row makes every weight NaN, or is trained like a good one; or the run ends without naming the row",
     hint="look at the whole batch before anything is computed, and raise SchemaError naming the rows",
     after=("step",),
 )  # fmt: skip
@@ -159,8 +159,8 @@ def bad_batches(lab: TrainLab) -> None:
 
 @check(
     "train", "basic",
-    impact="groups that all succeed or all fail push the policy somewhere by rounding errors, which an optimizer makes as large as a lesson",
-    hint="advantages of equal rewards are exactly 0: rounding in the mean leaves 1e-9, which Adam divides by itself",
+    impact="groups of equal rewards move the policy by rounding errors, amplified by the optimizer to a full step",
+    hint="advantages of equal rewards must be exactly 0: rounding of the mean leaves 1e-9, and Adam normalises it to a full step",
     after=("step",),
 )  # fmt: skip
 @needs(lambda lab: lab.policy.learns, "this policy does not learn")
@@ -184,7 +184,7 @@ def no_gradient(lab: TrainLab) -> None:
 @check(
     "train", "basic",
     impact="the policy learns to do worse, or by chance",
-    hint="the sign of the loss; that advantages are of their own rows and groups",
+    hint="the sign of the loss; the assignment of advantages to rows and groups",
     after=("step",),
 )  # fmt: skip
 @needs(lambda lab: lab.policy.learns, "this policy does not learn")
@@ -201,7 +201,7 @@ def direction(lab: TrainLab) -> None:
 
 @check(
     "train", "basic",
-    impact="the token that ends a response is never learned, so that responses run on to the limit; or the first one is not",
+    impact="the end token is never learned, and responses run on to the limit; or the first token is not",
     hint="the shift between inputs and targets: a response of n tokens has n log-probs, the first one after the prompt's last token",
     after=("direction",),
 )  # fmt: skip
@@ -228,7 +228,7 @@ def every_token(lab: TrainLab) -> None:
 
 @check(
     "train", "basic",
-    impact="workers of a run that has ended stay, with their memory and their GPUs",
+    impact="processes of an ended run stay, with their memory and their GPUs",
     hint="close(): join threads, end processes and process groups",
     alone=True, after=("step",),
 )  # fmt: skip

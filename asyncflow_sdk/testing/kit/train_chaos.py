@@ -42,7 +42,7 @@ class _Killer:
 @check(
     "train", "chaos",
     impact="after a crash the run trains rows twice or never, or does not go on at all",
-    hint="save() and load() in a process of its own: files that are synced, what load() needs that only the dead process had",
+    hint="save() and load() across processes: synced files, and no state of the dead process in load()",
     after=("resume", "save_is_whole"),
 )  # fmt: skip
 def killed(lab: TrainLab) -> None:

@@ -28,8 +28,8 @@ _grpo = needs(
 
 @check(
     "train", "full",
-    impact="log-probs that are sent along as the present policy's are of an older one, and so are proofs of weights",
-    hint="caches, an inference copy of the model, gathered parameters that are kept from before the step",
+    impact="log-probs sent as the present policy's are of an older one, in proofs of weights, too",
+    hint="caches, an inference copy of the model, gathered parameters from before the step",
     after=("logprobs", "step"),
 )  # fmt: skip
 def fresh_logprobs(lab: TrainLab) -> None:
@@ -45,7 +45,7 @@ def fresh_logprobs(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    impact="what is learned depends on which row came first: groups are mixed up, or micro-batches weigh unequally",
+    impact="training depends on the order of rows: groups are mixed up, or micro-batches weigh unequally",
     hint="rows of a group lie anywhere in a batch (batch.groups); a mean of the means of micro-batches is not the mean",
     after=("step",),
 )  # fmt: skip
@@ -60,8 +60,8 @@ def row_order(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    impact="a row is learned otherwise beside a long one than beside a short one: noise that grows with the spread of lengths",
-    hint="padding in the loss, in its mean, in attention and positions; tokens behind the last one that is trained",
+    impact="the effect of a row depends on the lengths of others: noise grows with the spread of lengths",
+    hint="padding in the loss, in its mean, in attention and positions; tokens behind the last trained one",
     after=("step",),
 )  # fmt: skip
 def companions(lab: TrainLab) -> None:
@@ -87,8 +87,8 @@ def companions(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    impact="the policy learns to write what tools and environments answered",
-    hint="the column loss_mask, where a batch has it: those tokens are read, and are in no loss, no mean and no ratio",
+    impact="the policy learns to write the answers of tools and environments",
+    hint="the column loss_mask: masked tokens are read, and are in no loss, no mean and no ratio",
     after=("step",),
 )  # fmt: skip
 @_learns
@@ -141,7 +141,7 @@ def off_policy(lab: TrainLab) -> None:
 @check(
     "train", "full",
     impact="long responses count for more or less than the algorithm says",
-    hint="the mean of the loss: over all trained tokens of the step, whatever row they are in",
+    hint="the mean of the loss: over all trained tokens of the step, not by row",
     after=("loss_mask",),
 )  # fmt: skip
 @_learns
@@ -165,7 +165,7 @@ def token_mean(lab: TrainLab) -> None:
 @check(
     "train", "full",
     impact="a user's own algorithm is asked for and ignored: the run trains by another, and says nothing",
-    hint="the factory's `algorithm`: advantages() and loss() of whatever it is, or ConfigError for one it cannot train by",
+    hint="the factory's `algorithm`: call its advantages() and loss(), or raise ConfigError for an unsupported one",
     after=("direction",),
 )  # fmt: skip
 @_learns
@@ -246,7 +246,7 @@ def _packed(lab: TrainLab, batch: Batch, mask: npt.NDArray[np.bool_], asked: Opp
 
 @check(
     "train", "full",
-    impact="a run that was stopped goes on as another one: a jump in the curve after each resume",
+    impact="a resumed run differs from the stopped one: a jump in the curve after each resume",
     hint="save() and load(): the optimizer's state, its count of steps, random state and schedules, not the weights only",
     after=("step", "logprobs"),
 )  # fmt: skip
@@ -278,8 +278,8 @@ def resume(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    impact="the checkpoint that is needed after a crash cannot be loaded, or an empty one is taken for a good one",
-    hint="save() into a directory that exists, also over an older save; only paths below it, and none written down; load() of nothing raises",
+    impact="the checkpoint cannot be loaded after a crash, or an empty one is accepted",
+    hint="save() into an existing directory, also over an older save; only paths below it, none stored in a file; load() of an empty one raises",
     after=("step",),
 )  # fmt: skip
 def save_is_whole(lab: TrainLab) -> None:
@@ -313,8 +313,8 @@ def save_is_whole(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    impact="the model that a run ends with is not the one that it has trained",
-    hint="export(): the present weights, in the checkpoint's names and dtypes, with the configuration that loads them",
+    impact="the final model of a run is not the trained one",
+    hint="export(): the present weights, in the checkpoint's names and dtypes, with their configuration",
     after=("names",),
 )  # fmt: skip
 def export(lab: TrainLab) -> None:
@@ -341,8 +341,8 @@ def exported(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    impact="publishing a version changes what is trained, or what is published changes while it is read",
-    hint="named_weights(): the same tensors however often it is read; no buffer that is used for one after another",
+    impact="publishing a version changes training, or published tensors change while they are read",
+    hint="named_weights(): the same tensors in each reading; no buffer shared by several tensors",
     after=("step",),
 )  # fmt: skip
 def live_views(lab: TrainLab) -> None:
@@ -364,8 +364,8 @@ def live_views(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    impact="every step costs memory that never comes back: a run of some hours is killed",
-    hint="losses kept with their graphs, tensors of batches, metrics that are no plain floats, gathered copies",
+    impact="every step leaks memory: a run is killed after some hours",
+    hint="losses kept with their graphs, tensors of batches, metrics other than plain floats, gathered copies",
     after=("step",),
 )  # fmt: skip
 def memory(lab: TrainLab) -> None:
@@ -399,7 +399,7 @@ def _plain(values: Any) -> npt.NDArray[Any]:
 
 @check(
     "train", "full",
-    impact="after a rollback the trainer goes on from weights that nobody published, in part or as a whole those given up",
+    impact="after a rollback the trainer continues from unpublished weights, in part or wholly the discarded ones",
     hint="load_weights(): every tensor, copied; masters made from them; a new optimizer's state; names and shapes compared first",
     after=("step",),
 )  # fmt: skip

@@ -22,8 +22,8 @@ LONGEST = 64
 
 @check(
     "train", "full",
-    impact="corrections for stale tokens that correct nothing, a critic that learns what nobody asked, or advantages of a part of the step",
-    hint="`computes`, and for what an algorithm `asks`: tokens.columns, tokens.values, tokens.entropy; of several ranks `standardise`",
+    impact="corrections for stale tokens have no effect, the critic learns wrong values, or advantages cover a part of the step",
+    hint="`computes` of the engine and `asks` of the algorithm: tokens.columns, tokens.values, tokens.entropy; with several ranks `standardise`",
     after=("step", "logprobs"),
 )  # fmt: skip
 def asked(lab: TrainLab) -> None:

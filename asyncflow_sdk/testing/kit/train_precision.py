@@ -28,8 +28,8 @@ _BITS = 8
 
 @check(
     "train", "full",
-    impact="at the small learning rates of post-training nothing is learned but where weights are near 0, and the run looks as if it went well; or replicas refuse what is published",
-    hint="an optimizer that steps on bfloat16 weights: keep them in float32, step on those, and round only what is published",
+    impact="at the small learning rates of post-training only weights near 0 are learned although the run looks well; or replicas refuse the published dtype",
+    hint="an optimizer with bfloat16 weights: keep master weights in float32, step on them, and round only for publishing",
     after=("step", "export"),
 )  # fmt: skip
 @needs(lambda lab: lab.policy.learns, "this policy does not learn")
