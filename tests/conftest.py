@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from asyncflow_sdk.testing.kit.parsing import whole_parses
+from asyncflow_sdk.testing.kit.parse_guard import whole_parses
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes with two threads each would only wait
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -340,6 +340,7 @@ def check(
     limit: Annotated[float, option("Time limit of a check, in seconds.", min=0.1)] = 100.0,
     seed: Annotated[int | None, option("Seed of randomized checks; default: a constant.")] = None,
     world_size: Annotated[int, option("Ranks (processes) of a train engine.", min=1)] = 1,
+    fail_fast: Annotated[bool, option("Stop after the first failure.", "", "--fail-fast")] = False,
     json: Annotated[Path | None, option("File for the results as JSON.", "PATH", dir_okay=False)] = None,
     show: Annotated[bool, option("List all checks; run none.", "", "--list")] = False,
     markdown: Annotated[bool, option("With --list: print a Markdown table.", "", "--markdown")] = False,
@@ -358,7 +359,7 @@ def check(
         return
     chosen = CheckOptions(
         kind, tier, only or (), model, policy, named_options(options, "--option"), expect or (), limit, seed, tolerance,
-        dtype, world_size,
+        dtype, world_size, fail_fast,
     )  # fmt: skip
     raise typer.Exit(0 if run_checks(name, chosen, console, json) else 1)
 

@@ -19,22 +19,20 @@ from rich.text import Text
 
 from ..errors import ConfigError, PluginError
 from ..plugins import registry
-from ..testing.kit import TIERS, Conformance, Report, Result, checks_of
+from ..testing.kit import TIERS, Conformance, Report, checks_of
+from ..testing.kit.causes import follows
 from ..testing.kit.conformance import KINDS
+from .check_report import print_report, print_result
 from .subprocess_runner import SubprocessRunner
 
-_SIGNS = {
-    "passed": ("✓", "ok", "green"), "failed": ("✗", "FAILED", "bold red"),
-    "does not apply": ("·", "n/a", "dim"), "failed as expected": ("~", "expected", "yellow"),
-    "not asked": ("?", "not asked", "yellow"), "passed unexpectedly": ("✗", "PASSED", "bold red"),
-}  # fmt: skip
 ENGINES = ("rollout", "train")
 """The kinds checked if no engine is named."""
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The options of the command. ``tier``: lower tiers run, too. ``expected``: "check=reason"."""
+    """The options of the command. ``tier``: lower tiers run, too. ``fail_fast``: stop after
+    the first failure. ``expected``: "check=reason"."""
 
     kind: str = ""
     tier: str = "full"
@@ -48,6 +46,7 @@ class CheckOptions:
     tolerance: float | None = None
     dtype: str | None = None
     world_size: int = 1
+    fail_fast: bool = False
 
 
 def run_checks(name: str | None, options: CheckOptions, console: Console, json_path: Path | None) -> bool:
@@ -56,16 +55,19 @@ def run_checks(name: str | None, options: CheckOptions, console: Console, json_p
     if options.tier not in TIERS:
         raise ConfigError(f"--tier is one of {', '.join(TIERS)}, not {options.tier!r}")
     reports: list[Report] = []
-    results = _ResultsFile(json_path)
+    results, stopped = _ResultsFile(json_path), False
     for kind, engine in _named(name, options.kind, console):
         with SubprocessRunner(_spec(kind, engine, options)) as runner:
             kit = _kit(runner, engine, options, alone=name is not None, console=console)
             if kit is not None:
-                reports.append(_run(kit, runner, console, lambda so_far: results.write([*reports, so_far])))
-                _print_verdict(reports[-1], runner.left, console)
+                write = lambda so_far: results.write([*reports, so_far])  # noqa: E731
+                reports.append(_run(kit, runner, options.fail_fast, console, write))
+                print_report(reports[-1], runner.left, console)
+        if stopped := options.fail_fast and bool(reports) and not reports[-1].ok:
+            break
     if not reports:
         raise PluginError("there was nothing to check")
-    results.write(reports, complete=True)
+    results.write(reports, complete=not stopped)
     if not any(result.outcome != "not asked" for report in reports for result in report.results):
         raise PluginError("no check could run")
     ok = all(report.ok for report in reports)
@@ -98,14 +100,14 @@ def show_checks(console: Console, *, markdown: bool) -> None:
     every = [each for kind in KINDS for each in checks_of(kind)]
     if markdown:
         rows = ["| kind | tier | check | asks |", "|---|---|---|---|"]
-        rows += [f"| {each.kind} | {each.tier} | `{each.name}` | {each.asks} |" for each in every]
+        rows += [f"| {each.kind} | {each.tier} | `{each.name}` | {each.question} |" for each in every]
         sys.stdout.write("\n".join(rows) + "\n")
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for head in ("kind", "tier", "check", "asks"):
         table.add_column(head, overflow="fold")
     for each in every:
-        table.add_row(each.kind, each.tier, Text(each.name, style="bold"), Text(each.asks))
+        table.add_row(each.kind, each.tier, Text(each.name, style="bold"), Text(each.question))
     console.print(table)
 
 
@@ -167,7 +169,9 @@ def _kit(
     return None
 
 
-def _run(kit: Conformance, runner: SubprocessRunner, console: Console, on_result: Callable[[Report], None]) -> Report:
+def _run(
+    kit: Conformance, runner: SubprocessRunner, fail_fast: bool, console: Console, on_result: Callable[[Report], None]
+) -> Report:
     """Run each check and print its result. Checks with an engine of their own run last; the others
     share one."""
     console.print(
@@ -182,53 +186,16 @@ def _run(kit: Conformance, runner: SubprocessRunner, console: Console, on_result
     )  # fmt: skip
     with progress:
         for each in sorted(kit.checks, key=lambda check: check.alone):
-            task = progress.add_task(f"{each.name}: {each.asks}")
+            task = progress.add_task(f"{each.name}: {each.question}")
             result = kit.judged(runner.ask(each))
             progress.remove_task(task)
             report = Report(kit.kind, kit.engine, (*report.results, result), runner.asked)
             on_result(report)
-            console.print(_line(result, console), soft_wrap=True)
+            consequence = follows(each, report.results, checks_of(kit.kind))
+            print_result(result, console, consequence=consequence)
+            if fail_fast and result.bad:
+                break
         closing = progress.add_task("closing the engine")
         runner.close()
         progress.remove_task(closing)
     return report
-
-
-def _line(result: Result, console: Console) -> Text:
-    sign, plain, style = _SIGNS[result.outcome]
-    mark = plain.ljust(8) if console.options.ascii_only or not console.is_terminal else f" {sign} "
-    rest = f"{result.seconds:6.1f} s" if result.seconds else "        "
-    why = f"  {result.detail}" if result.detail and not result.bad else ""
-    return Text.assemble((mark, style), f" {result.check.name:20}", (rest, "dim"), (why, "dim"))
-
-
-def _print_verdict(report: Report, left: Sequence[str], console: Console) -> None:
-    """Print each failure once with all its checks, its meaning and a hint, then the level.
-    ``left``: processes alive after the engine was closed."""
-    alike: dict[str, list[Result]] = {}
-    for result in report.results:
-        if result.bad:
-            alike.setdefault(result.detail, []).append(result)
-    for detail, results in alike.items():
-        names = ", ".join(result.check.name for result in results)
-        console.print(Text(f"\n{names}", "bold red"), soft_wrap=True)
-        lines = [("asks", results[0].check.asks)] if len(results) == 1 else []
-        lines += [("seen", detail)]
-        if len(results) == 1 and results[0].outcome == "failed":
-            lines += [("means", results[0].check.means), ("look at", results[0].check.look)]
-        for head, text in lines:
-            console.print(Text.assemble((f"  {head:8}", "dim"), text), soft_wrap=True)
-    if left:
-        running = f"\nleft running when the engine was closed, and killed: {'; '.join(left)}"
-        console.print(Text(running, "yellow"), soft_wrap=True)
-    counts: dict[str, int] = {}
-    for result in report.results:
-        counts[result.outcome] = counts.get(result.outcome, 0) + 1
-    summed = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    every = len(checks_of(report.kind))
-    part = f" ({len(report.results)} of {every} checks were asked)" if len(report.results) < every else ""
-    level = f"level reached: {report.level or f'none{part}'}"
-    console.print(
-        Text(f"\n{report.kind} {report.engine}: {summed}; {level}\n", "green" if report.ok else "bold red"),
-        soft_wrap=True,
-    )

@@ -55,9 +55,8 @@ class SubprocessRunner:
     def ask(self, check: Check) -> Result:
         """Run one check. It fails, too, if its process ended or had to be killed."""
         if len(self._start_errors) > 1 and self._start_errors[-2] == self._start_errors[-1]:
-            return Result(
-                check, "failed", self._start_errors[-1]
-            )  # making the engine failed twice, and may take minutes
+            cause = f"the engine cannot be made: {self._start_errors[-1]}"
+            return Result(check, "failed", self._start_errors[-1], cause=cause)  # making it may take minutes
         used = self._process is not None and self._process.made
         result = self._ask(check)
         if used and check.alone and result.outcome == "failed":
@@ -69,12 +68,13 @@ class SubprocessRunner:
         try:
             reply = process.ask(check, how=not self.asked)
         except _ProcessEnded as ended:
-            result = Result(check, "failed", str(ended), time.monotonic() - began)
+            cause = "" if process.made else f"the engine cannot be made: {ended}"
+            result = Result(check, "failed", str(ended), time.monotonic() - began, cause)
             self.left += process.left
             self._kill()
         else:
             self.asked = self.asked or reply["asked"]
-            result = Result(check, reply["outcome"], reply["detail"], reply["seconds"])
+            result = Result(check, reply["outcome"], reply["detail"], reply["seconds"], reply["cause"], reply["hint"])
             if result.outcome == "failed":
                 self.close()
         if result.outcome == "failed" and not process.made:

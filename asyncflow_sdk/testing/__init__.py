@@ -1,5 +1,4 @@
-"""For authors of plugins and for tests: engines that cost nothing or take their time, a transport within one process, and what samplers, staleness policies and transports must
-keep to."""
+"""Test engines, an in-process transport, and conformance checks for authors of plugins."""
 
 from .echo import EchoRollout, EchoTrain
 from .kit import TIERS, Check, CheckFailed, Conformance, EchoPolicy, Policy, Report, Result, checks_of

@@ -1,7 +1,7 @@
-"""Echo engines: the contract of real ones at no cost, without torch, for tests of what lies between them.
+"""Echo engines: the contract of real engines at no cost, without torch.
 
-The policy is a few small arrays that all hold the version's number of training steps. A response repeats its
-prompt; its log-probs are minus that number, so that whoever reads a row can tell which weights made it.
+All weights of the policy hold the version's number of training steps. A response repeats its
+prompt, and its log-probs are minus the number of steps: each row shows the weights behind it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..types import Batch, Ragged, VersionSpan, loss_mask, token_versions
 
 
 def weights(steps: int) -> dict[str, np.ndarray[Any, Any]]:
-    """The policy after so many steps: several dtypes, one empty and one 0-dimensional array."""
+    """Return the policy after ``steps`` steps: several dtypes, one empty and one 0-dimensional
+    array."""
     return {
         "layer.0.weight": np.full((64, 33), steps, np.float32),
         "layer.0.bias": np.full(33, steps, ml_dtypes.bfloat16),
@@ -36,14 +37,15 @@ def weights(steps: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 class EchoRollout(RolloutEngine):
-    """Answers after ``delay_s`` a response, spread by ``spread`` (0: all at once; 1: up to twice as long).
+    """Answer after ``delay_s`` seconds a response, up to ``1 + spread`` times as long.
 
-    ``in_flight``: draws token by token, each after ``token_s`` and each by the weights held then, and takes new weights
-    in between. ``partial``: draws so, and can be interrupted. ``slow_load_s``: how long a load takes. ``proves``: whether it has what proofs ask an engine for.
+    ``in_flight``: draw each token after ``token_s`` seconds by the current weights, and load
+    weights in between. ``partial``: draw token by token, and support `interrupt`. ``slow_load_s``:
+    the duration of a load (seconds). ``proves``: support scoring and held weights, for proofs.
 
-    To fail in chosen ways: with version ``fail_load_at``, or a later one, ``fail_loads`` loads begin to raise half way, with weights of two versions
-    held (log-probs of such weights are not a number). Versions from ``take_fewer_at`` on are taken but for one tensor. Version
-    ``ignore_at`` is said to be taken, and is not.
+    Faults on purpose: from version ``fail_load_at`` on, ``fail_loads`` loads raise half-way and
+    leave weights of two versions (log-probs NaN). From version ``take_fewer_at`` on, one tensor is
+    not loaded. Version ``ignore_at`` is reported as loaded and is not.
     """
 
     conformance_policy = "asyncflow_sdk.testing:EchoPolicy"
@@ -82,6 +84,7 @@ class EchoRollout(RolloutEngine):
         self._interrupted = asyncio.Event()
 
     async def generate(self, request: Request) -> AsyncIterator[Completion]:
+        """Yield the prompt as each response, whole or token by token."""
         if not len(request.prompt_ids):
             raise EngineError("an empty prompt")
         if len(request.prompt_ids) + request.sampling.max_tokens > 4096:
@@ -105,6 +108,7 @@ class EchoRollout(RolloutEngine):
             yield Completion(index, ids, np.full(len(ids), -self._held, np.float32), "stop")
 
     async def interrupt(self) -> None:
+        """End running responses with the tokens drawn so far."""
         interrupted, self._interrupted = self._interrupted, asyncio.Event()
         interrupted.set()
 
@@ -138,6 +142,8 @@ class EchoRollout(RolloutEngine):
         return Completion(index, ids, np.array([lp for _, lp in drawn], np.float32), reason, spans)
 
     async def load_weights(self, update: WeightUpdate) -> Set[str]:
+        """Copy a version after comparing all names, shapes and dtypes. Raises WeightMismatch,
+        EngineError."""
         if self._running and not self.capabilities.token_versions:
             raise EngineError(f"{self._running} requests are running")
         new = {name: array.copy() for name, array in update.arrays()}
@@ -175,14 +181,16 @@ class EchoRollout(RolloutEngine):
     async def logprobs(
         self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]
     ) -> Sequence[Sequence[float]]:
+        """Score responses: minus the number of steps for each token."""
         return [[-self._held] * len(ids) for ids in response_ids]
 
     def held_weights(self) -> Iterator[tuple[str, Any]]:
+        """Return the loaded weights."""
         return iter(self._weights.items())
 
     @property
     def _held(self) -> float:
-        """The steps all weights have had; not a number for a mixture."""
+        """The steps of all weights; NaN for a mixture of versions."""
         steps = float(self._weights["scale"])
         full = (array.reshape(-1) for array in self._weights.values() if array.size)
         return steps if all(array[0] == array.dtype.type(steps) for array in full) else float("nan")
@@ -195,7 +203,8 @@ def _same(one: np.ndarray[Any, Any] | None, other: np.ndarray[Any, Any]) -> bool
 
 
 def _answer(request: Request) -> npt.NDArray[np.int32]:
-    """The prompt, as far as it may go. A response that goes on repeats the prompt that it answers."""
+    """Return the rest of the response: the prompt up to a stop token or the limit, without tokens
+    drawn before."""
     ids = request.prompt_ids[: len(request.prompt_ids) - request.drawn]
     if request.sampling.stop_ids:
         ends = np.flatnonzero(np.isin(ids, request.sampling.stop_ids))
@@ -204,9 +213,11 @@ def _answer(request: Request) -> npt.NDArray[np.int32]:
 
 
 class EchoTrain(TrainEngine):
-    """A step adds one to every weight. Reports the mean reward; refuses rows that the wrong weights made.
+    """Add one to every weight in each step, and report the mean reward. Refuse rows of wrong
+    weights.
 
-    A version that this engine has trained or loaded stands for these weights; any other for those that its first rows came from. ``delay_s``: of a step. ``fail_at``: raise at this step, for tests of failure.
+    The log-probs of a version trained or loaded here must be minus its steps; for other versions
+    the first row decides. ``delay_s``: seconds a step. ``fail_at``: raise at this step.
     """
 
     conformance_policy = "asyncflow_sdk.testing:EchoPolicy"
@@ -227,6 +238,7 @@ class EchoTrain(TrainEngine):
         self._steps_of: dict[int, float] = {}  # by version
 
     def train_step(self, batch: Batch) -> StepResult:
+        """Verify the rows' log-probs against their versions, then count a step."""
         import time
 
         if self.steps == self._fail_at:
@@ -256,25 +268,32 @@ class EchoTrain(TrainEngine):
         return StepResult({"reward": float(batch.array("reward").mean())})
 
     def logprobs(self, batch: Batch) -> Ragged:
+        """Return minus the number of steps for each response token."""
         lengths = batch.ragged("response_ids").lengths
         return Ragged.from_lengths(np.full(int(lengths.sum()), -self.steps, np.float32), lengths)
 
     def named_weights(self) -> Iterable[tuple[str, Any]]:
+        """Return the current weights."""
         return weights(self.steps).items()
 
     def save(self, path: Path) -> None:
+        """Write the number of steps to ``echo.json``."""
         path.mkdir(parents=True, exist_ok=True)
         (path / "echo.json").write_text(json.dumps({"steps": self.steps}))
 
     def load(self, path: Path) -> None:
+        """Continue with the steps of a saved ``echo.json``."""
         self._go_on_with(json.loads((path / "echo.json").read_text())["steps"])
 
     def _go_on_with(self, steps: int) -> None:
-        """Take a checkpoint's weights. In the middle of a run that is after a rollback: steps leased before it say other versions."""
+        """Take a checkpoint's steps. After a rollback in a run, earlier leased steps carry other
+        version numbers."""
         self.steps, self._version, self._told = steps, -1, not self._steps_of
         self._steps_of.clear()
 
     def load_weights(self, update: WeightUpdate) -> None:
+        """Take a published version as the present weights. Raises WeightMismatch for any other
+        array."""
         found = dict(update.arrays())
         steps = int(found["scale"]) if "scale" in found else -1
         wrong = {
@@ -286,4 +305,5 @@ class EchoTrain(TrainEngine):
         self._steps_of[update.version] = steps
 
     def export(self, path: Path) -> None:
+        """Write the same file as `save`."""
         self.save(path)

@@ -1,6 +1,6 @@
-"""An echo train engine of several ranks: the contract of a sharded one at no cost, without torch.
+"""Echo train engine of several ranks: the contract of a sharded engine at no cost, without torch.
 
-It is told where its ranks find each other as under torchrun: by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Ranks find each other by the environment of torchrun: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ MEET_S = 60.0
 
 
 class Gather:
-    """An all-gather of words between ranks, over sockets: rank 0 has all others' connections, hears one word of each, and sends
-    all back. ``deaf``: a rank that waits does not notice that another has gone, as in many a collective of a device."""
+    """All-gather of JSON values between ranks, over sockets through rank 0.
+
+    ``deaf``: a waiting rank ignores the loss of another, like many device collectives.
+    """
 
     def __init__(self, deaf: bool = False) -> None:
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -47,7 +49,7 @@ class Gather:
         self._lines = [line for _, line in sorted(zip(ranks, self._lines, strict=True), key=lambda pair: pair[0])]
 
     def __call__(self, word: Any) -> list[Any]:
-        """The word of every rank, when all have said theirs."""
+        """Return the values of all ranks, in order, once all have sent theirs."""
         if self.world_size == 1:
             return [word]
         if self.rank:
@@ -60,6 +62,7 @@ class Gather:
         return words
 
     def close(self) -> None:
+        """Close all connections."""
         for sock, file in self._lines:
             file.close()
             sock.close()
@@ -92,9 +95,12 @@ def _reached(at: tuple[str, int]) -> socket.socket:
 
 
 class EchoRanks(EchoTrain):
-    """``EchoTrain`` in ``world_size`` processes: each looks at its own rows, and a step is one of all or of none. Gives the larger
-    tensors as one piece a rank. ``die_at``: the rank ``die`` ends in this step as by kill -9; ``deaf``: the others do not
-    notice."""
+    """`EchoTrain` in ``world_size`` processes: each rank verifies its own rows; all train a step,
+    or none.
+
+    Large tensors are given as one piece a rank. ``die_at``: rank ``die`` kills itself with SIGKILL
+    in this step. ``deaf``: see `Gather`.
+    """
 
     def __init__(
         self, model: str = "", *, algorithm: Any = None, delay_s: float = 0.0, fail_at: int = -1,
@@ -106,9 +112,11 @@ class EchoRanks(EchoTrain):
 
     @property
     def rank(self) -> int:
+        """The number of this rank."""
         return self._gather.rank
 
     def train_step(self, batch: Batch) -> StepResult:
+        """Train this rank's rows. Raises on all ranks if one raised."""
         if self.steps == self._die_at:
             os.kill(os.getpid(), 9)
         error: Exception | None = None
@@ -130,6 +138,7 @@ class EchoRanks(EchoTrain):
         return StepResult({"reward": reward, "rows": float(sum(rows)), "rows_most": float(max(rows))})
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
+        """Yield whole small tensors from rank 0, and a piece of each large one."""
         size, rank = self._gather.world_size, self.rank
         for name, whole in weights(self.steps).items():
             if not whole.ndim or len(whole) < size:
@@ -140,20 +149,24 @@ class EchoRanks(EchoTrain):
             yield name, Shard(whole[first:last], (first, *([0] * (whole.ndim - 1))), whole.shape)
 
     def save(self, path: Path) -> None:
+        """Write one file a rank, then wait for all ranks."""
         path.mkdir(parents=True, exist_ok=True)
         (path / f"rank-{self.rank}.json").write_text(json.dumps({"steps": self.steps}))
         self._gather("saved")
 
     def load(self, path: Path) -> None:
+        """Continue with saved steps, equal on all ranks."""
         found = json.loads((path / "rank-0.json").read_text())["steps"]
         self._go_on_with(int(np.unique([found, *self._gather(found)]).item()))
 
     def export(self, path: Path) -> None:
+        """Write the export of rank 0, then wait for all ranks."""
         if not self.rank:
             super().save(path)
         self._gather("exported")
 
     def close(self) -> None:
+        """Close the connections to other ranks."""
         self._gather.close()
 
 

@@ -1,7 +1,8 @@
-"""Latency models: how long an engine takes, as numbers, without a clock. Engines that are timed by them are in ``timed``.
+"""Latency models: the durations of an engine as numbers, without a clock. `timed` has engines with
+these times.
 
-All times are the model's seconds, lengths are tokens. A simulation and a real run that use the same model and seed generate the
-same responses of the same lengths, whoever generates them and in whatever order.
+All times are the model's seconds, lengths are tokens. With the same model and seed, a simulation
+and a real run have responses of the same lengths, in any order.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutLatency:
-    """A replica with continuous batching. A step draws one token of each of n running responses and takes ``step_s +
-    step_row_s * n``. The prompt of each request holds it up for ``prefill_s`` a token, new weights for ``load_s``.
+    """A replica with continuous batching.
 
-    Lengths are lognormal with ``median`` and ``sigma``, rounded up, at most ``longest``. They follow from ``seed``
-    and the prompt's first token alone.
+    A step draws one token for each of n running responses in ``step_s + step_row_s * n``. A request
+    delays all by ``prefill_s`` a prompt token, new weights by ``load_s``. Lengths are lognormal
+    with ``median`` and ``sigma``, rounded up, at most ``longest``; ``seed`` and the prompt's first
+    token determine them.
     """
 
     step_s: float = 0.02
@@ -47,22 +49,23 @@ class RolloutLatency:
         check_least(1, longest=self.longest)
 
     def lengths(self, prompt: int, n: int) -> npt.NDArray[np.int64]:
-        """How long the ``n`` responses to a prompt are, by its first token."""
+        """Return the lengths of ``n`` responses to a prompt, named by its first token."""
         normal = np.random.default_rng([self.seed, prompt]).standard_normal(n)
         drawn = np.ceil(self.median * np.exp(self.sigma * normal))
         return np.clip(drawn, 1, self.longest).astype(np.int64)
 
     def row_s(self, running: int, mean_length: float, prefill_tokens: float) -> float:
-        """Seconds of a replica that a response takes up where ``running`` run all the time; prefill of so many tokens a
-        response."""
+        """Return a replica's seconds for a response while ``running`` responses run, with so many
+        prefill tokens a response."""
         return mean_length * (self.step_s / running + self.step_row_s) + prefill_tokens * self.prefill_s
 
 
 class Decoding(Generic[K]):
-    """The responses that run in one replica, each by a key. Times may come late, but never fall: what ended meanwhile ended when it did.
+    """The running responses of a replica, by key. Times may be late, but never decrease; each end
+    has its own time.
 
-    All that run draw a token in each step; so one number, of the tokens that anything would have drawn since the beginning,
-    says how far each is, and nothing is done for each token. Every method first lets time pass up to ``now``.
+    All running responses draw a token in each step. One position, the tokens drawn by a response
+    running since the start, tells the progress of each. Every method first advances to ``now``.
     """
 
     def __init__(self, latency: RolloutLatency) -> None:
@@ -76,10 +79,11 @@ class Decoding(Generic[K]):
 
     @property
     def running(self) -> int:
+        """The number of running responses."""
         return len(self._running)
 
     def start(self, now: float, lengths: Iterable[tuple[K, int]], prompt_tokens: int) -> float:
-        """Responses begin, once their prompt is read. Returns the position from which they are drawn; see ``position``."""
+        """Start responses after their prompt is read; return the position of their first token."""
         self.hold(now, prompt_tokens * self._latency.prefill_s)
         for key, tokens in lengths:
             end = self._drawn + tokens
@@ -89,12 +93,12 @@ class Decoding(Generic[K]):
         return self._drawn
 
     def hold(self, now: float, seconds: float) -> None:
-        """Nothing is drawn for so long."""
+        """Draw nothing for ``seconds``."""
         self._pass(now)
         self._since = max(self._since, now) + seconds
 
     def stop(self, now: float, keys: Iterable[K]) -> None:
-        """Nothing more is heard of these responses."""
+        """Drop these responses."""
         self._pass(now)
         gone = set(keys)
         for key in gone:
@@ -102,18 +106,18 @@ class Decoding(Generic[K]):
         self._ended = [key for key in self._ended if key not in gone]
 
     def position(self, now: float) -> float:
-        """How many tokens anything would have drawn since the beginning."""
+        """Return the tokens drawn since the start by a response running all the time."""
         self._pass(now)
         return self._drawn
 
     def ended(self, now: float) -> list[K]:
-        """Those that ended since the last call, in the order in which they did."""
+        """Return the responses ended since the last call, in order."""
         self._pass(now)
         ended, self._ended = self._ended, []
         return ended
 
     def next(self) -> float | None:
-        """When the next response ends, if nothing else happens; the past, if one has ended already. None: nothing runs."""
+        """Return the time of the next end, or of a past one; None if nothing runs."""
         if self._ended:
             return self._since
         self._forget_stopped()

@@ -1,10 +1,11 @@
-"""The engines that ship for tests."""
+"""Registration of the test engines."""
 
 from ..plugins import AdapterSpec, hookimpl
 
 
 @hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
+    """Return the adapters of this package."""
     return [
         AdapterSpec(kind="rollout", name="echo", factory="asyncflow_sdk.testing.echo:EchoRollout"),
         AdapterSpec(kind="train", name="echo", factory="asyncflow_sdk.testing.echo:EchoTrain"),

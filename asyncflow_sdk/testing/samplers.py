@@ -1,4 +1,4 @@
-"""What every sampler must keep to; for authors of samplers.
+"""Conformance of samplers.
 
 def test_my_sampler():
     check_sampler(lambda: LongestFirst("response_ids"))
@@ -19,11 +19,11 @@ MOST = 4096  # candidates it is tried with, however large its window
 
 
 def check_sampler(factory: Callable[[], Sampler], *, seed: int = 0, tries: int = 50) -> None:
-    """Raises AssertionError that says what is wrong and with which candidates.
+    """Raise AssertionError with the fault and the candidates behind it.
 
-    Positions are valid; the same candidates give the same answer, from one object asked twice and from two objects;
-    candidates are not written into; work grows no faster than about in proportion to the candidates; under continuing
-    supply every row is chosen sooner or later, unless ``may_starve`` says otherwise.
+    Positions must be valid; equal candidates give equal answers, from one object twice and from two
+    objects; candidates are never written to; work grows about in proportion to the candidates;
+    under continuing supply every row is chosen in the end, unless ``may_starve``.
     """
     sampler = factory()
     assert isinstance(sampler, Sampler), f"{sampler!r} is no asyncflow_sdk.Sampler"
@@ -43,7 +43,7 @@ def check_sampler(factory: Callable[[], Sampler], *, seed: int = 0, tries: int =
 
 
 def _candidates(random: np.random.Generator, n: int, sampler: Sampler, turn: int) -> Candidates:
-    """Heavy-tailed measures, or all the same, or some that are not numbers; groups of different sizes."""
+    """Return heavy-tailed, equal or non-finite measures, in groups of different sizes."""
     ids = np.sort(random.choice(np.arange(20 * n), n, replace=False)).astype(np.int64) + (turn << 33)
     measures = np.floor(random.pareto(1.1, n) * 100) if turn % 3 else np.full(n, 7.0)
     if turn % 5 == 4:
@@ -85,6 +85,7 @@ def _work(sampler: Sampler, rows: Candidates, count: int) -> int:
     steps = 0
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
+        """Count bytecodes."""
         nonlocal steps
         frame.f_trace_opcodes = True
         steps += event == "opcode"
@@ -100,8 +101,8 @@ def _work(sampler: Sampler, rows: Candidates, count: int) -> int:
 
 
 def _check_supply(sampler: Sampler, random: np.random.Generator, window: int, rising: float) -> None:
-    """As many rows come as are taken; the first of them must go within a number of turns. ``rising``: measures of
-    later rows are larger (1), smaller (-1), or any."""
+    """Replace chosen rows by new ones: the newest of the first rows must be chosen in a number of
+    turns. ``rising``: measures of later rows are larger (1), smaller (-1), or random (0)."""
     count = max(1, window // 16)
     turns = 20 * -(-window // count) + 200
     ids = np.arange(window + count, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What every staleness policy must keep to; for authors of policies.
+"""Conformance of staleness policies.
 
 def test_my_policy():
     check_staleness_policy(lambda: Patient(share=0.25))
@@ -19,12 +19,12 @@ PATIENCE = 400  # events without a step, in each of which something moved
 
 
 def check_staleness_policy(factory: Callable[[], StalenessPolicy], *, seed: int = 0, tries: int = 100) -> None:
-    """Raises AssertionError that says what is wrong, and in which state.
+    """Raise AssertionError with the fault and the state behind it.
 
-    Answers are numbers, the same from one object asked twice and from two; what it says of itself is text and a bool. Runs under
-    random schedules, in queues that hold no more than ``least_rows``, with replicas that lag, filtered groups and
-    responses whose lengths have a heavy tail, get through all their steps. With ``bounded``, ``evict`` names all
-    that no step may take any more.
+    Answers are integers, equal from one object twice and from two; ``promise`` is text and
+    ``bounded`` a bool. Runs under random schedules finish all their steps, in queues of
+    ``least_rows``, with lagging replicas, filtered groups and heavy-tailed lengths. With
+    ``bounded``, ``evict`` names all rows too old for any later step.
     """
     policy = factory()
     assert isinstance(policy, StalenessPolicy), f"{policy!r} is no asyncflow_sdk.StalenessPolicy"
@@ -39,18 +39,18 @@ def check_staleness_policy(factory: Callable[[], StalenessPolicy], *, seed: int 
         least = policy.least_rows(batch, max_staleness)
         assert least >= batch, f"least_rows({batch}, {max_staleness}) gave {least}: a step alone has {batch}"
         capacity = least if number % 2 else max(least, (max_staleness + 3) * batch)
-        _Run(factory, draw, Window(batch, max_staleness), size, capacity).play()
+        _SimulatedRun(factory, draw, Window(batch, max_staleness), size, capacity).play()
 
 
 @dataclass
-class _Group:
+class _SimulatedGroup:
     deadline: int
     done_at: float
 
 
 @dataclass
-class _Run:
-    """A run of ``STEPS`` steps as the ledger would make it."""
+class _SimulatedRun:
+    """A run of ``STEPS`` steps, by the rules of the ledger."""
 
     factory: Callable[[], StalenessPolicy]
     draw: random.Random
@@ -60,14 +60,15 @@ class _Run:
     current: int = 0
     now: float = 0.0
     closed: int = 0  # full steps that are not trained
-    running: list[_Group] = field(default_factory=list)
-    ready: list[_Group] = field(default_factory=list)
+    running: list[_SimulatedGroup] = field(default_factory=list)
+    ready: list[_SimulatedGroup] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.policy, self.twin = self.factory(), self.factory()
         self.loaded = [0] * self.draw.randint(1, 4)
 
     def play(self) -> None:
+        """Run all steps. Raises AssertionError if the run stalls."""
         waited = 0
         while self.window.step < STEPS:
             before, moved = self.window.step, self.admit()
@@ -88,6 +89,7 @@ class _Run:
         )
 
     def asked(self, name: str, *arguments: int | None) -> list[int]:
+        """Call a method of the policy twice and of its twin once; return the common answer."""
         filling = self.window.filling(self.current)
         said = []
         for policy in (self.policy, self.policy, self.twin):
@@ -100,7 +102,8 @@ class _Run:
         return said[0]
 
     def admit(self) -> bool:
-        """Replicas begin what they may; one that may not loads what is newest."""
+        """Start the groups permitted to replicas; a blocked replica loads the newest version. True
+        if one started."""
         began = False
         for replica, version in enumerate(self.loaded):
             room = self.room(version)
@@ -110,11 +113,12 @@ class _Run:
             if room:
                 deadline = self.loaded[replica] + self.window.max_staleness
                 self.window.admit(self.size, deadline)
-                self.running.append(_Group(deadline, self.now + min(self.draw.paretovariate(1.1), 200.0)))
+                self.running.append(_SimulatedGroup(deadline, self.now + min(self.draw.paretovariate(1.1), 200.0)))
                 began = True
         return began
 
     def room(self, version: int) -> bool:
+        """True if a group of this version may start."""
         deadline = version + self.window.max_staleness
         there = self.window.batch_rows - self.window.free + self.closed * self.window.batch_rows
         if there + self.window.under_way + self.size > self.capacity:
@@ -124,7 +128,7 @@ class _Run:
         return self.asked("admit", deadline)[0] >= self.size
 
     def finish(self) -> None:
-        """The next group is complete, or filtered; and what may join the step does."""
+        """Complete or filter the next group, then select groups for the step."""
         group = min(self.running, key=lambda each: each.done_at)
         self.running.remove(group)
         self.now = group.done_at
@@ -136,6 +140,7 @@ class _Run:
             pass
 
     def select_one(self) -> bool:
+        """Select the first group the policy permits. True if there is one."""
         for group in sorted(self.ready, key=lambda each: each.deadline):
             late = group.deadline < self.window.step
             if (self.policy.bounded and late) or min(
@@ -152,6 +157,7 @@ class _Run:
         return False
 
     def evict(self, deadlines: Iterable[int]) -> None:
+        """Remove the groups of these deadlines."""
         gone = set(deadlines)
         for groups in (self.running, self.ready):
             for group in [group for group in groups if group.deadline in gone]:

@@ -1,10 +1,10 @@
-"""Timed engines: they take the time that their latency model says, and cost no CPU, so that many run on few cores.
+"""Timed engines: they take the time of a latency model and no CPU, so that many run on few cores.
 
     af.Rollout("timed", step_s=0.02, step_row_s=0.0005, median=700, max_rows=64, time_scale=20)
     af.Train("timed", token_s=1e-4, step_s=1.0, time_scale=20)
 
-Tokens are zeros, log-probs too; nothing is learnt. ``time_scale``: so many of the model's seconds pass in one. A prompt's
-first token names it: responses to it have the same lengths wherever it is generated.
+Tokens and log-probs are zeros. ``time_scale``: the model's seconds in a real one. A prompt's first
+token determines the lengths of its responses on every replica.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .latency import Decoding, RolloutLatency
 
 
 def check_scale(time_scale: float) -> float:
+    """Return ``time_scale`` if finite and above 0. Raises ConfigError."""
     if not (math.isfinite(time_scale) and time_scale > 0):
         raise ConfigError(f"time_scale is a number above 0, not {time_scale}")
     return time_scale
@@ -36,7 +37,7 @@ def check_scale(time_scale: float) -> float:
 
 @dataclass
 class _Request:
-    """A request in the engine: where its responses began, and those that have ended and were not heard of."""
+    """A request: the position of its first token, and its finished responses."""
 
     start: float
     lengths: list[int]
@@ -44,8 +45,11 @@ class _Request:
 
 
 class TimedRollout(RolloutEngine):
-    """Generates as ``RolloutLatency`` says, whose fields are the options beside ``max_rows`` and ``time_scale``. Takes weights
-    after draining, or in flight. One timer for all that runs."""
+    """Generate with the times of `RolloutLatency`: its fields are options beside ``max_rows`` and
+    ``time_scale``.
+
+    Weights load after draining or in flight. One timer serves all running responses.
+    """
 
     conformance_policy = ""
 
@@ -68,6 +72,7 @@ class TimedRollout(RolloutEngine):
         self._logprobs = np.zeros(self.latency.longest, np.float32)
 
     async def generate(self, request: Request) -> AsyncIterator[Completion]:
+        """Yield each response at the time of its end."""
         if not len(request.prompt_ids):
             raise EngineError("an empty prompt")
         drawn = self.latency.lengths(int(request.prompt_ids[0]), request.n)
@@ -86,6 +91,7 @@ class TimedRollout(RolloutEngine):
             self._look()
 
     async def load_weights(self, update: WeightUpdate) -> Set[str]:
+        """Take a version after ``load_s``; later tokens carry it."""
         names = {name for name, _ in update.arrays()}
         now = self._now()
         self._decoding.hold(now, self.latency.load_s)
@@ -98,18 +104,19 @@ class TimedRollout(RolloutEngine):
         return names
 
     async def close(self) -> None:
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _now(self) -> float:
-        """The model's seconds since the first request."""
+        """Return the model's seconds since the first request."""
         time_s = asyncio.get_running_loop().time()
         if self._began is None:
             self._began = time_s
         return (time_s - self._began) * self._scale
 
     def _look(self) -> None:
-        """Hand out what has ended, and wake for what ends next."""
+        """Deliver ended responses, and set the timer for the next end."""
         for number, index in self._decoding.ended(self._now()):
             request = self._requests[number]
             request.ended.put_nowait(self._completion(request, index))
@@ -134,8 +141,8 @@ class TimedRollout(RolloutEngine):
 
 
 class TimedTrain(TrainEngine):
-    """A step takes ``step_s`` and ``token_s`` for each token of prompts and responses; reading all weights, which a
-    publisher does while training waits, ``copy_s``; log-probs of a batch ``token_s`` a token."""
+    """A step takes ``step_s`` plus ``token_s`` a token of prompts and responses, reading all
+    weights ``copy_s``, and log-probs of a batch ``token_s`` a token."""
 
     conformance_policy = ""
     restores = True
@@ -157,31 +164,38 @@ class TimedTrain(TrainEngine):
         self._busy = threading.Lock()
 
     def train_step(self, batch: Batch) -> StepResult:
+        """Wait for the step's duration; report the mean reward."""
         self._take(self._step_s + self._token_s * tokens_of(batch))
         self.steps += 1
         return StepResult({"reward": float(batch.array("reward").mean())})
 
     def logprobs(self, batch: Batch) -> Ragged:
+        """Return zeros after the duration of a pass."""
         self._take(self._token_s * tokens_of(batch))
         lengths = batch.ragged("response_ids").lengths
         return Ragged.from_lengths(np.zeros(int(lengths.sum()), np.float32), lengths)
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
+        """Yield the number of steps as the one tensor."""
         self._take(self._copy_s)
         yield "steps", np.array([self.steps], np.int64)
 
     def save(self, path: Path) -> None:
+        """Write the number of steps."""
         path.mkdir(parents=True, exist_ok=True)
         (path / "timed.json").write_text(json.dumps({"steps": self.steps}))
 
     def load(self, path: Path) -> None:
+        """Continue with saved steps."""
         self.steps = json.loads((path / "timed.json").read_text())["steps"]
 
     def load_weights(self, update: WeightUpdate) -> None:
+        """Continue with a version's steps."""
         self._take(self._copy_s)
         self.steps = int(dict(update.arrays())["steps"][0])
 
     def export(self, path: Path) -> None:
+        """Write the same file as `save`."""
         self.save(path)
 
     def _take(self, seconds: float) -> None:
@@ -190,5 +204,5 @@ class TimedTrain(TrainEngine):
 
 
 def tokens_of(batch: Batch) -> int:
-    """Tokens of its prompts and responses."""
+    """Return the number of prompt and response tokens."""
     return sum(len(batch.ragged(name).values) for name in ("prompt_ids", "response_ids"))

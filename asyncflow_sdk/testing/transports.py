@@ -1,4 +1,4 @@
-"""What every weight transport must keep to; for authors of transports.
+"""Conformance of weight transports.
 
 def test_my_transport():
     check_transport(lambda: Mine(port=0), Mine)
@@ -19,10 +19,10 @@ from ..errors import AsyncFlowError, DigestMismatch, VersionGone
 from ..interfaces import Fetched, WeightTransport
 from ..types import TensorInfo, carrier
 from ..types.dtypes import NUMPY_DTYPES
-from .ends import BUCKET, Array, Ends, Sent, plain_bytes
+from .transport_harness import BUCKET, Array, Sent, TransportHarness, plain_bytes
 
 SLACK = 2 << 20
-Check = Callable[[Ends], None]
+Check = Callable[[TransportHarness], None]
 
 
 def check_transport(
@@ -32,16 +32,17 @@ def check_transport(
     only: Sequence[str] = (),
     seed: int = 0,
 ) -> None:
-    """Raises AssertionError that says which check failed and what is wrong.
+    """Raise AssertionError with the failed check and the fault.
 
-    ``sending`` makes the transport with its options (each time as for a run of its own), ``fetching`` without any, as
-    a replica does. ``only``: names of TRANSPORT_CHECKS; all of them without. No check waits for ever.
+    ``sending`` makes the transport with its options, as for a new run each time; ``fetching``
+    without options, as a replica does. ``only``: names of TRANSPORT_CHECKS; by default all. No
+    check waits for ever.
     """
     unknown = set(only) - set(TRANSPORT_CHECKS)
     assert not unknown, f"no check of transports is named {', '.join(sorted(unknown))}"
     for name in only or TRANSPORT_CHECKS:
         try:
-            with Ends(sending, fetching) as ends:
+            with TransportHarness(sending, fetching) as ends:
                 ends.random = np.random.default_rng(seed)
                 TRANSPORT_CHECKS[name](ends)
         except AssertionError as error:
@@ -50,14 +51,14 @@ def check_transport(
             raise AssertionError(f"check {name!r}: {type(error).__name__}: {error}") from error
 
 
-def model(ends: Ends, nbytes: int = 1 << 20) -> dict[str, Array]:
-    """Random tensors, a few of them larger than a bucket."""
+def model(ends: TransportHarness, nbytes: int = 1 << 20) -> dict[str, Array]:
+    """Return random tensors, a few of them larger than a bucket."""
     parts = {"embed": 0.4, "layer.0": 0.3, "layer.1": 0.2, "head": 0.1}
     return {name: ends.random.integers(0, 256, max(int(nbytes * part), 1), np.uint8) for name, part in parts.items()}
 
 
-def every_bit(ends: Ends) -> None:
-    """All dtypes and shapes, bit for bit, tied names and pieces too."""
+def every_bit(ends: TransportHarness) -> None:
+    """All dtypes and shapes arrive bit for bit, tied names and pieces too."""
     tensors: dict[str, Array] = {}
     for name in sorted(NUMPY_DTYPES):
         dtype = carrier(name)
@@ -80,8 +81,8 @@ def every_bit(ends: Ends) -> None:
     part.check(ends.fetch(ends.receiver(), part), " (a piece)")
 
 
-def boundaries(ends: Ends) -> None:
-    """Tensors that end just before, at and just behind the ends of buckets and chunks."""
+def boundaries(ends: TransportHarness) -> None:
+    """Tensors may end just before, at and just behind the ends of buckets and chunks."""
     receiver, version = ends.receiver(), 0
     for bucket, chunk in ((64, 192), (1000, 1 << 12), (BUCKET, BUCKET), (BUCKET, 3 * BUCKET)):
         edges = [size + more for size in (64, bucket, 2 * bucket, chunk, 2 * chunk) for more in (-1, 0, 1)]
@@ -94,8 +95,9 @@ def boundaries(ends: Ends) -> None:
             ends.keep(version)
 
 
-def versions(ends: Ends) -> None:
-    """What is kept can be fetched, what is not is gone; memory is that of what is kept and one more."""
+def versions(ends: TransportHarness) -> None:
+    """Kept versions can be fetched, others are gone; memory is bounded by the kept versions and one
+    more."""
     receiver, nbytes = ends.receiver(), 4 << 20
     sent: list[Sent] = []
     for version in range(1, 9):
@@ -116,8 +118,8 @@ def versions(ends: Ends) -> None:
         each.check(ends.fetch(receiver, each), " (kept)")
 
 
-def abandoned(ends: Ends) -> None:
-    """A version that is given up, half written or sent, costs nothing and harms no other."""
+def abandoned(ends: TransportHarness) -> None:
+    """An abandoned version, half written or sent, costs nothing and harms no other."""
     receiver, nbytes = ends.receiver(), 1 << 20
     first = ends.publish(1, model(ends, nbytes))
     ends.keep(1)
@@ -138,8 +140,8 @@ def abandoned(ends: Ends) -> None:
         each.check(ends.fetch(receiver, each), " (after others were abandoned)")
 
 
-def held_for_ever(ends: Ends) -> None:
-    """A replica that keeps a version for ever holds up nobody, and what it holds never changes."""
+def held_for_ever(ends: TransportHarness) -> None:
+    """A replica holding a version for ever blocks nobody, and its bytes never change."""
     slow, quick = ends.receiver(), ends.receiver()
     old = ends.publish(1, model(ends))
     ends.keep(1)
@@ -156,8 +158,8 @@ def held_for_ever(ends: Ends) -> None:
     old.check(Fetched(old.manifest, views), " (views held after their release)")
 
 
-def written_into(ends: Ends) -> None:
-    """An engine may work in place."""
+def written_into(ends: TransportHarness) -> None:
+    """An engine may write into its fetched memory."""
     one, two = ends.receiver(), ends.receiver()
     sent = ends.publish(1, model(ends))
     ends.keep(1)
@@ -169,8 +171,8 @@ def written_into(ends: Ends) -> None:
     sent.check(ends.fetch(two, sent), " (fetched by another, after the first was written into)")
 
 
-def flipped(ends: Ends) -> None:
-    """One bit that is not as it was hashed is found, with its bucket and its tensor named; the next version comes."""
+def flipped(ends: TransportHarness) -> None:
+    """A flipped bit is found, with its bucket and tensor named; the next version arrives."""
     receiver = ends.receiver()
     for version, name in enumerate(("embed", "layer.0", "layer.1", "head"), 1):
         tensors = model(ends)
@@ -190,14 +192,15 @@ def flipped(ends: Ends) -> None:
     sent.check(ends.fetch(receiver, sent), " (after damaged ones)")
 
 
-def undigested(ends: Ends) -> None:
-    """A version that is published without digests comes too."""
+def undigested(ends: TransportHarness) -> None:
+    """A version published without digests arrives, too."""
     sent = ends.publish(1, model(ends), digests=False)
     sent.check(ends.fetch(ends.receiver(), sent), " (without digests)")
 
 
-def from_base(ends: Ends) -> None:
-    """With a version that the replica has: the same bytes as without, whatever that version is; it is not touched."""
+def from_base(ends: TransportHarness) -> None:
+    """Fetched with a base, a version has the same bytes as without, for any base; the base does not
+    change."""
     receiver, other = ends.receiver(), ends.receiver()
     tensors = model(ends)
     sent = [ends.publish(1, tensors)]
@@ -236,13 +239,14 @@ def from_base(ends: Ends) -> None:
     last.check(fetched, " (from a damaged version)")
 
 
-def together(ends: Ends) -> None:
-    """Replicas that fetch at the same time, each in its own thread, all get it."""
+def together(ends: TransportHarness) -> None:
+    """Replicas fetching at the same time, each in its own thread, all get the version."""
     sent = ends.publish(1, model(ends, 8 << 20), chunk=1 << 20)
     ends.keep(1)
     problems: list[str] = []
 
     def fetch() -> None:
+        """Fetch once and keep the error."""
         try:
             sent.check(receiver.fetch(sent.manifest, sent.where, timeout_s=15.0), " (three replicas at once)")
         except BaseException as error:
@@ -259,8 +263,8 @@ def together(ends: Ends) -> None:
     assert not problems, f"of three replicas that fetch at once, {len(problems)} failed: {problems[0]}"
 
 
-def interrupted(ends: Ends) -> None:
-    """An interrupt that comes when nothing is fetched ends at most the next fetch."""
+def interrupted(ends: TransportHarness) -> None:
+    """An interrupt without a fetch ends at most the next fetch."""
     receiver = ends.receiver()
     sent = ends.publish(1, model(ends))
     receiver.interrupt()
@@ -271,8 +275,9 @@ def interrupted(ends: Ends) -> None:
     sent.check(fetched, " (after an interrupt)")
 
 
-def closed(ends: Ends) -> None:
-    """Closing twice does no harm, nor to what was fetched; a version of a closed publisher comes, or an error does."""
+def closed(ends: TransportHarness) -> None:
+    """Closing twice is harmless, also for fetched versions; a version of a closed publisher
+    arrives, or an error is raised."""
     receiver = ends.receiver()
     sent = ends.publish(1, model(ends))
     ends.keep(1)
@@ -290,8 +295,8 @@ def closed(ends: Ends) -> None:
     fetched.release()
 
 
-def adopted(ends: Ends) -> None:
-    """A publisher that takes another's place has what was kept, and only that."""
+def adopted(ends: TransportHarness) -> None:
+    """A new publisher in the place of another has the kept versions, and only those."""
     sent = [ends.publish(version, model(ends)) for version in (1, 2, 3)]
     ends.keep(1, 2, 3)
     ends.trainer("close of the sender", ends.sender.close)
@@ -310,8 +315,8 @@ def adopted(ends: Ends) -> None:
     new.check(ends.fetch(receiver, new), " (after what was adopted went)")
 
 
-def strange_places(ends: Ends) -> None:
-    """``where`` comes from another process: whatever it is, an error of this SDK says so, soon, and without much memory."""
+def strange_places(ends: TransportHarness) -> None:
+    """Any bytes as ``where`` raise an error of this SDK, soon, and without much memory."""
     sent = ends.publish(1, model(ends, 1 << 18))
     ends.keep(1)
     receiver = ends.receiver()
@@ -335,15 +340,15 @@ def strange_places(ends: Ends) -> None:
     sent.check(ends.fetch(receiver, sent), " (after strange places)")
 
 
-def gone(ends: Ends, sent: Sent) -> None:
-    """A version that is kept no longer is not fetched, and nothing else is taken for it."""
+def gone(ends: TransportHarness, sent: Sent) -> None:
+    """Expect VersionGone for a version no longer kept."""
     error = raised(VersionGone, lambda: ends.fetch(ends.receiver(), sent, timeout_s=5.0))
     assert error is not None, f"version {sent.version} is kept no longer, and was fetched"
     assert f"version {sent.version}" in str(error), f"the error does not say which version is gone: {error}"
 
 
 def raised(kind: type[Exception], work: Callable[[], object]) -> Exception | None:
-    """What ``work`` raised of that kind; None when nothing."""
+    """Return the error of this kind raised by ``work``, or None."""
     try:
         work()
     except kind as error:
@@ -351,9 +356,9 @@ def raised(kind: type[Exception], work: Callable[[], object]) -> Exception | Non
     return None
 
 
-def _strange(ends: Ends, where: bytes) -> list[bytes]:
-    """Nothing, noise, parts of a good one, flipped bits, one nested deeper than it can be read, and a good one with one value
-    put in the place of another, or with one more."""
+def _strange(ends: TransportHarness, where: bytes) -> list[bytes]:
+    """Return nothing, noise, truncated and flipped locations, deep nesting, and locations with one
+    value replaced or added."""
     made = [b"", b"\x00", b"\xc1" * 9, b"\xff" * 4096, b"\x90", b"\x80", b"[]", where + b"\x00", where * 2]
     made += [where[:stop] for stop in range(1, len(where), max(len(where) // 12, 1))]
     made += [ends.random.bytes(int(ends.random.integers(1, 200))) for _ in range(20)]
@@ -378,7 +383,7 @@ def _strange(ends: Ends, where: bytes) -> list[bytes]:
 
 
 def _paths(value: Any) -> list[tuple[Any, ...]]:
-    """Where in a value others lie; the value itself is at ()."""
+    """Return the paths of all nested values; the value itself is at ()."""
     found: list[tuple[Any, ...]] = [()]
     if isinstance(value, list):
         found += [(n, *rest) for n, inner in enumerate(value[:3]) for rest in _paths(inner)]

@@ -20,7 +20,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 import asyncflow_sdk as af
-from asyncflow_sdk.testing.ends import Ends
+from asyncflow_sdk.testing.transport_harness import TransportHarness
 from asyncflow_sdk.weights import Update
 from asyncflow_sdk.weights.transports.shm import ShmTransport
 
@@ -48,7 +48,7 @@ class Rounds:
             self._note(number, "run", said["tokens"], said["s"])
 
     async def update(self, rounds: int, tensors: dict[str, Any], folder: str) -> None:
-        with Ends(ShmTransport, ShmTransport) as ends:
+        with TransportHarness(ShmTransport, ShmTransport) as ends:
             receiver = ends.receiver()
             for number in range(WARM + rounds):
                 update = Update(number + 1, [ends.fetch(receiver, ends.publish(number + 1, tensors))])

@@ -64,12 +64,12 @@ def test_what_is_wrong_is_told_with_what_it_means_and_where_to_look(tmp_path: Pa
 
     assert done.exit_code == 1
     for words in (
-        "ok       greedy", "FAILED   update", "seen    log-probs after the update are up to 1 from those of version 1",
-        "means   the run goes on with old weights", "look at load_weights()", "level reached: none",
+        "ok       greedy", "FAILED   update", "Probable cause: ", "seen    log-probs after the update are up to 1 from those of version 1",
+        "impact  the run goes on with old weights", "hint    load_weights()", "level reached: none",
     ):  # fmt: skip
         assert words in done.output
     (engine,) = json.loads((tmp_path / "said.json").read_text())["engines"]
-    assert engine["results"][1]["means"].startswith("the run goes on with old weights")
+    assert engine["results"][1]["impact"].startswith("the run goes on with old weights")
 
 
 def test_an_expected_failure_is_none_and_one_too_many_is() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncflow_sdk.testing.kit.parsing import BROKEN, whole_parses
+from asyncflow_sdk.testing.kit.parse_guard import BROKEN, whole_parses
 
 SOURCE = inspect.getsource(contextlib)
 

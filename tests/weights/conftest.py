@@ -9,7 +9,7 @@ from replicas import Served
 from scripted_transport import Scripted
 from transport_ends import publishing
 
-from asyncflow_sdk.testing.ends import Ends
+from asyncflow_sdk.testing.transport_harness import TransportHarness
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def files(path: Path) -> Iterator[Ends]:
+def files(path: Path) -> Iterator[TransportHarness]:
     """Both ends of the transport ``file``."""
     with publishing(path) as made:
         yield made

@@ -9,7 +9,7 @@ import pytest
 from transport_ends import FIRST, names, tensors
 
 from asyncflow_sdk.errors import DeadlineExceeded, DigestMismatch, VersionGone
-from asyncflow_sdk.testing.ends import Ends
+from asyncflow_sdk.testing.transport_harness import TransportHarness
 
 pytestmark = pytest.mark.fast
 SECOND = "model-00002-of-00003.safetensors"
@@ -79,7 +79,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_damage_is_found_and_the_next_version_comes(what: str, files: Ends, path: Path) -> None:
+def test_damage_is_found_and_the_next_version_comes(what: str, files: TransportHarness, path: Path) -> None:
     # given
     damage, error, reason = DAMAGE[what]
     for version in (1, 2):
@@ -97,7 +97,7 @@ def test_damage_is_found_and_the_next_version_comes(what: str, files: Ends, path
     sent.check(files.fetch(receiver, sent))
 
 
-def test_files_of_others_in_a_directory_do_no_harm_and_stay(files: Ends, path: Path) -> None:
+def test_files_of_others_in_a_directory_do_no_harm_and_stay(files: TransportHarness, path: Path) -> None:
     sent = files.publish(1, tensors())
     (path / "version-00000001" / "mine.txt").write_text("{}")
     (path / "notes").write_text("mine")
@@ -108,7 +108,7 @@ def test_files_of_others_in_a_directory_do_no_harm_and_stay(files: Ends, path: P
 
 
 def test_a_version_that_goes_while_it_is_read_is_gone(
-    files: Ends, path: Path, monkeypatch: pytest.MonkeyPatch
+    files: TransportHarness, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # given a read that has come to the second file
     sent = files.publish(1, tensors(), chunk=1 << 16)
@@ -127,7 +127,7 @@ def test_a_version_that_goes_while_it_is_read_is_gone(
         files.fetch(receiver, sent)
 
 
-def test_reads_and_writes_may_be_short(files: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_and_writes_may_be_short(files: TransportHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.preadv, os.pwritev
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: read(fd, [views[0][:1000]], at))
     monkeypatch.setattr(os, "pwritev", lambda fd, views, at: write(fd, [views[0][:777]], at))
@@ -136,7 +136,7 @@ def test_reads_and_writes_may_be_short(files: Ends, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(
-    files: Ends, path: Path, monkeypatch: pytest.MonkeyPatch
+    files: TransportHarness, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = files.publish(1, tensors(), chunk=1 << 16)
     read = os.preadv
@@ -150,7 +150,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(
         files.fetch(files.receiver(), sent)
 
 
-def test_a_read_ends_by_its_deadline_and_by_an_interrupt(files: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_ends_by_its_deadline_and_by_an_interrupt(
+    files: TransportHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent = files.publish(1, tensors())
     receiver = files.receiver()
     with pytest.raises(DeadlineExceeded, match="version 1: .*version-00000001 was not read within 0 s"):

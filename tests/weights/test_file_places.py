@@ -8,7 +8,7 @@ from transport_ends import names, publishing, tensors
 
 from asyncflow_sdk.errors import ConfigError, DigestMismatch, ProtocolError, WeightError
 from asyncflow_sdk.interfaces import Host
-from asyncflow_sdk.testing.ends import Ends
+from asyncflow_sdk.testing.transport_harness import TransportHarness
 from asyncflow_sdk.weights import make_transport
 
 pytestmark = pytest.mark.fast
@@ -28,7 +28,7 @@ def test_a_path_is_needed_and_must_be_writable(tmp_path: Path) -> None:
             make_transport("file", **options).sender(Host(directory=tmp_path, name="1-0"))
 
 
-def test_where_names_only_the_version_it_is_of(files: Ends, path: Path, tmp_path: Path) -> None:
+def test_where_names_only_the_version_it_is_of(files: TransportHarness, path: Path, tmp_path: Path) -> None:
     # given versions that exist, and one outside of the path
     one, two = (files.publish(version, tensors(version)) for version in (1, 2))
     (tmp_path / "version-00000002").symlink_to(path / "version-00000002")
@@ -53,7 +53,7 @@ def test_where_names_only_the_version_it_is_of(files: Ends, path: Path, tmp_path
 
 
 def test_a_directory_that_is_mounted_elsewhere_is_found_by_the_environment(
-    files: Ends, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: TransportHarness, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = files.publish(1, tensors())
     path.rename(tmp_path / "elsewhere")
@@ -64,7 +64,7 @@ def test_a_directory_that_is_mounted_elsewhere_is_found_by_the_environment(
     (tmp_path / "elsewhere").rename(path)
 
 
-def test_a_place_that_no_host_can_have_is_an_error_of_the_sdk(files: Ends, path: Path) -> None:
+def test_a_place_that_no_host_can_have_is_an_error_of_the_sdk(files: TransportHarness, path: Path) -> None:
     sent = files.publish(1, tensors())
     receiver = files.receiver()
     good = msgspec.msgpack.encode((str(path), "version-00000001"))

@@ -14,7 +14,7 @@ from transport_ends import FIRST, names, publish_and_stay, publishing, tensors
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, MemoryFull, WeightError
 from asyncflow_sdk.interfaces import Host
-from asyncflow_sdk.testing.ends import Ends
+from asyncflow_sdk.testing.transport_harness import TransportHarness
 from asyncflow_sdk.weights import make_transport
 
 
@@ -186,7 +186,9 @@ def test_a_disk_that_fills_up_fails_one_version_and_leaves_nothing(tmp_path: Pat
         last.check(ends.fetch(receiver, last))
 
 
-def test_an_error_while_writing_leaves_nothing(files: Ends, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_writing_leaves_nothing(
+    files: TransportHarness, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(fd: int) -> None:
         raise OSError(5, "Input/output error")
 

@@ -15,7 +15,7 @@ from transport_ends import names, publishing
 
 from asyncflow_sdk.errors import WeightMismatch
 from asyncflow_sdk.interfaces import Host, WeightSender
-from asyncflow_sdk.testing.ends import Ends, layout
+from asyncflow_sdk.testing.transport_harness import TransportHarness, layout
 from asyncflow_sdk.types import Chunk, Manifest, Shard, TensorInfo
 from asyncflow_sdk.weights import Update, make_transport
 
@@ -159,7 +159,7 @@ def test_a_rank_that_gives_its_part_up_takes_nothing_from_the_others(path: Path,
         sender.close()
 
 
-def test_tensors_that_do_not_fit_into_files_are_refused_by_name(files: Ends) -> None:
+def test_tensors_that_do_not_fit_into_files_are_refused_by_name(files: TransportHarness) -> None:
     good = TensorInfo("a", "float32", (4,), 0, 0)
     for other, reason in (
         (TensorInfo("b", "float32", (4,), 1, 0), "tensor 'b' does not lie in chunk 1"),

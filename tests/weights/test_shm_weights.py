@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from asyncflow_sdk.errors import DigestMismatch, MemoryFull, VersionGone
 from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.memory import SharedDirectory
-from asyncflow_sdk.testing.ends import Ends, Sent
+from asyncflow_sdk.testing.transport_harness import Sent, TransportHarness
 from asyncflow_sdk.weights import make_transport
 
 pytestmark = pytest.mark.fast
 SLACK = 1 << 20
 
 
-def shm() -> Ends:
-    return Ends(lambda: make_transport("shm"), lambda: make_transport("shm"))
+def shm() -> TransportHarness:
+    return TransportHarness(lambda: make_transport("shm"), lambda: make_transport("shm"))
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
+def ends() -> Iterator[TransportHarness]:
     with shm() as ends:
         yield ends
 
@@ -54,7 +54,7 @@ def test_buckets_of_any_size_cover_every_byte(sizes: list[int], bucket: int) -> 
                 ends.fetch(receiver, damaged)
 
 
-def test_a_receiver_maps_each_block_once(ends: Ends) -> None:
+def test_a_receiver_maps_each_block_once(ends: TransportHarness) -> None:
     receiver, addresses = ends.receiver(), set()
     for version in range(12):
         sent = ends.publish(version, full(version))
@@ -69,7 +69,7 @@ def test_a_receiver_maps_each_block_once(ends: Ends) -> None:
     assert len(addresses) <= 3
 
 
-def test_what_an_engine_wrote_does_not_come_back_with_the_mapping(ends: Ends) -> None:
+def test_what_an_engine_wrote_does_not_come_back_with_the_mapping(ends: TransportHarness) -> None:
     receiver = ends.receiver()
     for version in range(4):
         sent = ends.publish(version, full(version))
@@ -80,7 +80,7 @@ def test_what_an_engine_wrote_does_not_come_back_with_the_mapping(ends: Ends) ->
         ends.keep()
 
 
-def test_models_that_change_their_size_leave_nothing_behind(ends: Ends) -> None:
+def test_models_that_change_their_size_leave_nothing_behind(ends: TransportHarness) -> None:
     for version in range(20):
         ends.publish(version, full(version, (1 << 20) + version * 10_000))
         ends.keep(version - 1, version)
@@ -88,7 +88,7 @@ def test_models_that_change_their_size_leave_nothing_behind(ends: Ends) -> None:
 
 
 def test_a_version_for_which_there_is_no_room_keeps_what_there_was(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
+    ends: TransportHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
@@ -103,7 +103,7 @@ def test_a_version_for_which_there_is_no_room_keeps_what_there_was(
     sent.check(ends.fetch(ends.receiver(), sent))
 
 
-def test_memory_for_the_next_version_is_there_before_it_comes(ends: Ends) -> None:
+def test_memory_for_the_next_version_is_there_before_it_comes(ends: TransportHarness) -> None:
     # given
     model = {f"w{i}": np.zeros(n, np.uint8) for i, n in enumerate((1 << 20, 3, 5 << 17))}
     sizes = [chunk.nbytes for chunk in ends.publish(1, model).manifest.chunks]

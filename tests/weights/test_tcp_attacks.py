@@ -28,7 +28,7 @@ from asyncflow_sdk.errors import (
     VersionGone,
     WireError,
 )
-from asyncflow_sdk.testing.ends import Ends, Sent
+from asyncflow_sdk.testing.transport_harness import Sent, TransportHarness
 from asyncflow_sdk.wire import Client, MemorySink, Server, generate_keys
 
 pytestmark = pytest.mark.fast
@@ -36,7 +36,7 @@ NBYTES = 9 << 20
 
 
 @contextlib.contextmanager
-def a_version(nbytes: int = NBYTES, **options: Any) -> Iterator[tuple[Ends, Sent]]:
+def a_version(nbytes: int = NBYTES, **options: Any) -> Iterator[tuple[TransportHarness, Sent]]:
     with tcp(**options) as ends:
         sent = ends.publish(3, {"w": numbers(0, nbytes)})
         ends.keep(3)
@@ -120,7 +120,7 @@ def test_a_publisher_that_goes_on_at_another_place_is_found_there() -> None:
 class Silence:
     """A fetch through a proxy that holds up its connections. ``bulk``: whole buckets are read, else the service is asked."""
 
-    def __init__(self, ends: Ends, sent: Sent, proxy: FlakyProxy, bulk: bool) -> None:
+    def __init__(self, ends: TransportHarness, sent: Sent, proxy: FlakyProxy, bulk: bool) -> None:
         address = f"tcp://127.0.0.1:{proxy.port}"
         self.ends, self.sent, self.proxy, self.receiver = ends, sent, proxy, ends.receiver()
         self.where = with_bulk(sent.where, port=proxy.port) if bulk else with_service(sent.where, address=address)
@@ -309,7 +309,7 @@ ELEMENTS = 32_000
 class Deltas:
     """A replica on version 1, version 2, which differs in a few of its numbers, and a liar who sends the delta between them."""
 
-    def __init__(self, ends: Ends, liar: Liar) -> None:
+    def __init__(self, ends: TransportHarness, liar: Liar) -> None:
         weights = np.random.default_rng(1).integers(0, 1 << 16, ELEMENTS, np.uint16)
         self._ends, self._liar, self._receiver = ends, liar, ends.receiver()
         old = ends.publish(1, {"w": weights.view(np.float16)})

@@ -17,7 +17,7 @@ from waiting import in_thread, until
 
 from asyncflow_sdk.errors import AsyncFlowError, WireError
 from asyncflow_sdk.interfaces import Fetched
-from asyncflow_sdk.testing.ends import BUCKET, Ends, Sent
+from asyncflow_sdk.testing.transport_harness import BUCKET, Sent, TransportHarness
 
 MODEL = 12 * BUCKET  # 3 chunks
 SLACK = BUCKET // 2
@@ -27,7 +27,7 @@ SLACK = BUCKET // 2
 class Stream:
     """A publisher, and a replica that has fetched version 1 through a proxy for whole buckets."""
 
-    def __init__(self, ends: Ends, digests: bool = True) -> None:
+    def __init__(self, ends: TransportHarness, digests: bool = True) -> None:
         self.ends, self.digests = ends, digests
         first = ends.publish(1, weights(1), digests=digests)
         self.proxy = FlakyProxy(bulk_of(first.where), pieces=WHOLE)

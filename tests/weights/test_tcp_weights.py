@@ -16,7 +16,7 @@ from waiting import until
 from asyncflow_sdk.errors import DigestMismatch, MemoryFull, VersionGone
 from asyncflow_sdk.interfaces import Fetched, Host
 from asyncflow_sdk.queue import Connection, QueueServer
-from asyncflow_sdk.testing.ends import BUCKET, Ends
+from asyncflow_sdk.testing.transport_harness import BUCKET, TransportHarness
 from asyncflow_sdk.types import Chunk, Manifest
 from asyncflow_sdk.weights import host_of, make_transport
 
@@ -24,18 +24,18 @@ pytestmark = pytest.mark.fast
 COUNT = 4 * BUCKET  # of bf16 numbers: 8 buckets
 
 
-def weights(ends: Ends) -> dict[str, Any]:
+def weights(ends: TransportHarness) -> dict[str, Any]:
     numbers = (ends.random.standard_normal(COUNT) * 0.02).astype(ml_dtypes.bfloat16)
     return {"w": numbers, "still": np.arange(2 * BUCKET, dtype=np.uint8)}
 
 
-def step(ends: Ends, model: dict[str, Any], share: float = 0.0125) -> None:
+def step(ends: TransportHarness, model: dict[str, Any], share: float = 0.0125) -> None:
     """As an update at a small learning rate changes it."""
     words = model["w"].view(np.uint16)
     words[ends.random.random(len(words)) < share] += 1
 
 
-def two_versions(ends: Ends) -> tuple[Any, Any]:
+def two_versions(ends: TransportHarness) -> tuple[Any, Any]:
     model = weights(ends)
     old = ends.publish(1, model)
     step(ends, model)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncflow_sdk.errors import VersionGone, WeightMismatch
 from asyncflow_sdk.interfaces import Fetched
-from asyncflow_sdk.testing.ends import layout
+from asyncflow_sdk.testing.transport_harness import layout
 from asyncflow_sdk.types import Chunk, Manifest, Shard
 from asyncflow_sdk.weights import Update
 

@@ -11,24 +11,26 @@ import msgspec
 import numpy as np
 from children import hear, say
 
-from asyncflow_sdk.testing.ends import Ends
+from asyncflow_sdk.testing.transport_harness import TransportHarness
 from asyncflow_sdk.weights import make_transport
 
 FIRST = "model-00001-of-00003.safetensors"
 
 
-def ends_of(transport: str, run: str = "", **options: Any) -> Ends:
+def ends_of(transport: str, run: str = "", **options: Any) -> TransportHarness:
     """``run``: its name; one of its own without it. ``options``: of the sending end."""
-    ends = Ends(lambda: make_transport(transport, **options), lambda: make_transport(transport), run=run)
+    ends = TransportHarness(
+        lambda: make_transport(transport, **options), lambda: make_transport(transport), run=run
+    )
     ends.random = np.random.default_rng(0)
     return ends
 
 
-def tcp(**options: Any) -> Ends:
+def tcp(**options: Any) -> TransportHarness:
     return ends_of("tcp", **options)
 
 
-def publishing(path: str | Path, run: str = "") -> Ends:
+def publishing(path: str | Path, run: str = "") -> TransportHarness:
     return ends_of("file", run, path=path)
 
 

@@ -1,7 +1,19 @@
-"""The conformance kit: what engines and other plugins must keep to, asked check by check."""
+"""The conformance kit: checks of engines and other plugins, and the explanation of their failures."""
 
+from .causes import ProbableCause
 from .check import TIERS, Check, CheckFailed, Result
 from .conformance import Conformance, Report, checks_of
 from .policy import EchoPolicy, Policy
 
-__all__ = ["TIERS", "Check", "CheckFailed", "Conformance", "EchoPolicy", "Policy", "Report", "Result", "checks_of"]
+__all__ = [
+    "TIERS",
+    "Check",
+    "CheckFailed",
+    "Conformance",
+    "EchoPolicy",
+    "Policy",
+    "ProbableCause",
+    "Report",
+    "Result",
+    "checks_of",
+]

@@ -1,4 +1,5 @@
-"""Algorithms: advantages over whole groups, and a loss whose parts add up. They are asked with torch."""
+"""Checks of algorithms: advantages over whole groups, and a loss of additive parts. They need
+torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ GROUPS, SIZE, FORMS = 6, 4, 64
 
 
 class _Ask:
-    """An algorithm, a step's rows for it, and its loss of them in parts."""
+    """An algorithm, the rows of a step, and its loss in parts."""
 
     def __init__(self, lab: PlainLab, seed: int = 0) -> None:
         algorithm = lab.made()
@@ -55,8 +56,8 @@ class _Ask:
     def _taken(
         self, given: dict[str, Any], names: list[str], random: np.random.Generator
     ) -> tuple[dict[str, Any], Batch]:
-        """Columns that the algorithm needs, of each token, and a batch with them in a form that it takes: a number a token, or a
-        number a row, which nothing declares."""
+        """Return the needed columns by token, and a batch with them in an accepted form: a number a
+        token or a number a row."""
         groups, first = np.repeat(np.arange(GROUPS), SIZE), None
         for form in itertools.islice(itertools.product((True, False), repeat=len(names)), FORMS):
             columns, batch = {}, dict(given)
@@ -75,12 +76,12 @@ class _Ask:
         return first
 
     def advantages(self, batch: Batch | None = None) -> np.ndarray[Any, Any]:
-        """Of each token."""
+        """Return the advantage of each token."""
         said = self.algorithm.advantages(batch or self.batch)
         return self._by_token(said["advantages"] if isinstance(said, Mapping) else said)
 
     def further(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What it gave beside them, of each token."""
+        """Return the other columns given with the advantages, by token."""
         said = self.algorithm.advantages(self.batch)
         each = said if isinstance(said, Mapping) else {}
         return {name: self._by_token(values) for name, values in each.items() if name != "advantages"}
@@ -99,7 +100,8 @@ class _Ask:
         return np.repeat(array, self.lengths)
 
     def loss(self, parts: int) -> tuple[float, np.ndarray[Any, Any], dict[str, float]]:
-        """The loss of all tokens, its gradient by log-probs, and metrics; of so many parts of the rows, added up."""
+        """Return the loss, its gradient by log-probs, and metrics, summed over so many parts of the
+        rows."""
         torch, worth, row = (
             self.torch,
             self.advantages().astype(np.float32),
@@ -136,11 +138,12 @@ class _Ask:
 
 @check(
     "algorithm", "basic",
-    means="the trainer cannot use it, or every step ends in numbers that are none",
-    look="advantages(): one a row or one a token, finite; loss(): a scalar with gradient, and metrics without",
+    impact="the trainer cannot use it, or every step ends in NaN",
+    hint="advantages(): one a row or one a token, finite; loss(): a scalar with gradient, and metrics without",
 )  # fmt: skip
 def forms(lab: PlainLab) -> None:
-    """Advantages and loss are of the form that a train engine takes, and finite; the batch is not written into."""
+    """Advantages and loss have the form needed by a train engine, and are finite; the batch is not
+    written to."""
     ask = _Ask(lab)
     before = {name: np.array(ask.batch.ragged(name).values) for name in ("response_ids", "logprobs")}
     worth = ask.advantages()
@@ -156,8 +159,9 @@ def forms(lab: PlainLab) -> None:
 
 @check(
     "algorithm", "basic",
-    means="the result of a step depends on how it was cut for memory: no two machines train the same",
-    look="loss(): divide by total_tokens or total_rows, never by what this part has",
+    impact="the result of a step depends on how it was cut for memory: no two machines train the same",
+    hint="loss(): divide by total_tokens or total_rows, never by the counts of this part",
+    after=("forms",),
 )  # fmt: skip
 def parts(lab: PlainLab) -> None:
     """Loss, gradient and metrics of a step's parts add up to those of the whole."""
@@ -179,11 +183,13 @@ def parts(lab: PlainLab) -> None:
 
 @check(
     "algorithm", "basic",
-    means="the policy learns what was punished",
-    look="the sign of the loss: training lowers it",
+    impact="the policy learns the punished responses",
+    hint="the sign of the loss: training lowers it",
+    after=("forms",),
 )  # fmt: skip
 def direction(lab: PlainLab) -> None:
-    """Where policy and behaviour agree, tokens of rows with a higher reward become likelier than those with a lower one."""
+    """If policy and behaviour agree, a step raises tokens of rows with a higher reward over those
+    with a lower one."""
     ask = _Ask(lab, seed=2)
     ask.logprobs = ask.behaviour.copy()
     worth, (_, gradient, _) = ask.advantages(), ask.loss(1)
@@ -198,8 +204,9 @@ def direction(lab: PlainLab) -> None:
 
 @check(
     "algorithm", "full",
-    means="a group's advantage depends on where its rows lie in the batch, which is chance",
-    look="advantages(): rows of a group are those with the same number in batch.groups, in any order",
+    impact="a group's advantage depends on the random order of rows in the batch",
+    hint="advantages(): rows of a group have the same number in batch.groups, in any order",
+    after=("forms",),
 )  # fmt: skip
 def row_order(lab: PlainLab) -> None:
     """Advantages of rows are the same in any order of the rows."""
@@ -217,11 +224,13 @@ def row_order(lab: PlainLab) -> None:
 
 @check(
     "algorithm", "full",
-    means="one token with an infinite ratio, and the step, or the model, is lost",
-    look="loss(): bound the log-ratio before exp()",
+    impact="one token with an infinite ratio, and the step, or the model, is lost",
+    hint="loss(): bound the log-ratio before exp()",
+    after=("forms",),
 )  # fmt: skip
 def extremes(lab: PlainLab) -> None:
-    """Log-probs very far from the behaviour's make no loss and no gradient that is not finite; equal rewards make none."""
+    """Log-probs far from the behaviour's give a finite loss and gradient; equal rewards give finite
+    advantages."""
     ask = _Ask(lab, seed=5)
     for apart in (200.0, -200.0):
         ask.logprobs = (ask.behaviour + apart).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Chance: how likely it is that what was drawn was drawn from the distribution that it should be from."""
+"""Chance: bounds for the probability of a sample under the distribution expected."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 FALSE_ALARM = 1e-9
-"""What is less likely than this did not happen by chance: so seldom does one question fail a right engine."""
+"""The significance level: the rate at which one question may fail a correct engine."""
 _STEEPEST, _HALVINGS = 500.0, 80
 
 
 def chance(values: npt.ArrayLike, shares: npt.ArrayLike, mean: float, count: int) -> float:
-    """The probability, or more, that ``count`` independent draws of ``values``, with probabilities ``shares``, have a mean at
-    least as far on its side of the expected one as ``mean``: Chernoff's bound, which holds for any distribution and count."""
+    """Return an upper bound for the probability of a mean at least as far from the expected one, on
+    its side.
+
+    ``count`` independent draws of ``values`` with probabilities ``shares``; Chernoff's bound, valid
+    for any distribution and count.
+    """
     value, share = np.asarray(values, np.float64), np.asarray(shares, np.float64)
     expected = float(share @ value)
     apart = value - expected
@@ -25,6 +29,7 @@ def chance(values: npt.ArrayLike, shares: npt.ArrayLike, mean: float, count: int
     apart, wanted = np.sign(wanted) * apart / reach, abs(wanted) / reach
 
     def log_bound(steepness: float) -> float:
+        """The logarithm of the bound at one tilt."""
         tilted = steepness * apart
         top = float(tilted.max())
         return top + float(np.log(share @ np.exp(tilted - top))) - steepness * wanted
@@ -37,8 +42,8 @@ def chance(values: npt.ArrayLike, shares: npt.ArrayLike, mean: float, count: int
 
 
 def chance_of_no_more(shares: npt.NDArray[Any], drawn: npt.NDArray[Any]) -> tuple[float, int, float]:
-    """Of draws from ``shares``: the probability that none is less likely than the least likely one that came; how many are as likely
-    as that or more, and what those beyond have together."""
+    """Return the probability of no draw beyond the least likely one drawn, its rank, and the
+    probability beyond."""
     likeliest = np.argsort(-shares)
     rank = int(np.flatnonzero(np.isin(likeliest, drawn)).max()) + 1
     beyond = float(shares[likeliest[rank:]].sum())

@@ -1,4 +1,4 @@
-"""Check: one question that an engine must answer as its interface promises, and what comes of asking it."""
+"""Check: one question about an engine's behaviour, with the checks it presupposes; and its result."""
 
 from __future__ import annotations
 
@@ -10,49 +10,58 @@ from typing import Any, Literal, TypeVar, get_args
 Tier = Literal["basic", "full", "chaos"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 Outcome = Literal["passed", "failed", "does not apply", "not asked", "failed as expected", "passed unexpectedly"]
-"""The last one is a failure too: an expectation that is not true any more is to be taken out."""
+"""The last one counts as a failure: remove the outdated expectation."""
 
 Body = Callable[[Any], "Awaitable[str | None] | str | None"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CheckFailed(AssertionError):
-    """Raised by a check: what the engine did, and what it should have done."""
+    """Raised by a check: the observed and the expected behaviour.
+
+    ``cause``: the likely fault, as "part: fault", the same in every check that shows it; "" if unknown. ``hint``: where to
+    look for that fault, "" for the hint of the check.
+    """
+
+    def __init__(self, message: str, cause: str = "", hint: str = "") -> None:
+        super().__init__(message)
+        self.cause, self.hint = cause, hint
 
 
 class DoesNotApply(Exception):
-    """Raised by a check that has nothing to ask of this engine; the reason."""
+    """Raised by a check without a question for this engine; the text is the reason."""
 
 
 class NotAsked(Exception):
-    """Raised by a check that has something to ask and cannot, since what it asks with is not there; the reason."""
+    """Raised by a check that applies but cannot run because something it needs is missing; the text names it."""
 
 
-def expect(condition: object, message: str) -> None:
-    """Raise CheckFailed with ``message`` unless ``condition`` holds. Not an assertion: -O leaves it in."""
+def expect(condition: object, message: str, cause: str = "") -> None:
+    """Raise CheckFailed unless ``condition`` is true. Unlike an assertion, it also works under ``python -O``."""
     if not condition:
-        raise CheckFailed(message)
+        raise CheckFailed(message, cause)
 
 
 @dataclass(frozen=True)
 class Check:
-    """``asks``: its question, in a line. ``means``: what a run suffers when it fails. ``look``: where the fault usually is.
+    """One question. ``impact``: the harm to a run if the check fails. ``hint``: where the fault usually is.
 
-    ``tier``: "basic": what every run needs; "full": what comes up in long ones; "chaos": what comes
-    up in orders that nobody thought of, or with processes that are killed.
-    ``body``: takes the lab of its kind, which holds the engine; a coroutine function where the engine has an event loop. What it
-    returns, if anything, is what it has to say of its having passed: how much was tried.
-    ``alone``: it makes an engine anew, and what a process can have only one of has another chance in a process of its own.
+    ``tier``: "basic": every run needs it; "full": long runs need it; "chaos": rare orders of events, killed processes.
+    ``body``: takes the lab of its kind, which holds the engine; a coroutine function if the engine has an event loop. It may
+    return a remark for a passed check: how much was tried.
+    ``alone``: it makes a new engine, and runs again in a process of its own if a second engine in one process may fail.
+    ``after``: names of checks it presupposes. If one of those fails, a failure of this check is its consequence.
     """
 
     kind: str
     name: str
     tier: Tier
-    asks: str
-    means: str
-    look: str
+    question: str
+    impact: str
+    hint: str
     body: Body
     alone: bool = False
+    after: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -60,61 +69,74 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one check. ``detail``: of a failure what was seen, of an expected one the reason given, of one that does not
-    apply or was not asked why; of one that passed how much was tried, where that can differ. ``seconds``: how long it took, for
-    people; it is part of no verdict."""
+    """The result of one check. ``seconds``: its duration, for people; no verdict depends on it.
+
+    ``detail``: of a failure the observation, of an expected failure the given reason, of a check that does not apply or was
+    not asked the reason, of a passed check a remark or "". ``cause``, ``hint``: of a failure, see `CheckFailed`.
+    """
 
     check: Check
     outcome: Outcome
     detail: str = ""
     seconds: float = 0.0
+    cause: str = ""
+    hint: str = ""
 
     @property
     def bad(self) -> bool:
+        """True if the result fails the engine."""
         return self.outcome in ("failed", "passed unexpectedly")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        check = self.check
-        said = {"check": check.name, "tier": check.tier, "outcome": self.outcome, "seconds": round(self.seconds, 3)}
-        if self.detail:
-            said["detail"] = self.detail
-        return said | ({"means": check.means, "look": check.look} if self.outcome == "failed" else {})
+        """Return plain values, for JSON."""
+        plain = {
+            "check": self.check.name, "tier": self.check.tier, "outcome": self.outcome, "seconds": round(self.seconds, 3),
+            "detail": self.detail, "cause": self.cause,
+        }  # fmt: skip
+        if self.outcome == "failed":
+            plain |= {"impact": self.check.impact, "hint": self.hint or self.check.hint}
+        return {name: value for name, value in plain.items() if value != ""}
 
 
 _CHECKS: dict[str, dict[str, Check]] = {}
 
 
-def check(kind: str, tier: Tier, *, means: str, look: str, alone: bool = False) -> Callable[[F], F]:
-    """Make a function a check of engines of ``kind``. Its name is the check's, the first line of its docstring its question."""
+def check(
+    kind: str, tier: Tier, *, impact: str, hint: str, alone: bool = False, after: Sequence[str] = ()
+) -> Callable[[F], F]:
+    """Register a function as a check: its name is the check's name, the first paragraph of its docstring the question."""
 
     def register(body: F) -> F:
+        """Add the check to the table of its kind."""
         name = body.__name__
-        asks = (body.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+        question = (body.__doc__ or "").strip().split("\n\n")[0]
         known = _CHECKS.setdefault(kind, {})
         assert name not in known, f"two checks of {kind} engines are named {name}"
-        known[name] = Check(kind, name, tier, " ".join(asks.split()), means, look, body, alone)
+        known[name] = Check(kind, name, tier, " ".join(question.split()), impact, hint, body, alone, tuple(after))
         return body
 
     return register
 
 
 def known_checks(kind: str, tiers: Sequence[str] = TIERS) -> tuple[Check, ...]:
-    """The checks of a kind that are registered, in the order of their tiers."""
+    """Return the registered checks of a kind, sorted by tier."""
     found = _CHECKS.get(kind, {}).values()
     return tuple(each for tier in TIERS if tier in tiers for each in found if each.tier == tier)
 
 
-def needs(able: Callable[[Any], bool], otherwise: str) -> Callable[[F], F]:
-    """Ask a check only of engines whose lab ``able`` is true of; ``otherwise``: why it is not asked."""
+def needs(applies: Callable[[Any], bool], otherwise: str) -> Callable[[F], F]:
+    """Run a check only if ``applies(lab)``. ``otherwise``: the reason given if not."""
 
     def wrap(body: F) -> F:
+        """Guard the check's body."""
+
         @functools.wraps(body)
-        def asked(lab: Any) -> Any:
-            if not able(lab):
+        def guarded(lab: Any) -> Any:
+            """Raise DoesNotApply, or run the body."""
+            if not applies(lab):
                 raise DoesNotApply(otherwise)
             return body(lab)
 
-        return asked  # type: ignore[return-value]
+        return guarded  # type: ignore[return-value]
 
     return wrap

@@ -1,4 +1,4 @@
-"""Conformance: an engine held to its interface, check by check, with or without pytest.
+"""Conformance: run the checks of an engine, with or without pytest.
 
 kit = Conformance("rollout", "mine.engine:Mine", options={"threads": 1})
 
@@ -6,8 +6,9 @@ kit = Conformance("rollout", "mine.engine:Mine", options={"threads": 1})
 def test_contract(check):
     check()
 
-report = kit.run(print)              # without
-report.level                         # "full": all that apply of the tiers basic and full have passed
+report = kit.run(print)              # without pytest
+report.causes                        # the failures by probable cause
+report.level                         # "full": no applicable check of the tiers basic and full failed
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..._version import __version__
 from ...errors import ConfigError, PluginError
 from ...plugins import Kind, import_name, registry
 from ...types.dtypes import check_floating
+from .causes import ProbableCause, probable_causes
 from .check import TIERS, Check, CheckFailed, DoesNotApply, NotAsked, Result, known_checks
 from .plain_lab import PlainLab
 from .policy import Policy
@@ -44,7 +46,7 @@ _MODULES = {
         "rollout_basic", "rollout_loads", "rollout_full", "rollout_swaps", "rollout_proofs", "rollout_machine",
         "rollout_chaos",
     ),
-    "train": ("train_basic", "train_full", "train_asked", "train_precision", "train_chaos"),
+    "train": ("train_basic", "train_full", "train_inputs", "train_precision", "train_chaos"),
     "transport": ("transport_checks",),
     "sampler": ("policy_checks",),
     "staleness": ("policy_checks",),
@@ -53,36 +55,38 @@ _MODULES = {
     "tracker": ("tracker_checks",),
 }  # fmt: skip
 KINDS = tuple(_MODULES)
-"""Of which there are checks."""
+"""Kinds of plugins with checks."""
 
 
 class Lab(Protocol):
-    """Holds what is checked, of one kind. One thread calls it. ``seed``: of checks that try steps by chance; None: the same.
-    ``ever_made``: whether there ever was an engine. ``waits``: called before each wait for it, with the seconds that it takes at most."""
+    """Holds the plugin under check, of one kind; for one thread.
+
+    ``seed``: of randomised checks; None: a fixed one. ``ever_made``: True once there was an engine.
+    ``waits``: called before each wait for the engine, with its limit in seconds.
+    """
 
     seed: int | None
     ever_made: bool
     waits: Callable[[float], Any]
 
     def ask(self, body: Callable[[Any], Any], what: str) -> str | None:
-        """Run a check; what it returns. Raises what it raises; CheckFailed when it does not end."""
+        """Run a check; return its remark. Raises the error of the check, CheckFailed after a
+        timeout."""
 
     def renew(self) -> None:
-        """A check failed: the next one gets a new engine."""
+        """Drop the engine after a failure; the next check gets a new one."""
 
     def close(self) -> None:
         """Free everything. Idempotent."""
 
 
 _LABS: dict[str, Callable[..., Lab]] = {"rollout": RolloutLab, "train": TrainLab}
-"""Of those with a model; others are asked one by one."""
+"""Kinds with a model; others have a `PlainLab`."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came of all checks of an engine. ``level``: the highest tier that it has reached: every check of it and of those below
-    it passed or does not apply. "" is none; a failure that was expected is one, and what could not be asked is not known.
-    ``asked``: how, as `Conformance.asked` says it."""
+    """The results of all checks of an engine. ``asked``: the settings, as from `Conformance.asked`."""
 
     kind: str
     engine: str
@@ -91,11 +95,16 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed but what was expected to."""
+        """True if nothing failed unexpectedly."""
         return not any(result.bad for result in self.results)
 
     @property
     def level(self) -> str:
+        """The highest tier reached: all its checks, and those of the tiers below, passed or do not
+        apply.
+
+        "" is none. Expected failures and checks that were not asked count against it.
+        """
         reached = ""
         for tier in TIERS:
             asked = [result for result in self.results if result.check.tier == tier]
@@ -105,25 +114,33 @@ class Report:
             reached = tier
         return reached
 
+    @property
+    def causes(self) -> list[ProbableCause]:
+        """The failures grouped by probable cause, the cause of most failures first."""
+        return probable_causes(self.results, checks_of(self.kind))
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         results = [result.to_dict() for result in self.results]
         return {
             "sdk": __version__, "kind": self.kind, "engine": self.engine, "level": self.level, "ok": self.ok,
-            **self.asked, "results": results,
+            "causes": [cause.title for cause in self.causes], **self.asked, "results": results,
         }  # fmt: skip
 
 
 class Conformance:
-    """The checks of one engine.
+    """The checks of one engine. Not thread-safe. Raises ConfigError and PluginError.
 
-    ``engine``: an adapter's name, "module:attribute", or the factory itself; ``options``: its options. ``policy``: whose answers
-    it must give: a `Policy`, or "module:attribute" of one; by default what the factory names as its ``conformance_policy`` ("": nobody can know them), else a small
-    Hugging Face model (``model``: the folder of another one; ``dtype``: of its weights, by default as the folder says).
-    ``tiers``, ``only``: which checks, by tier or name. ``expected``: those that fail, each with the reason; one that passes all
-    the same is a failure. ``tolerance``: of log-probs, nats; by default what suits the dtype of the policy's weights.
-    ``limit_s``: no check takes longer. ``seed``: of checks that try steps by chance; None: always the same steps.
-    ``world_size``: so many processes are one train engine, each with the environment of a rank. Raises ConfigError and PluginError. Not thread-safe.
+    ``engine``: an adapter's name, "module:attribute", or the factory; ``options``: its options.
+    ``policy``: the source of correct answers, a `Policy` or "module:attribute"; by default the
+    factory's ``conformance_policy`` ("": correct answers are unknown), else a small Hugging Face
+    model (``model``: another folder; ``dtype``: of its weights, by default the folder's).
+
+    ``tiers``, ``only``: the checks to run, by tier or name. ``expected``: checks expected to fail,
+    with reasons; passing is then a failure. ``tolerance``: of log-probs, nats; by default suitable
+    for the dtype of the policy's weights. ``limit_s``: the limit of each check. ``seed``: of
+    randomised checks; None: a fixed one. ``world_size``: the processes of one train engine, each
+    with a rank's environment.
     """
 
     def __init__(
@@ -160,33 +177,33 @@ class Conformance:
         self._lab: Lab | None = None
         self._known: dict[str, Any] = {}
         self.waits: Callable[[float], Any] = lambda _: None
-        """Hears, before each wait for the engine, for how many seconds at most."""
+        """Called before each wait for the engine, with its limit in seconds."""
 
     @property
     def unknowable(self) -> str:
-        """Why nobody can know the engine's right answers; "" where somebody can. Raises PluginError where it cannot be loaded."""
+        """The reason if correct answers are unknown, else "". Raises PluginError if it cannot be
+        loaded."""
         empty = (
             self.kind in _LABS and self._policy is None and getattr(self._factory(), "conformance_policy", None) == ""
         )
         return "it answers as no model does: its conformance_policy is empty" if empty else ""
 
-    def run(self, on_result: Callable[[Result], Any] = lambda _: None) -> Report:
-        """Ask every check, one after another; ``on_result`` hears of each as it ends."""
+    def run(self, on_result: Callable[[Result], Any] = lambda _: None, *, fail_fast: bool = False) -> Report:
+        """Run all checks in turn; ``on_result`` is called with each result. ``fail_fast``: stop after the first failure."""
+        results: list[Result] = []
         try:
-            results = tuple(self._each(on_result))
-            return Report(self.kind, self.engine, results, self.asked())
+            for each in self.checks:
+                results.append(self.ask(each))
+                on_result(results[-1])
+                if fail_fast and results[-1].bad:
+                    break
+            return Report(self.kind, self.engine, tuple(results), self.asked())
         finally:
             self.close()
 
-    def _each(self, on_result: Callable[[Result], Any]) -> Iterator[Result]:
-        for each in self.checks:
-            result = self.ask(each)
-            on_result(result)
-            yield result
-
     def ask(self, check: Check, *, renew: bool = True) -> Result:
-        """What comes of one check. After a failure the next one gets a new engine, if ``renew``. Raises ConfigError and PluginError
-        for an engine that cannot be had at all."""
+        """Run one check. ``renew``: use a new engine after a failure. Raises ConfigError and
+        PluginError if there can be no engine."""
         if self._lab is None:
             self._lab = self._make_lab()
         began = time.monotonic()
@@ -197,29 +214,33 @@ class Conformance:
         except NotAsked as why:
             return Result(check, "not asked", str(why))
         except Exception as error:
-            spent = time.monotonic() - began
+            spent, text = time.monotonic() - began, _said(error)
+            cause, hint = (error.cause, error.hint) if isinstance(error, CheckFailed) else ("", "")
+            if not self._lab.ever_made:
+                cause = f"the engine cannot be made: {text}"
             if renew:
                 self._lab.renew()
-            return self.judged(Result(check, "failed", _said(error), spent))
+            return self.judged(Result(check, "failed", text, spent, cause, hint))
         return self.judged(Result(check, "passed", said or "", time.monotonic() - began))
 
     def judged(self, result: Result) -> Result:
-        """What came of a check, by what is expected of it."""
+        """Return a result with the expectation for its check applied."""
         reason = self.expected.get(result.check.name)
         if reason is None or result.outcome not in ("passed", "failed"):
             return result
         if result.outcome == "failed":
-            return replace(result, outcome="failed as expected", detail=reason)
+            return replace(result, outcome="failed as expected", detail=reason, cause="", hint="")
         text = f"it was expected to fail ({reason}); take the expectation out"
         return replace(result, outcome="passed unexpectedly", detail=text)
 
     @property
     def ever_made(self) -> bool:
-        """Whether there ever was an engine."""
+        """True once there was an engine."""
         return self._lab is not None and self._lab.ever_made
 
     def asked(self) -> dict[str, Any]:
-        """What decides what comes of it, as plain values: options, model, dtype, tolerance, versions of all that is loaded, ..."""
+        """Return the settings behind the results as plain values: options, model, dtype, tolerance,
+        versions of loaded packages."""
         return {
             "options": {name: _plain(value) for name, value in self._options.items()}, "model": self._model,
             "policy": None, "dtype": self._dtype, "tolerance": self._tolerance, **self._known, "limit_s": self._limit_s,
@@ -231,14 +252,14 @@ class Conformance:
 
     @property
     def parametrize(self) -> Any:
-        """A mark for a pytest function with the parameter ``check``, which it calls."""
+        """A mark for a pytest function with the parameter ``check``, to be called by it."""
         import pytest
 
         atexit.register(self._close_late)
         return pytest.mark.parametrize("check", list(self), ids=str)
 
     def close(self) -> None:
-        """Free the engine. Idempotent; another check makes another."""
+        """Free the engine. Idempotent; another check makes another engine."""
         lab, self._lab = self._lab, None
         try:
             if lab is not None:
@@ -300,20 +321,24 @@ class Conformance:
 
 
 class BoundCheck:
-    """One check of one engine, to be called."""
+    """One check of one engine, callable."""
 
     def __init__(self, kit: Conformance, check: Check) -> None:
         self.kit, self.check = kit, check
 
     def __call__(self) -> None:
-        """Raises CheckFailed with what went wrong, what it means and where to look. Under pytest one that does not apply is
-        skipped, and one that fails as expected is an expected failure."""
+        """Run it. Raises CheckFailed with observation, impact and hint.
+
+        Under pytest a check that does not apply is skipped, and an expected failure is an xfail.
+        """
         result = self.kit.ask(self.check)
         if self.check is self.kit.checks[-1]:
             self.kit.close()
         if result.bad:
             raise CheckFailed(
-                f"{result.detail}\n  asks: {self.check.asks}\n  means: {self.check.means}\n  look at: {self.check.look}"
+                f"{result.detail}\n  asks: {self.check.question}\n  impact: {self.check.impact}\n"
+                f"  hint: {result.hint or self.check.hint}",
+                result.cause,
             )
         if result.outcome in ("does not apply", "not asked"):
             _pytest("skip", result.detail)
@@ -325,7 +350,7 @@ class BoundCheck:
 
 
 def checks_of(kind: str) -> tuple[Check, ...]:
-    """Every check there is of a kind. Raises ConfigError for a kind that has none."""
+    """Return all checks of a kind. Raises ConfigError for a kind without checks."""
     if kind not in _MODULES:
         raise ConfigError(f"there are no checks of kind {kind!r}; there are of {', '.join(_MODULES)}")
     for module in _MODULES[kind]:
@@ -359,7 +384,7 @@ def _plain(value: Any) -> Any:
 
 
 def _packages() -> dict[str, str]:
-    """The versions of all distributions that modules of this process are from."""
+    """Return the versions of all distributions with loaded modules."""
     loaded = {name.partition(".")[0] for name in tuple(sys.modules)}
     found = {each for top, names in _distributions().items() if top in loaded for each in names}
     return {name: _version(name) for name in sorted(found, key=str.lower)}

@@ -1,4 +1,4 @@
-"""What workers do that are started to check others: importable where they run."""
+"""Functions of workers started by checks: importable in the worker."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ FAILURE = "told to fail, to see whether anyone hears of it"
 
 
 def where(x: Sequence[Any]) -> list[int]:
-    """The process that it runs in, for each row."""
+    """Return the worker's process id for each row."""
     return [os.getpid()] * len(x)
 
 
 def odd(response_ids: Sequence[Any]) -> list[float]:
-    """A reward that differs between responses to a prompt, and means nothing."""
+    """Return a meaningless reward with differences within a group."""
     return [float(len(ids) % 2) for ids in response_ids]
 
 
 def fails(x: Sequence[Any]) -> list[int]:
+    """Raise an error."""
     raise RuntimeError(FAILURE)
 
 
 def sleeps(x: Sequence[Any]) -> list[int]:
+    """Sleep for an hour."""
     time.sleep(3600)
     return [0] * len(x)

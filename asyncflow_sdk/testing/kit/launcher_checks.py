@@ -1,4 +1,4 @@
-"""Launchers: workers of a real run are started, stopped and killed by one."""
+"""Checks of launchers: start, stop and kill workers of a real run."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class _Stand:
         run.queue.declare("read", needs=["answer"])
 
     def start(self, function: Callable[..., object]) -> WorkerHandle:
+        """Start a worker with this function."""
         self._count += 1
         work = FunctionWork(f"{function.__module__}:{function.__name__}")
         job = StageJob(work, "checked", ("x",), ("answer",), 1, 1, False)
@@ -47,10 +48,11 @@ class _Stand:
         return handle
 
     def put(self, rows: int = 4) -> None:
+        """Add rows for the workers."""
         self.run.queue.put({"x": [float(row) for row in range(rows)]})
 
     def answers(self, rows: int = 4) -> list[int]:
-        """What workers gave, once all have."""
+        """Return the workers' answers once all rows have one."""
         found: list[int] = []
         while len(found) < rows:
             with self.run.queue.get("read", rows - len(found), timeout_s=END_S) as batch:
@@ -71,10 +73,11 @@ def _stand(lab: PlainLab) -> Iterator[_Stand]:
 
 
 def ended(handle: WorkerHandle, when: str) -> WorkerExit:
-    """How it ended. Raises CheckFailed when it does not."""
+    """Wait for a worker's end. Raises CheckFailed after END_S."""
     endings: list[WorkerExit | Exception] = []
 
     def wait() -> None:
+        """Keep the end or the error."""
         try:
             endings.append(handle.wait())
         except Exception as error:
@@ -93,11 +96,11 @@ def ended(handle: WorkerHandle, when: str) -> WorkerExit:
 
 @check(
     "launcher", "basic",
-    means="workers never join, and the run waits for them until its deadline",
-    look="start(): asyncflow_sdk.run_worker(order.config) in the worker's process, with its environment and import path",
+    impact="workers never join, and the run waits for them until its deadline",
+    hint="start(): asyncflow_sdk.run_worker(order.config) in the worker's process, with its environment and import path",
 )  # fmt: skip
 def works(lab: PlainLab) -> None:
-    """Two workers that it starts join the run, do their work, and are seen to end when the stream does."""
+    """Two started workers join the run, do their work, and end with the stream."""
     with _stand(lab) as stand:
         handles = [stand.start(functions.where) for _ in range(2)]
         stand.put()
@@ -113,11 +116,12 @@ def works(lab: PlainLab) -> None:
 
 @check(
     "launcher", "basic",
-    means="a worker that fails is not seen, or without its traceback: the run stands still and nobody knows why",
-    look="wait(): the status of run_worker's ending, and its text",
+    impact="a failed worker is not noticed, or its traceback is lost: the run stalls without a reason",
+    hint="wait(): the status of run_worker's ending, and its text",
+    after=("works",),
 )  # fmt: skip
 def failing(lab: PlainLab) -> None:
-    """A worker whose work raises is seen to end, with a status other than 0 and what it raised."""
+    """The end of a worker with failing work has a status other than 0, and the error."""
     with _stand(lab) as stand:
         handle = stand.start(functions.fails)
         stand.put(1)
@@ -131,11 +135,12 @@ def failing(lab: PlainLab) -> None:
 
 @check(
     "launcher", "basic",
-    means="a run cannot end, or be scaled down: it waits for workers that nobody can stop",
-    look="stop(): have the worker end at once, whatever it does; again, and after its end, it does nothing",
+    impact="a run cannot end, or be scaled down: it waits for its workers",
+    hint="stop(): end the worker at once, busy or not; a second call, or one after its end, does nothing",
+    after=("works",),
 )  # fmt: skip
 def stops(lab: PlainLab) -> None:
-    """A worker that waits for rows ends when it is stopped; stop() and kill() may be called again."""
+    """A worker waiting for rows ends when it is stopped; stop() and kill() may be called again."""
     with _stand(lab) as stand:
         handle = stand.start(functions.where)
         stand.put(1)
@@ -149,11 +154,12 @@ def stops(lab: PlainLab) -> None:
 
 @check(
     "launcher", "full",
-    means="rows that a stopped worker held are lost to the run",
-    look="stop(): its process, or its thread, ends, so that its session with the queue does",
+    impact="rows leased by a stopped worker are lost to the run",
+    hint="stop(): end the process or thread, and with it the session with the queue",
+    after=("works", "stops"),
 )  # fmt: skip
 def gives_back(lab: PlainLab) -> None:
-    """What a worker holds in the middle of its work, when it is stopped and killed, another one gets."""
+    """The rows of a stopped and killed worker go to another worker."""
     with _stand(lab) as stand:
         first = stand.start(functions.sleeps)
         if first.pid == os.getpid():
@@ -170,11 +176,12 @@ def gives_back(lab: PlainLab) -> None:
 
 @check(
     "launcher", "full",
-    means="a run starts that cannot: its workers fail one after another, somewhere else, later",
-    look="check(): raise ConfigError for a Placement that it cannot serve, and for nothing else",
+    impact="an impossible run starts, and its workers fail later, one after another",
+    hint="check(): raise ConfigError for an impossible Placement, and for nothing else",
 )  # fmt: skip
 def refuses(lab: PlainLab) -> None:
-    """A place that it can serve passes check(); one that cannot be had is refused with ConfigError, if at all."""
+    """A possible placement passes check(); an impossible one is refused with ConfigError, if at
+    all."""
     launcher = lab.made()
     try:
         launcher.check(Placement(launcher="checked"))

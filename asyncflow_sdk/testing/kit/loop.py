@@ -1,4 +1,4 @@
-"""A thread with an event loop, as an engine has it in its worker; whoever waits for it does so to a deadline."""
+"""A thread with an event loop, like an engine's in its worker; callers wait for it with a deadline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN = 6
 
 
 class LoopThread:
-    """``call`` from any thread but its own. ``stuck``: something blocks it, and did not end in time."""
+    """``call`` from any other thread. ``stuck``: True if a call blocks the loop."""
 
     def __init__(self) -> None:
         self.stuck = False
@@ -32,7 +32,8 @@ class LoopThread:
         self._loop.run_forever()
 
     def call(self, work: Coroutine[Any, Any, T], limit_s: float, what: str | Callable[[], str]) -> T:
-        """What ``work`` comes to. Raises CheckFailed, saying where it stands, when it does not end within ``limit_s`` seconds."""
+        """Run a coroutine and return its result. Raises CheckFailed with its position after
+        ``limit_s`` seconds."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(limit_s)
@@ -45,9 +46,10 @@ class LoopThread:
             raise CheckFailed(f"{said} did not end within {limit_s:g} s; {where}") from None
 
     def close(self) -> None:
-        """Cancel what is left and stop. A loop that is blocked is left behind."""
+        """Cancel remaining tasks and stop. A blocked loop is left behind."""
 
         async def cancel() -> None:
+            """Cancel all other tasks."""
             left = asyncio.all_tasks() - {asyncio.current_task()}
             for task in left:
                 task.cancel()
@@ -67,7 +69,7 @@ class LoopThread:
             self._loop.close()
 
     def _where(self) -> str:
-        """What the thread does: it is blocked in some call, or waits for tasks that wait."""
+        """Return the position of the thread: a blocking call, or the awaits of its tasks."""
         alive = threading.Event()
         self._loop.call_soon_threadsafe(alive.set)
         if not alive.wait(1.0):
@@ -85,7 +87,7 @@ class LoopThread:
 
 
 def said(stack: traceback.StackSummary) -> str:
-    """The innermost calls of a stack, the last one first."""
+    """Return the innermost calls of a stack, the last one first."""
     return " < ".join(
         f"{part.name} ({part.filename.rsplit('/', 1)[-1]}:{part.lineno})" for part in stack[: -_SHOWN - 1 : -1]
     )

@@ -1,4 +1,5 @@
-"""PlainLab: what has no model under check: transports, samplers, policies, launchers, algorithms, trackers."""
+"""PlainLab: plugins without a model: transports, samplers, policies, launchers, algorithms,
+trackers."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from .check import CheckFailed
 
 
 class PlainLab:
-    """``make``: the factory, called by each check with ``options``. Nothing is kept from check to check; ``limit_s``: none
-    takes longer."""
+    """Call the factory ``make`` with ``options`` in each check. Nothing is kept between checks.
+    ``limit_s``: of each check."""
 
     def __init__(self, make: Callable[..., Any], options: Mapping[str, Any], *, limit_s: float) -> None:
         self.factory, self.options, self.limit_s = make, dict(options), limit_s
@@ -24,17 +25,19 @@ class PlainLab:
         self._open = contextlib.ExitStack()
 
     def made(self) -> Any:
-        """A new one, with the options."""
+        """Return a new plugin, with the options."""
         return self.factory(**self.options)
 
     def directory(self) -> Path:
-        """An empty one, until the check has ended."""
+        """Return an empty directory, removed after the check."""
         return Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="asyncflow-check-")))
 
     def ask(self, body: Callable[[Any], Any], what: str) -> None:
+        """Run a check in a thread. Raises its error, CheckFailed after the limit."""
         ended: list[BaseException | None] = []
 
         def run() -> None:
+            """Keep the error, or None."""
             try:
                 body(self)
             except BaseException as error:
@@ -53,8 +56,10 @@ class PlainLab:
             raise ended[0]
 
     def renew(self) -> None:
+        """Remove the directories of the last check."""
         opened, self._open = self._open, contextlib.ExitStack()
         opened.close()
 
     def close(self) -> None:
+        """Remove the directories."""
         self.renew()

@@ -1,4 +1,4 @@
-"""Samplers and staleness policies: what ``check_sampler`` and ``check_staleness_policy`` ask."""
+"""Checks of samplers and staleness policies, by ``check_sampler`` and ``check_staleness_policy``."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from .plain_lab import PlainLab
 
 @check(
     "sampler", "basic",
-    means="rows are given twice or never, a resumed run chooses others than before, or every request waits for the sampler",
-    look="choose(): a function of its arguments and options alone, over arrays",
+    impact="rows are given twice or never, a resumed run chooses others than before, or every request waits for the sampler",
+    hint="choose(): a function of its arguments and options alone, over arrays",
 )  # fmt: skip
 def choices(lab: PlainLab) -> None:
-    """Valid positions, the same for the same candidates; no more work than in proportion; every row chosen some time."""
+    """Positions are valid, equal for equal candidates, cost work in proportion, and reach every row
+    in the end."""
     check_sampler(lab.made)
 
 
 @check(
     "staleness", "basic",
-    means="the run stands still for ever, or trains tokens older than was promised",
-    look="admit(), select() and evict(): functions of the filling alone, which always let something move",
+    impact="the run stands still for ever, or trains tokens older than was promised",
+    hint="admit(), select() and evict(): functions of the filling alone; in each state one of them must permit progress",
 )  # fmt: skip
 def schedules(lab: PlainLab) -> None:
-    """Random schedules get through all their steps, in queues as small as least_rows allows, and nothing too late is kept."""
+    """Random schedules finish all their steps, in queues of least_rows, and rows too late for any
+    step are evicted."""
     check_staleness_policy(lab.made)

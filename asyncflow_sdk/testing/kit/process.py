@@ -1,4 +1,4 @@
-"""The process in which checks are asked: told by a line of JSON what to make, then, check by check, what to ask."""
+"""The subprocess of ``asyncflow check``: JSON lines tell it first the engine, then each check."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from ...plugins import import_name
 from .conformance import KINDS, Conformance, checks_of
 
 LATE_S = 1.0
-"""So long after it should have ended by itself, the stacks of a process that hangs are written."""
+"""Seconds after the limit of a wait until a hanging process dumps its stacks."""
 
 
 def main(line: socket.socket, stacks: IO[bytes]) -> None:
-    """Answer until the other end of ``line`` is closed. ``stacks``: where its own are written when it hangs."""
+    """Answer until the other end of ``line`` closes. ``stacks``: a file for the stacks of a hang."""
 
     def say(**what: Any) -> None:
+        """Send a JSON line."""
         line.sendall(json.dumps(what).encode() + b"\n")
 
     def waits(seconds: float) -> None:
+        """Report a wait, and dump stacks if it takes longer."""
         say(within_s=seconds, made=kit.ever_made)
         faulthandler.dump_traceback_later(seconds + LATE_S, file=stacks)
 
@@ -44,7 +46,8 @@ def main(line: socket.socket, stacks: IO[bytes]) -> None:
                 question = json.loads(each)
                 result = kit.ask(checks[question["ask"]], renew=False)
                 faulthandler.cancel_dump_traceback_later()
-                answer = {"outcome": result.outcome, "detail": result.detail, "seconds": result.seconds}
+                names = ("outcome", "detail", "seconds", "cause", "hint")
+                answer = {name: getattr(result, name) for name in names}
                 say(made=kit.ever_made, result={**answer, "asked": kit.asked() if question["how"] else None})
         except (ConfigError, PluginError) as error:
             say(refused=[type(error).__name__, str(error)])

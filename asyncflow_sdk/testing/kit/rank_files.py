@@ -1,4 +1,5 @@
-"""Batches and weights as files between the kit and the ranks of an engine: arrays as numpy writes them, and JSON of what they are."""
+"""Batches and weights as files between the kit and the ranks of an engine: numpy arrays with a JSON
+description."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from ...types.dtypes import from_torch, is_torch
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tensor of a rank; where ``start`` says so, the part that begins there of one of shape ``whole``."""
+class WeightPiece:
+    """A tensor of a rank; with ``start``, the part there of a tensor of shape ``whole``."""
 
     name: str
     array: npt.NDArray[Any]
@@ -26,6 +27,7 @@ class Piece:
 
 
 def write_batch(path: Path, batch: Batch) -> None:
+    """Write a batch."""
     arrays: dict[str, Any] = {"ids": batch.ids, "groups": batch.groups}
     said: list[Any] = []
     for number, (name, column) in enumerate(batch.columns.items()):
@@ -38,6 +40,7 @@ def write_batch(path: Path, batch: Batch) -> None:
 
 
 def read_batch(path: Path) -> Batch:
+    """Read a batch."""
     with np.load(path, allow_pickle=False) as file:
         columns = {
             name: Column(
@@ -50,7 +53,7 @@ def read_batch(path: Path) -> Batch:
 
 
 def write_pieces(path: Path, weights: Any) -> None:
-    """What a rank's named_weights() gives."""
+    """Write the named_weights() of a rank."""
     arrays: dict[str, Any] = {}
     said: list[Any] = []
     for number, (name, given) in enumerate(weights):
@@ -63,8 +66,11 @@ def write_pieces(path: Path, weights: Any) -> None:
     np.savez(path, pieces=np.array(json.dumps(said)), **arrays)
 
 
-def read_pieces(path: Path) -> Iterator[Piece]:
+def read_pieces(path: Path) -> Iterator[WeightPiece]:
+    """Read the named_weights() of a rank."""
     with np.load(path, allow_pickle=False) as file:
         for number, (name, dtype, shape, start, whole) in enumerate(json.loads(file["pieces"].item())):
             array = file[str(number)].view(carrier(dtype)).reshape(shape)
-            yield Piece(name, array, None if start is None else tuple(start), None if whole is None else tuple(whole))
+            yield WeightPiece(
+                name, array, None if start is None else tuple(start), None if whole is None else tuple(whole)
+            )

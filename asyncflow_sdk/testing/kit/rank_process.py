@@ -1,4 +1,5 @@
-"""One rank of an engine that the kit asks: ``python -m asyncflow_sdk.testing.kit.rank_process FD``. It ends with the socket."""
+"""One rank of an engine: ``python -m asyncflow_sdk.testing.kit.rank_process FD``. It ends with the
+socket."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ from .updates import HeldUpdate
 
 
 class Rank:
-    """Holds the engine. Each method is one call, and returns what is said of it."""
+    """Holds the engine. Each method is one call; it returns plain values."""
 
     def __init__(self) -> None:
         self._engine: TrainEngine | None = None
 
     @property
     def engine(self) -> TrainEngine:
+        """The engine. Raises CheckFailed without one."""
         if self._engine is None:
             raise CheckFailed("there is no engine")
         return self._engine
@@ -34,6 +36,7 @@ class Rank:
     def make(
         self, factory: str, model: str, algorithm: Mapping[str, Any], options: Mapping[str, Any], port: int
     ) -> dict[str, Any]:
+        """Make the engine, with the port of its ranks."""
         os.environ["MASTER_PORT"] = str(port)
         made = import_name(factory)(
             model=model, algorithm=import_name(algorithm["of"])(**algorithm["options"]), **options
@@ -44,18 +47,22 @@ class Rank:
         return {"computes": list(made.computes), "restores": made.restores}
 
     def train_step(self, batch: str) -> dict[str, Any]:
+        """Train on the batch in a file."""
         result = self.engine.train_step(read_batch(Path(batch)))
         filtered = None if result.filtered is None else np.asarray(result.filtered, np.bool_).tolist()
         return {"metrics": result.metrics, "filtered": filtered}
 
     def logprobs(self, batch: str) -> dict[str, Any]:
+        """Score the batch in a file."""
         return {"logprobs": self.engine.logprobs(read_batch(Path(batch))).tolist()}
 
     def named_weights(self, to: str) -> dict[str, Any]:
+        """Write the weights to a file."""
         write_pieces(Path(to), self.engine.named_weights())
         return {}
 
     def load_weights(self, path: str, version: int) -> dict[str, Any]:
+        """Load the version in a file."""
         update = HeldUpdate(version, {piece.name: piece.array for piece in read_pieces(Path(path))})
         try:
             self.engine.load_weights(update)
@@ -64,18 +71,22 @@ class Rank:
         return {}
 
     def save(self, path: str) -> dict[str, Any]:
+        """Save to a directory."""
         self.engine.save(Path(path))
         return {}
 
     def load(self, path: str) -> dict[str, Any]:
+        """Load from a directory."""
         self.engine.load(Path(path))
         return {}
 
     def export(self, path: str) -> dict[str, Any]:
+        """Export to a directory."""
         self.engine.export(Path(path))
         return {}
 
     def close(self) -> dict[str, Any]:
+        """Close the engine."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -83,6 +94,7 @@ class Rank:
 
 
 def main() -> None:
+    """Answer calls until the socket closes."""
     rank = Rank()
     with socket.socket(fileno=int(sys.argv[1])) as kit, kit.makefile("rb") as asked:
         for line in asked:

@@ -1,10 +1,10 @@
-"""Ranks: a train engine of several processes, held to its interface as if it were one.
+"""Ranks: a train engine of several processes, checked like one engine.
 
     made = Ranks(Mine, world_size=2)
-    engine = made(model=PATH, algorithm=af.GRPO())       # in each process one, and here what stands for all
+    engine = made(model=PATH, algorithm=af.GRPO())       # one engine in each process, and a proxy for all here
 
-Each call goes to all ranks at once. Of a batch each gets whole groups, and perhaps none; what they say of their rows is put
-together. Processes stay from one engine to the next, and end with ``close``.
+Each call goes to all ranks at once. Each gets whole groups of a batch, or none; their results are
+merged. Processes stay for the next engine, and end with ``close``.
 """
 
 from __future__ import annotations
@@ -31,16 +31,20 @@ from ...interfaces import StepResult, TrainEngine, WeightUpdate
 from ...plugins import import_path
 from ...types import Batch, Ragged
 from .check import CheckFailed
-from .rank_files import Piece, read_pieces, write_batch, write_pieces
+from .rank_files import WeightPiece, read_pieces, write_batch, write_pieces
 
 MAKE_S, ANSWER_S = 90.0, 60.0
 AFTER_AN_ERROR_S = 15.0
-"""How long the other ranks may be in a call that one has raised from."""
+"""Seconds for the other ranks to return from a call after one raised."""
 
 
 class Ranks:
-    """Makes engines of ``world_size`` ranks by a factory that can be imported; it finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR
-    and MASTER_PORT in its environment, as under torchrun. Raises ConfigError. Closed by ``close``."""
+    """Make engines of ``world_size`` ranks by an importable factory. Closed by ``close``. Raises
+    ConfigError.
+
+    The environment has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under
+    torchrun.
+    """
 
     def __init__(self, factory: Any, world_size: int) -> None:
         path = import_path(factory)
@@ -58,19 +62,19 @@ class Ranks:
         return _Together(self._ranks, Path(self._files.name), self.path, model, algorithm, options)
 
     def begin(self) -> None:
-        """Start the processes that are not there."""
+        """Start missing processes."""
         if not self._ranks:
             self._ranks = [_Rank(rank, self.world_size) for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """End all processes, whatever they do."""
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             rank.close()
 
 
 class _Rank:
-    """One process, and the socket over which it is asked: a line of JSON there, one back."""
+    """One process, and its socket: a JSON line for a call, one for the answer."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.broken = rank, False
@@ -91,9 +95,11 @@ class _Rank:
 
     @property
     def fd(self) -> int:
+        """The socket's descriptor."""
         return self._socket.fileno()
 
     def ask(self, call: str, **said: Any) -> None:
+        """Send a call. Raises CheckFailed if the process has ended."""
         self.broken = True  # until it has answered
         try:
             self._socket.sendall(json.dumps({"call": call, **said}).encode() + b"\n")
@@ -101,6 +107,7 @@ class _Rank:
             raise CheckFailed(f"rank {self.rank} has ended (status {self._process.poll()})") from error
 
     def answer(self) -> dict[str, Any]:
+        """Receive the answer. Raises CheckFailed if the process ended."""
         line = self._answers.readline()
         if not line:
             raise CheckFailed(f"rank {self.rank} ended in the call (status {self._process.wait(10)})")
@@ -109,6 +116,7 @@ class _Rank:
         return answer
 
     def close(self) -> None:
+        """Close the socket and wait for the process, or kill it."""
         self._answers.close()
         self._socket.close()  # it ends when it sees that
         try:
@@ -132,6 +140,7 @@ class _Together(TrainEngine):
         self.computes, self.restores = tuple(made[0]["computes"]), made[0]["restores"]
 
     def train_step(self, batch: Batch) -> StepResult:
+        """Train on all ranks; merge the filtered rows."""
         rows, said = self._shared("train_step", batch)
         filtered = np.zeros(batch.rows, np.bool_)
         for part, each in zip(rows, said, strict=True):
@@ -140,6 +149,7 @@ class _Together(TrainEngine):
         return StepResult(said[0]["metrics"], filtered if filtered.any() else None)
 
     def logprobs(self, batch: Batch) -> Ragged:
+        """Score on all ranks; return the rows in order."""
         rows, said = self._shared("logprobs", batch)
         values: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * batch.rows
         for part, each in zip(rows, said, strict=True):
@@ -148,9 +158,9 @@ class _Together(TrainEngine):
         return Ragged.of(values, np.float32)
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """What all ranks give: whole tensors as they come, pieces put together."""
+        """Yield the weights of all ranks: whole tensors first, then merged pieces."""
         self._all("named_weights", to=[str(self._weights(rank)) for rank in range(len(self._ranks))])
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[WeightPiece]] = {}
         for rank in range(len(self._ranks)):
             for piece in read_pieces(self._weights(rank)):
                 if piece.start is None:
@@ -161,20 +171,25 @@ class _Together(TrainEngine):
             yield name, _whole(name, parts)
 
     def load_weights(self, update: WeightUpdate) -> None:
+        """Load a version on all ranks."""
         path = self._files / "update.npz"
         write_pieces(path, update.arrays())
         self._all("load_weights", path=str(path), version=update.version)
 
     def save(self, path: Path) -> None:
+        """Save on all ranks."""
         self._all("save", path=str(path))
 
     def load(self, path: Path) -> None:
+        """Load on all ranks."""
         self._all("load", path=str(path))
 
     def export(self, path: Path) -> None:
+        """Export on all ranks."""
         self._all("export", path=str(path))
 
     def close(self) -> None:
+        """Close all ranks, unless one is broken."""
         if not any(rank.broken for rank in self._ranks):  # else the processes end before the next engine
             self._all("close")
 
@@ -182,7 +197,7 @@ class _Together(TrainEngine):
         return self._files / f"weights-{rank}.npz"
 
     def _shared(self, call: str, batch: Batch) -> tuple[list[npt.NDArray[np.int64]], list[dict[str, Any]]]:
-        """Which rows each rank has, and what it says of them."""
+        """Return each rank's rows, and its answer."""
         rows = _dealt(batch, len(self._ranks))
         paths = [self._files / f"batch-{rank}.npz" for rank in range(len(rows))]
         for path, part in zip(paths, rows, strict=True):
@@ -190,7 +205,8 @@ class _Together(TrainEngine):
         return rows, self._all(call, batch=[str(path) for path in paths])
 
     def _all(self, call: str, **said: Any) -> list[dict[str, Any]]:
-        """Ask all, and wait for all. Of a list each is told its own. Raises what the first of them raised."""
+        """Call all ranks and wait for all; lists have one argument a rank. Raises the error of the
+        first."""
         for rank in self._ranks:
             own = {name: value[rank.rank] if isinstance(value, list) else value for name, value in said.items()}
             rank.ask(call, **own)
@@ -216,14 +232,16 @@ class _Together(TrainEngine):
 
 
 def _dealt(batch: Batch, shares: int) -> list[npt.NDArray[np.int64]]:
-    """Whole groups to each, by chance, which follows from the order of the rows: in another order groups are on other ranks, and
-    some rank may have none. Neither must matter."""
+    """Return random whole groups for each rank, determined by the order of rows.
+
+    In another order groups are on other ranks, and a rank may have none. Neither must matter.
+    """
     groups, group = np.unique(batch.groups, return_inverse=True)
     owner = np.random.default_rng(batch.ids % (1 << 32)).integers(shares, size=len(groups))
     return [np.flatnonzero(owner[group] == share) for share in range(shares)]
 
 
-def _whole(name: str, parts: list[Piece]) -> npt.NDArray[Any]:
+def _whole(name: str, parts: list[WeightPiece]) -> npt.NDArray[Any]:
     whole = np.zeros(parts[0].whole or (), parts[0].array.dtype)
     covered = np.zeros(whole.shape, np.int64)
     for part in parts:
@@ -236,7 +254,7 @@ def _whole(name: str, parts: list[Piece]) -> npt.NDArray[Any]:
 
 
 def _told(algorithm: Any) -> dict[str, Any]:
-    """An algorithm in words."""
+    """Return an algorithm as plain values. Raises ConfigError."""
     path = import_path(type(algorithm))
     if path is None or not dataclasses.is_dataclass(algorithm):
         raise ConfigError(f"{algorithm!r} cannot be told to ranks: it is no dataclass that can be imported")

@@ -1,4 +1,5 @@
-"""What an engine holds of its host: memory, shared memory, descriptors, threads, processes; and whether it gives them back."""
+"""Resources of an engine on its host: memory, shared memory, descriptors, threads, processes; and
+their release."""
 
 from __future__ import annotations
 
@@ -26,8 +27,11 @@ _SETTLE_S = 1.0
 
 @dataclass(frozen=True)
 class Held:
-    """By this process and all below it. Bytes: ``memory`` (anonymous and resident), ``segments`` (shared memory), ``gpu``;
-    the others are counted."""
+    """Resources of this process and its descendants.
+
+    Bytes: ``memory`` (anonymous and resident), ``segments`` (shared memory), ``gpu``; the others
+    are counts.
+    """
 
     memory: int
     segments: int
@@ -38,6 +42,7 @@ class Held:
 
     @classmethod
     def now(cls) -> Held:
+        """Measure."""
         gc.collect()
         with contextlib.suppress(AttributeError, OSError):  # not glibc; else a leak would first fill what it has free
             ctypes.CDLL(None).malloc_trim(0)
@@ -48,26 +53,27 @@ class Held:
         )  # fmt: skip
 
     def beyond(self, before: Held, *, nbytes: int, count: int) -> dict[str, int]:
-        """What has grown by more than so many bytes, or so many of what is counted, and by how much."""
+        """Return the increase of each resource above ``nbytes`` bytes, or above ``count``."""
         grown = {each.name: getattr(self, each.name) - getattr(before, each.name) for each in fields(self)}
         return {name: by for name, by in grown.items() if by > (nbytes if name in _BYTES else count)}
 
 
 _BYTES = {"memory": "", "segments": " of shared memory", "gpu": " of GPU memory"}
 GONE_S = 10.0
-"""How long threads, processes and segments may take to be gone after ``close`` (seconds)."""
+"""Seconds for threads, processes and segments to disappear after ``close``."""
 _COUNTED = {"descriptors": "descriptors open", "threads": "threads running", "processes": "processes running"}
 
 
 class Growth:
-    """What grows round after round. An allocator grows now and then, and so does what others have on this host."""
+    """Resources growing in every round. Growth in some rounds is normal for an allocator and for
+    other processes."""
 
     def __init__(self, *, nbytes: int, count: int) -> None:
         self.nbytes, self.count = nbytes, count
         self.suspects: dict[str, int] | None = None
 
     def look(self, before: Held) -> bool:
-        """After a round: whether something has grown in this one and in each before it."""
+        """Measure after a round. True if a resource has grown in this round and in each before it."""
         grown = Held.now().beyond(before, nbytes=self.nbytes, count=self.count)
         if self.suspects is not None:
             grown = {name: by for name, by in grown.items() if name in self.suspects}
@@ -75,7 +81,7 @@ class Growth:
         return bool(grown)
 
     def said(self, what: str, count: int, nbytes: int) -> str:
-        """``count`` of ``what``, each of a model of ``nbytes``."""
+        """Describe the growth over ``count`` times ``what``, with a model of ``nbytes``."""
         parts = []
         for name, by in (self.suspects or {}).items():
             if name in _BYTES:
@@ -87,11 +93,11 @@ class Growth:
 
 
 def check_given_back(start: Callable[[], None], close: Callable[[], None], *, limit_s: float) -> None:
-    """``start`` makes an engine and uses it; when ``close`` has closed it, nothing of it is left.
+    """Make and use an engine by ``start``, close it by ``close``, and find its remains.
 
-    Threads that keep a process alive, processes, also those that have lost their parent, and segments: after the first time.
-    Descriptors and other threads may be made once and stay, so only those count that each engine leaves anew; one that a process
-    can make only once is not asked about them.
+    Non-daemon threads, processes (orphans, too) and segments count after the first time.
+    Descriptors and other threads may be made once and stay: they count only if each engine adds
+    more. An engine limited to one per process is not tested for these.
     """
     until = time.monotonic() + limit_s / 2
     with _adopting():
@@ -139,7 +145,7 @@ def _check_left(segments: set[Segment], threads: set[threading.Thread], processe
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Processes whose parent ends are seen as this one's meanwhile, as servers that detach themselves."""
+    """Become the parent of orphans meanwhile, for example of detached servers."""
     before = adopt_orphans(True)
     mine = set(descendants(os.getpid()))
     try:
@@ -157,7 +163,7 @@ def _counts() -> dict[str, int]:
 
 
 def _settled(base: dict[str, int]) -> dict[str, int]:
-    """What is more than it was, also after a moment."""
+    """Return the excess over ``base``, also after a moment."""
     until = time.monotonic() + _SETTLE_S
     while True:
         left = {name: count - base[name] for name, count in _counts().items() if count > base[name]}
@@ -167,14 +173,14 @@ def _settled(base: dict[str, int]) -> dict[str, int]:
 
 
 def _descriptors() -> Iterator[tuple[str, str]]:
-    """Those that are open: number, and what it is."""
+    """Yield number and target of each open descriptor."""
     for fd in _ls(os.getpid(), "fd"):
         with contextlib.suppress(OSError):
             yield fd, os.readlink(f"/proc/self/fd/{fd}")
 
 
 def _all() -> list[int]:
-    """This process and all below it."""
+    """Return this process and its descendants."""
     return [os.getpid(), *descendants(os.getpid())]
 
 
@@ -182,7 +188,7 @@ Segment = tuple[str, int]
 
 
 def _segments(pids: list[int]) -> dict[Segment, int]:
-    """Bytes of shared memory that the processes map or have open, by path and inode."""
+    """Return the bytes of shared memory mapped or opened by the processes, by path and inode."""
     found: dict[Segment, int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -191,7 +197,8 @@ def _segments(pids: list[int]) -> dict[Segment, int]:
 
 
 def _abandoned() -> dict[Segment, int]:
-    """What is this user's in /dev/shm and nobody has open: left by these processes, or by others that died."""
+    """Return this user's files in /dev/shm without a process: left by these processes, or by others
+    that died."""
     files: dict[Segment, int] = {}
     for folder, _, names in os.walk(SHM):
         for name in names:
@@ -243,7 +250,7 @@ def _ls(pid: int, folder: str) -> list[str]:
 
 
 def _gpu_bytes(pids: list[int]) -> int:
-    """What torch holds here; of processes below, what the driver says, where it knows them by these numbers."""
+    """Return torch's memory here, and the driver's figure for descendants if it knows their ids."""
     torch = sys.modules.get("torch")
     here = 0
     if torch is not None and torch.cuda.is_initialized():

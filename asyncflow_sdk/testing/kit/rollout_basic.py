@@ -1,10 +1,10 @@
-"""What every run needs of a rollout engine."""
+"""Checks every run needs of a rollout engine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,17 @@ from .rollout_lab import RolloutLab
 DRAWS, TRIED = 640, 16
 NAMED = 64
 ENDED, TEXTS = 96, 48
-"""So many prompts are looked at for those whose responses end by themselves, and for those that text does not keep."""
+"""The numbers of prompts searched for responses with an end token, and for ids changed by their text."""
 TURN_S, SEEN_S = 0.002, 0.2
 
 
 @check(
     "rollout", "basic",
-    means="the workflow believes what an engine says of itself: it would pick a way of swapping weights that the engine cannot do",
-    look="the `capabilities` of the engine, and which of interrupt, logprobs, held_weights it defines",
+    impact="the workflow relies on the capabilities: it would choose an impossible way to swap weights",
+    hint="the engine's `capabilities`, and its methods interrupt, logprobs, held_weights",
 )  # fmt: skip
 async def capabilities(lab: RolloutLab) -> None:
-    """What the engine says of itself makes sense, and it has the methods that go with it."""
+    """The declared capabilities are consistent, and the engine defines the methods they need."""
     engine, can = lab.engine, lab.engine.capabilities
     known = {"drain", "partial", "in_flight"}
     expect(
@@ -60,11 +60,11 @@ async def capabilities(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    means="rows are lost or counted twice, or columns do not fit together: the run waits for rows that never come",
-    look="generate(): yield one Completion for each of the n responses",
+    impact="rows are lost or counted twice, or columns differ in length: the run waits for missing rows",
+    hint="generate(): yield one Completion for each of the n responses",
 )  # fmt: skip
 async def completions(lab: RolloutLab) -> None:
-    """Each of n responses comes once, whole, with a log-prob for each token and a reason for its end."""
+    """Each of n responses arrives once, whole, with a log-prob for each token and a finish reason."""
     prompts = lab.policy.prompts(3, seed=1)
     for n in {1, min(4, lab.rows)}:
         for prompt in prompts:
@@ -73,38 +73,45 @@ async def completions(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    means="the run trains on what the model did not say",
-    look="how the prompt reaches the engine (token ids, never re-tokenised), positions, the attention mask, the model's dtype",
+    impact="the run trains on tokens of another distribution than the model's",
+    hint="how the prompt reaches the engine (token ids, never re-tokenised), positions, the attention mask, the model's dtype",
+    after=("completions",),
 )  # fmt: skip
 async def greedy(lab: RolloutLab) -> None:
-    """At temperature 0 the tokens, one prompt after another, are those that a reference gives for the same weights."""
+    """At temperature 0 the tokens, one prompt after another, are those of a reference with the same
+    weights."""
     for prompt in lab.policy.prompts(4, seed=2):
         await lab.check_greedy([prompt])
 
 
 @check(
     "rollout", "basic",
-    means="prompts that run at the same time change each other's answers, so that no result can be repeated or explained",
-    look="padding, attention masks and positions of batches with prompts of different lengths",
+    impact="concurrent prompts change each other's answers: no result can be reproduced",
+    hint="padding, attention masks and positions of batches with prompts of different lengths",
+    after=("greedy",),
 )  # fmt: skip
 async def company(lab: RolloutLab) -> None:
-    """Prompts of different lengths, asked for at once, are answered as each of them is alone."""
+    """Concurrent prompts of different lengths are answered like each of them alone."""
     prompts = lab.policy.prompts(min(lab.rows, 8), longest=24, seed=3)
     try:
         await lab.check_greedy(prompts, when=" in company")
     except CheckFailed as failed:
         for prompt in prompts:  # raises where company is not what is wrong
             await lab.check_greedy([prompt])
-        raise CheckFailed(f"{failed}; asked for one by one, all are answered right") from None
+        raise CheckFailed(
+            f"{failed}; asked for one by one, all are answered right",
+            "batching: the answer to a prompt depends on the prompts beside it",
+        ) from None
 
 
 @check(
     "rollout", "basic",
-    means="the importance ratio of every token is wrong: training drifts or collapses, and nothing says why",
-    look="log-probs are natural logs over the whole vocabulary, with the request's temperature applied and no other processor",
+    impact="the importance ratio of every token is wrong: training drifts or collapses without an error",
+    hint="log-probs are natural logs over the whole vocabulary, with the request's temperature applied and no other processor",
+    after=("completions",),
 )  # fmt: skip
 async def logprobs(lab: RolloutLab) -> None:
-    """Log-probs of drawn tokens are those of the policy at the temperature they were drawn at."""
+    """Log-probs of drawn tokens are those of the policy at the temperature of the draw."""
     for temperature in (1.0, 0.7, 1.3):
         for seed, prompt in enumerate(lab.policy.prompts(2, seed=4)):
             for got in await lab.answer(lab.request(prompt, min(4, lab.rows), temperature=temperature, seed=seed)):
@@ -113,11 +120,12 @@ async def logprobs(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    means="the tokens come from another distribution than their log-probs say, or a group's responses are all the same: a biased or empty gradient",
-    look="defaults of the engine that cut the draw (top_k, top_p, repetition penalties of generation_config.json), the seed",
+    impact="the tokens come from another distribution than their log-probs say, or a group's responses are all the same: a biased or empty gradient",
+    hint="defaults of the engine (top_k, top_p, repetition penalties of generation_config.json), the seed",
+    after=("completions",),
 )  # fmt: skip
 async def draws(lab: RolloutLab) -> str:
-    """Tokens are drawn from the distribution that their log-probs are of, all of it, each response for itself."""
+    """Tokens are drawn from the whole distribution of their log-probs, each response for itself."""
     prompt = _telling_prompt(lab)
     for temperature in (1.0, 1.3):
         groups = []
@@ -131,7 +139,7 @@ async def draws(lab: RolloutLab) -> str:
 
 
 def _telling_prompt(lab: RolloutLab) -> np.ndarray[Any, Any]:
-    """One after which its own tokens are likely, so that it shows when they are made less so."""
+    """Return a prompt with likely repetitions of its own tokens, to expose penalties."""
     prompts = lab.policy.prompts(TRIED, longest=min(96, lab.context // 2), seed=5)
     scored = [lab.policy.next_logprobs(lab.version, prompt) for prompt in prompts]
     read = [
@@ -147,7 +155,7 @@ def _telling_prompt(lab: RolloutLab) -> np.ndarray[Any, Any]:
 def _check_drawn(
     lab: RolloutLab, prompt: np.ndarray[Any, Any], temperature: float, drawn: np.ndarray[Any, Any]
 ) -> None:
-    """``drawn``: first tokens after ``prompt``, (groups, responses of a group)."""
+    """Test first tokens after ``prompt``, (groups, responses of a group)."""
     wanted = lab.policy.next_logprobs(lab.version, prompt, temperature)
     assert wanted is not None
     share = np.exp(wanted)
@@ -162,12 +170,14 @@ def _check_drawn(
             alike <= same or _by_chance([0, 1], [1 - same, same], pairs),
             f"{alike:.0%} of {what} begin with the same token, {same:.0%} would by chance:"
             " they are drawn with the same random numbers",
+            "draws: several responses use the same random numbers",
         )
     said = f"of {drawn.size} tokens drawn at temperature {temperature:g}"
     likely, rank, beyond = chance_of_no_more(share, drawn)
     expect(
         likely > FALSE_ALARM,
         f"{said} none was beyond the {rank} likeliest, and {beyond:.1%} should be: the draw is cut (top_k, top_p, min_p)",
+        "draws: cut by top_k, top_p or min_p",
     )
     read = np.isin(np.arange(len(share)), prompt)
     found = read[drawn]
@@ -175,12 +185,14 @@ def _check_drawn(
         _by_chance(read, share, found),
         f"{said} {found.mean():.1%} are tokens of the prompt, and {share[read].sum():.1%} should be: what was read is made"
         f" {'less' if found.mean() < share[read].sum() else 'more'} likely (repetition, presence or frequency penalties)",
+        "draws: a repetition, presence or frequency penalty is applied",
     )
     have, mean = float(wanted[drawn].mean()), float(share @ wanted)
     expect(
         _by_chance(wanted, share, wanted[drawn]),
         f"{said} the mean log-prob is {have:.4f}; the policy's is {mean:.4f}: they are drawn from a"
         f" {'narrower' if have > mean else 'wider'} distribution",
+        f"draws: at a {'lower' if have > mean else 'higher'} temperature than the request's",
     )
 
 
@@ -190,11 +202,13 @@ def _by_chance(values: Any, shares: Any, drawn: np.ndarray[Any, Any]) -> bool:
 
 @check(
     "rollout", "basic",
-    means="responses run past their end, or lose the token that ends them, which then is never learned",
-    look="stop_ids and the model's end token: the token that ends a response is its last one",
+    impact="responses run past their end, or lose their end token: the policy never learns to stop",
+    hint="stop_ids and the model's end token: the end token is part of the response, its last one",
+    after=("greedy", "logprobs"),
 )  # fmt: skip
 async def stops(lab: RolloutLab) -> None:
-    """A response ends at a stop token, which it includes, or at max_tokens; and says which of the two it was."""
+    """A response ends with a stop token, included, or at max_tokens; and its finish reason is
+    right."""
     for prompt in lab.policy.prompts(2, seed=6):
         whole = lab.policy.greedy(lab.version, prompt, 8)
         (short,) = await lab.answer(lab.request(prompt, max_tokens=1))
@@ -223,11 +237,13 @@ async def stops(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    means="responses run on past the model's end, or lose its end token, which then is never learned: they grow longer and longer",
-    look="the end tokens: all of generation_config.json's eos_token_id, also where nothing else of that file may apply; keep the token and its log-prob",
+    impact="responses run past the model's end, or lose its end token: the policy never learns to stop, and they grow longer",
+    hint="the end tokens: all of eos_token_id in generation_config.json, even if no other entry of that file applies; keep the token and its log-prob",
+    after=("greedy", "logprobs"),
 )  # fmt: skip
 async def ends(lab: RolloutLab) -> None:
-    """A response ends at each of the model's end tokens, which it includes with its log-prob, and says that it stopped."""
+    """A response ends with each of the model's end tokens, included with its log-prob, for the
+    reason stop."""
     left = set(lab.policy.ends or ())
     if not left:
         raise DoesNotApply("this policy has no end token")
@@ -252,11 +268,12 @@ async def ends(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    means="token ids become text and other ids again on their way: log-probs are of tokens that nobody drew, and no error says so",
-    look="give the engine the prompt's ids, not its text, and take the ids that it drew from it, never those of its text encoded anew",
+    impact="token ids change on a way through text: log-probs belong to tokens never drawn, without an error",
+    hint="pass the prompt's ids to the engine, not its text, and take the drawn ids from it, not its text encoded anew",
+    after=("greedy", "logprobs"),
 )  # fmt: skip
 async def retokenised(lab: RolloutLab) -> None:
-    """Prompts and responses whose text would be encoded to other ids are answered, and come, as the ids they are."""
+    """Prompts and responses keep their ids even if their text would be encoded to others."""
     changed = []
     for prompt in lab.policy.prompts(TEXTS, seed=11):
         wanted = lab.policy.greedy(lab.version, prompt, 8)
@@ -276,11 +293,12 @@ async def retokenised(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    means="one bad prompt ends the run, or is answered with something else than was asked, or hangs",
-    look="raise EngineError before the request reaches the engine, and for errors the engine answers with",
+    impact="one bad prompt ends the run, or is answered with something else than was asked, or hangs",
+    hint="raise EngineError before the request reaches the engine, and for errors the engine answers with",
+    after=("company", "logprobs"),
 )  # fmt: skip
 async def bad_requests(lab: RolloutLab) -> None:
-    """Requests that cannot be answered are refused with EngineError, and those that run beside them do not notice."""
+    """Impossible requests are refused with EngineError, without an effect on concurrent ones."""
     context = lab.context
     good = lab.policy.prompts(2, seed=7)
     bad = {
@@ -302,8 +320,9 @@ async def bad_requests(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
-    means="while it generates, the worker renews no lease, fetches no weights and hears of no end: leases run out, and rows are generated twice",
-    look="blocking calls in generate(): they belong in a thread (asyncio.to_thread), which must let the interpreter's lock go",
+    impact="while it generates, the worker renews no lease and fetches no weights: leases expire, and rows are generated twice",
+    hint="blocking calls in generate(): move them to a thread (asyncio.to_thread) and release the interpreter's lock",
+    after=("completions",),
 )  # fmt: skip
 async def does_not_block(lab: RolloutLab) -> str:
     """While the engine generates, its event loop is free for others."""
@@ -320,11 +339,15 @@ async def does_not_block(lab: RolloutLab) -> str:
 
 
 async def _turns(lab: RolloutLab) -> tuple[float, int]:
-    """Seconds of generating, long enough to tell where that can be had, and how often the loop came round meanwhile. Without those
-    in which the loop would have, had others not had the processors: engines that spin in processes of their own keep it waiting."""
+    """Return seconds of generating, long enough to measure if possible, and turns of the loop
+    meanwhile.
+
+    Time without a processor is left out: engines spinning in processes of their own delay the loop.
+    """
     turns, most = 0, lab.context - 16
 
     async def count() -> None:
+        """Count turns of the loop."""
         nonlocal turns
         while True:
             await asyncio.sleep(TURN_S)
@@ -345,7 +368,7 @@ async def _turns(lab: RolloutLab) -> tuple[float, int]:
 
 
 def _queued_s() -> float:
-    """For how long this thread has been ready to run, and another ran; 0 where the system does not count that."""
+    """Return seconds this thread was ready to run and did not; 0 if the system does not count them."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -354,8 +377,9 @@ def _queued_s() -> float:
 
 @check(
     "rollout", "basic",
-    means="the run goes on with old weights while it says that they are new: every token's version is a lie",
-    look="load_weights(): each tensor is written where the engine computes from, also into fused, repacked and tied copies",
+    impact="the run goes on with old weights under new version numbers: every token's version is wrong",
+    hint="load_weights(): each tensor is written where the engine computes from, also into fused, repacked and tied copies",
+    after=("company", "logprobs"),
 )  # fmt: skip
 async def update(lab: RolloutLab) -> None:
     """After load_weights() every answer, and every log-prob, is of the new weights."""
@@ -365,17 +389,25 @@ async def update(lab: RolloutLab) -> None:
     try:
         await lab.check_greedy(prompts, when=" after the update")
     except CheckFailed as failed:
-        raise CheckFailed(f"{failed}{await _untaken(lab, prompts[0])}") from None
+        blamed = await lab.blame_cache(failed)
+        if blamed is not failed:
+            raise blamed from None
+        cause, text = await _suspect_tensors(lab, prompts[0])
+        raise CheckFailed(f"{failed}{text}", cause or failed.cause, "" if cause else failed.hint) from None
 
 
-async def _untaken(lab: RolloutLab, prompt: np.ndarray[Any, Any]) -> str:
-    """Which tensors change no answer when they come changed, each alone."""
-    version, untaken = lab.version, []
+async def _suspect_tensors(lab: RolloutLab, prompt: np.ndarray[Any, Any]) -> tuple[str, str]:
+    """Load variants of a version to find ignored and transposed tensors. Return the cause and its
+    text."""
+    version, ignored = lab.version, []
     base, other = lab.policy.tensors(version), lab.policy.tensors(version + 1)
     names = [name for name in base if base[name].size][:NAMED]
     request = lab.request(prompt, max_tokens=4)
+    wanted = lab.policy.greedy(version, prompt, 4)
+    right = lab.policy.logprobs(version, prompt, wanted)
 
     async def answer_under(tensors: Mapping[str, Any]) -> tuple[list[int], np.ndarray[Any, Any]]:
+        """Return the response and its log-probs under these tensors."""
         await lab.load(lab.make_update(version, tensors))
         (got,) = await lab.answer(request)
         return list(got.token_ids), np.asarray(got.logprobs, np.float64)
@@ -385,23 +417,38 @@ async def _untaken(lab: RolloutLab, prompt: np.ndarray[Any, Any]) -> str:
         for name in names:
             now, scored = await answer_under({**base, name: other[name]})
             if now == ids and np.abs(scored - logprobs).max() <= lab.tolerance / 100:
-                untaken.append(name)
-        if len(untaken) == len(names):
-            return "; whichever tensor comes changed, its answers stay the same"
-        if untaken:
-            return f"; these tensors change no answer when they come changed: {', '.join(untaken)}"
-    return ""
+                ignored.append(name)
+        if len(ignored) == len(names):
+            return "load_weights: no tensor is loaded", "; whichever tensor comes changed, its answers stay the same"
+        if ignored:
+            text = f"; these tensors change no answer when they come changed: {', '.join(ignored)}"
+            return f"load_weights: {_shown(ignored)} not loaded", text
+    turned = {n: np.ascontiguousarray(base[n].T).reshape(base[n].shape) for n in names if base[n].ndim == 2}
+    with contextlib.suppress(Exception):
+        for some in ([*turned], *([name] for name in turned)):
+            now, scored = await answer_under({**base, **{name: turned[name] for name in some}})
+            if now == wanted.tolist() and np.abs(scored - right).max() <= lab.tolerance:
+                text = f"; it answers rightly when {', '.join(some)} come transposed"
+                return f"load_weights: {_shown(some)} transposed", text
+    return "", ""
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(map(repr, names[:3]))}{more} {'are' if len(names) > 1 else 'is'}"
 
 
 @check(
     "rollout", "basic",
-    means="workers of a run that has ended stay, with their memory and their GPUs",
-    look="close(): join threads, end processes, and what still waits for an answer gets EngineError", alone=True,
+    impact="processes of an ended run stay, with their memory and their GPUs",
+    hint="close(): join threads, end processes, and raise EngineError in pending requests",
+    alone=True, after=("completions",),
 )  # fmt: skip
 def closes(lab: RolloutLab) -> None:
-    """close() gives back what the engine has taken: threads, processes, shared memory, descriptors."""
+    """close() releases the engine's resources: threads, processes, shared memory, descriptors."""
 
     def start() -> None:
+        """Make an engine and use it."""
         lab.start()
         lab.call(_one(lab), "a request")
 

@@ -1,4 +1,4 @@
-"""Rollout engines in a real run, in workers of their own that are killed."""
+"""A check of rollout engines in a real run, with killed workers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from .rollout_lab import RolloutLab
 STEPS, GROUPS, SIZE, STALENESS = 10, 4, 4, 1
 NEEDS = ("prompt_ids", "response_ids", "logprobs", "version_spans", "reward")
 KILLED_AT = {2: 0, 4: 1, 6: 0}
-"""After which step which replica is killed."""
+"""The replica killed after each step."""
 
 
 @check(
     "rollout", "chaos",
-    means="a crash of one replica loses rows, or the one that takes its place answers from weights that are long gone",
-    look="what the factory needs that only the dead process had; weights are loaded before the first prompt is answered",
+    impact="a crash of one replica loses rows, or its successor answers by outdated weights",
+    hint="state of the dead process needed by the factory; weights must be loaded before the first answer",
+    after=("versions", "update"),
 )  # fmt: skip
 def killed(lab: RolloutLab) -> None:
-    """A run whose replicas are killed, one after another, gets every response once, each token from the version it names."""
+    """A run with killed replicas gets every response once, each token of its named version."""
     path = import_path(lab.make)
     if path is None:
         raise NotAsked("its factory is not in a module that a worker could import")
@@ -63,7 +64,7 @@ def _serve(folder: str) -> Run:
 
 
 def _train(lab: RolloutLab, run: Run, replicas: list[Worker], batch_size: int) -> list[int]:
-    """Publish a version after each step, as a trainer does. Returns the rows that came."""
+    """Publish a version after each step, like a trainer. Return the received rows."""
     rows: list[int] = []
     publisher = run.weight_publisher("shm")
     for number, step in enumerate(run.consumer("train", batch_size=batch_size, needs=NEEDS, timeout_s=lab.limit_s)):
@@ -78,7 +79,7 @@ def _train(lab: RolloutLab, run: Run, replicas: list[Worker], batch_size: int) -
 
 
 def _kill(worker: Worker) -> bool:
-    """Whether it was there. One that was killed before may be starting."""
+    """Kill a worker, once it has started. True if it existed."""
     until = time.monotonic() + 60.0
     while not worker.pid and time.monotonic() < until:
         time.sleep(0.02)
@@ -89,7 +90,8 @@ def _kill(worker: Worker) -> bool:
 
 
 def _look_at(lab: RolloutLab, batch: Batch, trained: int) -> None:
-    """Each token's log-prob is that of the version that it says drew it, and that is not too old."""
+    """Compare each token's log-prob with its named version, and that version with the staleness
+    bound."""
     columns: tuple[Any, ...] = tuple(batch.ragged(name) for name in ("prompt_ids", "response_ids", "logprobs"))
     for prompt, ids, have, named in zip(*columns, token_versions(batch.ragged("version_spans")), strict=True):
         expect(

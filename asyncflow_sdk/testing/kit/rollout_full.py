@@ -1,4 +1,4 @@
-"""What comes up in long runs: memory that grows, rows that are cancelled, prompts that just fit."""
+"""Checks for long runs: growing memory, cancelled rows, prompts of just the context's length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .resources import Growth, Held
 from .rollout_lab import RolloutLab
 
 UPDATES, LOADED_BYTES = (6, 400), 64 << 20
-"""So many versions are loaded to see whether memory grows: as many as make this many bytes, within bounds."""
+"""The bounds of the number of loads in the search for growing memory, and the bytes they add up to within these."""
 CANCELLED = 64
 ATTEMPTS = 3
 FILLED = 512
@@ -21,11 +21,13 @@ GROWN, ALLOCATOR_BYTES = 3.0, 8 << 20
 
 @check(
     "rollout", "full",
-    means="every version costs memory that never comes back: a run of some hours is killed",
-    look="references to old tensors, to updates, to results of requests; caches that are keyed by version",
+    impact="every version leaks memory: a run is killed after some hours",
+    hint="references to old tensors, updates and results of requests; caches keyed by version",
+    after=("updates_in_a_row",),
 )  # fmt: skip
 async def memory(lab: RolloutLab) -> str:
-    """Loading version after version takes no more and more memory, shared memory, GPU memory, descriptors, threads or processes."""
+    """Repeated loads take no growing memory, shared memory, GPU memory, descriptors, threads or
+    processes."""
     prompt = lab.policy.prompts(1, seed=24)
     nbytes = sum(array.nbytes for array in lab.policy.tensors(lab.version).values())
     first = lab.version + 1
@@ -33,6 +35,7 @@ async def memory(lab: RolloutLab) -> str:
     count = int(np.clip(LOADED_BYTES // nbytes, *UPDATES))
 
     async def some(count: int) -> None:
+        """Load versions in turn, with a response now and then."""
         for number in range(count):
             await lab.update(first + number % 2)
             if number % (1 + count // UPDATES[0]) == 0:
@@ -59,11 +62,12 @@ async def memory(lab: RolloutLab) -> str:
 
 @check(
     "rollout", "full",
-    means="rows that nobody wants any more go on taking room, until the replica does nothing else; or others are cut off with them",
-    look="generate(): a try/finally that aborts its requests in the engine when the generator is closed or cancelled",
+    impact="cancelled rows keep their capacity until the replica is full; or other rows are aborted with them",
+    hint="generate(): abort the engine's requests in a finally, for a closed or cancelled generator",
+    after=("company", "logprobs"),
 )  # fmt: skip
 async def abort(lab: RolloutLab) -> None:
-    """Cancelling one generation ends it and no other, and gives its room back."""
+    """Cancelling one generation ends it and no other, and frees its capacity."""
     prompts = lab.policy.prompts(3, seed=25)
     most = min(64, lab.context - 32)
     kept = lab.request(prompts[0], max_tokens=min(32, most))
@@ -112,11 +116,12 @@ async def abort(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    means="prompts that just fit are refused or cut: the longest, hardest ones are missing from training",
-    look="the sum of prompt and max_tokens may be the whole context, no less",
+    impact="the longest possible prompts are refused or cut: the hardest ones are missing from training",
+    hint="the sum of prompt and max_tokens may be the whole context, no less",
+    after=("greedy", "logprobs"),
 )  # fmt: skip
 async def whole_context(lab: RolloutLab) -> None:
-    """A prompt and a response that together fill the context are answered."""
+    """A prompt and a response filling the whole context are answered."""
     context = lab.context
     if context > FILLED:
         raise DoesNotApply(f"its context is {context} tokens, and the policy is too slow for more than {FILLED}")

@@ -1,4 +1,4 @@
-"""RolloutLab: a rollout engine under check, with the policy that it is known to hold."""
+"""RolloutLab: a rollout engine under check, and the version loaded into it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from ...errors import EngineError
 from ...interfaces import Completion, Completions, Request, RolloutEngine, WeightUpdate
 from ...types import Ragged, Sampling
 from .check import CheckFailed, expect
+from .diagnosis import CACHE, CACHE_HINT, Diagnosis, diagnose_form, diagnose_logprobs, diagnose_tokens
 from .loop import LoopThread
 from .policy import Policy
 from .precision import SHARE, follows, too_far
-from .signs import whose_logprobs, whose_tokens
 from .updates import HeldUpdate
 
 LIMIT_S, MAKING_S = 60.0, 600.0
 _CALLS = 4
-"""A check that is no coroutine function may take so many times the limit between two waits for the engine."""
+"""The limit of a plain function between two waits for the engine, as a multiple of ``limit_s``."""
 _SHOWN = 12
 Ids = npt.NDArray[np.int32]
 T = TypeVar("T")
 
 
 class RolloutLab:
-    """Makes the engine, keeps it over checks that it stands, and knows which version it holds.
+    """Makes the engine, keeps it for later checks, and tracks its version. Closed by ``close``.
 
-    ``make``: the factory, called with ``model=`` the policy's folder and ``options``. ``tolerance``: how far log-probs may be
-    from the policy's. ``limit_s``: nothing that an engine is asked takes longer. Closed by ``close``.
+    ``make``: the factory, called with ``model=`` the policy's folder and ``options``.
+    ``tolerance``: the largest distance of a log-prob from the policy's. ``limit_s``: of each wait
+    for the engine.
     """
 
     def __init__(
@@ -45,15 +46,15 @@ class RolloutLab:
         self.policy, self.tolerance, self.limit_s = policy, tolerance, limit_s
         self.seed: int | None = None
         self.version = 0
-        """What the engine holds, or, after a load that failed, what it held before."""
+        """The loaded version; after a failed load the one before."""
         self.making_s = 0.0
         self.doing = ""
-        """What a check is at, for when it does not end: "waiting for ..."."""
+        """The progress of a check, for the message of a timeout: "waiting for ..."."""
         self.make, self.options = make, dict(options)
         self.ever_made = False
-        """Whether there ever was an engine."""
+        """True once there was an engine."""
         self.waits: Callable[[float], Any] = lambda _: None
-        """Hears, before each wait, for how many seconds at most."""
+        """Called before each wait with its limit in seconds."""
         self._engine: RolloutEngine | None = None
         self._closed = False
         self._loop: LoopThread | None = None
@@ -61,8 +62,10 @@ class RolloutLab:
     # ---- for the runner
 
     def ask(self, body: Callable[[RolloutLab], Any], what: str) -> str | None:
-        """Run a check. One that is a coroutine function runs on the engine's loop, and the engine is made if there is none; others
-        make theirs. What it says of its having passed, if anything. Raises what the check raises."""
+        """Run a check and return its remark. Raises the error of the check.
+
+        A coroutine function runs on the engine's loop, with an engine; others make their own.
+        """
         self.doing = ""
         if not inspect.iscoroutinefunction(inspect.unwrap(body)):
             self.waits(MAKING_S + _CALLS * self.limit_s)
@@ -75,13 +78,13 @@ class RolloutLab:
         return await body(self)  # type: ignore[no-any-return]
 
     def call(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """What ``work`` comes to on the engine's loop; for checks that are no coroutine functions."""
+        """Run a coroutine on the engine's loop; for checks that are plain functions."""
         assert self._loop is not None
         self.waits(self.limit_s)
         return self._loop.call(work, self.limit_s, lambda: f"{what}{self.doing and f' ({self.doing})'}")
 
     def start(self) -> None:
-        """Make the engine, on its loop. Raises what its factory raises."""
+        """Make the engine, on its loop. Raises the factory's error."""
         self._loop = LoopThread()
         limit_s, began = max(self.limit_s, MAKING_S), time.monotonic()
         self.waits(limit_s)
@@ -96,12 +99,13 @@ class RolloutLab:
         return self.make(model=self.policy.folder, **self.options)
 
     def renew(self) -> None:
-        """After a failed check nobody knows what the engine is like: the next check gets a new one."""
+        """Drop the engine after a failure: its state is unknown."""
         with contextlib.suppress(Exception):
             self.close()
 
     def close(self) -> None:
-        """Raises what closing the engine raises. One that blocks its loop is left behind."""
+        """Close the engine and its loop. Raises the error of the engine's close. A blocked loop is
+        left behind."""
         engine, self._engine = self._engine, None
         loop, self._loop = self._loop, None
         try:
@@ -115,44 +119,48 @@ class RolloutLab:
     # ---- for checks
 
     async def close_engine(self) -> None:
-        """Close the engine and leave its loop, in which what it ended may still be heard. ``close`` and ``start`` follow."""
+        """Close the engine but not its loop, for requests still ending there. Call ``close`` and
+        ``start`` next."""
         self._closed = True
         await self.engine.close()
 
     @property
     def made(self) -> bool:
+        """True if there is an engine."""
         return self._engine is not None
 
     def had(self) -> RolloutLab:
-        """With its engine, which is made if there is none; for checks that are no coroutine functions."""
+        """Return self, with an engine; for checks that are plain functions."""
         if not self.made:
             self.start()
         return self
 
     @property
     def engine(self) -> RolloutEngine:
+        """The engine."""
         assert self._engine is not None
         return self._engine
 
     @property
     def rows(self) -> int:
-        """How many responses a check asks for at once at most."""
+        """The most concurrent responses of a check."""
         return min(self.engine.capabilities.max_rows, 16)
 
     @property
     def context(self) -> int:
+        """The most tokens of prompt and response."""
         return min(self.policy.context, self.engine.capabilities.context or self.policy.context)
 
     def request(
         self, prompt: Ids, n: int = 1, *, temperature: float = 0.0, max_tokens: int = 8, **more: Any
     ) -> Request:
-        """Greedy unless told."""
+        """Return a request, greedy by default."""
         seed, stop_ids = more.pop("seed", None), more.pop("stop_ids", ())
         sampling = Sampling(temperature=temperature, max_tokens=max_tokens, stop_ids=stop_ids)
         return Request(np.asarray(prompt, np.int32), sampling, n, seed, **more)
 
     async def answer(self, request: Request, *, aborted: bool = False) -> list[Completion]:
-        """All responses, by index, their form looked at. ``aborted``: whether they may be."""
+        """Return all responses by index, with verified form. ``aborted``: permit aborted ones."""
         got: dict[int, Completion] = {}
         try:
             async with contextlib.aclosing(self.engine.generate(request)) as completions:  # type: ignore[type-var]
@@ -173,13 +181,14 @@ class RolloutLab:
         return [got[index] for index in range(request.n)]
 
     async def timed(self, requests: Sequence[Request]) -> float:
-        """Seconds that requests take, all at once. To do something while they run, not to judge an engine by."""
+        """Return the seconds of concurrent requests: a time to act meanwhile, no measure of an
+        engine."""
         began = time.monotonic()
         await self.answers(requests)
         return time.monotonic() - began
 
     async def answers(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Of requests made at once, as far as the engine takes so many rows; the rest when those have ended."""
+        """Run requests concurrently within the engine's capacity, the rest afterwards."""
         got: list[list[Completion]] = []
         while len(got) < len(requests):
             left = requests[len(got) :]
@@ -189,7 +198,7 @@ class RolloutLab:
         return got
 
     async def update(self, version: int | None = None) -> int:
-        """Have the engine load a version, by default one that it never had. Returns its number."""
+        """Load a version, by default a new one. Return its number."""
         version = self.version + 1 if version is None else version
         update = self.make_update(version)
         taken = await self.load(update)
@@ -200,11 +209,11 @@ class RolloutLab:
         return version
 
     def make_update(self, version: int, tensors: Mapping[str, Any] | None = None, **options: Any) -> HeldUpdate:
-        """The version's own tensors unless others are given."""
+        """Return an update of a version, by default with its own tensors."""
         return HeldUpdate(version, tensors or self.policy.tensors(version), self.engine.weight_name, **options)
 
     async def load(self, update: WeightUpdate) -> Set[str]:
-        """Raises what the engine raises; ``version`` is the update's afterwards. The update is released."""
+        """Load and release an update, and set ``version``. Raises the engine's error."""
         try:
             taken = await self.engine.load_weights(update)
         finally:
@@ -212,31 +221,52 @@ class RolloutLab:
         self.version = update.version
         return set(taken)
 
-    async def check_greedy(self, prompts: Sequence[Ids], *, max_tokens: int = 8, when: str = "") -> None:
-        """Greedy responses, asked for at once, are the policy's, and so are their log-probs."""
+    async def check_greedy(
+        self, prompts: Sequence[Ids], *, max_tokens: int = 8, when: str = "", cause: str = ""
+    ) -> None:
+        """Compare greedy responses to concurrent requests, and their log-probs, with the policy's.
+
+        ``cause``: the one suspected by the check.
+        """
         requests = [self.request(prompt, max_tokens=max_tokens) for prompt in prompts]
         for prompt, (got,) in zip(prompts, await self.answers(requests), strict=True):
-            self.check_response(prompt, got, self.policy.greedy(self.version, prompt, max_tokens), when=when)
+            self.check_response(
+                prompt, got, self.policy.greedy(self.version, prompt, max_tokens), when=when, cause=cause
+            )
 
-    def check_response(self, prompt: Ids, got: Completion, wanted: Ids, *, when: str = "") -> None:
+    async def blame_cache(self, failed: CheckFailed) -> CheckFailed:
+        """Blame a cache if prompts never used before are answered correctly; else return the failure as it is."""
+        try:
+            await self.check_greedy(self.policy.prompts(2, seed=1009))
+        except Exception:
+            return failed
+        return CheckFailed(f"{failed}; prompts that were not asked before are answered right", CACHE, CACHE_HINT)
+
+    def check_response(self, prompt: Ids, got: Completion, wanted: Ids, *, when: str = "", cause: str = "") -> None:
+        """Compare tokens with the wanted or equally likely ones, and log-probs with the policy's."""
         ids = np.asarray(got.token_ids)
         alike = min(len(ids), len(wanted))
         at = int(np.argmin(np.append(ids[:alike] == wanted[:alike], False)))
         rounded = at < alike and self.is_greedy(prompt, ids)  # where two are as likely, and then on from there
         if not np.array_equal(ids, wanted) and not rounded:
+            found = diagnose_tokens(self.policy, self.version, prompt, ids)
             raise CheckFailed(
                 f"greedy tokens{when} are {_some(ids, at)}, and version {self.version} gives {_some(wanted, at)} from"
-                f" token {at} on, for the prompt {_some(prompt, 0)}"
-                f"{whose_tokens(self.policy, self.version, prompt, ids)}"
+                f" token {at} on, for the prompt {_some(prompt, 0)}{found.text}",
+                found.or_else(cause),
+                found.hint,
             )
-        self.check_logprobs(prompt, got, when=when)
+        self.check_logprobs(prompt, got, when=when, cause=cause)
 
     def is_greedy(self, prompt: Ids, ids: Ids, version: int | None = None) -> bool:
-        """Whether each token is the likeliest after those before it, as far as the tolerance lets one tell."""
+        """Return True if each token is the most likely one after its predecessors, within the
+        tolerance."""
         return follows(self.policy, self.version if version is None else version, prompt, ids, self.tolerance)
 
-    def check_logprobs(self, prompt: Ids, got: Completion, *, temperature: float = 1.0, when: str = "") -> None:
-        """Those of a response are the policy's under the version held now."""
+    def check_logprobs(
+        self, prompt: Ids, got: Completion, *, temperature: float = 1.0, when: str = "", cause: str = ""
+    ) -> None:
+        """Compare the log-probs of a response with the policy's for the loaded version."""
         ids = np.asarray(got.token_ids, np.int32)
         wanted = self.policy.logprobs(self.version, prompt, ids, temperature)
         apart = np.abs(np.asarray(got.logprobs, np.float64) - wanted)
@@ -244,18 +274,24 @@ class RolloutLab:
         if not far:
             return
         at = int(apart.argmax())
-        sign = whose_logprobs(
-            self.policy, self.version, prompt, ids, np.asarray(got.logprobs, np.float64), temperature, self.tolerance
-        )
+        found = self.diagnose_logprobs(prompt, ids, got.logprobs, temperature)
         raise CheckFailed(
             f"log-probs{when} are {far} from those of version {self.version} at temperature"
             f" {temperature:g} (token {at}: {float(got.logprobs[at]):.6g}, not {wanted[at]:.6g};"
-            f" {self.tolerance:g} is allowed, {self.tolerance / SHARE:g} on average){sign}"
+            f" {self.tolerance:g} is allowed, {self.tolerance / SHARE:g} on average){found.text}",
+            found.or_else(cause),
+            found.hint,
+        )
+
+    def diagnose_logprobs(self, prompt: Ids, ids: Ids, have: Any, temperature: float = 1.0) -> Diagnosis:
+        """Explain log-probs other than the policy's for the loaded version."""
+        return diagnose_logprobs(
+            self.policy, self.version, prompt, ids, np.asarray(have, np.float64), temperature, self.tolerance
         )
 
 
 def _each(completed: Any) -> Iterable[Any]:
-    """One by one; what is no response goes on to be looked at."""
+    """Return completions one by one; the form of other values is checked later."""
     if not isinstance(completed, Completions):
         return (completed,)
     index, ids, logprobs = completed.index, completed.token_ids, completed.logprobs
@@ -272,7 +308,7 @@ def _each(completed: Any) -> Iterable[Any]:
 
 
 def check_form(lab: RolloutLab, request: Request, got: Completion, *, aborted: bool = False) -> None:
-    """Whatever is in a response: it is of the form that the queue takes."""
+    """Verify the form the queue needs, for any content."""
     expect(isinstance(got, Completion), f"generate yielded {got!r}, which is no asyncflow_sdk.Completion")
     said = f"response {got.index} of n={request.n}"
     expect(
@@ -300,17 +336,17 @@ def check_form(lab: RolloutLab, request: Request, got: Completion, *, aborted: b
         not outside.size, f"{said}: token {outside[:1].tolist()} is not in the vocabulary of {lab.policy.vocabulary}"
     )
     wrong = logprobs[~(logprobs <= 1e-4)] if logprobs.size else logprobs
-    expect(
-        not wrong.size,
-        f"{said}: a log-prob is {wrong[:1].tolist()}; they are natural logs of probabilities, 0 or less",
-    )
+    if wrong.size:
+        found = diagnose_form(logprobs)
+        text = f"{said}: a log-prob is {wrong[:1].tolist()}; they are natural logs of probabilities, 0 or less"
+        raise CheckFailed(text, found.cause, found.hint)
     check_spans(lab, said, got)
     if lab.policy.ends is not None:
         check_end(said, request, got, [*lab.policy.ends, *request.sampling.stop_ids])
 
 
 def check_end(said: str, request: Request, got: Completion, ends: Sequence[int]) -> None:
-    """It has nothing after a token that ends it, and ended for the reason that it says."""
+    """Verify the finish reason, and the absence of tokens after an end token."""
     ids, most = np.asarray(got.token_ids), request.sampling.max_tokens
     at = np.flatnonzero(np.isin(ids, ends))
     expect(
@@ -329,7 +365,7 @@ def check_end(said: str, request: Request, got: Completion, ends: Sequence[int])
 
 
 def check_spans(lab: RolloutLab, said: str, got: Completion) -> None:
-    """Of engines with ``token_versions``: they cover the tokens, in order, without gaps."""
+    """Verify of engines with ``token_versions``: spans cover the tokens in order, without gaps."""
     if not lab.engine.capabilities.token_versions:
         expect(not got.spans, f"{said}: it has version spans, and the engine's capabilities say it has none")
         return

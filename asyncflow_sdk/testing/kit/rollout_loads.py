@@ -1,4 +1,4 @@
-"""Loads of weights: what is read anew after them, what they must refuse, and what is left when they break off."""
+"""Checks of weight loads: stale caches, refusals, and interrupted loads."""
 
 from __future__ import annotations
 
@@ -10,30 +10,39 @@ from ...errors import EngineError
 from .check import CheckFailed, check, expect
 from .rollout_lab import RolloutLab
 
+NOT_FOLLOWED = "load_weights: later versions are not loaded"
+TORN = "load_weights: a load that breaks off leaves a mixture of two versions"
+
 
 @check(
     "rollout", "full",
-    means="responses begin with keys and values of weights that are gone: tokens of no version at all",
-    look="prefix or KV caches: empty them in load_weights(), after the last request under the old weights has ended",
+    impact="responses use a KV cache computed with old weights: their tokens belong to no version",
+    hint="prefix or KV caches: empty them in load_weights(), after the last request under the old weights has ended",
+    after=("update",),
 )  # fmt: skip
 async def stale_cache(lab: RolloutLab) -> None:
-    """A prompt that was read under the old weights is read anew under the new ones, also where it only begins another."""
+    """A prompt read under the old weights is read anew under the new ones, also as the start of
+    another."""
     prompt = np.resize(lab.policy.prompts(1, seed=20)[0], min(64, lab.context - 24)).astype(np.int32)
     longer = np.concatenate([prompt, lab.policy.prompts(1, seed=21)[0]])[: lab.context - 10]
     for _ in range(2):
         await lab.check_greedy([prompt])
         await lab.check_greedy([prompt])  # from a cache, if there is one
         await lab.update()
-        await lab.check_greedy([prompt, longer], when=" of a prompt seen before the update")
+        try:
+            await lab.check_greedy([prompt, longer], when=" of a prompt seen before the update", cause=NOT_FOLLOWED)
+        except CheckFailed as failed:
+            raise await lab.blame_cache(failed) from None
 
 
 @check(
     "rollout", "full",
-    means="a tensor that has nowhere to go is dropped in silence: an engine that half follows the trainer",
-    look="load_weights(): compare every name with what the model has, and raise WeightMismatch naming the odd ones",
+    impact="an unknown tensor is silently dropped: the engine follows the trainer only in part",
+    hint="load_weights(): compare all names with the model's, and raise WeightMismatch with the unknown ones",
+    after=("update",),
 )  # fmt: skip
 async def unknown_tensor(lab: RolloutLab) -> None:
-    """A tensor that the engine has no place for is refused by its name, and never said to be taken."""
+    """A tensor unknown to the engine is refused by name, and never reported as loaded."""
     version = lab.version + 1
     tensors = {**lab.policy.tensors(version), "model.layers.0.not_there.weight": np.ones((4, 4), np.float32)}
     taken = await _refused(lab, lab.make_update(version, tensors))
@@ -46,11 +55,12 @@ async def unknown_tensor(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    means="a tensor that did not come stays as it was, in silence: an engine that half follows the trainer",
-    look="load_weights(): compare the update's names with all that the model has, tied ones once, and raise WeightMismatch naming those that are not there",
+    impact="a missing tensor silently keeps its old value: the engine follows the trainer only in part",
+    hint="load_weights(): compare the update's names with the model's, tied ones once, and raise WeightMismatch with the missing ones",
+    after=("update",),
 )  # fmt: skip
 async def missing_tensor(lab: RolloutLab) -> None:
-    """A version that lacks a tensor which the model has is refused, and never said to be taken as it is."""
+    """A version without a tensor of the model is refused, and never reported as whole."""
     version = lab.version + 1
     tensors = lab.policy.tensors(version)
     names = [name for name, array in tensors.items() if array.size]
@@ -67,8 +77,9 @@ async def missing_tensor(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    means="weights are read in the wrong order, or cut off, and the model talks nonsense",
-    look="load_weights(): compare shapes before anything is written; a view or a broadcast hides the difference",
+    impact="weights are read in the wrong order, or cut off, and the model talks nonsense",
+    hint="load_weights(): compare shapes before anything is written; a view or a broadcast hides the difference",
+    after=("update",),
 )  # fmt: skip
 async def misshapen_tensor(lab: RolloutLab) -> None:
     """A tensor of another shape is refused."""
@@ -90,11 +101,13 @@ async def misshapen_tensor(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    means="after a broken transfer the engine answers from a mixture of two versions, and says it is one of them",
-    look="load_weights(): check before writing; when it breaks off later, refuse requests until a whole version is loaded",
+    impact="after a broken transfer the engine answers from a mixture of two versions, and says it is one of them",
+    hint="load_weights(): check before writing; when it breaks off later, refuse requests until a whole version is loaded",
+    after=("update",),
 )  # fmt: skip
 async def torn_update(lab: RolloutLab) -> None:
-    """A load that breaks off half-way raises; then the engine answers from the old version, or not at all, until one is whole."""
+    """An interrupted load raises; until a whole one the engine answers by the old version, or not
+    at all."""
     prompts = lab.policy.prompts(3, seed=22)
     before, version = lab.version, lab.version + 1
     count = len(lab.policy.tensors(version))
@@ -105,7 +118,7 @@ async def torn_update(lab: RolloutLab) -> None:
             f"load_weights() returned, as if all was well, when tensor {breaks_after} of {count} could not be read",
         )
         try:
-            await lab.check_greedy(prompts, when=" after a load that broke off")
+            await lab.check_greedy(prompts, when=" after a load that broke off", cause=TORN)
         except EngineError:
             pass  # it may refuse, in so many words
         except CheckFailed as failed:
@@ -113,7 +126,9 @@ async def torn_update(lab: RolloutLab) -> None:
                 "it is on the new version" if f"of version {version}" in str(failed) else "it answers from a mixture"
             )
             raise CheckFailed(
-                f"{failed}. The load broke off before tensor {breaks_after} of {count}: {new}, and does not refuse"
+                f"{failed}. The load broke off before tensor {breaks_after} of {count}: {new}, and does not refuse",
+                failed.cause,
+                failed.hint,
             ) from None
     await lab.update(before)
     await lab.check_greedy(prompts, when=" after the version before was loaded again")
@@ -123,32 +138,42 @@ async def torn_update(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    means="memory of a version is used again for the next one while the engine still computes from it: weights that change by themselves",
-    look="load_weights(): copy each tensor; what it is given belongs to it only until it returns",
+    impact="a version's memory is reused for the next one while the engine still computes from it: weights change at random",
+    hint="load_weights(): copy each tensor; the update's memory is valid only until the return",
+    after=("update",),
 )  # fmt: skip
 async def keeps_no_view(lab: RolloutLab) -> None:
-    """When load_weights() has returned, what becomes of the memory it read from does not matter."""
+    """After load_weights() returns, the memory of the update has no influence."""
     update = lab.make_update(lab.version + 1)
     await lab.load(update)
     update.scribble()
-    await lab.check_greedy(lab.policy.prompts(3, seed=23), when=" after the update's memory was written over")
+    await lab.check_greedy(
+        lab.policy.prompts(3, seed=23),
+        when=" after the update's memory was written over",
+        cause="load_weights: the engine keeps views of the update's memory",
+    )
 
 
 @check(
     "rollout", "full",
-    means="replicas stop following the trainer after the first few versions",
-    look="what load_weights() does once only: hooks, buffers, flags that are set and never taken back",
+    impact="replicas stop following the trainer after the first few versions",
+    hint="one-time actions of load_weights(): hooks, buffers, flags set and never reset",
+    after=("update",),
 )  # fmt: skip
 async def updates_in_a_row(lab: RolloutLab) -> None:
-    """Several versions one after another, one twice, and an older one again, as after a rollback."""
+    """Several versions in turn, one twice, and an older one again, as after a rollback, are loaded."""
     first = lab.version + 1
     for version in (first, first + 1, first + 2, first + 2, first):
         await lab.update(version)
-        await lab.check_greedy(lab.policy.prompts(2, seed=version), when=f" after version {version}")
+        await lab.check_greedy(
+            lab.policy.prompts(2, seed=version),
+            when=f" after version {version}",
+            cause=NOT_FOLLOWED,
+        )
 
 
 async def _refused(lab: RolloutLab, update: Any) -> set[str] | None:
-    """The names that were taken, or None when the load raised, whatever it was. The lab's version is what it was."""
+    """Return the loaded names, or None if the load raised. The lab's version stays."""
     held = lab.version
     try:
         return set(await lab.load(update))
@@ -159,6 +184,6 @@ async def _refused(lab: RolloutLab, update: Any) -> set[str] | None:
 
 
 async def _sound(lab: RolloutLab, version: int, after: str) -> None:
-    """A whole version loads, and the engine is on it."""
+    """Load a whole version and verify answers."""
     await lab.update(version)
     await lab.check_greedy(lab.policy.prompts(3, seed=33), when=f" after {after} and then a whole one")

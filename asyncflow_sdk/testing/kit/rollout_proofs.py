@@ -1,4 +1,4 @@
-"""What engines say of the weights that they hold, by which each swap is proven."""
+"""Checks of the engine's evidence for its weights, the basis of every proof of a swap."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from .rollout_lab import RolloutLab
 
 @check(
     "rollout", "full",
-    means="the proof of each swap proves nothing: weights that were not taken go unseen, or right ones are refused",
-    look="logprobs(): the same numbers as generate() gives at temperature 1, for any prompts and responses",
+    impact="the proof of each swap is worthless: missing weights go unnoticed, or correct ones are refused",
+    hint="logprobs(): the same numbers as generate() gives at temperature 1, for any prompts and responses",
+    after=("update",),
 )  # fmt: skip
 @needs(lambda lab: lab.engine.capabilities.logprobs, "it cannot score given responses")
 async def scores(lab: RolloutLab) -> None:
-    """logprobs() of given responses are those of the weights held now."""
+    """logprobs() of given responses are those of the loaded weights."""
     prompts, responses = lab.policy.prompts(5, seed=30), lab.policy.prompts(5, longest=20, seed=31)
     for _ in range(2):
         scored = await lab.engine.logprobs([p.tolist() for p in prompts], [r.tolist() for r in responses])
@@ -36,12 +37,13 @@ async def scores(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    means="the proof of each swap proves nothing: what is hashed is not what the engine computes from",
-    look="held_weights(): the live parameters, in the names, dtypes and shapes of the version that was loaded",
+    impact="the proof of each swap is worthless: the hashed tensors are not the ones used to compute",
+    hint="held_weights(): the live parameters, in the names, dtypes and shapes of the loaded version",
+    after=("update",),
 )  # fmt: skip
 @needs(lambda lab: lab.engine.capabilities.held_weights, "it does not hold weights as they were published")
 async def holds(lab: RolloutLab) -> None:
-    """held_weights() are the version that was loaded, byte for byte."""
+    """held_weights() are the loaded version, byte for byte."""
     for _ in range(2):
         version = await lab.update()
         update = lab.make_update(version)

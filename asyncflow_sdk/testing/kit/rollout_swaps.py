@@ -1,4 +1,5 @@
-"""Weights that come while requests run: which version each token is of, and what is interrupted for them and goes on."""
+"""Checks of weights loaded while requests run: the version of each token, interruption,
+continuation."""
 
 from __future__ import annotations
 
@@ -11,21 +12,24 @@ import numpy as np
 from ...errors import EngineError
 from ...interfaces import Completion
 from .check import check, expect, needs
+from .diagnosis import Diagnosis, diagnose_logprobs
 from .precision import too_far
 from .rollout_lab import Ids, RolloutLab
 
+MIXTURE = "load_weights: requests that begin during a load are answered from a mixture of two versions"
 HELD_S, ASKED = 0.3, 4
-"""So long a load is held half-way, for requests that each of several askers makes meanwhile."""
+"""Seconds a load is held half-way, and the requests of each of several clients meanwhile."""
 
 
 @check(
     "rollout", "full",
-    means="the staleness of tokens is computed from versions that did not draw them",
-    look="the spans of a Completion: the version held when each token was drawn, whatever is newest elsewhere",
+    impact="the staleness of tokens is computed from wrong versions",
+    hint="the spans of a Completion: the version loaded at the draw of each token, not the newest published one",
+    after=("update",),
 )  # fmt: skip
 @needs(lambda lab: lab.engine.capabilities.token_versions, "it gives no versions of tokens")
 async def versions(lab: RolloutLab) -> None:
-    """Spans name the version that the engine holds, before and after an update."""
+    """Spans name the loaded version, before and after an update."""
     for _ in range(2):
         for prompt in lab.policy.prompts(2, seed=27):
             for got in await lab.answer(lab.request(prompt, 2 if lab.rows > 1 else 1, temperature=1.0, seed=1)):
@@ -36,12 +40,14 @@ async def versions(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "full",
-    means="tokens are said to be of a version that did not draw them, or come from keys and values of the one before",
-    look="load_weights() while requests run: stop between two tokens, load, read anew what runs, go on; spans and log-probs follow",
+    impact="tokens carry a wrong version, or are drawn with a KV cache of the version before",
+    hint="load_weights() while requests run: stop between two tokens, load, recompute the KV cache, continue; spans and log-probs follow",
+    after=("versions", "stale_cache"),
 )  # fmt: skip
 @needs(lambda lab: "in_flight" in lab.engine.capabilities.swap, "it takes no weights while requests run")
 async def update_in_flight(lab: RolloutLab) -> None:
-    """Weights that come while requests run: each token's span and log-prob are of the version that drew it."""
+    """With weights loaded while requests run, each token's span and log-prob are of its own
+    version."""
     prompts, tokens, mixed = lab.policy.prompts(min(4, lab.rows), seed=28), min(96, lab.context - 32), 0
     requests = [lab.request(p, temperature=1.0, max_tokens=tokens, seed=1) for p in prompts]
     whole_s = await lab.timed(requests)
@@ -66,22 +72,33 @@ def _check_mixed(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: i
     for version, start, end in got.spans:
         expect(version in (old, new), f"a span names version {version}; {old} and {new} were held")
         wanted = lab.policy.logprobs(version, np.concatenate([prompt, ids[:start]]), ids[start:end])
-        far = too_far(np.abs(np.asarray(got.logprobs)[start:end] - wanted), lab.tolerance)
+        have = np.asarray(got.logprobs, np.float64)[start:end]
+        far = too_far(np.abs(have - wanted), lab.tolerance)
+        found = diagnose_logprobs(
+            lab.policy, version, np.concatenate([prompt, ids[:start]]), ids[start:end], have, 1.0, lab.tolerance
+        ) if far else Diagnosis()  # fmt: skip
         why = "drawn after it came: what was read before is not read anew by it (old keys and values)"
         expect(
             not far,
             f"tokens {start} to {end} are said to be of version {version}, and their log-probs are {far}"
             f" from its; they are {why if start else 'the first, before or after it came'}",
+            found.or_else(
+                "load_weights: running requests keep keys and values of the old weights"
+                if start
+                else "versions: spans name another version than the one that drew the tokens"
+            ),
         )
 
 
 @check(
     "rollout", "full",
-    means="what is asked for while weights come is answered from a mixture of two versions, and said to be of one of them",
-    look="load_weights(): what begins meanwhile waits until all is written, or is answered by the old weights wholly and caches nothing",
+    impact="requests during a load are answered from a mixture of two versions under the number of one",
+    hint="load_weights(): new requests wait for the end of the load, or use only the old weights and cache nothing",
+    after=("versions", "stale_cache"),
 )  # fmt: skip
 async def during_load(lab: RolloutLab) -> str:
-    """Requests that begin while weights come are answered by one version, or by both as their spans say, or refused; in flight never refused."""
+    """Requests begun during a load are answered by one version, by both as in their spans, or
+    refused; in flight never refused."""
     prompts = lab.policy.prompts(min(4, lab.rows), longest=24, seed=34)
     flies, answered = "in_flight" in lab.engine.capabilities.swap, 0
     for at_once in (True, False, True, False):
@@ -108,7 +125,7 @@ async def during_load(lab: RolloutLab) -> str:
 
 
 class _Hold:
-    """What an update calls half-way: if another thread reads it, this stays until ``go``, or HELD_S."""
+    """Called half-way by an update: in another thread it waits for ``go``, or HELD_S."""
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()
@@ -123,13 +140,14 @@ class _Hold:
         self._going.wait(HELD_S)
 
     def go(self) -> None:
+        """Let the load continue."""
         self._going.set()
 
 
 async def _ask_during(
     lab: RolloutLab, prompt: Ids, loading: asyncio.Task[Any], hold: _Hold, flies: bool
 ) -> list[Completion]:
-    """The answers to a prompt, asked again and again as long as it loads. Those that began at the hold end it."""
+    """Ask a prompt again and again during a load; requests begun at the hold end it."""
     got: list[Completion] = []
     for _ in range(ASKED):
         if loading.done():
@@ -146,10 +164,11 @@ async def _ask_during(
 
 
 def _check_either(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: int) -> None:
-    """It is of one of two versions, or each part of the one that its span names."""
+    """Verify a response against one of two versions, or each part against its span."""
     ids, have = np.asarray(got.token_ids, np.int32), np.asarray(got.logprobs, np.float64)
 
     def off(version: int, start: int, end: int) -> str:
+        """Describe the distance of these tokens' log-probs from a version."""
         wanted = lab.policy.logprobs(version, np.concatenate([prompt, ids[:start]]), ids[start:end])
         return too_far(np.abs(have[start:end] - wanted), lab.tolerance)
 
@@ -160,23 +179,26 @@ def _check_either(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: 
             not far,
             f"of a response that began while version {new} came, tokens {start} to {end} are said to be of version {version}, and"
             f" their log-probs are {far} from its: they come from a mixture, or from the other one",
+            MIXTURE,
         )
     far_old, far_new = (off(version, 0, len(ids)) for version in (old, new))
     expect(
         got.spans or not (far_old and far_new),
         f"the log-probs of a response that began while version {new} came are {far_old} from those of version {old}, and {far_new}"
         f" from those of {new}: it comes from a mixture of both",
+        MIXTURE,
     )
 
 
 @check(
     "rollout", "full",
-    means="what was generated before a swap is thrown away, or goes on as another response",
-    look="interrupt(): end what runs, with the tokens it has and finish_reason aborted; `drawn` of the request that goes on",
+    impact="tokens generated before a swap are lost, or continue as another response",
+    hint="interrupt(): end running requests with their tokens and finish_reason aborted; `drawn` of the continued request",
+    after=("company", "logprobs"),
 )  # fmt: skip
 @needs(lambda lab: "partial" in lab.engine.capabilities.swap, "it cannot be interrupted")
 async def interrupted(lab: RolloutLab) -> None:
-    """Responses that are interrupted come with the tokens they have, and go on where they were."""
+    """Interrupted responses return with their tokens, and continue from there."""
     prompts, tokens = lab.policy.prompts(min(4, lab.rows), seed=29), min(96, lab.context - 32)
     requests = [lab.request(p, max_tokens=tokens) for p in prompts]
     whole_s = await lab.timed(requests)

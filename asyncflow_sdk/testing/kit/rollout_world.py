@@ -1,4 +1,5 @@
-"""RolloutWorld: a rollout engine, what runs in it, and what each answer may be; a step at a time, each written down."""
+"""RolloutWorld: a rollout engine, its running requests and the permitted answers; each step is
+logged."""
 
 from __future__ import annotations
 
@@ -17,16 +18,17 @@ from ...interfaces import Completion, Request
 from ...types import VersionSpan
 from ...weights.proof import check_held
 from .check import CheckFailed, expect
+from .diagnosis import diagnose_logprobs
 from .precision import too_far
 from .rollout_lab import Ids, RolloutLab
-from .signs import whose_logprobs
 
 HELD_S = 10.0
 
 
 @dataclass(eq=False)
 class Part:
-    """One request to the engine. ``had``: tokens of the response drawn before it, by requests that were interrupted."""
+    """One request to the engine. ``had``: tokens of the response drawn before, by interrupted
+    requests."""
 
     request: Request
     task: asyncio.Task[list[Completion]]
@@ -36,7 +38,8 @@ class Part:
 
 @dataclass(eq=False)
 class Generation:
-    """What one step began, and where it is now. ``versions``: those that were held since. ``may_fail``: a load has broken off."""
+    """The requests of one step. ``versions``: loaded since its start. ``may_fail``: True after a
+    torn load."""
 
     number: int
     prompt: Ids
@@ -47,8 +50,11 @@ class Generation:
 
 
 class RolloutWorld:
-    """Steps raise CheckFailed when an answer is not the policy's. ``steps``: what was done, in words. ``unsure``: a load has broken
-    off, and the engine may refuse until one is whole. ``anew``: with a new engine; else with the lab's, on version 0, if it has one."""
+    """Steps raise CheckFailed for an answer other than the policy's.
+
+    ``steps``: the log. ``unsure``: True after a torn load, until a whole one: the engine may
+    refuse. ``anew``: use a new engine; else the lab's, at version 0, if there is one.
+    """
 
     def __init__(self, lab: RolloutLab, *, anew: bool) -> None:
         self.lab = lab
@@ -67,15 +73,17 @@ class RolloutWorld:
 
     @property
     def rows(self) -> int:
+        """The number of running responses."""
         return sum(each.rows for each in self.running)
 
     # ---- the steps
 
     def try_out(self) -> None:
-        """The first one. Its time is what shares of time are of."""
+        """Ask once; the duration is the unit of later waits."""
         self.lab.call(self._try_out(self._prompts[0]), "a first generation")
 
     def begin(self, prompt: int, rows: int, tokens: int, greedy: bool) -> None:
+        """Begin a generation."""
         self.begun += 1
         ids = self._prompts[prompt]
         now = Generation(self.begun, ids, rows, {self.lab.version}, self.unsure)
@@ -86,24 +94,29 @@ class RolloutWorld:
         self.running.append(now)
 
     def advance(self, share: float) -> None:
+        """Let the engine run for a share of the first generation's time."""
         self._do(f"let it run for {share:.0%} of the time of 24 tokens", asyncio.sleep(self._pace_s * share))
 
     def release(self) -> None:
-        """A step has failed: nothing is held any more."""
+        """End the hold after a failed step."""
         self._go.set()
 
     def finish(self, which: int) -> None:
+        """Wait for a generation and verify it."""
         now = self.running.pop(which % len(self.running))
         self._do(f"finish #{now.number}", self._finish(now))
 
     def cancel(self, which: int) -> None:
+        """Cancel a generation."""
         now = self.running.pop(which % len(self.running))
         self._do(f"cancel #{now.number}", self._cancel(now))
 
     def load(self, version: int) -> None:
+        """Load a version."""
         self._do(f"load version {version}{self._how()}", self._load(version))
 
     def load_torn(self, share: float) -> None:
+        """Break off the load of the next version."""
         version, count = self.lab.version + 1, len(self.lab.policy.tensors(self.lab.version))
         breaks = min(int(share * count), count - 1)
         self._do(
@@ -112,16 +125,19 @@ class RolloutWorld:
         )
 
     def interrupt(self) -> None:
+        """Interrupt all, and continue."""
         self._do("interrupt what runs, and go on", self._interrupt())
 
     def score(self) -> None:
+        """Finish all, then score a response."""
         self._do("finish all, and score given responses", self._score())
 
     def refuse(self) -> None:
+        """Send an empty prompt."""
         self._do("ask with an empty prompt", self._refuse())
 
     def remake(self) -> None:
-        """As when a worker ends with work under way, and another takes its place."""
+        """Close the engine under load and make another, as after the loss of a worker."""
         self._do("close the engine, whatever runs, and make it anew", self._close())
         self._go.set()
         self.lab.close()
@@ -129,7 +145,7 @@ class RolloutWorld:
         self.running, self.unsure = [], False
 
     def end(self, *, back: bool) -> None:
-        """``back``: to version 0, for the next sequence."""
+        """Finish all. ``back``: load version 0 for the next sequence."""
         self._do("finish all", self._finish_all())
         self.running = []
         if back and (self.lab.version or self.unsure):
@@ -145,6 +161,7 @@ class RolloutWorld:
         self._go = go = threading.Event()
 
         async def step() -> None:
+            """Work, then hold the loop until the next step."""
             try:
                 await work
             finally:
@@ -178,7 +195,7 @@ class RolloutWorld:
         await asyncio.sleep(0)
 
     async def _finish(self, now: Generation) -> list[tuple[Part, Completion]]:
-        """Look at all that comes of it."""
+        """Wait for all requests of a generation and verify their answers."""
         parts, now.parts = now.parts, []
         got: list[tuple[Part, Completion]] = []
         for part in parts:
@@ -244,7 +261,7 @@ class RolloutWorld:
         await self._go_on(await self._stop())
 
     async def _stop(self) -> list[tuple[Generation, Request, int]]:
-        """Interrupt all; the requests that go on with what is left."""
+        """Interrupt all; return the requests for the rest."""
         for now in self.running:
             for part in now.parts:
                 part.may_abort = True
@@ -305,7 +322,7 @@ class RolloutWorld:
     # ---- what an answer may be
 
     def _look(self, now: Generation, part: Part, got: Completion) -> None:
-        """Each token, of the version that its span names, is the policy's after all that came before it."""
+        """Verify each token by its span's version and its predecessors."""
         ids, name = np.asarray(got.token_ids, np.int32), f"#{now.number}"
         expect(part.may_abort or got.finish_reason != "aborted", f"{name} was aborted, and nobody interrupted it")
         most = part.request.sampling.max_tokens
@@ -338,7 +355,9 @@ class RolloutWorld:
         apart = np.abs(have - policy.logprobs(version, before, ids))
         far = too_far(apart, tolerance)
         if far:
+            found = diagnose_logprobs(policy, version, before, ids, have, 1.0, tolerance)
             raise CheckFailed(
-                f"log-probs of tokens {start} to {end} of #{now.number} are {far} from those of version"
-                f" {version}{whose_logprobs(policy, version, before, ids, have, 1.0, tolerance)}"
+                f"log-probs of tokens {start} to {end} of #{now.number} are {far} from those of version {version}{found.text}",
+                found.cause,
+                found.hint,
             )

@@ -1,4 +1,4 @@
-"""A thread for an engine that is no coroutine: the one thread that calls it, waited for to a deadline."""
+"""The one thread calling an engine without an event loop; callers wait for it with a deadline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """``call`` from any thread but its own. ``stuck``: a call did not end; the thread is left behind."""
+    """``call`` from any other thread. ``stuck``: True if a call did not end; the thread is left
+    behind."""
 
     def __init__(self) -> None:
         self.stuck = False
@@ -28,7 +29,8 @@ class EngineThread:
         self._thread.start()
 
     def call(self, work: Callable[[], T], limit_s: float, what: str) -> T:
-        """What ``work`` returns or raises. Raises CheckFailed, saying where it stands, when that takes longer than ``limit_s``."""
+        """Run ``work`` and return its result. Raises CheckFailed with its position after
+        ``limit_s`` seconds."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._work.put((work, future))
         done, _ = concurrent.futures.wait([future], limit_s)
@@ -39,6 +41,7 @@ class EngineThread:
         return future.result()
 
     def close(self) -> None:
+        """Let the thread end, and wait unless it is stuck."""
         self._work.put(None)
         if not self.stuck:
             self._thread.join(10.0)

@@ -1,4 +1,4 @@
-"""Trackers: opened, given steps, closed, as a run does."""
+"""Checks of trackers: open, log and close them like a run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def _made(lab: PlainLab) -> Tracker:
 
 @check(
     "tracker", "basic",
-    means="the run goes on without it: the first thing it raises ends a tracker",
-    look="open(), log(), event(), close(): called once, for each step, for each event, once",
+    impact="the run goes on without it: the first thing it raises ends a tracker",
+    hint="open(), log(), event(), close(): called once, for each step, for each event, once",
 )  # fmt: skip
 def follows(lab: PlainLab) -> None:
-    """It takes the steps of a run, and events, from its start to its end."""
+    """It takes the steps and events of a run, from start to end."""
     tracker = _made(lab)
     tracker.open(
         TrackedRun(directory=lab.directory(), description={"name": "checked", "steps": 3, "rollout": [{"n": 1}]})
@@ -38,11 +38,12 @@ def follows(lab: PlainLab) -> None:
 
 @check(
     "tracker", "basic",
-    means="one odd number, as diverging runs have them, and nothing more is tracked",
-    look="log(): numbers may be nan or infinite, and other ones from step to step",
+    impact="one odd number, as diverging runs have them, and nothing more is tracked",
+    hint="log(): numbers may be nan or infinite, and other ones from step to step",
+    after=("follows",),
 )  # fmt: skip
 def odd_numbers(lab: PlainLab) -> None:
-    """Numbers that are not finite, and metrics that come and go, are no reason to end."""
+    """Non-finite numbers, and metrics missing in some steps, raise no error."""
     tracker = _made(lab)
     tracker.open(TrackedRun(directory=lab.directory(), description={}))
     for step, value in enumerate((float("nan"), float("inf"), 1e300, float(np.float32(0.1)))):
@@ -53,11 +54,12 @@ def odd_numbers(lab: PlainLab) -> None:
 
 @check(
     "tracker", "full",
-    means="a resumed run loses what was tracked of it before, or is not tracked any more",
-    look="open() with resumed=True, and log() of a step that was logged before",
+    impact="a resumed run loses its earlier records, or is no longer tracked",
+    hint="open() with resumed=True, and log() of a step logged before",
+    after=("follows",),
 )  # fmt: skip
 def resumed(lab: PlainLab) -> None:
-    """A run that goes on, and trains steps again, goes on being tracked; one without any step can be closed."""
+    """A resumed run with repeated steps is still tracked; one without any step can be closed."""
     directory = lab.directory()
     for again, steps in ((False, range(4)), (True, range(2, 6)), (True, range(0))):
         tracker = _made(lab)

@@ -1,4 +1,4 @@
-"""What every run needs of a train engine."""
+"""Checks every run needs of a train engine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .train_lab import NOTHING, TrainLab, changed, copied, unlike
 
 ODD_OPTION = "an_option_that_no_engine_has"
 TRIES = 20
-"""Steps on one batch until its effect is beyond rounding, at however small a learning rate."""
+"""The most steps on one batch until its effect exceeds rounding, for small learning rates."""
 SEEN = 1e-3
 
 
 @check(
     "train", "basic",
-    means="the worker cannot make the engine, or a misspelt option is ignored and the run trains by a default",
-    look="the factory: model, algorithm and options by keyword; no **kwargs that nobody reads; methods that are no coroutines",
+    impact="the worker cannot make the engine, or a misspelt option is ignored and the run trains by a default",
+    hint="the factory: model, algorithm and options by keyword; no unread **kwargs; methods are no coroutine functions",
 )  # fmt: skip
 def made(lab: TrainLab) -> None:
-    """The factory makes an engine of model, algorithm and options, and refuses an option that it does not have."""
+    """The factory makes an engine of model, algorithm and options, and refuses unknown options."""
     engine = lab.start()
     for name in ("train_step", "logprobs", "save", "load", "close"):
         expect(
@@ -44,11 +44,13 @@ def made(lab: TrainLab) -> None:
 
 @check(
     "train", "basic",
-    means="rollouts never get what was trained, or get it under names that their engine does not know",
-    look="named_weights(): names, shapes and dtypes of the Hugging Face checkpoint; no wrapper's prefix; tied weights once",
+    impact="rollouts never get the trained weights, or get them under unknown names",
+    hint="named_weights(): names, shapes and dtypes of the Hugging Face checkpoint; no wrapper's prefix; tied weights once",
+    after=("made",),
 )  # fmt: skip
 def names(lab: TrainLab) -> None:
-    """named_weights() is the whole policy by the checkpoint's names, and before any step the checkpoint to the bit."""
+    """named_weights() is the whole policy by the checkpoint's names, and before any step the
+    checkpoint to the bit."""
     have: dict[str, Any] = {}
     want = lab.policy.tensors(0)
     for name, tensor in lab.fresh().named_weights():
@@ -56,25 +58,34 @@ def names(lab: TrainLab) -> None:
         have[name] = array = copied(tensor)
         twin = [other for other in have if other != name and have[other].tobytes() == array.tobytes()]
         more = f"; it is the same as {twin[0]!r}: tied weights are given once" if twin else ""
-        expect(name in want, f"named_weights() gives {name!r}, which the checkpoint does not have{more}")
+        prefix = next((name.removesuffix(right) for right in want if name.endswith(right)), "")
+        cause = f"named_weights: names have the prefix {prefix!r}" if prefix else ""
+        cause = f"named_weights: tied weights are given twice, {name!r} too" if twin else cause
+        expect(name in want, f"named_weights() gives {name!r}, which the checkpoint does not have{more}", cause)
+        turned = array.ndim == 2 and array.shape == want[name].shape[::-1] != want[name].shape
         for said, mine, theirs in (
             ("has the shape", list(array.shape), list(want[name].shape)),
             ("is", str(array.dtype), str(want[name].dtype)),
         ):
-            expect(mine == theirs, f"{name!r} {said} {mine}; in the checkpoint it {said} {theirs}")
+            cause = f"named_weights: {name!r} is transposed" if turned else ""
+            expect(mine == theirs, f"{name!r} {said} {mine}; in the checkpoint it {said} {theirs}", cause)
     missing = sorted(want.keys() - have.keys())
-    expect(not missing, f"named_weights() does not give {missing[:4]}, which the checkpoint has")
-    odd = unlike(have, want)
-    expect(not odd, f"before any step {len(odd)} tensors are not what the checkpoint has, {odd[:1]} for one")
+    cause = f"named_weights: {', '.join(map(repr, missing[:3]))} missing"
+    expect(not missing, f"named_weights() does not give {missing[:4]}, which the checkpoint has", cause)
+    odd = sorted(unlike(have, want))
+    turns = [name for name in odd if want[name].ndim == 2 and np.array_equal(have[name].T, want[name])]
+    cause = f"named_weights: {turns[0]!r} is transposed" if turns else ""
+    expect(not odd, f"before any step {len(odd)} tensors are not what the checkpoint has, {odd[:1]} for one", cause)
 
 
 @check(
     "train", "basic",
-    means="nothing is learned and the run looks as if it went well; or the rows that others still read are changed",
-    look="train_step(): zero the gradient, backward, the optimizer's step; metrics as plain floats; the batch is read-only",
+    impact="nothing is learned although the run looks well; or rows still read by others are changed",
+    hint="train_step(): zero the gradient, backward, the optimizer's step; metrics as plain floats; the batch is read-only",
+    after=("names",),
 )  # fmt: skip
 def step(lab: TrainLab) -> None:
-    """A step changes the weights, tells finite numbers by name, and writes nothing into the batch."""
+    """A step changes the weights, reports finite metrics, and writes nothing into the batch."""
     batch = lab.batch((4, 3, 5))
     before = _raw(batch)
     lab.fresh()
@@ -99,11 +110,13 @@ def step(lab: TrainLab) -> None:
 
 @check(
     "train", "basic",
-    means="importance ratios compare two different things, and proofs of weights fail or prove nothing",
-    look="logprobs(): padding, attention mask, positions; the log-prob of a token is at the position before it; natural logs over all of the vocabulary",
+    impact="importance ratios compare two different things, and proofs of weights fail or prove nothing",
+    hint="logprobs(): padding, attention mask, positions; the log-prob of a token is at the position before it; natural logs over all of the vocabulary",
+    after=("made",),
 )  # fmt: skip
 def logprobs(lab: TrainLab) -> None:
-    """Log-probs of a batch of very different lengths are the policy's, row by row, as of each row alone."""
+    """Log-probs of a batch of very different lengths are the policy's, row by row, as of each row
+    alone."""
     lab.fresh()
     long = min(lab.policy.context // 2 - 16, 96)
     prompts = lab.policy.prompts(4, longest=40, seed=40)
@@ -117,11 +130,12 @@ def logprobs(lab: TrainLab) -> None:
 
 @check(
     "train", "basic",
-    means="one bad row makes every weight NaN, or is trained as if it were good; or the run ends with an error that names no row",
-    look="look at the whole batch before anything is computed, and raise SchemaError naming the rows",
+    impact="one bad row makes every weight NaN, or is trained like a good one; or the run ends without naming the row",
+    hint="look at the whole batch before anything is computed, and raise SchemaError naming the rows",
+    after=("step",),
 )  # fmt: skip
 def bad_batches(lab: TrainLab) -> None:
-    """Rows that nobody can train on are refused with SchemaError, and then it is as if they had never come."""
+    """Invalid rows are refused with SchemaError, and leave no trace."""
     good = lab.batch()
     lab.fresh()
     before = lab.tensors()
@@ -145,12 +159,14 @@ def bad_batches(lab: TrainLab) -> None:
 
 @check(
     "train", "basic",
-    means="groups that all succeed or all fail push the policy somewhere by rounding errors, which an optimizer makes as large as a lesson",
-    look="advantages of equal rewards are exactly 0: rounding in the mean leaves 1e-9, which Adam divides by itself",
+    impact="groups of equal rewards move the policy by rounding errors, amplified by the optimizer to a full step",
+    hint="advantages of equal rewards must be exactly 0: rounding of the mean leaves 1e-9, and Adam normalises it to a full step",
+    after=("step",),
 )  # fmt: skip
 @needs(lambda lab: lab.policy.learns, "this policy does not learn")
 def no_gradient(lab: TrainLab) -> None:
-    """Groups of equal rewards change nothing, and rows with an advantage are never reported as left out."""
+    """Groups of equal rewards change nothing, and rows with an advantage are never reported as
+    filtered."""
     normal = lab.stride(lab.batch((3, 5, 7)))
     equal = lab.batch((3, 5, 7), rewards=[0.1] * 3 + [0.7] * 5 + [1 / 3] * 7)
     lab.fresh()
@@ -167,28 +183,31 @@ def no_gradient(lab: TrainLab) -> None:
 
 @check(
     "train", "basic",
-    means="the policy learns to do worse, or by chance",
-    look="the sign of the loss; that advantages are of their own rows and groups",
+    impact="the policy learns to do worse, or by chance",
+    hint="the sign of the loss; the assignment of advantages to rows and groups",
+    after=("step",),
 )  # fmt: skip
 @needs(lambda lab: lab.policy.learns, "this policy does not learn")
 def direction(lab: TrainLab) -> None:
-    """After a step responses that were rewarded have become more likely than the others of their group."""
+    """After a step rewarded responses are more likely than the others of their group."""
     batch = lab.batch((4, 4, 4, 4), seed=1)
     gain = train_until_seen(lab, batch, _gains(batch))
     expect(
         gain > SEEN,
         f"trained on a batch, its rewarded responses became {gain:+.2g} nats a token more likely than the others",
+        "loss: the sign is reversed" if gain < -SEEN else "",
     )
 
 
 @check(
     "train", "basic",
-    means="the token that ends a response is never learned, so that responses run on to the limit; or the first one is not",
-    look="the shift between inputs and targets: a response of n tokens has n log-probs, the first one after the prompt's last token",
+    impact="the end token is never learned, and responses run on to the limit; or the first token is not",
+    hint="the shift between inputs and targets: a response of n tokens has n log-probs, the first one after the prompt's last token",
+    after=("direction",),
 )  # fmt: skip
 @needs(lambda lab: lab.policy.learns, "this policy does not learn")
 def every_token(lab: TrainLab) -> None:
-    """The first and the last token of a response are trained as those between them."""
+    """The first and the last token of a response are trained like those between them."""
     (prompt,) = lab.policy.prompts(1, seed=42)
     one, other = np.unique(np.concatenate(lab.policy.prompts(4, seed=43)))[:2].astype(np.int32)
     begun = lab.policy.prompts(1, longest=9, seed=44)[0]
@@ -203,19 +222,22 @@ def every_token(lab: TrainLab) -> None:
             gain > SEEN,
             f"responses differ in their {what} token, and one is rewarded: it became {gain:+.2g} nats more likely than the"
             " other. It is not trained",
+            f"loss: the {what} token of a response is not trained" if abs(gain) <= SEEN else "",
         )
 
 
 @check(
     "train", "basic",
-    means="workers of a run that has ended stay, with their memory and their GPUs",
-    look="close(): join threads, end processes and process groups", alone=True,
+    impact="processes of an ended run stay, with their memory and their GPUs",
+    hint="close(): join threads, end processes and process groups",
+    alone=True, after=("step",),
 )  # fmt: skip
 def closes(lab: TrainLab) -> None:
-    """close() gives back what the engine has taken: threads, processes, shared memory, descriptors."""
+    """close() releases the engine's resources: threads, processes, shared memory, descriptors."""
     batch = lab.batch()
 
     def start() -> None:
+        """Make an engine and use it."""
         lab.fresh()
         lab.step(batch)
 
@@ -224,8 +246,10 @@ def closes(lab: TrainLab) -> None:
 
 
 def train_until_seen(lab: TrainLab, batch: Batch, weights: Any, **options: Any) -> float:
-    """How the log-probs of a batch's tokens, weighted, have changed after a step on it by a new engine, or after several where
-    one is too small to be seen; nats."""
+    """Return the weighted change of the batch's log-probs (nats) after a step of a new engine.
+
+    If one step is too small to measure, take several.
+    """
     lab.start(**options) if options else lab.fresh()
     before, gain = np.concatenate(lab.reference(batch)), 0.0
     for _ in range(TRIES):
@@ -237,7 +261,7 @@ def train_until_seen(lab: TrainLab, batch: Batch, weights: Any, **options: Any) 
 
 
 def _gains(batch: Batch) -> Any:
-    """Of each token: 1 over the rewarded ones, or minus 1 over the others."""
+    """Return each token's weight: 1 over the rewarded ones, or minus 1 over the others."""
     rewarded = np.repeat(batch.array("reward") > 0, batch.ragged("response_ids").lengths)
     return np.where(rewarded, 1 / rewarded.sum(), -1 / (~rewarded).sum())
 
@@ -274,7 +298,7 @@ def _bad(lab: TrainLab, good: Batch) -> dict[str, Batch]:
 
 
 def _filtered(filtered: Any, rows: int) -> Any:
-    """Which rows were left out: bool (rows,)."""
+    """Return the rows left out: bool (rows,)."""
     if filtered is None:
         return np.zeros(rows, np.bool_)
     expect(

@@ -1,4 +1,4 @@
-"""Train engines in a real run, in a worker of their own that is killed."""
+"""A check of train engines in a real run, with a killed worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KILLED_AT = (1, 7)
 
 
 class _Killer:
-    """Kills the trainer as soon as it is ready again and has trained each of the given steps."""
+    """Kills the ready trainer after each of the given steps."""
 
     def __init__(self, at: tuple[int, ...]) -> None:
         self.at, self.pid, self.killed = list(at), 0, 0
@@ -41,11 +41,13 @@ class _Killer:
 
 @check(
     "train", "chaos",
-    means="after a crash the run trains rows twice or never, or does not go on at all",
-    look="save() and load() in a process of its own: files that are synced, what load() needs that only the dead process had",
+    impact="after a crash the run trains rows twice or never, or does not go on at all",
+    hint="save() and load() across processes: synced files, and no state of the dead process in load()",
+    after=("resume", "save_is_whole"),
 )  # fmt: skip
 def killed(lab: TrainLab) -> None:
-    """A run whose trainer is killed twice, before its first checkpoint and after, trains every prompt once."""
+    """A run with a trainer killed twice, before its first checkpoint and after, trains every prompt
+    once."""
     path = import_path(lab.make)
     if path is None:
         raise NotAsked("its factory is not in a module that a worker could import")

@@ -1,4 +1,4 @@
-"""What comes up in long runs of a train engine: padding, masks, old rows, resumes, memory."""
+"""Checks for long runs of a train engine: padding, masks, old rows, resumes, memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _grpo = needs(
 
 @check(
     "train", "full",
-    means="log-probs that are sent along as the present policy's are of an older one, and so are proofs of weights",
-    look="caches, an inference copy of the model, gathered parameters that are kept from before the step",
+    impact="log-probs sent as the present policy's are of an older one, in proofs of weights, too",
+    hint="caches, an inference copy of the model, gathered parameters from before the step",
+    after=("logprobs", "step"),
 )  # fmt: skip
 def fresh_logprobs(lab: TrainLab) -> None:
-    """After a step logprobs() are of the weights that named_weights() gives then."""
+    """After a step logprobs() are of the weights in named_weights()."""
     batch = lab.batch((3, 4), seed=2)
     lab.fresh()
     for number in range(3):
@@ -44,8 +45,9 @@ def fresh_logprobs(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    means="what is learned depends on which row came first: groups are mixed up, or micro-batches weigh unequally",
-    look="rows of a group lie anywhere in a batch (batch.groups); a mean of the means of micro-batches is not the mean",
+    impact="training depends on the order of rows: groups are mixed up, or micro-batches weigh unequally",
+    hint="rows of a group lie anywhere in a batch (batch.groups); a mean of the means of micro-batches is not the mean",
+    after=("step",),
 )  # fmt: skip
 def row_order(lab: TrainLab) -> None:
     """The rows of a batch in another order make the same step."""
@@ -58,11 +60,12 @@ def row_order(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    means="a row is learned otherwise beside a long one than beside a short one: noise that grows with the spread of lengths",
-    look="padding in the loss, in its mean, in attention and positions; tokens behind the last one that is trained",
+    impact="the effect of a row depends on the lengths of others: noise grows with the spread of lengths",
+    hint="padding in the loss, in its mean, in attention and positions; tokens behind the last trained one",
+    after=("step",),
 )  # fmt: skip
 def companions(lab: TrainLab) -> None:
-    """What a batch teaches does not depend on how long a row goes on behind its last trained token."""
+    """The effect of a batch does not depend on tokens of a row behind its last trained one."""
     short, lengths = lab.batch((4, 2), seed=4, longest=9), None
     lengths = short.ragged("response_ids").lengths
     every = np.ones(int(lengths.sum()), np.bool_)
@@ -84,12 +87,13 @@ def companions(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    means="the policy learns to write what tools and environments answered",
-    look="the column loss_mask, where a batch has it: those tokens are read, and are in no loss, no mean and no ratio",
+    impact="the policy learns to write the answers of tools and environments",
+    hint="the column loss_mask: masked tokens are read, and are in no loss, no mean and no ratio",
+    after=("step",),
 )  # fmt: skip
 @_learns
 def loss_mask(lab: TrainLab) -> None:
-    """Tokens that loss_mask leaves out are not trained, whatever their log-probs are said to be."""
+    """Tokens left out by loss_mask are not trained, with any log-probs."""
     batch = lab.batch((4, 3), seed=5)
     behaviour = batch.ragged("logprobs")
     ends = behaviour.offsets[1:] - 1
@@ -112,13 +116,14 @@ def loss_mask(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    means="rows of older weights are trained as if the present ones had drawn them: the run drifts, the more the staler they are",
-    look="the column logprobs is the denominator of the ratio; log-probs computed anew before the step are not",
+    impact="rows of older weights are trained as if the present ones had drawn them: the run drifts, the more the staler they are",
+    hint="the column logprobs is the denominator of the ratio; log-probs computed anew before the step are not",
+    after=("step",),
 )  # fmt: skip
 @_learns
 @_grpo
 def off_policy(lab: TrainLab) -> None:
-    """The ratio is to the log-probs that came with the rows: where it is clipped, nothing is trained."""
+    """The ratio is to the log-probs in the rows: a clipped token is not trained."""
     batch = lab.batch((4, 4), seed=6)
     behaviour = batch.ragged("logprobs")
     rewarded = np.repeat(batch.array("reward") > 0, behaviour.lengths)
@@ -135,13 +140,15 @@ def off_policy(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    means="long responses count for more or less than the algorithm says",
-    look="the mean of the loss: over all trained tokens of the step, whatever row they are in",
+    impact="long responses count for more or less than the algorithm says",
+    hint="the mean of the loss: over all trained tokens of the step, not by row",
+    after=("loss_mask",),
 )  # fmt: skip
 @_learns
 @_grpo
 def token_mean(lab: TrainLab) -> None:
-    """Under GRPO every token of a step weighs the same: a row counts as two that have half of its tokens each."""
+    """Under GRPO every token of a step weighs the same: a row counts like two with half of its
+    tokens each."""
     algorithm = dataclasses.replace(lab.options["algorithm"], normalize_std=False)
     stream = np.concatenate(lab.policy.prompts(8, longest=24, seed=46))
     lengths = (6, 9, 4, 12, 2, 3, 1, 2)
@@ -157,12 +164,13 @@ def token_mean(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    means="a user's own algorithm is asked for and ignored: the run trains by another, and says nothing",
-    look="the factory's `algorithm`: advantages() and loss() of whatever it is, or ConfigError for one it cannot train by",
+    impact="a user's own algorithm is asked for and ignored: the run trains by another, and says nothing",
+    hint="the factory's `algorithm`: call its advantages() and loss(), or raise ConfigError for an unsupported one",
+    after=("direction",),
 )  # fmt: skip
 @_learns
 def algorithm(lab: TrainLab) -> None:
-    """An algorithm that it has never seen is followed, to the token, or refused."""
+    """An unknown algorithm is followed, to the token, or refused."""
     batch = lab.batch((4, 3), seed=8)
     mask = np.random.default_rng(8).random(len(batch.ragged("logprobs").values)) < 0.7
     mask[batch.ragged("logprobs").offsets[1:] - 1] = True
@@ -186,18 +194,20 @@ def algorithm(lab: TrainLab) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Opposite(Algorithm):
-    """An advantage for each token, against the reward, and a column of its own. ``given``: what its loss was asked, if in this
-    process."""
+    """An advantage for each token, against the reward, and a column of its own. ``given``: the
+    inputs of its loss, if in this process."""
 
     needs = ("weight",)
     given: list[PackedTokens] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def advantages(self, batch: Batch) -> Ragged:
+        """Return the opposite of the reward, slightly different for each token."""
         lengths = batch.ragged("response_ids").lengths
         values = np.repeat(0.5 - batch.array("reward"), lengths) + 1e-3 * np.arange(lengths.sum())
         return Ragged.from_lengths(values.astype(np.float32), lengths)
 
     def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
+        """Keep the inputs; return the loss."""
         self.given.append(tokens)
         weight = tokens.columns["weight"]
         gain = (tokens.logprobs - tokens.behaviour).exp() * tokens.advantages * weight
@@ -205,7 +215,7 @@ class Opposite(Algorithm):
 
 
 def _packed(lab: TrainLab, batch: Batch, mask: npt.NDArray[np.bool_], asked: Opposite) -> None:
-    """Of the first step: each token once, with what is its own."""
+    """Verify the first step: each token once, with its own values."""
     wanted = np.flatnonzero(mask)
     parts: list[PackedTokens] = []
     while asked.given and sum(len(part.advantages) for part in parts) < len(wanted):
@@ -236,11 +246,12 @@ def _packed(lab: TrainLab, batch: Batch, mask: npt.NDArray[np.bool_], asked: Opp
 
 @check(
     "train", "full",
-    means="a run that was stopped goes on as another one: a jump in the curve after each resume",
-    look="save() and load(): the optimizer's state, its count of steps, random state and schedules, not the weights only",
+    impact="a resumed run differs from the stopped one: a jump in the curve after each resume",
+    hint="save() and load(): the optimizer's state, its count of steps, random state and schedules, not the weights only",
+    after=("step", "logprobs"),
 )  # fmt: skip
 def resume(lab: TrainLab) -> None:
-    """An engine that loads what another saved trains as that one would have gone on."""
+    """An engine with another's checkpoint trains like that one would have continued."""
     batches = [lab.batch((4, 3), seed=50 + number) for number in range(5)]
     with lab.folder() as path:
         lab.fresh()
@@ -258,16 +269,22 @@ def resume(lab: TrainLab) -> None:
         lab.check_logprobs(batches[0], saved, when=" after load()")
         for batch in batches[3:]:
             lab.step(batch)
-        lab.expect_same(wanted, lab.tensors(), "3 steps, save, load and 2 more are not the same 5 steps")
+        text, cause = (
+            "3 steps, save, load and 2 more are not the same 5 steps",
+            "load: the optimizer's state is not restored",
+        )
+        lab.expect_same(wanted, lab.tensors(), text, cause)
 
 
 @check(
     "train", "full",
-    means="the checkpoint that is needed after a crash cannot be loaded, or an empty one is taken for a good one",
-    look="save() into a directory that exists, also over an older save; only paths below it, and none written down; load() of nothing raises",
+    impact="the checkpoint cannot be loaded after a crash, or an empty one is accepted",
+    hint="save() into an existing directory, also over an older save; only paths below it, none stored in a file; load() of an empty one raises",
+    after=("step",),
 )  # fmt: skip
 def save_is_whole(lab: TrainLab) -> None:
-    """What is saved, also over an older save, is all there is to it: it loads from where it was moved to. Nothing else does."""
+    """A save, also over an older one, is complete: it loads from a new location. An empty directory
+    does not load."""
     batch = lab.batch((4, 3), seed=60)
     with lab.folder() as path:
         place = path / "part" / "engine"
@@ -296,18 +313,19 @@ def save_is_whole(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    means="the model that a run ends with is not the one that it has trained",
-    look="export(): the present weights, in the checkpoint's names and dtypes, with the configuration that loads them",
+    impact="the final model of a run is not the trained one",
+    hint="export(): the present weights, in the checkpoint's names and dtypes, with their configuration",
+    after=("names",),
 )  # fmt: skip
 def export(lab: TrainLab) -> None:
-    """The folder that it exports has the weights that it has."""
+    """The exported folder has the engine's weights."""
     lab.fresh()
     lab.step(lab.batch((4, 3), seed=61))
     exported(lab)
 
 
 def exported(lab: TrainLab) -> None:
-    """What the engine exports now is what it publishes. Raises DoesNotApply for one that cannot export."""
+    """Compare the export with named_weights(). Raises DoesNotApply for an engine without export."""
     with lab.folder() as path:
         try:
             lab.engine.export(path / "model")
@@ -323,11 +341,13 @@ def exported(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    means="publishing a version changes what is trained, or what is published changes while it is read",
-    look="named_weights(): the same tensors however often it is read; no buffer that is used for one after another",
+    impact="publishing a version changes training, or published tensors change while they are read",
+    hint="named_weights(): the same tensors in each reading; no buffer shared by several tensors",
+    after=("step",),
 )  # fmt: skip
 def live_views(lab: TrainLab) -> None:
-    """Weights stay what they are until the next step, however often they are read, and reading them changes nothing."""
+    """Weights stay the same until the next step, however often they are read, and reading has no
+    effect."""
     batches = [lab.batch((4, 3), seed=62 + number) for number in range(3)]
     wanted = lab.trained(*batches)
     lab.start()
@@ -344,16 +364,19 @@ def live_views(lab: TrainLab) -> None:
 
 @check(
     "train", "full",
-    means="every step costs memory that never comes back: a run of some hours is killed",
-    look="losses kept with their graphs, tensors of batches, metrics that are no plain floats, gathered copies",
+    impact="every step leaks memory: a run is killed after some hours",
+    hint="losses kept with their graphs, tensors of batches, metrics other than plain floats, gathered copies",
+    after=("step",),
 )  # fmt: skip
 def memory(lab: TrainLab) -> None:
-    """Step after step takes no more and more memory, shared memory, GPU memory, descriptors, threads or processes."""
+    """Repeated steps take no growing memory, shared memory, GPU memory, descriptors, threads or
+    processes."""
     batch = lab.batch((4, 4), seed=65)
     nbytes = sum(array.nbytes for array in lab.policy.tensors(0).values())
     steps = max(12, min(math.ceil((16 << 20) / max(nbytes, 1)), 60))
 
     def some(count: int) -> None:
+        """Train and read the weights."""
         for _ in range(count):
             lab.step(batch)
             for _ in lab.engine.named_weights():
@@ -376,12 +399,14 @@ def _plain(values: Any) -> npt.NDArray[Any]:
 
 @check(
     "train", "full",
-    means="after a rollback the trainer goes on from weights that nobody published, in part or as a whole those given up",
-    look="load_weights(): every tensor, copied; masters made from them; a new optimizer's state; names and shapes compared first",
+    impact="after a rollback the trainer continues from unpublished weights, in part or wholly the discarded ones",
+    hint="load_weights(): every tensor, copied; masters made from them; a new optimizer's state; names and shapes compared first",
+    after=("step",),
 )  # fmt: skip
 @needs(lambda lab: lab.engine.restores, "it does not say that it restores (TrainEngine.restores)")
 def load_weights(lab: TrainLab) -> None:
-    """load_weights() takes a published version whole: named_weights() gives its bytes, and the next step starts from them with a new optimizer."""
+    """load_weights() takes a published version whole: named_weights() gives its bytes, and the next
+    step uses a new optimizer."""
     first, second, third = (lab.batch((4, 3), seed=seed) for seed in (31, 32, 33))
     lab.trained(first)
     version = {name: copied(tensor) for name, tensor in lab.engine.named_weights()}
@@ -401,7 +426,7 @@ def load_weights(lab: TrainLab) -> None:
 
 
 def _load(lab: TrainLab, version: dict[str, npt.NDArray[Any]], when: str) -> None:
-    """The memory that the tensors come from is another version's afterwards."""
+    """Load a version, then overwrite its memory."""
     update = HeldUpdate(7, version)
     lab.take(update)
     update.scribble()

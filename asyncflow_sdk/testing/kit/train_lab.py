@@ -1,4 +1,4 @@
-"""TrainLab: a train engine under check, with the policy whose weights it begins with."""
+"""TrainLab: a train engine under check, and the policy of its first weights."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ from ...interfaces import StepResult, TrainEngine, WeightUpdate
 from ...types import LOSS_MASK, VERSION_SPANS, Batch, Ragged, one_version
 from ...types.dtypes import from_torch, is_torch
 from .check import CheckFailed, expect
+from .diagnosis import Diagnosis, diagnose_numbers
 from .policy import Policy
 from .precision import SHARE, too_far
 from .thread import EngineThread
 
 LIMIT_S = 60.0
 SAME = 0.02
-"""How far two updates that should be equal may be apart, as a part of the update: what rounding does to an optimizer that
-divides by the gradient's size, where the gradient is nearly 0."""
+"""The largest distance of equal updates, relative to their length: the effect of rounding on an optimizer's division by a
+gradient of almost 0."""
 NOTHING = 0.1
-"""Below this part of an update, weights count as not trained: decay is not what the rows ask for."""
+"""Weights moved by less than this part of an update count as not trained: decay is no training."""
 
 FIRST_ROW, ROWS_APART = 5_000_000_000, 3
-"""Numbers of rows, which are large, as they are in runs."""
+"""Numbers of rows are large, as in runs."""
 
 Ids = npt.NDArray[np.int32]
 Tensors = dict[str, npt.NDArray[Any]]
 
 
 class TrainLab:
-    """Makes the engine, anew where a check wants one that has not trained, never two at a time.
+    """Makes the engine, anew for checks with an untrained one, never two at a time. Closed by
+    ``close``.
 
-    ``make``: the factory, called with ``model=`` the policy's folder, ``algorithm=`` GRPO unless ``options`` say another, and
-    ``options``. ``tolerance``: how far log-probs may be from the policy's. ``limit_s``: no check takes longer. One thread,
-    its own, calls the engine. Closed by ``close``.
+    ``make``: the factory, called with ``model=`` the policy's folder, ``algorithm=`` GRPO unless in
+    ``options``, and ``options``. ``tolerance``: the largest distance of a log-prob from the
+    policy's. ``limit_s``: of each check. One thread of the lab calls the engine.
     """
 
     def __init__(
@@ -59,19 +61,20 @@ class TrainLab:
     # ---- for the runner
 
     def ask(self, body: Callable[[TrainLab], Any], what: str) -> str | None:
-        """Run a check in the engine's thread. Raises what the check raises."""
+        """Run a check in the engine's thread. Raises the error of the check."""
         if self._thread is None or self._thread.stuck:
             self._thread = EngineThread()
         self.waits(self.limit_s)
         return self._thread.call(lambda: body(self), self.limit_s, what)  # type: ignore[no-any-return]
 
     def renew(self) -> None:
-        """After a failed check nobody knows what the engine is like: the next check gets a new one."""
+        """Drop the engine after a failure: its state is unknown."""
         with contextlib.suppress(Exception):
             self.close()
 
     def close(self) -> None:
-        """Raises what closing the engine raises. An engine that is stuck is left behind."""
+        """Close the engine and its thread. Raises the error of the engine's close. A stuck engine
+        is left behind."""
         thread, self._thread = self._thread, None
         try:
             if thread is not None and not thread.stuck:
@@ -86,15 +89,15 @@ class TrainLab:
 
     @property
     def engine(self) -> TrainEngine:
-        """The engine as it is, trained or not."""
+        """The current engine, trained or not."""
         return self._engine if self._engine is not None else self.start()
 
     def fresh(self) -> TrainEngine:
-        """One that has the policy's version 0 and has trained nothing."""
+        """Return an untrained engine with the policy's version 0."""
         return self.engine if self._new else self.start()
 
     def start(self, **options: Any) -> TrainEngine:
-        """A new one, with other options than usual where some are given. Raises what its factory raises."""
+        """Return a new engine, with these options instead of the usual. Raises the factory's error."""
         self.end()
         engine: TrainEngine = self.make(model=self.policy.folder, **{**self.options, **options})
         expect(isinstance(engine, TrainEngine), f"the factory made {engine!r}, which is no asyncflow_sdk.TrainEngine")
@@ -109,7 +112,7 @@ class TrainLab:
 
     @contextlib.contextmanager
     def of(self, policy: Policy) -> Iterator[None]:
-        """Within, engines begin with the weights of another policy."""
+        """Begin with the weights of another policy within the context."""
         usual = self.policy
         self.end()
         self.policy = policy
@@ -120,21 +123,24 @@ class TrainLab:
             self.end()
 
     def step(self, batch: Batch) -> StepResult:
+        """Train on a batch; verify the result's type."""
         self._new = False
         result = self.engine.train_step(batch)
         expect(isinstance(result, StepResult), f"train_step() returned {result!r:.80}, no asyncflow_sdk.StepResult")
         return result
 
     def load(self, path: Path) -> None:
+        """Load a save."""
         self._new = False
         self.engine.load(path)
 
     def take(self, update: WeightUpdate) -> None:
+        """Load a published version."""
         self._new = False
         self.engine.load_weights(update)
 
     def trained(self, *batches: Batch, **options: Any) -> Tensors:
-        """The weights of a new engine after a step on each batch."""
+        """Return the weights of a new engine after a step on each batch."""
         if options:
             self.start(**options)
         else:
@@ -144,7 +150,7 @@ class TrainLab:
         return self.tensors()
 
     def tensors(self) -> Tensors:
-        """The policy's weights as named_weights() gives them now, copied."""
+        """Return a copy of the current named_weights()."""
         known = self.policy.tensors(0)
         found = {name: copied(tensor) for name, tensor in self.engine.named_weights() if name in known}
         missing = [name for name in known if name not in found]
@@ -152,22 +158,24 @@ class TrainLab:
         return found
 
     def moved(self, tensors: Mapping[str, npt.NDArray[Any]]) -> float:
-        """How far these are from version 0, over all weights: the length of the update."""
+        """Return the distance from version 0 over all weights: the length of the update."""
         return distance(tensors, self.policy.tensors(0))
 
     def stride(self, batch: Batch) -> float:
-        """How far a step on a batch moves the weights of a new engine; never 0."""
+        """Return the length of a new engine's step on a batch; never 0."""
         went = self.moved(self.trained(batch))
         expect(went, "a step on rows with advantages changed no weight, so nothing can be said; see check 'step'")
         return went
 
-    def expect_same(self, one: Tensors, other: Tensors, said: str) -> None:
-        """Two ways of training came to the same weights, in proportion to how far they went."""
+    def expect_same(self, one: Tensors, other: Tensors, said: str, cause: str = "") -> None:
+        """Compare two results of training, relative to the length of their updates."""
         went = max(self.moved(one), self.moved(other))
         expect(went, f"{said}: no weight changed, so nothing can be said; see check 'step'")
         apart = distance(one, other) / went
         expect(
-            apart <= self.same, f"{said}: the updates are {apart:.2g} of their size apart; {self.same:g} is allowed"
+            apart <= self.same,
+            f"{said}: the updates are {apart:.2g} of their size apart; {self.same:g} is allowed",
+            cause,
         )
 
     # ---- batches
@@ -196,14 +204,15 @@ class TrainLab:
         return [np.asarray(part, np.int32) for part in np.split(stream, np.cumsum(lengths))[:rows]]
 
     def reference(self, batch: Batch, tensors: Mapping[str, npt.NDArray[Any]] | None = None) -> list[Any]:
-        """Log-probs of each response, under version 0 or given weights."""
+        """Return log-probs of each response, under version 0 or given weights."""
         pairs = list(zip(batch.ragged("prompt_ids"), batch.ragged("response_ids"), strict=True))
         if tensors is None:
             return [self.policy.logprobs(0, prompt, response) for prompt, response in pairs]
         return [self.policy.logprobs_of(tensors, prompt, response) for prompt, response in pairs]
 
     def check_logprobs(self, batch: Batch, tensors: Tensors | None = None, *, when: str = "") -> None:
-        """What the engine says of a batch is what the policy says, under version 0 or given weights."""
+        """Compare the engine's log-probs of a batch with the policy's, under version 0 or given
+        weights."""
         got = self.engine.logprobs(batch)
         expect(isinstance(got, Ragged), f"logprobs() returned {type(got).__name__}, no asyncflow_sdk.Ragged")
         expect(got.values.dtype == np.float32, f"logprobs() are {got.values.dtype}, not float32")
@@ -216,17 +225,33 @@ class TrainLab:
         apart = [np.abs(have - want) for have, want in zip(got, wanted, strict=True)]
         far = [too_far(each, self.tolerance) for each in apart]
         if any(far):
-            row = max((each for each in range(len(far)) if far[each]), key=lambda each: float(apart[each].max()))
+            rows = sorted((each for each in range(len(far)) if far[each]), key=lambda each: -float(apart[each].max()))
+            row, found = rows[0], self._diagnose(batch, got, wanted, rows)
             at = int(apart[row].argmax())
             raise CheckFailed(
                 f"logprobs(){when} are {far[row]} from the policy's (row {row}, token {at} of {lengths[row]}:"
                 f" {got[row][at]:.6g}, not {wanted[row][at]:.6g}; {self.tolerance:g} is allowed, {self.tolerance / SHARE:g} on"
-                f" average); {sum(map(bool, far))} of {len(apart)} rows are wrong"
+                f" average); {sum(map(bool, far))} of {len(apart)} rows are wrong{found.text}",
+                found.cause,
+                found.hint,
             )
+
+    def _diagnose(self, batch: Batch, got: Ragged, wanted: Sequence[Any], rows: Sequence[int]) -> Diagnosis:
+        """Return the first explanation of wrong log-probs, of rows with at least three tokens."""
+        have = [np.asarray(each, np.float64) for each in got]
+        first = self.reference(batch)
+        if all(np.abs(have[row] - first[row]).max() <= self.tolerance for row in rows):
+            return Diagnosis("logprobs: of older weights", ": they are those of the weights before any step")
+        for row in (row for row in rows if len(wanted[row]) > 2):
+            found = diagnose_numbers(wanted[row], have[row], self.tolerance)
+            if found.cause:
+                return found
+        joined, right = np.concatenate(have), np.concatenate(list(wanted))
+        return diagnose_numbers(right, joined, self.tolerance)
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
-        """An empty one, removed in the end."""
+        """Return an empty directory, removed at the end."""
         with tempfile.TemporaryDirectory(prefix="asyncflow-check-") as path:
             yield Path(path)
 
@@ -235,7 +260,8 @@ def make_batch(
     policy: Policy, prompts: Sequence[Ids], responses: Sequence[Ids], group: npt.NDArray[np.int64],
     rewards: Sequence[float],
 ) -> Batch:  # fmt: skip
-    """One row a prompt and response. Numbers of rows and groups are large, as they are in runs."""
+    """Return a batch with a row for each prompt and response. Numbers of rows and groups are large,
+    as in runs."""
     logprobs = [policy.logprobs(0, p, r).astype(np.float32) for p, r in zip(prompts, responses, strict=True)]
     packed = Ragged.of(list(responses), np.int32)
     plain = Batch.of(
@@ -249,19 +275,19 @@ def make_batch(
 
 
 def changed(batch: Batch, **columns: Any) -> Batch:
-    """The batch with other columns, or without those that are None."""
+    """Return the batch with other columns; None removes one."""
     values = {name: batch[name] for name in batch} | columns
     made = Batch.of({name: value for name, value in values.items() if value is not None})
     return Batch(batch.ids, batch.groups, made.columns)
 
 
 def masked(batch: Batch, mask: npt.NDArray[np.bool_]) -> Batch:
-    """The batch with a loss mask, bool (response tokens,)."""
+    """Return the batch with a loss mask, bool (response tokens,)."""
     return changed(batch, **{LOSS_MASK: Ragged(mask, batch.ragged("response_ids").offsets)})
 
 
 def distance(one: Mapping[str, npt.NDArray[Any]], other: Mapping[str, npt.NDArray[Any]]) -> float:
-    """Euclidean, over all tensors of the two."""
+    """Return the Euclidean distance over all common tensors."""
     with np.errstate(all="ignore"):
         squares = [
             float(((one[name].astype(np.float64) - other[name].astype(np.float64)) ** 2).sum())
@@ -272,12 +298,12 @@ def distance(one: Mapping[str, npt.NDArray[Any]], other: Mapping[str, npt.NDArra
 
 
 def copied(tensor: Any) -> npt.NDArray[Any]:
-    """A tensor of any framework that names weights, as an array of its own."""
+    """Copy a tensor of any framework to an array."""
     return np.array(from_torch(tensor) if is_torch(tensor) else tensor)
 
 
 def unlike(one: Mapping[str, npt.NDArray[Any]], other: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-    """Names of tensors that differ in a bit, or are in one of the two only."""
+    """Return the names of tensors different in a bit, or present only once."""
     return [name for name in one.keys() | other.keys() if not _equal(one.get(name), other.get(name))]
 
 

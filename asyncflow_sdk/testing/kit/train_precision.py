@@ -1,4 +1,4 @@
-"""Train engines that begin with a checkpoint in bfloat16, as most are."""
+"""A check of train engines with a checkpoint in bfloat16, the usual one."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from .train_lab import Tensors, TrainLab
 
 STEPS = 24
 FAR = (2.0, 6.0)
-"""How far all steps together go, in half roundings of bfloat16: far enough to be seen when rounded once, and each step by itself
-too short to be seen. Of the weights in the middle, by what they contribute."""
+"""The way of all steps in half roundings of bfloat16, at the median weight by contribution: visible when rounded once, and too
+short to be visible in a single step."""
 KEPT = 0.5
-"""The least part of the way that must be left. Steps that are rounded one by one keep about 0.1; rounded once, 0.9 and more."""
+"""The part of the way needed. Steps rounded one by one keep about 0.1; rounded once, 0.9 and more."""
 _BITS = 8
 
 
 @check(
     "train", "full",
-    means="at the small learning rates of post-training nothing is learned but where weights are near 0, and the run looks as if it went well; or replicas refuse what is published",
-    look="an optimizer that steps on bfloat16 weights: keep them in float32, step on those, and round only what is published",
+    impact="at the small learning rates of post-training only weights near 0 are learned although the run looks well; or replicas refuse the published dtype",
+    hint="an optimizer with bfloat16 weights: keep master weights in float32, step on them, and round only for publishing",
+    after=("step", "export"),
 )  # fmt: skip
 @needs(lambda lab: lab.policy.learns, "this policy does not learn")
 def small_updates(lab: TrainLab) -> None:
-    """From a checkpoint in bfloat16, small steps add up as they do in float32; what is published and exported is bfloat16."""
+    """From a checkpoint in bfloat16, small steps add up as in float32; published and exported
+    weights are bfloat16."""
     rate = _given_rate(lab)
     half, whole = (lab.policy.rounded(dtype) for dtype in ("bfloat16", "float32"))
     with lab.of(whole):
@@ -59,7 +61,7 @@ def small_updates(lab: TrainLab) -> None:
 
 
 def _given_rate(lab: TrainLab) -> float:
-    """The learning rate that it has here."""
+    """Return the learning rate in the options or the factory's default."""
     parameter = inspect.signature(lab.make).parameters.get("lr")
     rate = lab.options.get("lr", parameter.default if parameter is not None else None)
     if not isinstance(rate, (int, float)) or not rate > 0:
@@ -68,7 +70,7 @@ def _given_rate(lab: TrainLab) -> float:
 
 
 def _slowly(lab: TrainLab, batch: Batch, rate: float) -> tuple[float, Tensors]:
-    """A learning rate at which all steps together go FAR, and where they lead."""
+    """Return a learning rate with a total way of FAR, and the weights at its end."""
     for _ in range(6):
         found = lab.trained(*[batch] * STEPS, lr=rate)
         went = _roundings(found, lab.policy.tensors(0))
@@ -80,7 +82,8 @@ def _slowly(lab: TrainLab, batch: Batch, rate: float) -> tuple[float, Tensors]:
 
 
 def _roundings(tensors: Mapping[str, npt.NDArray[Any]], first: Mapping[str, npt.NDArray[Any]]) -> float:
-    """How far it is from ``first``, in half roundings: of the weight at which half of the squared way is done."""
+    """Return the distance from ``first`` in half roundings, of the weight at half of the squared
+    way."""
     begin, way = _flat(first, first), _moved(tensors, first)
     begin, way = begin[begin != 0], way[begin != 0]  # near 0 nothing is rounded away
     far = np.abs(way) / np.exp2(np.floor(np.log2(np.abs(begin))) - _BITS)

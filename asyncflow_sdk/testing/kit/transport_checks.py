@@ -1,4 +1,4 @@
-"""Weight transports: each check of ``check_transport``, with what it means."""
+"""Checks of weight transports: each of ``check_transport``, with its impact."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ends import Ends
+from ..transport_harness import TransportHarness
 from ..transports import TRANSPORT_CHECKS
 from .check import Tier, check
 from .plain_lab import PlainLab
@@ -14,24 +14,24 @@ from .plain_lab import PlainLab
 
 class _Meaning(NamedTuple):
     tier: Tier
-    means: str
-    look: str
+    impact: str
+    hint: str
 
 
 _MEANINGS = {
-    "every_bit": _Meaning("basic", "replicas hold other weights than were published", "dtypes, shapes, tied names and pieces: bytes are moved, not converted"),
+    "every_bit": _Meaning("basic", "replicas hold other weights than the published ones", "dtypes, shapes, tied names and pieces: bytes are moved, not converted"),
     "boundaries": _Meaning("basic", "a tensor is cut or shifted where a bucket or a chunk ends", "off-by-one at the ends of buckets and chunks"),
-    "versions": _Meaning("basic", "a replica is given a version that is not whole, or memory grows with every version", "keep(): what is not named may be reused, what is must stay"),
+    "versions": _Meaning("basic", "a replica is given a version that is not whole, or memory grows with every version", "keep(): named versions must stay, others may be reused"),
     "abandoned": _Meaning("full", "a trainer that dies while it publishes takes the next publication with it", "abandon(): as if the version had never been begun"),
     "held_for_ever": _Meaning("full", "one slow replica holds up the trainer", "room() and keep() never wait for receivers"),
-    "written_into": _Meaning("full", "an engine that works in place changes what other replicas load", "what fetch() returns is writable without harm: private maps or copies"),
-    "flipped": _Meaning("basic", "corrupted weights are loaded, and nobody knows", "fetch(): compare every bucket's digest before returning"),
-    "undigested": _Meaning("full", "versions that are published without digests cannot be fetched", "a manifest without digests passes"),
+    "written_into": _Meaning("full", "an engine that works in place changes what other replicas load", "the chunks of fetch() must be private: private maps or copies"),
+    "flipped": _Meaning("basic", "corrupted weights are loaded, and nobody knows", "fetch(): compare every bucket's digest before the return"),
+    "undigested": _Meaning("full", "versions published without digests cannot be fetched", "a manifest without digests passes"),
     "from_base": _Meaning("full", "deltas are applied to the wrong version, or half", "fetch(base=): the result shares no memory with the base"),
-    "together": _Meaning("full", "replicas that fetch at the same time get each other's bytes, or wait for each other", "state that receivers share"),
-    "interrupted": _Meaning("full", "a replica goes on fetching what nobody wants, and is late for the newest", "interrupt(): end the fetch under way with an error"),
-    "closed": _Meaning("full", "memory and sockets of ended runs stay", "close(): idempotent; what was fetched stays valid"),
-    "adopted": _Meaning("full", "after a trainer is started again, versions that it published before are gone", "adopt(): take over what the one before left"),
+    "together": _Meaning("full", "replicas that fetch at the same time get each other's bytes, or wait for each other", "state shared by receivers"),
+    "interrupted": _Meaning("full", "a replica fetches an outdated version to its end, and is late for the newest", "interrupt(): end the fetch under way with an error"),
+    "closed": _Meaning("full", "memory and sockets of ended runs stay", "close(): idempotent; fetched versions stay valid"),
+    "adopted": _Meaning("full", "after a restart of the trainer its published versions are gone", "adopt(): take over the versions of the previous sender"),
     "strange_places": _Meaning("full", "bytes from another process make a replica crash, read other files, or run code", "fetch(): `where` is validated before it is used"),
 }  # fmt: skip
 
@@ -41,12 +41,14 @@ def _register() -> None:
         meaning = _MEANINGS[name]
 
         def body(lab: PlainLab, ask: object = ask) -> None:
-            with Ends(lab.made, lab.factory) as ends:
+            """Run the check on a new harness."""
+            with TransportHarness(lab.made, lab.factory) as ends:
                 ends.random = np.random.default_rng(0)
                 ask(ends)  # type: ignore[operator]
 
         body.__name__, body.__doc__ = name, ask.__doc__
-        check("transport", meaning.tier, means=meaning.means, look=meaning.look)(body)
+        after = () if name == "every_bit" else ("every_bit",)
+        check("transport", meaning.tier, impact=meaning.impact, hint=meaning.hint, after=after)(body)
 
 
 _register()

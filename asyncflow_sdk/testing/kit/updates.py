@@ -1,4 +1,4 @@
-"""Updates without a transport: a version in plain memory, as an engine is given one."""
+"""HeldUpdate: a version in plain memory, without a transport."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ...interfaces import Fetched, WeightUpdate
 from ...types import Chunk, Manifest
 from ...types.manifest import digest
 from ...weights.update import Update
-from ..ends import layout
+from ..transport_harness import layout
 
 BUCKET = 1 << 20
 
 
 class HeldUpdate(WeightUpdate):
-    """A version like those that transports fetch, with which a check can do what memory may suffer.
+    """A version like a fetched one, with faults of memory and transfer.
 
-    ``breaks_after``: so many tensors come, then iterating raises OSError. ``halfway`` is called before the middle one. ``scribble`` overwrites all its bytes, as the next
-    version in the same memory would.
+    ``breaks_after``: raise OSError after so many tensors. ``halfway``: called before the middle
+    one. ``scribble`` overwrites all bytes, like the next version in the same memory.
     """
 
     def __init__(
@@ -39,15 +39,18 @@ class HeldUpdate(WeightUpdate):
         self._breaks_after, self._halfway = breaks_after, halfway
 
     def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """Yield names and numpy arrays."""
         return self._breaking(self._whole.arrays())
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return self._breaking(iter(self._whole))
 
     def release(self) -> None:
+        """Release the memory."""
         self._whole.release()
 
     def scribble(self) -> None:
+        """Overwrite all bytes."""
         for chunk in self._chunks:
             chunk[:] = 0x3F
 

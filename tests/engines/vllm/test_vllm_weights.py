@@ -15,7 +15,7 @@ from one_vllm import ask_until_an_error
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import EngineError, WeightError, WeightMismatch
-from asyncflow_sdk.testing.ends import Ends
+from asyncflow_sdk.testing.transport_harness import TransportHarness
 from asyncflow_sdk.weights import Update, make_transport
 
 EMBEDDING, HEAD, KEYS = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.k_proj.weight"
@@ -43,7 +43,7 @@ def test_versions_in_shared_memory_and_in_private_memory_are_loaded(tied: Any) -
         await lab.update(lab.version + 1)  # which lies in memory of this process alone
         await lab.check_greedy(lab.policy.prompts(2, seed=4), when=" after a version in private memory")
 
-    with Ends(lambda: make_transport("shm"), lambda: make_transport("shm")) as ends:
+    with TransportHarness(lambda: make_transport("shm"), lambda: make_transport("shm")) as ends:
         receiver = ends.receiver()
         tied.ask(body, "loading from shared memory")
 

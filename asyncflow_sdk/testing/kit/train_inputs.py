@@ -1,4 +1,4 @@
-"""What a train engine computes for algorithms that ask for it."""
+"""Checks of the columns a train engine computes for algorithms."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from .check import CheckFailed, DoesNotApply, check, expect
 from .train_lab import FIRST_ROW, ROWS_APART, TrainLab, masked
 
 LONGEST = 64
-"""More tokens than any response of the kit has."""
+"""A bound for the tokens of a response."""
 
 
 @check(
     "train", "full",
-    means="corrections for stale tokens that correct nothing, a critic that learns what nobody asked, or advantages of a part of the step",
-    look="`computes`, and for what an algorithm `asks`: tokens.columns, tokens.values, tokens.entropy; of several ranks `standardise`",
+    impact="corrections for stale tokens have no effect, the critic learns wrong values, or advantages cover a part of the step",
+    hint="`computes` of the engine and `asks` of the algorithm: tokens.columns, tokens.values, tokens.entropy; with several ranks `standardise`",
+    after=("step", "logprobs"),
 )  # fmt: skip
 def asked(lab: TrainLab) -> None:
-    """An algorithm gets what the engine says it computes, of each token: log-probs before the step, values, entropies; and advantages over all rows."""
+    """An algorithm gets all declared columns for each token: log-probs before the step, values,
+    entropies; and advantages over all rows."""
     names = tuple(name for name in lab.engine.computes if name != "staleness")  # of a run's steps only
     if not names:
         raise DoesNotApply("it computes nothing for algorithms")
@@ -52,23 +54,28 @@ def asked(lab: TrainLab) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Asking(Algorithm):
-    """Each token has a number of its own, by which it is known: twice the column "halved". Whatever process calls its loss, what
-    that was given lies in ``into`` then, a file a call."""
+    """An algorithm with a unique number for each token: twice its column "halved".
+
+    Each call of its loss, in any process, writes its inputs to a file in ``into``.
+    """
 
     asks: tuple[str, ...] = ()
     into: str = ""
     standardise: float | None = 0.5
 
     def advantages(self, batch: Batch) -> Any:
+        """Return standardised numbers."""
         found = self.advantages_of_share(batch)
         mask = batch.ragged(LOSS_MASK)
         return {**found, "advantages": Ragged(_standardised(found["advantages"].values, mask.values), mask.offsets)}
 
     def advantages_of_share(self, batch: Batch) -> Any:
+        """Return the numbers of a rank's rows."""
         numbers, offsets = _numbers(batch), batch.ragged("response_ids").offsets
         return {"advantages": Ragged(numbers, offsets), "halved": Ragged(numbers / 2, offsets)}
 
     def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
+        """Write the inputs; return a loss of all of them."""
         loss = tokens.logprobs.sum()
         if "entropy" in self.asks:
             loss = loss + tokens.entropy.sum()
@@ -80,7 +87,7 @@ class Asking(Algorithm):
 
 
 def _given(tokens: PackedTokens, asks: Sequence[str]) -> dict[str, Any]:
-    """As arrays; of what has a gradient whether it has."""
+    """Return the inputs as arrays, and whether each has a gradient."""
     found: dict[str, Any] = {f"column {name}": _plain(column) for name, column in tokens.columns.items()}
     for name in ("entropy", "values"):
         if name in asks:
@@ -127,7 +134,7 @@ def _looked_at(
 
 
 def _numbers(batch: Batch) -> np.ndarray[Any, Any]:
-    """Of each response token, by its row and place: the same whatever rows a rank has."""
+    """Return each response token's number, by row and place, on any rank."""
     lengths = batch.ragged("response_ids").lengths
     rows = np.repeat((batch.ids - FIRST_ROW) // ROWS_APART, lengths)
     places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -135,7 +142,7 @@ def _numbers(batch: Batch) -> np.ndarray[Any, Any]:
 
 
 def _standardised(numbers: np.ndarray[Any, Any], drawn: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Those drawn of mean 0 and spread 1; 0 the others."""
+    """Return the drawn ones with mean 0 and spread 1, others 0."""
     known = numbers[drawn.astype(np.bool_)].astype(np.float64)
     return np.where(drawn, (numbers - known.mean()) / (known.std() + 0.5), 0.0).astype(np.float32)
 

@@ -1,4 +1,5 @@
-"""Both ends of a transport in one process, for checks: what is published is kept, to be compared with what is fetched."""
+"""TransportHarness: a publisher and replicas of one transport in one process; it compares fetched
+with published bytes."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from ..types.manifest import digest
 ALIGN = 64
 BUCKET = 1 << 16
 LIMIT_S = 30.0
-"""Nothing takes so long that does not wait for ever."""
+"""Seconds; a longer call counts as hanging."""
 
 Bytes = npt.NDArray[np.uint8]
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 
-class Line:
-    """A thread that does one thing after another, as the threads of a publisher and of a replica do."""
+class WorkThread:
+    """A thread for one call after another, like those of a publisher and of a replica."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -35,12 +36,13 @@ class Line:
         threading.Thread(target=self._run, daemon=True, name=name).start()
 
     def do(self, what: str, work: Callable[[], T]) -> T:
-        """Raises what ``work`` raised, and AssertionError when it does not end."""
+        """Run ``work`` and return its result. Raises its error, or AssertionError after LIMIT_S."""
         outcome: list[T] = []
         errors: list[BaseException] = []
         ended = threading.Event()
 
         def run() -> None:
+            """Keep the result or the error, and wake the caller."""
             try:
                 outcome.append(work())
             except BaseException as error:
@@ -54,6 +56,7 @@ class Line:
         return outcome[0]
 
     def end(self) -> None:
+        """Let the thread end after the queued work."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -62,17 +65,18 @@ class Line:
 
 
 class Sent:
-    """A version as it was published: manifest, chunks, and where it is."""
+    """A published version: manifest, chunks, and its location."""
 
     def __init__(self, manifest: Manifest, chunks: Sequence[Bytes], where: bytes) -> None:
         self.manifest, self.chunks, self.where = manifest, chunks, where
 
     @property
     def version(self) -> int:
+        """The number of the version."""
         return self.manifest.version
 
     def check(self, fetched: Fetched, what: str = "") -> None:
-        """Every byte, of chunks that are contiguous, whole and writable."""
+        """Compare every byte of fetched chunks. They must be contiguous, whole and writable."""
         said = f"version {self.version}{what}"
         assert isinstance(fetched, Fetched), f"fetch returned {fetched!r}, no Fetched"
         assert fetched.manifest == self.manifest, f"{said} was fetched with another manifest"
@@ -98,9 +102,11 @@ class Sent:
                 )
 
 
-class Ends:
-    """A publisher and replicas of it on one host; each of them with a thread of its own. A context manager. ``run``: that
-    they are of; one of their own without it."""
+class TransportHarness:
+    """A publisher and its replicas on one host, each with a thread of its own. A context manager.
+
+    ``run``: the run's name; by default a new one.
+    """
 
     random: np.random.Generator
 
@@ -110,7 +116,7 @@ class Ends:
         self._fetching = fetching
         self._memory = SharedDirectory()  # of one that was killed, the next one removes it
         self._run = run or self._memory.path.name
-        self._lines = {name: Line(name) for name in ("trainer", "delivery", "replica")}
+        self._lines = {name: WorkThread(name) for name in ("trainer", "delivery", "replica")}
         self._names = 0
         self.receivers: list[WeightReceiver] = []
         try:
@@ -121,12 +127,14 @@ class Ends:
             raise
 
     def another_sender(self) -> WeightSender:
+        """Make one more sender by the publisher's transport."""
         self._names += 1
         sender = self.transport.sender(self._host())
         assert isinstance(sender, WeightSender), f"{self.transport!r} made {sender!r}, no WeightSender"
         return sender
 
     def receiver(self) -> WeightReceiver:
+        """Make one more receiver, closed with the harness."""
         self._names += 1
         made = self._fetching().receiver(self._host())
         assert isinstance(made, WeightReceiver), f"{made!r} is no WeightReceiver"
@@ -137,13 +145,14 @@ class Ends:
         return Host(directory=self._memory.path, name=f"{self._names}-0", run=self._run)
 
     def trainer(self, what: str, work: Callable[[], T]) -> T:
+        """Run ``work`` in the trainer's thread."""
         return self._lines["trainer"].do(what, work)
 
     def fetch(
         self, receiver: WeightReceiver, sent: Sent, *, where: bytes | None = None, base: Fetched | None = None,
         timeout_s: float = LIMIT_S / 2,
     ) -> Fetched:  # fmt: skip
-        """Whatever it raises."""
+        """Fetch a version in the replica's thread. Raises the error of the transport."""
         place = sent.where if where is None else where
         return self._lines["replica"].do(
             f"fetch of version {sent.version}",
@@ -154,7 +163,8 @@ class Ends:
         self, version: int, tensors: Mapping[str, Array], *, bucket: int = BUCKET, chunk: int = 4 * BUCKET,
         tied: Mapping[str, str] = {}, digests: bool = True, spare: int = 0,
     ) -> tuple[Manifest, list[Any]]:  # fmt: skip
-        """Fill rooms; returns what would be sent, and the rooms' memory. ``spare``: bytes asked for and trimmed."""
+        """Fill the rooms of a version; return its manifest and their memory. ``spare``: bytes
+        requested and trimmed."""
         infos, sizes = layout(tensors, chunk)
         infos += [_renamed(next(i for i in infos if i.name == name), alias) for alias, name in tied.items()]
         memories = []
@@ -178,21 +188,22 @@ class Ends:
         return Manifest(version, tuple(infos), chunks, bucket), memories
 
     def send(self, manifest: Manifest) -> bytes:
-        """As the delivery thread does."""
+        """Send a manifest in the delivery thread; return its location."""
         where = self._lines["delivery"].do(f"send of version {manifest.version}", lambda: self.sender.send(manifest))
         assert isinstance(where, bytes), f"send returned {where!r}, no bytes"
         return where
 
     def publish(self, version: int, tensors: Mapping[str, Array], **options: Any) -> Sent:
-        """A version, sent; the chunks are kept as they were written."""
+        """Write and send a version; return it with a copy of its chunks."""
         manifest, memories = self.write(version, tensors, **options)
         chunks = [plain_bytes(memory).copy() for memory in memories]
         return Sent(manifest, chunks, self.send(manifest))
 
     def keep(self, *versions: int) -> None:
+        """Keep these versions only."""
         self.trainer(f"keep({versions})", lambda: self.sender.keep(versions))
 
-    def __enter__(self) -> Ends:
+    def __enter__(self) -> TransportHarness:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -207,7 +218,7 @@ class Ends:
 
 
 def layout(tensors: Mapping[str, Array], chunk: int) -> tuple[list[TensorInfo], list[int]]:
-    """Places as a publisher gives them, and the size of each chunk."""
+    """Return tensor locations as a publisher assigns them, and the size of each chunk."""
     infos: list[TensorInfo] = []
     sizes = [0]
     for name, array in tensors.items():
@@ -220,11 +231,12 @@ def layout(tensors: Mapping[str, Array], chunk: int) -> tuple[list[TensorInfo], 
 
 
 def plain_bytes(memory: Any) -> Bytes:
-    """As a numpy array: the memory itself, unless it is on a device."""
+    """Return memory as a numpy array, copied only from a device."""
     return from_torch(memory) if is_torch(memory) else np.asarray(memory)
 
 
 def put(memory: Any, plain: Bytes) -> None:
+    """Copy bytes into memory of the host or of a device."""
     if is_torch(memory):
         memory.copy_(to_torch(plain))
     else:

@@ -1,6 +1,9 @@
-"""CPython 3.11 before 3.11.8 counts the depth of a parse in one place for all of them. One that begins in the midst of another
-breaks that one off: SystemError, "AST constructor recursion depth mismatch" (its issue 106905). A parse runs no Python but what the
-garbage collector calls: finalizers, its callbacks (Hypothesis has one), and threads that are let run meanwhile."""
+"""Keep garbage collection out of `ast.parse`, for CPython 3.11 before 3.11.8 (its issue 106905).
+
+These versions count the depth of all parses in one place. A parse within another breaks that one:
+SystemError, "AST constructor recursion depth mismatch". Only the collector runs Python code during
+a parse: finalizers, callbacks (Hypothesis has one), and thread switches in them.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,15 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def whole_parses() -> Iterator[None]:
-    """Meanwhile no garbage is collected in the midst of `ast.parse`, by any thread. Elsewhere than in those versions it does nothing."""
+    """Suspend garbage collection during each `ast.parse`, of any thread. Does nothing in other
+    versions of CPython."""
     parse: Any = ast.parse
     if not BROKEN:
         yield
         return
 
     def whole(*arguments: Any, **options: Any) -> Any:
+        """Parse without garbage collection."""
         with _lock:
             enabled = gc.isenabled()
             gc.disable()
