@@ -193,11 +193,11 @@ def _train(call: _Call, spec: Any, batch_size: int, **job: Any) -> None:
 def _from_file(call: _Call, task: str) -> None:
     """The role as the workflow of a file has it; where others of it run, and what they need there, is not looked for here."""
     from ..workflow import load_workflow
-    from ..workflow.checking import for_role
+    from ..workflow.problems import for_role
 
     assert call.file is not None
     with for_role("" if "python" in call.place else task):  # of an engine in another interpreter that one knows
-        flow = load_workflow(call.file)
+        flow = load_workflow(call.file).plan
     specs: list[Any] = [*flow.rollouts, *flow.stages, flow.train]
     for spec in specs:  # but where it runs is this host's to say
         spec.place = replace(spec.place, **call.place)
@@ -238,7 +238,7 @@ def _work(call: _Call, spec: Any, batch_size: int = 0, **job: Any) -> None:
         if len(workers) != call.replicas and spec.task != "train":
             workers = run.scale(spec, call.replicas)
         for each in workers:
-            say(f"{', '.join(each.pids)} joins {call.address} as process {each.pid}; log: {each.order.log}")
+            say(f"{', '.join(each.pids)} joins {call.address} as process {each.pid}; log: {each.spec.log}")
         try:
             for each in workers:
                 run.wait(each, timeout_s=math.inf)  # Ctrl-C ends it

@@ -20,15 +20,15 @@ import numpy.typing as npt
 
 from ..errors import AsyncFlowError, ConfigError, EngineError, SchemaError
 from ..interfaces import Completion, Request
-from ..plugins import import_name, import_path
+from ..plugins import import_path
 from ..queue.error_text import error_text, plain_text
 from ..types import Ragged, Sampling, VersionSpan, pack
 from ..types.validation import check_above, check_fields
 from .completing import Answer, Ids
 from .drawing import Deliver, joined_spans, spans_of
 from .text import Text
-from .user_code import told
-from .work import AgentWork, is_coroutine, parameters_of
+from .user_code import user_error_text
+from .work import is_coroutine, parameters_of
 
 END_S = 1.0
 """How long an agent may take to end when it is told to (seconds)."""
@@ -210,21 +210,14 @@ class Agent:
         if self.needs is None:
             object.__setattr__(self, "needs", parameters_of(self.function)[1:])
 
-    @classmethod
-    def of(cls, job: AgentWork) -> Agent:
-        """The agent that a worker was told of."""
-        return cls(function=import_name(job.path), needs=job.needs, gives=job.gives, timeout_s=job.timeout_s)
-
     @property
     def name(self) -> str:
         return str(getattr(self.function, "__qualname__", repr(self.function)))
 
-    def job(self) -> AgentWork:
-        """What a worker is told. Raises ConfigError for an agent that it cannot import."""
-        path = import_path(self.function)
-        if path is None:
+    def check_importable(self) -> None:
+        """Raise ConfigError if a worker cannot import the function."""
+        if import_path(self.function) is None:
             raise ConfigError(f"agent {self.name} cannot be imported by its worker: {_why(self.function)}")
-        return AgentWork(path, self.needs or (), self.gives, self.timeout_s)
 
     async def converse(self, turns: Turns, columns: Mapping[str, Any]) -> Answer:
         """What one row comes to. Raises AgentFailed with what the agent did wrong, EngineError for what the engine did."""
@@ -243,7 +236,9 @@ class Agent:
         if turns.failure is not None:
             raise turns.failure
         if error is not None:
-            raise AgentFailed(told(f"agent {self.name}() raised {plain_text(error_text(error), 1000)}", error))
+            raise AgentFailed(
+                user_error_text(f"agent {self.name}() raised {plain_text(error_text(error), 1000)}", error)
+            )
         try:
             return turns.answer(self._checked(task.result()))
         except AgentFailed as failed:

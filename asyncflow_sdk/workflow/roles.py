@@ -19,7 +19,7 @@ from ..types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_v
 from ..types import events as ev
 from ..types.defaults import NEXT_S
 from ..weights import Restoration, TransportPublisher, packed_restoration, restoration, restored
-from .checkpoint import Checkpoints, Damaged, Point
+from .checkpoint import Checkpoints, Damaged, ResumePoint
 from .meeting import APART, Meeting
 
 
@@ -103,7 +103,7 @@ def train(
             _export(queue, engine, export, ranks)
 
 
-def _gone_on(engine: TrainEngine, checkpoints: Checkpoints) -> Point:
+def _gone_on(engine: TrainEngine, checkpoints: Checkpoints) -> ResumePoint:
     point = checkpoints.resume()
     if point.path is not None:
         engine.load(point.path)
@@ -171,7 +171,7 @@ class _Versions:
         )  # fmt: skip
         self._last = -1
 
-    def begin(self, point: Point | None) -> None:
+    def begin(self, point: ResumePoint | None) -> None:
         """Publish version 0, unless another has; where training goes on, what the ledger asks for."""
         if point is not None:
             if point.version is not None:

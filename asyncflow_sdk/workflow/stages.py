@@ -22,8 +22,8 @@ from ..types.columns import find_invalid_entry, pack
 from ..types.defaults import NEXT_S
 from .engines import loading_model, make_engine
 from .text import Text, token_ids, with_stop_ids
-from .user_code import FunctionFailed, told
-from .work import FunctionWork, GenerateWork, LogprobsWork, Work, is_coroutine
+from .user_code import FunctionFailed, user_error_text
+from .work import Generate, Logprobs, is_coroutine
 
 GIVE_UP_AFTER = 8
 """Prompts refused in a row, with none accepted, after which an engine's stage says so and ends."""
@@ -32,7 +32,7 @@ FILTERED = "filtered"
 
 def stage(
     queue: QueueClient,
-    work: Callable[..., Any] | Work,
+    work: Callable[..., Any] | Logprobs | Generate | str,
     *,
     task: str,
     needs: tuple[str, ...],
@@ -46,12 +46,12 @@ def stage(
     Raises FunctionFailed for what a function does wrong, EngineError for what an engine does.
     """
     state = _State(queue, task, gives)
-    if isinstance(work, LogprobsWork):
+    if isinstance(work, Logprobs):
         _each(state, batch, _scoring(state, work, needs))
-    elif isinstance(work, GenerateWork):
+    elif isinstance(work, Generate):
         asyncio.run(_generated(state, work, needs[0]))
     else:
-        function: Callable[..., Any] = import_name(work.path) if isinstance(work, FunctionWork) else work
+        function: Callable[..., Any] = import_name(work) if isinstance(work, str) else work
         if is_coroutine(function):
             asyncio.run(_overlapping(state, function, batch, concurrency, groups))
         else:
@@ -119,7 +119,7 @@ def _calling(
     return call
 
 
-def _scoring(state: _State, work: LogprobsWork, needs: tuple[str, ...]) -> Callable[[LeasedBatch], dict[str, Any]]:
+def _scoring(state: _State, work: Logprobs, needs: tuple[str, ...]) -> Callable[[LeasedBatch], dict[str, Any]]:
     engine: TrainEngine
     with loading_model(state.queue, state.task):
         engine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **work.options)
@@ -159,7 +159,7 @@ async def _overlapping(
     await _overlap(state, work, batch, batch * concurrency, concurrency)
 
 
-async def _generated(state: _State, job: GenerateWork, prompt: str) -> None:
+async def _generated(state: _State, job: Generate, prompt: str) -> None:
     engine: RolloutEngine
     with loading_model(state.queue, state.task):
         engine = make_engine("rollout", job.engine, model=job.model, **job.options)
@@ -300,7 +300,7 @@ def _arguments(rows: Batch, groups: bool) -> dict[str, Any]:
 def _raised(function: Callable[..., Any], rows: Batch, error: Exception) -> FunctionFailed:
     ids = f"rows {rows.ids[0]} to {rows.ids[-1]}" if rows.rows > 1 else f"row {rows.ids[0]}"
     what = f"{_name(function)}() raised {error_text(error)} (called with {', '.join(rows)} of {ids})"
-    return FunctionFailed(told(what, error))
+    return FunctionFailed(user_error_text(what, error))
 
 
 def _columns(function: Callable[..., Any], out: Any, rows: Batch, gives: tuple[str, ...]) -> dict[str, Any]:

@@ -29,8 +29,8 @@ import msgspec
 from ..errors import ConfigError, PluginError
 from ..plugins import import_name, registry
 from ..types.validation import suggestion
-from .checking import Key, telling
 from .positions import positions
+from .problems import Key, error_sink
 from .specs import Rollout, Stage, Train
 from .work import Generate, Logprobs
 from .workflow import Workflow
@@ -91,7 +91,7 @@ class _File:
         if self._wrong:
             self._raise()
         try:
-            with telling(lambda key, error: self._say(key, str(error))):
+            with error_sink(lambda key, error: self._say(key, str(error))):
                 return Workflow(**arguments)
         except (ConfigError, PluginError) as error:
             if not self._wrong:  # else it is the report itself; these are made before the checks

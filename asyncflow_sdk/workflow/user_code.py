@@ -1,6 +1,6 @@
-"""Failures of functions that users wrote: stages, rewards and agents.
+"""Errors of users' functions: stages, rewards and agents.
 
-raise FunctionFailed(told("score() raised KeyError: 'x'", error)) from None
+raise FunctionFailed(user_error_text("score() raised KeyError: 'x'", error)) from None
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from ..queue.error_text import user_trace
 
 
 class FunctionFailed(ConfigError):
-    """Raised when a user's function raised, or returned what it should not. The message has the frames of the function, and is shown
-    without those of the SDK."""
+    """Raised if a user's function raised or returned a wrong value. Its message holds the function's
+    frames, and is shown without the SDK's."""
 
 
-def told(what: str, error: BaseException) -> str:
-    """``what`` was wrong, and where in the user's code."""
+def user_error_text(what: str, error: BaseException) -> str:
+    """Return ``what`` was wrong, with the frames of the user's code."""
     return f"{what}\n{user_trace(error)}".rstrip()
