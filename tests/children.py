@@ -59,7 +59,11 @@ for fd in fds:
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, _: line.send(b"%d" % number))
 line.recv(9)
-status = int(line.recv(9) or -9)
+try:
+    status = line.recv(9)
+except ConnectionResetError:  # as in Child._received
+    status = line.recv(9)
+status = int(status or -9)
 if status < 0:
     signal.signal(-status, signal.SIG_DFL) if status != -9 else None
     os.kill(os.getpid(), -status)
@@ -152,8 +156,14 @@ class Child:
     def _ended(self, seconds: float) -> int | None:
         with self._ending:
             if self._code is None and _readable(self._line.fileno(), seconds):
-                self._code = int(self._line.recv(9) or -signal.SIGKILL)
+                self._code = int(self._received() or -signal.SIGKILL)
             return self._code
+
+    def _received(self) -> bytes:
+        try:
+            return self._line.recv(9)
+        except ConnectionResetError:  # reported once, if the child ended with a signal unread; its status follows
+            return self._line.recv(9)
 
     def __enter__(self) -> Child:
         return self

@@ -228,7 +228,7 @@ def read_and_fork(directory: str, place: list[Any]) -> None:
         del view
         os._exit(0)
     if not (second := os.fork()):
-        for attempt in (lambda: mapper.view(*place), lambda: mapper.private(*place), lambda: arena.allocate(1)):
+        for attempt in (lambda: mapper.view(*place), lambda: mapper.private_view(*place), lambda: arena.allocate(1)):
             with pytest.raises(AsyncFlowError, match=r"fork\(\)"):
                 attempt()
         mapper.close()

@@ -157,7 +157,7 @@ def test_rows_said_to_be_unread_that_can_be_read_are_given_to_others(
 def test_a_lease_rides_with_a_completion_only(hostile: RawClient, victim: TransferQueue) -> None:
     lease = cmd.LeaseRows(task="work", count=1)
     for command in (cmd.GetAudit(), lease, cmd.End(), cmd.CloseSession()):
-        with pytest.raises(ProtocolError, match="rides with a completion"):
+        with pytest.raises(ProtocolError, match="needs a completion or a return of rows"):
             hostile.send(command, then=lease)
     unharmed(victim)
 
@@ -175,7 +175,7 @@ def test_nothing_is_done_before_hello_or_for_another_version(run: Served, victim
         (cmd.GetAudit(), ()),
         (cmd.AddRows(groups=1, group_size=1, columns=X), ("s2-1", 0, 1, 1, 128, ("x",))),
     ):
-        with pytest.raises(ProtocolError, match="say hello first"):
+        with pytest.raises(ProtocolError, match="send hello first"):
             client.send(command, *block)
     client.close()
     with pytest.raises(ProtocolError, match=r"served by asyncflow-sdk .*; old has 0\.0\.1"):
@@ -189,7 +189,7 @@ def test_events_are_taken_only_after_hello() -> None:
         # when a session that has not said hello sends an event
         stranger = RawClient(run.address, sdk=None)
         for command in (None, cmd.GetAudit()):
-            with pytest.raises(ProtocolError, match=r"say hello first|served by asyncflow-sdk"):
+            with pytest.raises(ProtocolError, match=r"send hello first|served by asyncflow-sdk"):
                 stranger.send(command, events=(Note(time_s=0.0, text="forged"),))
         stranger.close()
         # and after hello the same

@@ -34,7 +34,7 @@ def test_it_says_who_holds_what_and_who_waits_for_what(run: Served) -> None:
         assert (parked.name, parked.verb, status.parked_count) == ("trainer-0", "get train", 1)
         assert parked.since_s >= 0
         assert 0 < parked.left_s <= 30
-        assert "8 rows lack column 'y', which task 'work' gives" in parked.why
+        assert "8 rows lack column 'y', given by task 'work'" in parked.why
         assert "by consumer for" in parked.why
         assert status.oldest is not None
         assert (status.oldest.token, status.oldest.task, status.oldest.name) == (token, "work", "consumer")

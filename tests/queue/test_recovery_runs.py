@@ -159,7 +159,7 @@ def test_what_is_staged_decided_and_rolled_back_outlives_the_server(tmp_path: Pa
             replica.send(cmd.ReportStaged(version=6))
         # when the server is killed between staging and loading
         assert run.again()["differing"] == 0
-        with pytest.raises(DeadlineExceeded, match="2 of the 3 replicas"):
+        with pytest.raises(DeadlineExceeded, match="2 of the 3 required replicas"):
             replicas[0].send(cmd.Swap(version=6))
         replicas[2].send(cmd.ReportStaged(version=6))
         assert replicas[0].send(cmd.Swap(version=6)) == cmd.Permitted(version=6)

@@ -77,9 +77,9 @@ def interrupted(address: str) -> None:
     """Ctrl-C, which comes while it waits, then another request over the same socket."""
     client = Client(address)
     try:
-        client.ask(b"park", 1000)
+        client.request(b"park", 1000)
     except KeyboardInterrupt:
-        say(client.ask(b"after", 10).decode())
+        say(client.request(b"after", 10).decode())
         time.sleep(0.1)
     client.close()
 
@@ -173,13 +173,13 @@ def test_a_loop_may_begin_while_another_looks_for_those_that_have_ended(client: 
 def ask_after_fork(address: str) -> None:
     """Use a connection, then fork: the child is refused, the parent goes on."""
     client = Client(address)
-    client.ask(b"before", 10)
+    client.request(b"before", 10)
     if not (child := os.fork()):
         with pytest.raises(AsyncFlowError, match=r"fork\(\)"):
-            client.ask(b"in the child", 10)
+            client.request(b"in the child", 10)
         client.close()
         os._exit(7)
-    say([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), client.ask(b"after", 10).decode()])
+    say([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), client.request(b"after", 10).decode()])
 
 
 def test_a_forked_child_is_refused_and_its_parent_goes_on(parrot: Parrot) -> None:
@@ -192,7 +192,7 @@ def identify(address: str = "") -> None:
     """Say the key of this process; ask for something that does not come."""
     say(process_key(os.getpid()))
     if address:
-        Client(address).ask(b"park", 1000)
+        Client(address).request(b"park", 1000)
     hear()
 
 

@@ -77,6 +77,6 @@ def drive(directory: str, what: str) -> None:
             module, function, *arguments = what.split(":")
             getattr(importlib.import_module(module), function)(*arguments).run(directory, on_event=show)
     except af.Interrupted as error:
-        say(f"interrupted {'again' if error.again else 'once'}")
+        say(f"interrupted {'again' if error.repeated else 'once'}")
         raise
     say("done")

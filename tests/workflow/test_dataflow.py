@@ -89,7 +89,7 @@ def test_a_missing_engine_alone_is_a_plugin_error() -> None:
     [
         (lambda: af.Stage(af.Generate("echo"), gives=["said"]), "needs one column of prompts and gives one"),
         (lambda: af.Stage(af.Logprobs("echo"), needs=["prompt_ids"]), "needs two columns"),
-        (lambda: af.Stage(length, concurrency=0), "batch and concurrency are 1 or more"),
+        (lambda: af.Stage(length, concurrency=0), "concurrency must be 1 or more"),
         (lambda: af.Stage("reward"), "a Logprobs or a Generate, not 'reward'"),  # type: ignore[arg-type]
         (lambda: af.Rollout(type("Local", (), {})), "cannot be imported by its worker: put the class into a module"),
         (lambda: af.Rollout("echo", cpus=[0, 0]), "cpus must be different numbers from 0"),

@@ -28,7 +28,7 @@ def test_another_publishes_in_the_place_of_a_trainer_whose_host_is_gone(tmp_path
         # given
         gone = lost.weight_publisher("tcp")
         gone.publish(0, {"w": np.zeros(4)}).wait(30)
-        with pytest.raises(ConfigError, match=rf"its host is gone, run.evict\({lost.session}\)"):
+        with pytest.raises(ConfigError, match=rf"its host is gone, call run.evict\({lost.session}\)"):
             run.weight_publisher("tcp")
         # when
         run.evict(lost.session)

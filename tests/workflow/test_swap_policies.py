@@ -276,7 +276,7 @@ def test_a_rollback_in_a_running_workflow(tmp_path: Path) -> None:
     ("weights", "message"),
     [
         ({"keep": 0}, "keep must be 1 or more"),
-        ({"quorum": -1}, "quorum must be 0 .off. or more"),
+        ({"quorum": -1}, "quorum must be 0 or more"),
         ({"quorum": 2}, "quorum=2 replicas must have a version staged .* there are 1"),
         ({"swap": "never"}, "swap must be one of auto, drain, boundary, partial, in_flight, not 'never'"),
         ({"verify": ["probe"]}, "verify needs a probe"),

@@ -58,8 +58,9 @@ def test_it_holds_what_came_names_what_it_lost_and_ends_nothing_that_is_not_its_
         return found
 
     async def asks(engine: Any) -> None:
-        async for _ in engine.generate(request(240)):
-            pass
+        while True:  # a request is under way at any moment, however fast the engine answers
+            async for _ in engine.generate(request(240)):
+                pass
 
     async def loses(engine: Any, pids: list[int]) -> None:
         running = asyncio.create_task(asks(engine))

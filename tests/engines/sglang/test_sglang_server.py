@@ -49,6 +49,12 @@ async def begun(engine: Any) -> None:
     await answer(engine, max_tokens=1)
 
 
+async def ask_until_an_error(engine: Any, **sampling: Any) -> None:
+    """A request is under way at any moment, however fast the server answers."""
+    while True:
+        await answer(engine, **sampling)
+
+
 def version(number: int) -> HeldUpdate:
     from asyncflow_torch.reference import HuggingFacePolicy
 
@@ -107,7 +113,7 @@ def test_a_response_that_others_aborted_is_an_error_and_no_response(shared: Any)
     key = os.environ[shared.options["key_env"]]
 
     async def work(engine: Any) -> None:
-        running = asyncio.create_task(answer(engine, max_tokens=240))
+        running = asyncio.create_task(ask_until_an_error(engine, max_tokens=240))
         await begun(engine)
         while not running.done():
             await asyncio.to_thread(call_now, shared.url, "/abort_request", key, {"abort_all": True})
@@ -195,7 +201,7 @@ def test_what_does_not_fit_never_comes_to_the_server(shared: Any, change: Callab
 
 def test_after_a_load_that_nobody_knows_the_end_of_nothing_is_generated_until_one_is_whole(shared: Any) -> None:
     async def work(engine: Any) -> af.Completion:
-        running = asyncio.create_task(answer(engine, max_tokens=240))
+        running = asyncio.create_task(ask_until_an_error(engine, max_tokens=240))
         await begun(engine)
         gate.lose.add("/update_weights_from_disk")
         with pytest.raises(af.AsyncFlowError):
@@ -292,7 +298,7 @@ def test_a_server_of_its_own_that_dies_is_named_with_the_end_of_its_log() -> Non
     before = below(os.getpid())
 
     async def dies(engine: Any) -> None:
-        running = asyncio.create_task(answer(engine, n=2, max_tokens=240))
+        running = asyncio.create_task(ask_until_an_error(engine, n=2, max_tokens=240))
         await begun(engine)
         for pid in below(os.getpid()) - before:
             with contextlib.suppress(ProcessLookupError):

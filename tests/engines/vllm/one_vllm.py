@@ -100,3 +100,9 @@ def attached(model: str, **options: Any) -> Any:
 
     os.environ[KEY_ENV] = KEY
     return VllmServer(model, **{"url": server(model).url, "key_env": KEY_ENV, "max_rows": 32, **options})
+
+
+async def ask_until_an_error(lab: Any, request: Any) -> None:
+    """A request is under way at any moment, however fast the engine answers."""
+    while True:
+        await lab.answer(request)

@@ -219,7 +219,8 @@ def test_a_server_that_dies_is_named_by_all_that_is_asked_of_it(lab: Any) -> Non
 
     async def body(lab: Any) -> None:
         (prompt,) = lab.policy.prompts(1, seed=34)
-        running = asyncio.create_task(lab.answer(lab.request(prompt, 4, temperature=1.0, max_tokens=200)))
+        endless = lab.request(prompt, 4, temperature=1.0, max_tokens=200)
+        running = asyncio.create_task(one_vllm.ask_until_an_error(lab, endless))
         await begun(lab)
         os.killpg(server.process.pid, signal.SIGKILL)
         for waiting in (running, lab.update(), lab.answer(lab.request(prompt)), lab.engine.logprobs([[5]], [[6]])):

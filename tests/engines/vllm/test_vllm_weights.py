@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_ends import cut_short
+from one_vllm import ask_until_an_error
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import EngineError, WeightError, WeightMismatch
@@ -110,7 +111,7 @@ def test_a_load_that_breaks_off_in_the_workers_is_followed_by_nothing_but_a_whol
         prompts, version = lab.policy.prompts(3, seed=4), lab.version + 1
         for cut in (KEYS, "model.layers.0.mlp.up_proj.weight", "model.norm.weight"):
             endless = af.Request(prompts[0], af.Sampling(max_tokens=480, temperature=1.0, stop_ids=()), 4)
-            running = asyncio.create_task(lab.answer(endless))
+            running = asyncio.create_task(ask_until_an_error(lab, endless))
             await lab.answer(lab.request(prompts[1], max_tokens=1))  # what was asked for before runs, too
             broken = cut_short(lab.make_update(version), cut, tmp_path / "short")
             with pytest.raises(WeightError, match="could not be loaded whole: rank 0: "):

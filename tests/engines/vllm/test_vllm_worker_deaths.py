@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from engine_ends import below, title, wait_gone
-from one_vllm import OPTIONS
+from one_vllm import OPTIONS, ask_until_an_error
 
 from asyncflow_sdk.errors import EngineGone
 
@@ -49,9 +49,8 @@ def test_a_dead_core_is_named_by_all_that_is_asked_of_it(tied: Any) -> None:
         children = below(os.getpid())
         # a server of another test, if one still runs, has a session of its own
         (core,) = [pid for pid in children if "EngineCore" in title(pid) and os.getsid(pid) == os.getsid(0)]
-        running = asyncio.create_task(
-            lab.answer(lab.request(lab.policy.prompts(1)[0], 4, temperature=1.0, max_tokens=480))
-        )
+        endless = lab.request(lab.policy.prompts(1)[0], 4, temperature=1.0, max_tokens=480)
+        running = asyncio.create_task(ask_until_an_error(lab, endless))
         await lab.answer(lab.request(lab.policy.prompts(1)[0], max_tokens=1))  # what was asked for before runs, too
         loading = asyncio.create_task(lab.update())
         os.kill(core, signal.SIGKILL)
