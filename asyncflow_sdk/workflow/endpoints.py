@@ -21,7 +21,7 @@ from ..types import Batch, Event
 from ..types.defaults import CALL_S, CAPACITY_ROWS, KEEP_VERSIONS, MAX_STALENESS
 from ..wire import MAX_BYTES, KeyPair, ensure_keys, generate_keys, is_loopback
 from .address import JOURNAL, find_address, write_addresses
-from .event_sinks import Callbacks, EventSink, EventSinks
+from .event_sinks import EventSink, call_all
 from .policy import Policy, find_policy
 from .run import Run
 from .trackers import Tracked, Trackers, make_trackers
@@ -112,13 +112,13 @@ def serve(
         raise ConfigError(
             "trackers are opened with the directory of the run, and this one has none: serve(DIR, trackers=...)"
         )
-    callbacks = [Callbacks(on_event, on_step, on_final)] if on_event or on_step or on_final else []
-    all_sinks = EventSinks([*([tracking] if tracking else []), *sinks, *callbacks])
+    receiving = [*([tracking] if tracking else []), *sinks]
+    recording = [sink for sink in receiving if sink.records_steps]
     policy, own = find_policy(staleness_policy)
     server = QueueServer(
-        [address] if address else [], on_event=all_sinks.event if all_sinks.sinks else None,
-        on_step=all_sinks.step if all_sinks.records_steps else None,
-        on_final=all_sinks.settle if all_sinks.records_steps else None, journal=journal, durability=durability,
+        [address] if address else [], on_event=call_all([*(sink.event for sink in receiving), on_event]),
+        on_step=call_all([*(sink.step for sink in recording), on_step]),
+        on_final=call_all([*(sink.settle for sink in recording), on_final]), journal=journal, durability=durability,
         keys=keys, insecure=insecure, max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history,
     )  # fmt: skip
     try:

@@ -1,10 +1,8 @@
-"""Sinks of a run's events: the recorder, trackers, and users' callbacks.
+"""Sinks of a run's events: the recorder, trackers, and users' functions.
 
-The server calls ``EventSinks`` in its thread; a sink that may block takes its events from an
-``EventInbox`` in a thread of its own.
+The server calls them in its thread. A blocking sink is an ``EventThread``.
 
-sinks = EventSinks([recorder, trackers, Callbacks(on_event)])
-sinks.event(event)
+server = QueueServer(on_event=call_all(sink.event for sink in (recorder, trackers)))
 """
 
 from __future__ import annotations
@@ -12,14 +10,17 @@ from __future__ import annotations
 import abc
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 from ..types import Batch, Event
 from ..types import events as ev
 
 GATHER_S = 0.25
 """Delay of an empty inbox's reader: events come in bursts, and each wake-up takes the GIL from the server (seconds)."""
+MOST_EVENTS = 200_000
+"""Most events that wait for the disk, or for a listener as on a held terminal."""
+LISTENER_CLOSE_S = 60.0
 ReadRows: TypeAlias = Callable[[], Batch]
 
 
@@ -44,92 +45,108 @@ class EventSink(abc.ABC):
         """Take no more events, and finish those received."""
 
 
-class EventSinks(EventSink):
-    """Passes events to several sinks, in their order."""
+def call_all(functions: Iterable[Callable[..., None] | None]) -> Callable[..., None] | None:
+    """Return a function that calls each of these, except None, with its arguments; None without any."""
+    given = [function for function in functions if function is not None]
 
-    def __init__(self, sinks: Sequence[EventSink]) -> None:
-        self.sinks = tuple(sinks)
-        self._recording = tuple(sink for sink in sinks if sink.records_steps)
-        self.records_steps = bool(self._recording)
+    def call(*arguments: Any) -> None:
+        for function in given:
+            function(*arguments)
 
-    def event(self, event: Event) -> None:
-        """Pass an event on."""
-        for sink in self.sinks:
-            sink.event(event)
-
-    def step(self, step: int, read: ReadRows) -> None:
-        """Pass a step on."""
-        for sink in self._recording:
-            sink.step(step, read)
-
-    def settle(self, before: int) -> None:
-        """Pass the limit of final steps on."""
-        for sink in self._recording:
-            sink.settle(before)
-
-    def close(self) -> None:
-        """Close all sinks."""
-        for sink in self.sinks:
-            sink.close()
+    return call if given else None
 
 
-class Callbacks(EventSink):
-    """Calls functions in the server's thread."""
+class EventThread(EventSink):
+    """Takes events in a thread of its own, one by one, so that a slow sink delays nobody.
 
-    def __init__(
-        self,
-        on_event: Callable[[Event], None] | None = None,
-        on_step: Callable[[int, ReadRows], None] | None = None,
-        on_final: Callable[[int], None] | None = None,
-    ) -> None:
-        self._on_event, self._on_step, self._on_final = on_event, on_step, on_final
-        self.records_steps = on_step is not None or on_final is not None
+    With ``most_waiting`` events waiting only trained steps and numbers of steps are added;
+    ``dropped`` counts the others. ``put`` is thread-safe.
+    """
 
-    def event(self, event: Event) -> None:
-        """Call ``on_event``."""
-        if self._on_event is not None:
-            self._on_event(event)
-
-    def step(self, step: int, read: ReadRows) -> None:
-        """Call ``on_step``."""
-        if self._on_step is not None:
-            self._on_step(step, read)
-
-    def settle(self, before: int) -> None:
-        """Call ``on_final``."""
-        if self._on_final is not None:
-            self._on_final(before)
-
-
-class EventInbox:
-    """Events, and numbers of steps, for one reading thread. With ``most`` waiting only trained steps
-    and numbers are added. Thread-safe."""
-
-    def __init__(self, most: int) -> None:
+    def __init__(self, name: str, most_waiting: int) -> None:
         self.dropped = 0
-        self._most = most
-        self._events: queue.SimpleQueue[Event | int | None] = queue.SimpleQueue()
+        self.ended = False
+        """True if it takes no more events."""
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._most = most_waiting
+        self._waiting: queue.SimpleQueue[Event | int | None] = queue.SimpleQueue()
         self._closing = threading.Event()
 
+    def event(self, event: Event) -> None:
+        """Have the thread take an event."""
+        self.put(event)
+
     def put(self, item: Event | int) -> None:
-        """Add an item, or drop it. Does not block."""
-        if self._events.qsize() >= self._most and not isinstance(item, (ev.StepTrained, int)):
+        """Add an event or the number of a step, or drop it. Does not block."""
+        if self.ended:
+            return
+        if self._waiting.qsize() >= self._most and not isinstance(item, (ev.StepTrained, int)):
             self.dropped += 1
             return
-        self._events.put(item)
+        self._waiting.put(item)
 
     @property
-    def is_empty(self) -> bool:
-        """True if no event waits."""
-        return self._events.empty()
+    def is_idle(self) -> bool:
+        """True if nothing waits for the thread."""
+        return self._waiting.empty()
 
-    def get(self) -> Event | int | None:
-        """Wait for the next item. Returns None once, after ``close`` and all items."""
-        if self._events.empty():
+    def finish(self) -> None:
+        """End the thread after the waiting events. Does not wait."""
+        self._closing.set()
+        self._waiting.put(None)
+
+    def begin(self) -> bool:
+        """Called first in the thread. Returns False to end."""
+        return True
+
+    @abc.abstractmethod
+    def take(self, item: Any) -> bool:
+        """Handle an event or the number of a step in the thread. Returns False to end."""
+
+    def end(self) -> None:
+        """Called last in the thread."""
+
+    def _run(self) -> None:
+        try:
+            if self.begin():
+                while (item := self._next()) is not None and self.take(item):
+                    pass
+                self.end()
+        finally:
+            self.ended = True
+
+    def _next(self) -> Event | int | None:
+        """Wait for the next item. Returns None after ``finish`` and all items."""
+        if self._waiting.empty():
             self._closing.wait(GATHER_S)
-        return self._events.get()
+        return self._waiting.get()
+
+
+class Listener(EventThread):
+    """A user's function with every event. ``problems``: its failures, after ``close``."""
+
+    def __init__(self, function: Callable[[Event], None]) -> None:
+        super().__init__("listener", MOST_EVENTS)
+        self._function = function
+        self.problems: list[str] = []
+        self.thread.start()
+
+    def take(self, item: Event) -> bool:
+        """Call the function. Returns False after an exception."""
+        try:
+            self._function(item)
+        except Exception as error:
+            name = getattr(self._function, "__qualname__", self._function)
+            self.problems.append(f"{name} failed and was left out: {error!r}")
+            return False
+        return True
 
     def close(self) -> None:
-        """End the reader after the waiting events."""
-        self._closing.set()
-        self._events.put(None)
+        """Deliver the waiting events, and abandon a function that blocks for ``LISTENER_CLOSE_S``."""
+        self.finish()
+        self.thread.join(LISTENER_CLOSE_S)
+        if self.thread.is_alive():
+            self.ended = True
+            self.problems.append("a listener still blocks; its last events were left out")
+        if self.dropped:
+            self.problems.append(f"{self.dropped} events were left out while a listener blocked")

@@ -1,4 +1,4 @@
-"""LogFolder: the files that workers log to."""
+"""LogFolder: the log files of workers."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ class ProcessLauncher(Launcher):
     ranks = True
 
     def check(self, placement: Placement) -> None:
+        """Check the interpreter, and the CPUs and GPUs of this host. Raises ConfigError."""
         if placement.python is not None and shutil.which(placement.python) is None:
             raise ConfigError(
                 f"cannot start {placement.python!r}: there is no such program; python= names an interpreter"
@@ -53,6 +54,7 @@ class ProcessLauncher(Launcher):
             raise ConfigError("gpus= sets CUDA_VISIBLE_DEVICES, which env= sets, too: give one of them")
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:
+        """Start a process and send it the spec. Raises ConfigError."""
         placement = spec.placement
         python = placement.python or sys.executable
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **placement.env}
@@ -72,10 +74,10 @@ class ProcessLauncher(Launcher):
                 raise ConfigError(f"worker {spec.name!r}: cannot start {python!r}: {error}") from None
         with contextlib.suppress(OSError):  # it died already: wait() returns its exit
             ours.sendall(spec.config + b"\n")
-        return _Process(process, ours, spec.log, python)
+        return _ProcessHandle(process, ours, spec.log, python)
 
 
-class _Process(WorkerHandle):
+class _ProcessHandle(WorkerHandle):
     """A process with a session of its own."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, log: Path, python: str) -> None:
@@ -86,6 +88,7 @@ class _Process(WorkerHandle):
         self._ended = self._stopped = False
 
     def wait(self) -> WorkerExit:
+        """Wait for the process. Its exit has its last report, or else the end of its log."""
         status = self._process.wait()
         with self._lock:
             self._ended = True
@@ -106,12 +109,14 @@ class _Process(WorkerHandle):
         return WorkerExit(status, f"the end of its log {self._log}:\n{tail}" if tail else "")
 
     def stop(self) -> None:
+        """End the socket, on which the worker ends."""
         with self._lock, contextlib.suppress(OSError):
             if not self._ended:
                 self._stopped = True
                 self._line.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
+        """Kill the process and its children."""
         with self._lock:
             if not self._ended:
                 self._kill()

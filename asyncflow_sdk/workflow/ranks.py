@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from ..errors import ConfigError
@@ -25,7 +26,7 @@ AFTER_S = 2.0
 """After one rank's error the others may take this long to end and to log what they saw (seconds)."""
 
 
-class Rank(NamedTuple):
+class RankId(NamedTuple):
     """The number of one process of a trainer."""
 
     rank: int
@@ -37,7 +38,7 @@ def rank_name(worker: str, rank: int) -> str:
     return f"{worker} rank {rank}"
 
 
-def own_rank(environment: Mapping[str, str] = os.environ) -> Rank | None:
+def own_rank(environment: Mapping[str, str] = os.environ) -> RankId | None:
     """Return this process's rank as set by a launcher of several; None without one. Raises ConfigError."""
     given = environment.get("WORLD_SIZE", ""), environment.get("RANK", "")
     if not all(given):
@@ -51,7 +52,7 @@ def own_rank(environment: Mapping[str, str] = os.environ) -> Rank | None:
     lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if size > 1 and lacking:
         raise ConfigError(f"RANK={rank} of WORLD_SIZE={size} needs {lacking[0]} too, where its ranks find each other")
-    return Rank(rank, size) if size > 1 else None
+    return RankId(rank, size) if size > 1 else None
 
 
 def check_ranks(launcher: Launcher, placement: Placement, world_size: int) -> None:
@@ -89,9 +90,11 @@ class RankLauncher(Launcher):
         self._launcher, self.world_size = launcher, world_size
 
     def check(self, placement: Placement) -> None:
+        """Raise ConfigError if the launcher cannot start the ranks."""
         check_ranks(self._launcher, placement, self.world_size)
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:
+        """Start all ranks, or none after an error."""
         handles: dict[str, WorkerHandle] = {}
         try:
             for each in rank_specs(spec, self.world_size):
@@ -114,13 +117,12 @@ class RankHandles(WorkerHandle):
         self.pid, self.host = self._handles[0].pid, self._handles[0].host
 
     def wait(self) -> WorkerExit:
+        """Wait for all ranks. ``AFTER_S`` after the first error the others are killed."""
         exits: queue.SimpleQueue[tuple[int, WorkerExit]] = queue.SimpleQueue()
 
-        def wait_for(rank: int, handle: WorkerHandle) -> None:
-            exits.put((rank, exit_of(handle)))
-
         for rank, handle in enumerate(self._handles):
-            threading.Thread(target=wait_for, args=(rank, handle), name=f"rank-{rank}", daemon=True).start()
+            wait = partial(_put_exit, exits, rank, handle)
+            threading.Thread(target=wait, name=f"rank-{rank}", daemon=True).start()
         left, first, until = set(range(len(self._handles))), None, math.inf
         while left:
             try:
@@ -136,10 +138,12 @@ class RankHandles(WorkerHandle):
         return first or WorkerExit(0)
 
     def stop(self) -> None:
+        """Stop all ranks."""
         for handle in self._handles:
             handle.stop()
 
     def kill(self) -> None:
+        """Kill all ranks."""
         for handle in self._handles:
             handle.kill()
 
@@ -150,6 +154,10 @@ def exit_of(handle: WorkerHandle) -> WorkerExit:
         return handle.wait()
     except Exception as error:
         return WorkerExit(1, f"its launcher lost it: {type(error).__name__}: {error}")
+
+
+def _put_exit(exits: queue.SimpleQueue[tuple[int, WorkerExit]], rank: int, handle: WorkerHandle) -> None:
+    exits.put((rank, exit_of(handle)))
 
 
 def rank_specs(spec: WorkerSpec, world_size: int) -> list[WorkerSpec]:

@@ -1,4 +1,4 @@
-"""Recorder: the event sink that writes a run's directory.
+"""Recorder: the event sink of a run's directory.
 
 workflow.json       the workflow as asked for
 events.jsonl        one event a line
@@ -27,14 +27,12 @@ from ..errors import ConfigError
 from ..memory import make_private_directory, private_opener
 from ..types import LOSS_MASK, VERSION_SPANS, Event
 from ..types import events as ev
-from .event_sinks import EventInbox, EventSink, ReadRows
+from .event_sinks import MOST_EVENTS, EventThread, ReadRows
 from .statistics import RunStatistics
 from .step_files import STEP_FILE, read_batch, write_batch
 
 MOST_WAITING = 256
 """Most steps that wait for the disk. Beyond it ``step`` writes the oldest in its caller's thread, and training waits."""
-MOST_EVENTS = 200_000
-"""Most events that wait for the disk; beyond it only trained steps are added."""
 CLOSE_S = 60.0
 PUBLISH_LAG = "publish_lag"
 
@@ -50,7 +48,7 @@ class _RecordedStep(msgspec.Struct):
     metrics: dict[str, float | None]
 
 
-class Recorder(EventSink):
+class Recorder(EventThread):
     """Writes events and steps in its own thread, so that neither the queue nor a trainer waits for
     the disk. Only ``StepTrained`` is written before the step's acknowledgement, so that a killed and
     resumed run has every step.
@@ -64,12 +62,12 @@ class Recorder(EventSink):
     def __init__(self, directory: Path, *, again: bool = False) -> None:
         if (directory / "events.jsonl").exists() and not again:
             raise ConfigError(f"{directory} already holds a run; choose another directory, or move it away")
+        super().__init__("recorder", MOST_EVENTS)
         make_private_directory(directory)
         make_private_directory(directory / "steps")
         self._directory = directory
         self._torn = False  # events.jsonl is not written any more
         self._log = open(directory / "events.jsonl", "ab", opener=private_opener)  # noqa: SIM115 - closed by close
-        self._inbox = EventInbox(MOST_EVENTS)  # a number: of a step in ``_steps``
         self._steps: deque[tuple[int, ReadRows]] = deque()  # waiting for the disk, the oldest first
         self._writing = threading.Lock()  # steps are written one by one, in order
         self._counting = threading.Lock()  # guards ``statistics``, rewards and staleness
@@ -82,8 +80,7 @@ class Recorder(EventSink):
         """Events of its own, for the other sinks, after ``close``."""
         if again:
             self._recall()
-        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
-        self._thread.start()
+        self.thread.start()
 
     @property
     def steps(self) -> int:
@@ -99,7 +96,7 @@ class Recorder(EventSink):
         """Write a trained step at once, any other event in the recorder's thread."""
         if isinstance(event, ev.StepTrained):
             self._write(event, at_once=True)
-        self._inbox.put(event)
+        self.put(event)
 
     def step(self, step: int, read: ReadRows) -> None:
         """Have the rows of a step written by the recorder's thread; by this one if ``MOST_WAITING`` wait."""
@@ -107,7 +104,29 @@ class Recorder(EventSink):
         while len(self._steps) > MOST_WAITING:
             with self._writing:
                 self._record()
-        self._inbox.put(step)
+        self.put(step)
+
+    def take(self, item: Event | int) -> bool:
+        """Write an event, or a step by its number."""
+        if isinstance(item, int):
+            with self._writing:
+                self._record()
+            return True
+        if not isinstance(item, ev.StepTrained):
+            self._write(item)
+        with self._counting:
+            if isinstance(item, ev.StepTrained):
+                self._trained(item.step, item.metrics)
+            self.statistics.add(item)
+        return True
+
+    def end(self) -> None:
+        """Write a warning if trained responses differ in length from generated ones."""
+        if bias := self.statistics.lengths.bias:
+            note = ev.Note(time_s=time.monotonic(), text=bias, level="warning")
+            self._write(note)
+            self.notes.append(note)
+            self.errors.append(bias)
 
     def settle(self, before: int) -> None:
         """Return once all steps below ``before`` are written."""
@@ -117,20 +136,20 @@ class Recorder(EventSink):
 
     def close(self) -> None:
         """Write the rest. If the disk blocks the thread for ``CLOSE_S``, write waiting steps here."""
-        self._inbox.close()
-        self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
+        self.finish()
+        self.thread.join(CLOSE_S)
+        if self.thread.is_alive():
             if self._writing.acquire(timeout=CLOSE_S):
                 while self._steps:
                     self._record()
                 self._writing.release()
             else:
                 self.errors.append(f"{self._directory} takes nothing; {len(self._steps)} steps were not recorded")
-        if self._inbox.dropped:
-            self.errors.append(f"{self._inbox.dropped} events were not recorded: the disk is slower than the run")
+        if self.dropped:
+            self.errors.append(f"{self.dropped} events were not recorded: the disk is slower than the run")
         if self._lost > 1:
             self.errors.append(f"{self._lost} steps were not recorded, the last: {self._last_lost}")
-        if self._thread.is_alive():  # it may still write
+        if self.thread.is_alive():  # it may still write
             return
         try:
             if not self._log.closed and not os.fstat(self._log.fileno()).st_nlink:
@@ -176,31 +195,13 @@ class Recorder(EventSink):
         self._rewards[step] = float("nan") if reward is None else reward
         self.staleness_max = max(self.staleness_max, int(metrics.get("staleness_max") or 0))
 
-    def _run(self) -> None:
-        while (item := self._inbox.get()) is not None:
-            if isinstance(item, int):
-                with self._writing:
-                    self._record()
-                continue
-            if not isinstance(item, ev.StepTrained):
-                self._write(item)
-            with self._counting:
-                if isinstance(item, ev.StepTrained):
-                    self._trained(item.step, item.metrics)
-                self.statistics.add(item)
-        if bias := self.statistics.lengths.bias:
-            note = ev.Note(time_s=time.monotonic(), text=bias, level="warning")
-            self._write(note)
-            self.notes.append(note)
-            self.errors.append(bias)
-
     def _write(self, event: Event, at_once: bool = False) -> None:
         """Write one line. Called in any thread."""
         if self._torn:
             return
         try:
             self._log.write(msgspec.json.encode(event) + b"\n")
-            if at_once or self._inbox.is_empty:
+            if at_once or self.is_idle:
                 self._log.flush()
         except Exception as error:
             self._torn = True

@@ -42,8 +42,8 @@ from .consumer import CheckingConsumer
 from .data import Feeder, Prompts, load_prompts
 from .event_sinks import EventSink
 from .logs import LogFolder
-from .ranks import Rank
-from .specs import Rollout, Stage, Train
+from .ranks import RankId
+from .specs import Rollout, Stage, Train, declare_task
 from .supervisor import Worker
 from .waits import StallTimer, is_complete, waits_text
 from .worker_pool import WorkerPool
@@ -98,12 +98,12 @@ class Run(WeightSync):
         """The address for workers started here: local, with shared memory, without a key."""
         return self._connection.wire.address if self._server is None else self._server.addresses[1]
 
-    def start(self, spec: Rollout | Stage | Train, *, rank: Rank | None = None, **settings: Any) -> list[Worker]:
+    def start(self, spec: Rollout | Stage | Train, *, rank: RankId | None = None, **settings: Any) -> list[Worker]:
         """Declare the task of ``spec`` (except a trainer's) and start its workers. ``settings``: the
         fields of ``WorkerSettings``. ``rank``: start only this rank of a trainer. Raises ConfigError
         for an invalid task, before any worker starts.
 
-        A worker that fails for good sets ``failure``, and consumers of this run raise it.
+        A worker failing for good sets ``failure``, and consumers of this run raise it.
         """
         if not isinstance(spec, Train):
             self.declare(spec)
@@ -112,7 +112,7 @@ class Run(WeightSync):
     def declare(self, spec: Rollout | Stage | Train, batch_size: int = 0) -> None:
         """Declare the task of a spec. ``batch_size``: rows of a step, for a trainer's."""
         declared = spec.declare(batch_size) if isinstance(spec, Train) else spec.declare()
-        self.queue.declare(**task_arguments(declared))
+        declare_task(self.queue, declared)
 
     @property
     def workers(self) -> list[Worker]:
@@ -125,7 +125,7 @@ class Run(WeightSync):
 
         New ones start like the first. Of surplus ones the newest leave: each leases nothing more,
         finishes its rows and ends; after ``grace_s`` seconds it is stopped, and its rows go to
-        others. Does not wait for that. 0: none, until scaled up again. Raises ConfigError.
+        others. Does not wait for their end. 0: none, until scaled up again. Raises ConfigError.
         """
         return self._pool.scale(which, replicas, grace_s)
 
@@ -188,6 +188,7 @@ class Run(WeightSync):
         return feeder
 
     def weight_publisher(self, transport: str = "auto", **options: Any) -> TransportPublisher:
+        """Return the publisher of the run's weights; see ``WeightSync``."""
         return TransportPublisher(self.queue, transport, **options)
 
     def weight_updates(
@@ -198,6 +199,7 @@ class Run(WeightSync):
         fetch_timeout_s: float = FETCH_S,
         rename: Callable[[str], str] | None = None,
     ) -> TransportSubscriber:
+        """Return a subscriber of the run's weights, closed with this run; see ``WeightSync``."""
         updates = TransportSubscriber(
             self.queue, loaded=loaded, timeout_s=timeout_s, fetch_timeout_s=fetch_timeout_s, rename=rename
         )
@@ -283,7 +285,7 @@ class Run(WeightSync):
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a worker that failed for good, if any."""
+        """Raise the error of a failed worker, if any."""
         if self.failure is not None:
             raise self.failure
 
@@ -329,8 +331,8 @@ class Run(WeightSync):
             self._pool.dismiss(worker, grace_s)
 
     def stop_workers(self) -> None:
-        """Stop the workers started from here at once, in the middle of their work, and kill those that
-        do not end within seconds."""
+        """Stop the workers started from here at once, in the middle of their work, and kill them after
+        some seconds."""
         self._pool.stop()
 
     def kill_workers(self) -> None:
@@ -377,8 +379,3 @@ class Run(WeightSync):
     def _ends_by_failure(self) -> bool:
         """True if a failure here ends the stream: not that of a durable run, nor of another process."""
         return self._server is not None and not self._server.durability
-
-
-def task_arguments(spec: Any) -> dict[str, Any]:
-    """Return a TaskSpec as arguments of ``queue.declare``."""
-    return {field: getattr(spec, field) for field in spec.__struct_fields__}

@@ -172,6 +172,11 @@ class Rollout(Serializable):
         )
 
 
+def declare_task(queue: QueueClient, task: TaskSpec) -> None:
+    """Declare a task. Raises ConfigError."""
+    queue.declare(**{field: getattr(task, field) for field in task.__struct_fields__})
+
+
 def rollout_task(
     task: str, prompt: str, prefix: str, text: bool, agent: Agent | None = None, lease_s: float = PRODUCER_LEASE_S,
     partitions: tuple[str, ...] = TRAINED,
@@ -305,8 +310,7 @@ class Stage(Serializable):
     def run(self, queue: QueueClient) -> None:
         """Declare the task and work in this thread until the stream ends. ``queue``: of a connection
         without other users. Raises ConfigError for an invalid task, and the errors of ``run_declared``."""
-        spec = self.declare()
-        queue.declare(**{name: getattr(spec, name) for name in spec.__struct_fields__})
+        declare_task(queue, self.declare())
         self.run_declared(queue)
 
     def run_declared(self, queue: QueueClient) -> None:

@@ -28,20 +28,25 @@ LEAST_SHIFT = 0.01
 
 @dataclass
 class _Ages:
+    """Count, sum and maximum of ages of tokens."""
+
     tokens: int = 0
     sum: int = 0
     most: int = 0
 
     @classmethod
     def of(cls, ages: npt.NDArray[np.int64]) -> _Ages:
+        """Summarize ages."""
         return cls(len(ages), int(ages.sum()), int(ages.max(initial=0)))
 
     def join(self, other: _Ages) -> None:
+        """Add the ages of another summary."""
         self.tokens += other.tokens
         self.sum += other.sum
         self.most = max(self.most, other.most)
 
     def plain(self) -> dict[str, Any]:
+        """Return mean and maximum."""
         return {"mean": round(self.sum / self.tokens, 4) if self.tokens else None, "max": self.most}
 
 
@@ -56,6 +61,7 @@ class _Lag:
     most: int = 0
 
     def until(self, now: float, published: int) -> None:
+        """Integrate the lag up to ``now``, with the newest version ``published``."""
         if self.loaded is None:
             return
         lag, took = max(published - self.loaded, 0), max(now - self.since, 0.0)
@@ -64,6 +70,7 @@ class _Lag:
         self.since, self.most = max(now, self.since), max(self.most, lag)
 
     def has(self, version: int, now: float, published: int) -> None:
+        """Set the loaded version."""
         self.until(now, published)
         if self.loaded is None:
             self.since = now

@@ -101,13 +101,7 @@ class Worker:
         """Stop the worker after ``grace_s``, and restart it no more. The caller dismissed it from the
         queue. Does not wait."""
         self.finish()
-
-        def drain() -> None:
-            if not self.ended.wait(grace_s):
-                self.stop()
-                self.join(GRACE_S)
-
-        threading.Thread(target=drain, name=f"leave-{self.name}", daemon=True).start()
+        threading.Thread(target=self._stop_after, args=(grace_s,), name=f"leave-{self.name}", daemon=True).start()
 
     def finish(self) -> None:
         """Restart the worker no more: its run is over."""
@@ -128,6 +122,11 @@ class Worker:
         self._last.set()
         with self._lock:
             self._handle.kill()
+
+    def _stop_after(self, grace_s: float) -> None:
+        if not self.ended.wait(grace_s):
+            self.stop()
+            self.join(GRACE_S)
 
     def _supervise(self) -> None:
         try:

@@ -23,6 +23,7 @@ class ThreadLauncher(Launcher):
         self._stage = stage
 
     def check(self, placement: Placement) -> None:
+        """Refuse settings of a process. Raises ConfigError."""
         given = [name for name in ("python", "env", "cpus", "gpus") if getattr(placement, name)]
         if given and self._stage is None:
             raise ConfigError(
@@ -31,10 +32,11 @@ class ThreadLauncher(Launcher):
             )
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:
-        return _Thread(WorkerRuntime(spec, self._stage))
+        """Start a thread."""
+        return _ThreadHandle(WorkerRuntime(spec, self._stage))
 
 
-class _Thread(WorkerHandle):
+class _ThreadHandle(WorkerHandle):
     def __init__(self, worker: WorkerRuntime) -> None:
         self.pid, self.host = os.getpid(), socket.gethostname()
         self._worker = worker
@@ -51,6 +53,7 @@ class _Thread(WorkerHandle):
             self._ended.set()
 
     def wait(self) -> WorkerExit:
+        """Wait for the thread, or for ``kill``."""
         self._ended.wait()
         return self._exit
 

@@ -1,4 +1,4 @@
-"""Trackers and the listener of a run: event sinks with a thread each, so that a slow or failing one delays nobody.
+"""Trackers of a run: event sinks with a thread each. A slow or failing one delays nobody.
 
 trackers = Trackers(make_trackers(["tensorboard", ("mine", {"project": "x"})]))
 trackers.start(TrackedRun(...), report)              # opens them in their threads
@@ -8,9 +8,7 @@ trackers.close()
 
 from __future__ import annotations
 
-import abc
 import inspect
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -20,15 +18,12 @@ from ..interfaces import TrackedRun, Tracker
 from ..plugins import registry
 from ..types import Event
 from ..types import events as ev
-from .event_sinks import EventInbox, EventSink
+from .event_sinks import EventSink, EventThread
 
 MOST_WAITING = 10_000
-"""Most events that wait for a tracker; beyond it only trained steps are added."""
+"""Most events that wait for a tracker."""
 CLOSE_S = 30.0
 """Time for all trackers to close (seconds)."""
-MOST_EVENTS = 200_000
-"""Most events that wait for a listener, as on a held terminal; beyond it only trained steps are added."""
-LISTENER_CLOSE_S = 60.0
 
 Named: TypeAlias = str | Callable[..., Tracker]
 Tracked: TypeAlias = Named | Tracker | tuple[Named, Mapping[str, Any]]
@@ -46,7 +41,7 @@ def make_trackers(given: Tracked | Sequence[Tracked]) -> list[tuple[str, Tracker
 
 
 def check_tracker(given: Any) -> None:
-    """Raise PluginError or ConfigError for a tracker that cannot be made, without making it."""
+    """Check a tracker's name and options without making it. Raises PluginError, ConfigError."""
     if not isinstance(given, Tracker):
         _factory(given)
 
@@ -103,55 +98,22 @@ class Trackers(EventSink):
             each.event(event)
 
     def start(self, run: TrackedRun, report: Callable[[Event], None]) -> None:
-        """Open the trackers. ``report`` receives a warning from the thread of each that fails."""
+        """Open the trackers. ``report`` receives a warning from the thread of a failing one."""
         for each in self._threads:
             each.open(run, report)
 
     def close(self) -> None:
-        """Let the trackers finish, and abandon those that take longer than ``CLOSE_S``."""
+        """Let the trackers finish, and abandon slower ones after ``CLOSE_S``."""
         until = time.monotonic() + CLOSE_S
         for each in self._threads:
-            each.inbox.close()
+            each.finish()
         for each in self._threads:
             each.join(max(0.0, until - time.monotonic()))
 
 
-class _EventThread(EventSink):
-    """A thread that takes events one by one from its inbox."""
+class _TrackerThread(EventThread):
+    """Passes events to a tracker. After its first exception the tracker gets no more."""
 
-    def __init__(self, name: str, most_waiting: int) -> None:
-        self.inbox = EventInbox(most_waiting)
-        self.ended = False
-        """True if it takes no more events."""
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def event(self, event: Event) -> None:
-        if not self.ended:
-            self.inbox.put(event)
-
-    @abc.abstractmethod
-    def take(self, event: Event) -> bool:
-        """Handle an event in the thread. Returns False to end."""
-
-    def begin(self) -> bool:
-        """Called first in the thread. Returns False to end."""
-        return True
-
-    def end(self) -> None:
-        """Called last in the thread, also after ``take`` returned False."""
-
-    def _run(self) -> None:
-        try:
-            if self.begin():
-                while (event := self.inbox.get()) is not None:
-                    if not self.take(event):  # type: ignore[arg-type]
-                        break
-                self.end()
-        finally:
-            self.ended = True
-
-
-class _TrackerThread(_EventThread):
     def __init__(self, name: str, tracker: Tracker) -> None:
         super().__init__(f"tracker-{name}", MOST_WAITING)
         self._name, self._tracker = name, tracker
@@ -172,22 +134,25 @@ class _TrackerThread(_EventThread):
             self._warn(f"has not closed in {CLOSE_S:g} s and is left to itself; its last numbers may be missing")
 
     def begin(self) -> bool:
+        """Open the tracker."""
         return self._call("open", lambda: self._tracker.open(self._tracked))
 
-    def take(self, event: Event) -> bool:
-        if isinstance(event, ev.StepTrained):
-            step = event
+    def take(self, item: Event) -> bool:
+        """Log a trained step, and pass every event on. Returns False after an exception."""
+        if isinstance(item, ev.StepTrained):
+            step = item
             log = lambda: self._tracker.log(step.step, step.version, dict(step.metrics))  # noqa: E731
             if not self._call(f"log of step {step.step}", log):
                 return False
-        if not self._call(f"event {type(event).__name__}", lambda: self._tracker.event(event)):
+        if not self._call(f"event {type(item).__name__}", lambda: self._tracker.event(item)):
             return False
-        if self.inbox.dropped and not self._warned:
+        if self.dropped and not self._warned:
             self._warned = True
             self._warn("is slower than the run: events that are no steps are left out for it")
         return True
 
     def end(self) -> None:
+        """Close the tracker."""
         self._call("close", self._tracker.close)
 
     def _call(self, what: str, call: Callable[[], None]) -> bool:
@@ -202,32 +167,3 @@ class _TrackerThread(_EventThread):
 
     def _warn(self, text: str) -> None:
         self._report(ev.Note(time_s=time.monotonic(), text=f"tracker {self._name!r} {text}", level="warning"))
-
-
-class Listener(_EventThread):
-    """A user's function with every event, in a thread of its own. ``problems``: its failures, after ``close``."""
-
-    def __init__(self, function: Callable[[Event], None]) -> None:
-        super().__init__("listener", MOST_EVENTS)
-        self._function = function
-        self.problems: list[str] = []
-        self.thread.start()
-
-    def take(self, event: Event) -> bool:
-        try:
-            self._function(event)
-        except Exception as error:
-            name = getattr(self._function, "__qualname__", self._function)
-            self.problems.append(f"{name} failed and was left out: {error!r}")
-            return False
-        return True
-
-    def close(self) -> None:
-        """Deliver the waiting events, and abandon a function that blocks for ``LISTENER_CLOSE_S``."""
-        self.inbox.close()
-        self.thread.join(LISTENER_CLOSE_S)
-        if self.thread.is_alive():
-            self.ended = True
-            self.problems.append("a listener still blocks; its last events were left out")
-        if self.inbox.dropped:
-            self.problems.append(f"{self.inbox.dropped} events were left out while a listener blocked")

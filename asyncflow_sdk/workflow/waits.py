@@ -1,4 +1,4 @@
-"""Waits of a run: what it is waiting for, in words, and for how long it may."""
+"""Waits of a run: their description, and their limits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ..ledger import StatusReport
 from ..types import Event
 from ..types import events as ev
 from ..types.defaults import STALL_S
+from .event_sinks import EventSink
 
 MOST = 5
 """Number of waiting clients that a text names."""
@@ -46,7 +47,7 @@ def is_complete(report: StatusReport, task: str = "train") -> bool:
 
 
 class Changes:
-    """A counter of changes, for threads that check a condition and wait for the next change. Thread-safe.
+    """A counter of changes, to wait for the next change of a condition. Thread-safe.
 
     seen = changes.count                       # read before the check: a later change ends the wait
     ... check ...
@@ -72,8 +73,8 @@ class Changes:
                 self._changed.wait(min(left_s, LOOK_S))
 
 
-class StallTimer:
-    """Time since the last trained step. ``event`` receives every event, from any thread."""
+class StallTimer(EventSink):
+    """Time since the last trained step. Thread-safe."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s

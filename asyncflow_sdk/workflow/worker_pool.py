@@ -1,4 +1,4 @@
-"""WorkerPool: the workers that this process started for a run, and the consequences of their failures."""
+"""WorkerPool: the workers started by this process for a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..types import Event
 from ..types import events as ev
 from ..types.validation import check_least
 from .logs import LogFolder
-from .ranks import Rank, RankLauncher, rank_name
+from .ranks import RankId, RankLauncher, rank_name
 from .run_directory import own_path
 from .serialization import to_json
 from .specs import Rollout, Stage, Train
@@ -37,20 +37,20 @@ class _Replicas:
     role: Role
     settings: WorkerSettings
     launcher: Launcher
-    rank: Rank | None = None
+    rank: RankId | None = None
     workers: list[Worker] = field(default_factory=list)
 
     @property
     def staying(self) -> list[Worker]:
-        """Running workers that were not dismissed."""
+        """Running workers, without dismissed ones."""
         return [worker for worker in self.workers if not (worker.ended.is_set() or worker.leaving)]
 
 
 class WorkerPool(WorkerObserver):
     """Starts, scales and stops workers.
 
-    ``address``: of the run, for workers started here. ``mark``: part of their names, to differ from
-    those of other processes. ``fail`` is called with an error that ends the run. Thread-safe.
+    ``address``: of the run, for workers started here. ``mark``: part of their names, unique to this
+    process. ``fail``: ends the run with an error. Thread-safe.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class WorkerPool(WorkerObserver):
         with self._lock:
             return [worker for replicas in self._started for worker in replicas.workers]
 
-    def start(self, role: Role, settings: WorkerSettings, rank: Rank | None = None) -> list[Worker]:
+    def start(self, role: Role, settings: WorkerSettings, rank: RankId | None = None) -> list[Worker]:
         """Start the workers of a role: all ranks of a trainer, or only ``rank`` if another launcher
         starts the others. Raises ConfigError; then none runs."""
         launcher = self._launcher_of(role)
@@ -117,7 +117,7 @@ class WorkerPool(WorkerObserver):
             self._closed = True
 
     def stop(self) -> None:
-        """Stop all workers, and kill those that do not end within seconds."""
+        """Stop all workers, and kill them after ``GRACE_S``."""
         workers = self.workers
         _end(workers)
         if all(worker.ended.is_set() for worker in workers):
@@ -173,7 +173,7 @@ class WorkerPool(WorkerObserver):
         self._fail(WorkerFailed(last, worker.name))
 
     def ended(self, worker: Worker) -> None:
-        """Wake the threads that wait for a worker."""
+        """Wake the threads waiting for a worker."""
         self.changed.notify()
 
     # ---- starting
@@ -225,7 +225,7 @@ class WorkerPool(WorkerObserver):
 
 
 def _end(workers: list[Worker]) -> None:
-    """Stop all workers at once, then kill those running after ``GRACE_S``, at once, too."""
+    """Stop all workers at the same time, and kill the running ones after ``GRACE_S``."""
     for worker in workers:
         worker.stop()
     for worker in _late(workers):

@@ -30,18 +30,18 @@ from ..types import events as ev
 from ..types.defaults import STALL_S
 from .data import Feeder, Prompts, load_prompts
 from .endpoints import serve
-from .event_sinks import Callbacks
+from .event_sinks import EventSink, Listener
 from .plan import AHEAD_STEPS, Plan
 from .plan_checks import check_plan
 from .plan_text import describe, mermaid, plan_text
 from .recorder import Recorder
-from .run import Run, task_arguments
+from .run import Run
 from .run_directory import RunDirectory
 from .serialization import Serializable
 from .signals import StopSignals
 from .specs import Rollout, Stage, Train
 from .supervisor import Worker
-from .trackers import Listener, Tracked, tracker_list
+from .trackers import Tracked, tracker_list
 from .waits import StallTimer
 
 REWARD_STEPS = 20
@@ -194,7 +194,7 @@ class _Execution:
     def __init__(self, plan: Plan, directory: RunDirectory, recorder: Recorder, listener: Listener | None) -> None:
         self._plan, self._directory, self._recorder, self._listener = plan, directory, recorder, listener
         self._stall = StallTimer(plan.stall_timeout_s)
-        self._sinks = [Callbacks(self._stall.event), recorder, *([listener] if listener is not None else [])]
+        self._sinks: list[EventSink] = [self._stall, recorder, *([listener] if listener is not None else [])]
         self._status = "completed"
         self._error: AsyncFlowError | None = None
         self._audit: Audit | None = None
@@ -203,7 +203,7 @@ class _Execution:
         """Run to the end and write the summary. Raises the run's error."""
         path, recorder = self._directory.path, self._recorder
         began = time.monotonic()
-        for sink in self._sinks[1:]:
+        for sink in self._sinks:
             sink.event(ev.Begun(time_s=began, again=again))
         with StopSignals() as signals:
             try:
@@ -273,7 +273,7 @@ class _Execution:
     def _start(self, run: Run) -> Worker:
         """Declare the tasks, start all workers and the feeder. Returns the trainer."""
         plan, path = self._plan, self._directory.path
-        run.queue.declare(**task_arguments(plan.train.declare(plan.batch_size)))
+        run.declare(plan.train, plan.batch_size)
         for stage in plan.stages:
             run.start(stage)
         weights = plan.chosen_weights

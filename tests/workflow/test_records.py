@@ -24,7 +24,7 @@ from asyncflow_sdk.types.events import Begun, Note, StepTrained
 pytestmark = pytest.mark.fast
 
 RECORDER = "asyncflow_sdk.workflow.recorder"
-TRACKERS = "asyncflow_sdk.workflow.trackers"
+SINKS = "asyncflow_sdk.workflow.event_sinks"
 
 
 class Held:
@@ -92,7 +92,7 @@ def test_a_listener_that_blocks_costs_bounded_memory_and_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few events and few steps may wait: those beyond are left out, or written at once."""
-    monkeypatch.setattr(f"{TRACKERS}.MOST_EVENTS", 10)
+    monkeypatch.setattr(f"{SINKS}.MOST_EVENTS", 10)
     monkeypatch.setattr(f"{RECORDER}.MOST_WAITING", 3)
     held = Held()
     # given a listener that blocks at the first event
@@ -110,7 +110,7 @@ def test_a_listener_that_blocks_costs_bounded_memory_and_no_step(
 
 
 def test_a_listener_that_never_returns_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{TRACKERS}.LISTENER_CLOSE_S", 0.05)
+    monkeypatch.setattr(f"{SINKS}.LISTENER_CLOSE_S", 0.05)
     held = Held()
 
     result = echo_workflow(steps=4).run(tmp_path / "run", on_event=held)
