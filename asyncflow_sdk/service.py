@@ -55,7 +55,7 @@ class Trainer:
         elif task:
             raise ConfigError(f"{', '.join(task)} belongs to the task of training: give batch_size with it")
         for engine in engines:
-            self.run.start(engine, **({"needs_first": weights is not None} if isinstance(engine, Rollout) else {}))
+            self.run.start(engine, needs_first=isinstance(engine, Rollout) and weights is not None)
         if weights is not None:
             self.weight_sync_notify(weights)
 

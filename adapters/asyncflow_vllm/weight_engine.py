@@ -69,7 +69,9 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: HandedUpdateInfo) -> None:
         """Map the tensors and load them into the model."""
-        self._record(lambda: self._load([(name, to_torch(array)) for name, array in map_handover(update_info.handed)]))
+        self._record(
+            lambda: self._load([(name, to_torch(array)) for name, array in map_handover(update_info.handed)])
+        )
 
     def finish_weight_update(self) -> None:
         """Finish the layers: quantise, repack."""

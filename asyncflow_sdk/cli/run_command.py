@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from ..errors import ConfigError, Interrupted, PluginError
-from ..workflow import load_workflow
-from ..workflow.resuming import again, read_summary, write_whole
+from ..workflow import Workflow, load_workflow
+from ..workflow.run_directory import RunDirectory
 from .live_view import LiveView
 from .report import write_report
 from .summary import summary_table
@@ -38,7 +38,7 @@ def run_file(file: Path, out: Path | None, changes: list[str], shown: str, conso
     console.print(str(workflow), markup=False, soft_wrap=True)
     with (
         outcome_of(out, console),
-        LiveView(workflow.steps, f"asyncflow run {file.name}", console=console) as view,
+        LiveView(workflow.plan.steps, f"asyncflow run {file.name}", console=console) as view,
     ):
         workflow.run(out, on_event=view)
 
@@ -46,14 +46,14 @@ def run_file(file: Path, out: Path | None, changes: list[str], shown: str, conso
 def resume_run(out: Path, console: Console) -> None:
     """Resume the run in a directory, live; a completed run is only reported. Raises the errors of
     ``Workflow.resume``."""
-    workflow = again(out)
-    if read_summary(out).get("status") != "completed":
+    workflow, directory = Workflow.load(out), RunDirectory(out)
+    if directory.read_summary().get("status") != "completed":
         with (
             outcome_of(out, console),
-            LiveView(workflow.steps, f"asyncflow resume {out}", console=console) as view,
+            LiveView(workflow.plan.steps, f"asyncflow resume {out}", console=console) as view,
         ):
             workflow.resume_in(out, view)
-    summary = read_summary(out)
+    summary = directory.read_summary()
     text = f"{out}: {summary['status']}, {summary['steps']} of {summary['steps_wanted']} steps trained"
     console.print(text, markup=False, soft_wrap=True, highlight=False)
 
@@ -104,7 +104,7 @@ def show_outcome(out: Path, console: Console, page: bool = True) -> None:
 
 def _report(out: Path, summary: dict[str, Any]) -> str:
     page = str(write_report(out))
-    write_whole(out / "summary.json", {**summary, "report": page})
+    RunDirectory(out).write_summary({**summary, "report": page})
     return page
 
 

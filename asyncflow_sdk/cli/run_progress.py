@@ -28,7 +28,7 @@ from ..types.events import (
     StepTrained,
     WorkerState,
 )
-from ..workflow.tally import LengthTally
+from ..workflow.statistics import LengthStatistics
 
 TRAILING = 20
 RATE_WINDOW_S = 30.0
@@ -144,7 +144,7 @@ class RunProgress:
     workers: dict[str, WorkerProgress] = field(default_factory=dict)
     note: str = ""
     rewards: Curve = field(default_factory=Curve)
-    lengths: LengthTally = field(default_factory=LengthTally)
+    lengths: LengthStatistics = field(default_factory=LengthStatistics)
     _trailing: deque[float] = field(default_factory=lambda: deque(maxlen=TRAILING))
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=TRAILING + 1))
     _rate: TokenRate = field(default_factory=TokenRate)

@@ -188,11 +188,11 @@ def _start_from_file(group: _GroupOptions, task: str) -> None:
     """Start a role as a workflow file describes it, without checking the file's other roles on this
     host."""
     from ..workflow import load_workflow
-    from ..workflow.checking import for_role
+    from ..workflow.problems import for_role
 
     assert group.file is not None
     with for_role("" if "python" in group.place else task):  # another interpreter knows its own engines
-        flow = load_workflow(group.file)
+        flow = load_workflow(group.file).plan
     specs: list[Any] = [*flow.rollouts, *flow.stages, flow.train]
     for spec in specs:  # the command line decides the placement
         spec.place = replace(spec.place, **group.place)
@@ -232,7 +232,7 @@ def _work(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> N
         if len(workers) != group.replicas and spec.task != "train":
             workers = run.scale(spec, group.replicas)
         for each in workers:
-            _say(f"{', '.join(each.pids)} joins {group.address} as process {each.pid}; log: {each.order.log}")
+            _say(f"{', '.join(each.pids)} joins {group.address} as process {each.pid}; log: {each.spec.log}")
         try:
             for each in workers:
                 run.wait(each, timeout_s=math.inf)  # until the stream ends, or Ctrl-C

@@ -8,6 +8,7 @@ from .launcher import (
     Placement,
     WorkerExit,
     WorkerHandle,
+    WorkerSettings,
     WorkerSpec,
     check_on_failure,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "WeightUpdate",
     "WorkerExit",
     "WorkerHandle",
+    "WorkerSettings",
     "WorkerSpec",
     "check_on_failure",
     "optimizer_source",

@@ -12,12 +12,15 @@ reported by name when they fail for good.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import msgspec
 
 from ..errors import ConfigError
+from ..types.config import Checkpoint, Weights
 from ..types.validation import check_fields, check_least
 
 OnFailure = Literal["stop", "continue"]
@@ -40,12 +43,14 @@ class Placement:
     env: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 3
     launcher: str = "process"
-    cpus: tuple[int, ...] = ()
-    gpus: tuple[int, ...] = ()
+    cpus: Sequence[int] = ()
+    gpus: Sequence[int] = ()
     on_failure: OnFailure | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "cpus", tuple(self.cpus))
+        object.__setattr__(self, "gpus", tuple(self.gpus))
         odd = [name for name, value in self.env.items() if not name or "=" in name or "\0" in name + value]
         if odd:
             raise ConfigError(f"env has {odd[0]!r}: names need a character and have no '=', and neither has a NUL")
@@ -65,15 +70,57 @@ def check_on_failure(on_failure: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """Settings of a run for one worker, beside its Rollout, Stage or Train.
+
+    ``weights``: how versions are published and loaded; None: as the worker's own say. ``swap``: the
+    policy chosen for a rollout; "": its own. ``needs_first``: a rollout waits for the first
+    published version. ``export``: folder for the final model; "": none. ``checkpoint``: how often
+    the trainer saves; ``checkpoints``: the folder of checkpoints; "": none are made.
+    """
+
+    weights: Weights | None = None
+    swap: str = ""
+    needs_first: bool = False
+    export: str = ""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    checkpoints: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """A worker to start. ``config``: the argument of ``run_worker`` in the worker's process; it may
-    hold a key, so keep it out of command lines and of files readable by others. ``log``: a file on
-    the driver's host for the worker's output, if the launcher can collect it."""
+    """One worker: what it runs, of which run, and where. Its process decodes this very object.
+
+    ``role``: the Rollout, Stage or Train as plain data. ``address``, ``key``, ``insecure``: how the
+    worker connects to the run. ``import_path``: folders to import the user's modules from.
+    ``plugins``: environment variables with the driver's choice of plugins. ``rank`` of
+    ``world_size``: of a trainer of several processes. ``log``: a file on the driver's host for the
+    worker's output, if the launcher can collect it.
+    """
 
     name: str
-    config: bytes
+    role: Mapping[str, Any]
+    settings: WorkerSettings = WorkerSettings()
+    address: str
+    key: Mapping[str, str] | None = field(default=None, repr=False)
+    insecure: bool = False
+    import_path: Sequence[str] = ()
+    plugins: Mapping[str, str] = field(default_factory=dict)
+    rank: int = 0
+    world_size: int = 1
     placement: Placement
     log: Path
+
+    @property
+    def config(self) -> bytes:
+        """The argument of ``run_worker`` in the worker's process: this spec as one line of JSON. It
+        may hold a key, so keep it out of command lines and of files readable by others."""
+        return msgspec.json.encode(self, enc_hook=str)
+
+    @classmethod
+    def decoded(cls, config: bytes) -> WorkerSpec:
+        """Decode ``config``. Raises msgspec.ValidationError."""
+        return msgspec.json.decode(config, type=cls, dec_hook=lambda kind, value: kind(value))
 
 
 @dataclass(frozen=True)

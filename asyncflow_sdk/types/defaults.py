@@ -1,4 +1,4 @@
-"""Default times, in seconds. Each stands here once; a signature or an option says when it is another."""
+"""Defaults of settings, each in one place. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -18,3 +18,27 @@ NEXT_S = 3600.0
 """Limit of a loop's wait for its next batch or version."""
 FETCH_S = 600.0
 """Limit of publishing, fetching or rolling back a version."""
+AGENT_S = 600.0
+"""A conversation of an agent may take this long."""
+STALL_S = 3600.0
+"""A workflow ends if no step was trained for this long."""
+WAIT_S = 86400.0
+"""``Run.wait`` waits this long for a worker."""
+LEAVE_S = 60.0
+"""A worker that leaves a run may take this long to finish its rows."""
+GROUP_SIZE = 8
+"""Responses to each prompt."""
+CONCURRENCY = 8
+"""Calls of a stage's coroutine function at a time."""
+MAX_STALENESS = 1
+"""Staleness of a trained token, in versions."""
+CAPACITY_ROWS = 100_000
+"""Live rows of a served run."""
+KEEP_VERSIONS = 2
+"""Newest versions available for fetches and rollbacks."""
+KEEP_CHECKPOINTS = 2
+"""Newest checkpoints kept."""
+CHECKPOINT_STEPS = 50
+"""Steps between two checkpoints."""
+FEED_GROUPS = 64
+"""Groups of one put of a feeder."""

@@ -2,11 +2,11 @@
 
 from .agent import Agent, Turn, Turns
 from .data import load_prompts
+from .endpoints import connect, serve
 from .producer import EngineProducer
-from .recorder import ages_of, read_steps, staleness_of
 from .run import Run
-from .serving import connect, serve
 from .specs import Rollout, Stage, Train
+from .step_files import ages_of, read_steps, staleness_of
 from .toml import load_workflow
 from .work import Generate, Logprobs
 from .worker import run_worker

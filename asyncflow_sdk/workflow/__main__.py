@@ -1,14 +1,14 @@
-"""``python -m asyncflow_sdk.workflow``: a worker process, told by its driver what to be."""
+"""``python -m asyncflow_sdk.workflow``: the process of a worker."""
 
 import gc
 import os
 import sys
 
-from .worker import main
+from .worker_process import main
 
 status = main()
-if status:  # a thread of a failed engine must not hold up the news of its failure
+if status:  # a thread of a failed engine must not delay the exit
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-gc.freeze()  # the interpreter's last collection would look through all that the engine's libraries hold, for up to a second
+gc.freeze()  # the last collection would search all objects of the engine's libraries, for up to a second

@@ -1,4 +1,4 @@
-"""Where a run is served: a small file ``address`` in its directory, one address a line, while it is served."""
+"""Addresses of a run: the file ``address`` in its directory, one address a line, while it is served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JOURNAL = "journal"
 
 
 def write_addresses(directory: Path, addresses: list[str]) -> None:
-    """Say where the run is served. Addresses within this process are left out. Raises OSError where the disk is full."""
+    """Write the addresses of a run; an inproc address is left out. Raises OSError if the disk is full."""
     with contextlib.suppress(OSError):
         if (directory / FILE).read_text() == _text(addresses):  # left by a server of the same run that was killed
             return
@@ -32,7 +32,7 @@ def write_addresses(directory: Path, addresses: list[str]) -> None:
 
 
 def remove_addresses(directory: Path, addresses: list[str]) -> None:
-    """The run is no longer served there. Where another serves it by now is left."""
+    """Remove these addresses of a run. Addresses of another server stay."""
     with contextlib.suppress(OSError):
         if (directory / FILE).read_text() == _text(addresses):
             (directory / FILE).unlink()
@@ -43,10 +43,10 @@ def _text(addresses: list[str]) -> str:
 
 
 def find_address(directory: Path, timeout_s: float) -> str:
-    """The address at which the run of a directory is served.
+    """Return the address of a directory's run.
 
-    Waits up to ``timeout_s`` for a server of a durable run that is not over, since another may continue it. Raises
-    ConfigError for a directory that is not served, ServerLost when nobody listens any more.
+    Waits up to ``timeout_s`` for the next server of an unfinished durable run. Raises ConfigError for
+    a directory without a served run, ServerLost if nobody listens any more.
     """
     until = time.monotonic() + timeout_s
     while True:
@@ -64,7 +64,7 @@ def find_address(directory: Path, timeout_s: float) -> str:
 
 
 def _served_at(directory: Path) -> str:
-    """Raises ConfigError, ServerLost."""
+    """Return the first address with a server. Raises ConfigError, ServerLost."""
     try:
         addresses = (directory / FILE).read_text().split()
     except FileNotFoundError:

@@ -21,15 +21,15 @@ import numpy.typing as npt
 
 from ..errors import AsyncFlowError, ConfigError, EngineError, SchemaError
 from ..interfaces import Completion, Request
-from ..plugins import import_name, import_path
+from ..plugins import import_path
 from ..queue.error_text import error_text, plain_text
 from ..types import Ragged, Sampling, VersionSpan, pack
 from ..types.validation import check_above, check_fields
 from .engine_gateway import EngineGateway, Generated, derived_seed, joined_spans, spans_of
 from .prompt_lease import Ids
 from .tokenizer import Tokenizer
-from .user_code import with_user_trace
-from .work import AgentWork, is_coroutine, parameters_of
+from .user_code import user_error_text
+from .work import is_coroutine, parameters_of
 
 CANCEL_S = 1.0
 """A cancelled agent may take this long to end (seconds)."""
@@ -212,22 +212,15 @@ class Agent:
         if self.needs is None:
             object.__setattr__(self, "needs", parameters_of(self.function)[1:])
 
-    @classmethod
-    def of(cls, job: AgentWork) -> Agent:
-        """Import the agent of a worker's job."""
-        return cls(function=import_name(job.path), needs=job.needs, gives=job.gives, timeout_s=job.timeout_s)
-
     @property
     def name(self) -> str:
         """The function's name, for messages."""
         return str(getattr(self.function, "__qualname__", repr(self.function)))
 
-    def job(self) -> AgentWork:
-        """Return its description. Raises ConfigError if a worker cannot import the function."""
-        path = import_path(self.function)
-        if path is None:
+    def check_importable(self) -> None:
+        """Raise ConfigError if a worker cannot import the function."""
+        if import_path(self.function) is None:
             raise ConfigError(f"agent {self.name} cannot be imported by its worker: {_why_not(self.function)}")
-        return AgentWork(path, self.needs or (), self.gives, self.timeout_s)
 
     async def converse(self, turns: Turns, columns: Mapping[str, Any]) -> Generated:
         """Return one finished row. Raises AgentFailed, or EngineError of the engine."""
@@ -246,8 +239,9 @@ class Agent:
         if turns.failure is not None:
             raise turns.failure
         if error is not None:
-            text = f"agent {self.name}() raised {plain_text(error_text(error), 1000)}"
-            raise AgentFailed(with_user_trace(text, error))
+            raise AgentFailed(
+                user_error_text(f"agent {self.name}() raised {plain_text(error_text(error), 1000)}", error)
+            )
         try:
             return turns.row(self._check(task.result()))
         except AgentFailed as failed:

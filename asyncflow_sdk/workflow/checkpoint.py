@@ -64,7 +64,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Point:
+class ResumePoint:
     """Where training goes on. ``path``: what ``load`` takes; None: there is no checkpoint, so from the start. ``step``: the next
     one leased. ``version``: the number to publish the engine's weights under before it; None: they are current."""
 
@@ -88,14 +88,14 @@ class Checkpoints:
         self._queue, self.directory, self._keep = queue, directory, keep
         self._ranks = ranks or RankCommunicator()
 
-    def resume(self) -> Point:
+    def resume(self) -> ResumePoint:
         """Go on from the newest checkpoint that is whole; without any from the start. Raises ConfigError where rows that would
         have to be trained again are gone."""
         found = self._ranks.by_first("where training goes on", lambda: _packed(self._resume()))
         path, step, version = msgspec.json.decode(found, type=tuple[str | None, int, int | None])
-        return Point(None if path is None else Path(path), step, version)
+        return ResumePoint(None if path is None else Path(path), step, version)
 
-    def _resume(self) -> Point:
+    def _resume(self) -> ResumePoint:
         cut = self._cut()
         for left in self.directory.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -157,7 +157,7 @@ class Checkpoints:
         """The steps that checkpoints go on with, in order; whole or not."""
         return sorted(int(path.name[5:]) for path in self.directory.glob("step-*") if path.name[5:].isdigit())
 
-    def _went_on(self, path: Path | None, reply: cmd.Resumed) -> Point:
+    def _went_on(self, path: Path | None, reply: cmd.Resumed) -> ResumePoint:
         for step in self.steps():
             if step > reply.step:  # of steps that will be trained again: it is not of this line any more
                 aside = self.directory / f"lost-{self._path(step).name}"
@@ -167,7 +167,7 @@ class Checkpoints:
             where = f"from {path}" if path is not None else "anew, since there is no checkpoint"
             self._say(f"training goes on with step {reply.step} {where}; {reply.again} rows are trained again")
         first = reply.version < 0 and reply.step == 0
-        return Point(path, reply.step, 0 if first else reply.version if reply.publish else None)
+        return ResumePoint(path, reply.step, 0 if first else reply.version if reply.publish else None)
 
     def _cut(self) -> cmd.TrainingPosition:
         cut: cmd.TrainingPosition = self._send(cmd.GetTrainingPosition())
@@ -188,7 +188,7 @@ class Checkpoints:
         connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level=level))
 
 
-def _packed(point: Point) -> bytes:
+def _packed(point: ResumePoint) -> bytes:
     return msgspec.json.encode((None if point.path is None else str(point.path), point.step, point.version))
 
 

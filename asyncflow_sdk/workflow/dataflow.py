@@ -1,7 +1,7 @@
 """Dataflow: the tasks of a workflow, and the columns between them.
 
 flow = Dataflow({"prompt": "prompts"}, [Node("rollout", ("prompt",), ("response",)), Node("train", ("response",), ())])
-flow.problems()     # what cannot work, and of which task
+flow.problems()     # [Problem(task, text)]
 flow.edges          # [("prompts", "rollout", ("prompt",)), ("rollout", "train", ("response",))]
 """
 
@@ -19,7 +19,7 @@ PROMPTS = "prompts"
 
 
 class Node(NamedTuple):
-    """A task: the columns it needs and those it gives, of the rows of these ``partitions``."""
+    """A task: the columns it needs and gives, and the partitions of its rows."""
 
     task: str
     needs: tuple[str, ...]
@@ -27,11 +27,12 @@ class Node(NamedTuple):
     partitions: tuple[str, ...] = ("",)
 
     def takes(self, partition: str) -> bool:
+        """True if it takes rows of a partition."""
         return partition in self.partitions or "*" in self.partitions
 
 
 class Edge(NamedTuple):
-    """Columns that one task gives and another needs."""
+    """Columns from the task ``giver`` to the task ``taker``."""
 
     giver: str
     taker: str
@@ -39,18 +40,19 @@ class Edge(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What cannot work, and the task it is of."""
+    """An error in a dataflow, and its task."""
 
     task: str
     text: str
 
 
 def same_name(task: str) -> Problem:
+    """Return the problem of two tasks with one name."""
     return Problem(task, f"two tasks have the same name {task!r}: give one another task=")
 
 
 class Dataflow:
-    """Nodes in the order they were given; ``data``: the columns of the prompts."""
+    """Tasks and the columns between them. ``data``: columns of the prompts."""
 
     def __init__(self, data: Sequence[str], nodes: Sequence[Node]) -> None:
         self.nodes = tuple(nodes)
@@ -65,7 +67,7 @@ class Dataflow:
 
     @property
     def edges(self) -> list[Edge]:
-        """From the prompts on, task after task."""
+        """All edges, in the order of the tasks."""
         found: dict[tuple[str, str], list[str]] = {}
         for node in self.nodes:
             for column in node.needs:
@@ -77,12 +79,12 @@ class Dataflow:
 
     @property
     def unused(self) -> dict[str, str]:
-        """Columns that a task gives and nobody needs, with that task."""
+        """Columns needed by no task, each with its giver."""
         needed = {column for node in self.nodes for column in node.needs}
         return {column: giver for column, giver in self.givers.items() if giver != PROMPTS and column not in needed}
 
     def order(self) -> list[str]:
-        """The tasks, each behind those it waits for; what is in a cycle at the end."""
+        """Return the tasks, each after its dependencies; tasks of a cycle last."""
         left, there, order = list(self.nodes), {PROMPTS}, list[str]()
         while left:
             able = [n for n in left if all(self.givers.get(c, PROMPTS) in there for c in n.needs)] or left
@@ -92,7 +94,7 @@ class Dataflow:
         return order
 
     def problems(self) -> list[Problem]:
-        """Everything that cannot work."""
+        """Return all problems."""
         names = [node.task for node in self.nodes]
         same = [name for name in dict.fromkeys(names) if names.count(name) > 1]
         return [
@@ -111,7 +113,7 @@ class Dataflow:
         ]
 
     def _misnamed(self) -> list[Problem]:
-        """Names that no column can have, each once, with the task that says it first."""
+        """Find invalid column names, each once, with its first task."""
         first = dict.fromkeys((column for column, giver in self.givers.items() if giver == PROMPTS), PROMPTS)
         for node in self.nodes:
             for column in (*node.gives, *node.needs):
@@ -141,7 +143,7 @@ class Dataflow:
         return f" (did you mean {near[0]!r}, of {_task(self.givers[near[0]])}?)" if near else ""
 
     def _cycles(self) -> list[Problem]:
-        """Each cycle once, named edge by edge."""
+        """Find each cycle once, with its edges."""
         waits = {
             node.task: {self.givers[c]: c for c in node.needs if self.givers.get(c, PROMPTS) != PROMPTS}
             for node in self.nodes
@@ -162,7 +164,7 @@ class Dataflow:
 
 
 def _towards(task: str, waits: Mapping[str, Mapping[str, str]]) -> str | None:
-    """A task that ``task`` waits for, and which waits for it."""
+    """Return a dependency of ``task`` in a cycle with it; None without a cycle."""
     for onward in waits[task]:
         seen, left = set[str](), [onward]
         while left:

@@ -1,4 +1,4 @@
-"""Logs: the files that workers write to."""
+"""LogFolder: the log files of workers."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import threading
 from pathlib import Path
 
 
-class Logs:
-    """``folder``: where the files lie; None: in a new temporary folder that only this user can read, made with the first worker.
-    Thread-safe."""
+class LogFolder:
+    """``folder``: of the files; None: a temporary one, readable by this user only, made for the first
+    worker. Thread-safe."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._temporary: Path | None = None
         self._lock = threading.Lock()
 
-    def of(self, worker: str) -> Path:
-        """The file of a worker."""
+    def file(self, worker: str) -> Path:
+        """Return the path of a worker's log."""
         with self._lock:
             if self._folder is None:
                 self._folder = self._temporary = Path(tempfile.mkdtemp(prefix="asyncflow-logs-"))
             return self._folder / f"{worker}.log"
 
     def remove(self) -> None:
-        """Remove a temporary folder, once its workers have ended. A folder that was given stays. Idempotent."""
+        """Remove a temporary folder. Call after the workers' end. Idempotent."""
         with self._lock:
             if self._temporary is not None:
                 shutil.rmtree(self._temporary, ignore_errors=True)

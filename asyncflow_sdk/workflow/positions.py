@@ -1,4 +1,4 @@
-"""Where in a TOML text each key stands. Parsers keep no positions; this walk does, over a text that one has accepted.
+"""Positions of the keys of a TOML text. The parsers keep none; this one reads a text after they accepted it.
 
 positions('a = 1\\n[b]\\nc.d = [{e = 2}]\\n')      # {("a",): (1, 1), ("b",): (2, 2), ("b", "c"): (3, 1), ("b", "c", "d"): ...}
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 
-Path = tuple[str | int, ...]
+from .problems import Key
+
 Position = tuple[int, int]
 """Line and column, both from 1."""
 
@@ -19,17 +20,19 @@ _ESCAPE = re.compile(r'\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([btnfre"\\]))')
 _SHORT = {"b": "\b", "t": "\t", "n": "\n", "f": "\f", "r": "\r", "e": "\x1b", '"': '"', "\\": "\\"}
 
 
-def positions(text: str) -> dict[Path, Position]:
-    """The place of every key, of every table and of every table in an array, where it stands first."""
+def positions(text: str) -> dict[Key, Position]:
+    """Return the first position of every key, of every table, and of every table in an array."""
     return _Walk(text).found
 
 
 class _Walk:
+    """One pass over a text, from pair to pair."""
+
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
-        self.found: dict[Path, Position] = {}
-        self._arrays: dict[Path, int] = {}
-        table: Path = ()
+        self.found: dict[Key, Position] = {}
+        self._arrays: dict[Key, int] = {}
+        table: Key = ()
         self._space()
         while self._at < len(text):
             if text[self._at] == "[":
@@ -48,7 +51,7 @@ class _Walk:
         self._at = found.end()
         return found.group()
 
-    def _header(self) -> Path:
+    def _header(self) -> Key:
         array = self._text.startswith("[[", self._at)
         self._at += 1 + array
         self._space()
@@ -56,31 +59,32 @@ class _Walk:
         self._at += 1 + array
         return table
 
-    def _keys(self, path: Path, array: bool = False) -> Path:
-        """Dotted keys, each noted; within an array of tables the last of them that there is. ``array``: a further one."""
+    def _keys(self, path: Key, array: bool = False) -> Key:
+        """Read a dotted key and record its parts. In an array of tables it is the last table's. ``array``: begin
+        another table."""
         while True:
             self._space()
             start, raw = self._at, self._take(_KEY)
             path = (*path, _ESCAPE.sub(_unescaped, raw[1:-1]) if raw[0] == '"' else raw.strip("'"))
-            self._note(path, start)
+            self._record(path, start)
             self._space()
             last = not self._text.startswith(".", self._at)
             if last and array:
                 self._arrays[path] = self._arrays.get(path, -1) + 1
             if path in self._arrays:
                 path = (*path, self._arrays[path])
-                self._note(path, start)
+                self._record(path, start)
             if last:
                 return path
             self._at += 1
 
-    def _pair(self, table: Path) -> None:
+    def _pair(self, table: Key) -> None:
         path = self._keys(table)
         self._at += 1  # the "="
         self._space()
         self._value(path)
 
-    def _value(self, path: Path) -> None:
+    def _value(self, path: Key) -> None:
         first = self._text[self._at]
         if first in "\"'":
             self._take(_STRING)
@@ -90,8 +94,8 @@ class _Walk:
         else:
             self._take(_SCALAR)
 
-    def _inside(self, path: Path, end: str) -> None:
-        """The elements of an array, or the pairs of an inline table."""
+    def _inside(self, path: Key, end: str) -> None:
+        """Read the elements of an array, or the pairs of an inline table."""
         number = 0
         while True:
             self._space()
@@ -101,14 +105,14 @@ class _Walk:
             if end == "}":
                 self._pair(path)
             else:
-                self._note((*path, number), self._at)
+                self._record((*path, number), self._at)
                 self._value((*path, number))
                 number += 1
             self._space()
             if self._text[self._at] == ",":
                 self._at += 1
 
-    def _note(self, path: Path, at: int) -> None:
+    def _record(self, path: Key, at: int) -> None:
         line = self._text.count("\n", 0, at)
         self.found.setdefault(path, (line + 1, at - (self._text.rfind("\n", 0, at) + 1) + 1))
 

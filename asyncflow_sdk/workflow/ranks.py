@@ -1,9 +1,9 @@
-"""Ranks: a trainer of several processes, started together and ended together, as one worker.
+"""Ranks: one trainer in several processes, started and ended together as one worker.
 
-    handle = Group(launcher, 2).start(order)          # two processes; what happens to one of them happens to both
+    handle = RankLauncher(launcher, 2).start(spec)    # two processes: if one fails, both end
 
-Each finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as under torchrun; under
-torchrun itself (or another launcher of the field) ``own_rank`` says which of them this process is.
+Each process finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
+environment, as under torchrun. Under torchrun itself ``own_rank`` reads them.
 """
 
 from __future__ import annotations
@@ -16,24 +16,30 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-import msgspec
+from functools import partial
+from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
-from .worker import Rank, WorkerConfig
 
 AFTER_S = 2.0
-"""So long the others may take to end by themselves, and to say in their logs what they saw, when one rank has ended with an error."""
+"""After one rank's error the others may take this long to end and to log what they saw (seconds)."""
+
+
+class RankId(NamedTuple):
+    """The number of one process of a trainer."""
+
+    rank: int
+    world_size: int
 
 
 def rank_name(worker: str, rank: int) -> str:
-    """What a rank of a worker is called: in the queue, by `asyncflow top`, in events and in errors."""
+    """Return the name of a worker's rank, as in the queue, events and errors."""
     return f"{worker} rank {rank}"
 
 
-def own_rank(environment: Mapping[str, str] = os.environ) -> Rank | None:
-    """Which rank this process is by its environment, where a launcher of several has started it. Raises ConfigError."""
+def own_rank(environment: Mapping[str, str] = os.environ) -> RankId | None:
+    """Return this process's rank as set by a launcher of several; None without one. Raises ConfigError."""
     given = environment.get("WORLD_SIZE", ""), environment.get("RANK", "")
     if not all(given):
         return None
@@ -46,36 +52,36 @@ def own_rank(environment: Mapping[str, str] = os.environ) -> Rank | None:
     lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if size > 1 and lacking:
         raise ConfigError(f"RANK={rank} of WORLD_SIZE={size} needs {lacking[0]} too, where its ranks find each other")
-    return Rank(rank, size) if size > 1 else None
+    return RankId(rank, size) if size > 1 else None
 
 
-def check_ranks(launcher: Launcher, place: Placement, world_size: int) -> None:
-    """Raises ConfigError where a launcher cannot start that many ranks in a place."""
-    launcher.check(place)
+def check_ranks(launcher: Launcher, placement: Placement, world_size: int) -> None:
+    """Raise ConfigError if a launcher cannot start this number of ranks in a placement."""
+    launcher.check(placement)
     if world_size == 1:
         return
     if not launcher.ranks:
         raise ConfigError(
-            f"launcher={place.launcher!r} starts no ranks: world_size={world_size} needs processes of one host, which"
+            f"launcher={placement.launcher!r} starts no ranks: world_size={world_size} needs processes of one host, which"
             ' launcher="process" starts; over several hosts start `asyncflow worker` under torchrun or the like'
         )
-    taken = sorted({"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(place.env))
+    taken = sorted({"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(placement.env))
     if taken:
         raise ConfigError(f"env= sets {taken[0]}, which is another for each rank: leave it out")
-    if place.gpus and len(place.gpus) != world_size:
-        raise ConfigError(f"gpus={list(place.gpus)} for world_size={world_size}: give each rank one GPU")
-    if len(place.cpus) % world_size:
-        raise ConfigError(f"cpus={list(place.cpus)} for world_size={world_size}: give each rank as many")
+    if placement.gpus and len(placement.gpus) != world_size:
+        raise ConfigError(f"gpus={list(placement.gpus)} for world_size={world_size}: give each rank one GPU")
+    if len(placement.cpus) % world_size:
+        raise ConfigError(f"cpus={list(placement.cpus)} for world_size={world_size}: give each rank as many")
 
 
 @dataclass(frozen=True)
-class GroupEnding(WorkerExit):
-    """``rank``: the one that ended first of those that did not end well."""
+class RankExit(WorkerExit):
+    """``rank``: the first one that ended with an error."""
 
     rank: int = 0
 
 
-class Group(Launcher):
+class RankLauncher(Launcher):
     """Starts each worker as ``world_size`` ranks, by another launcher."""
 
     ranks = True
@@ -83,25 +89,27 @@ class Group(Launcher):
     def __init__(self, launcher: Launcher, world_size: int) -> None:
         self._launcher, self.world_size = launcher, world_size
 
-    def check(self, place: Placement) -> None:
-        check_ranks(self._launcher, place, self.world_size)
+    def check(self, placement: Placement) -> None:
+        """Raise ConfigError if the launcher cannot start the ranks."""
+        check_ranks(self._launcher, placement, self.world_size)
 
-    def start(self, order: WorkerSpec) -> WorkerHandle:
+    def start(self, spec: WorkerSpec) -> WorkerHandle:
+        """Start all ranks, or none after an error."""
         handles: dict[str, WorkerHandle] = {}
         try:
-            for each in rank_orders(order, self.world_size):
+            for each in rank_specs(spec, self.world_size):
                 handles[each.name] = self._launcher.start(each)
         except BaseException:
             for handle in handles.values():
                 handle.kill()
                 handle.wait()
             raise
-        return Together(handles)
+        return RankHandles(handles)
 
 
-class Together(WorkerHandle):
-    """The ranks of one start. When one ends with an error the others are ended, whatever they do: they would wait for it in a
-    collective. ``pids``: by the name of each rank."""
+class RankHandles(WorkerHandle):
+    """The ranks of one start. One rank's error ends the others, which would wait for it in a
+    collective. ``pids``: by name of the rank."""
 
     def __init__(self, handles: Mapping[str, WorkerHandle]) -> None:
         self._handles = list(handles.values())
@@ -109,62 +117,70 @@ class Together(WorkerHandle):
         self.pid, self.host = self._handles[0].pid, self._handles[0].host
 
     def wait(self) -> WorkerExit:
-        ended: queue.SimpleQueue[tuple[int, WorkerExit]] = queue.SimpleQueue()
-
-        def see(rank: int, handle: WorkerHandle) -> None:
-            try:
-                ending = handle.wait()
-            except Exception as error:
-                ending = WorkerExit(1, f"its launcher lost it: {type(error).__name__}: {error}")
-            ended.put((rank, ending))
+        """Wait for all ranks. ``AFTER_S`` after the first error the others are killed."""
+        exits: queue.SimpleQueue[tuple[int, WorkerExit]] = queue.SimpleQueue()
 
         for rank, handle in enumerate(self._handles):
-            threading.Thread(target=see, args=(rank, handle), name=f"rank-{rank}", daemon=True).start()
+            wait = partial(_put_exit, exits, rank, handle)
+            threading.Thread(target=wait, name=f"rank-{rank}", daemon=True).start()
         left, first, until = set(range(len(self._handles))), None, math.inf
         while left:
             try:
-                rank, ending = ended.get(timeout=max(until - time.monotonic(), 0.0) if until < math.inf else None)
-            except queue.Empty:  # they have had their time
+                rank, ending = exits.get(timeout=max(until - time.monotonic(), 0.0) if until < math.inf else None)
+            except queue.Empty:
                 for rank in left:
                     self._handles[rank].kill()
                 until = math.inf
                 continue
             left.discard(rank)
             if ending.status and first is None:
-                first, until = GroupEnding(ending.status, ending.text, rank), time.monotonic() + AFTER_S
+                first, until = RankExit(ending.status, ending.text, rank), time.monotonic() + AFTER_S
         return first or WorkerExit(0)
 
     def stop(self) -> None:
+        """Stop all ranks."""
         for handle in self._handles:
             handle.stop()
 
     def kill(self) -> None:
+        """Kill all ranks."""
         for handle in self._handles:
             handle.kill()
 
 
-def rank_orders(order: WorkerSpec, world_size: int) -> list[WorkerSpec]:
-    """What starts each rank: its part of the CPUs, all of the GPUs, of which its local rank says which is its own, and where the
-    ranks find each other. None is started again by itself."""
-    config, place = msgspec.json.decode(order.config, type=WorkerConfig), order.placement
-    share = len(place.cpus) // world_size
-    port, orders = _free_port(), []
+def exit_of(handle: WorkerHandle) -> WorkerExit:
+    """Wait for a worker. An exception of its launcher becomes an exit with an error."""
+    try:
+        return handle.wait()
+    except Exception as error:
+        return WorkerExit(1, f"its launcher lost it: {type(error).__name__}: {error}")
+
+
+def _put_exit(exits: queue.SimpleQueue[tuple[int, WorkerExit]], rank: int, handle: WorkerHandle) -> None:
+    exits.put((rank, exit_of(handle)))
+
+
+def rank_specs(spec: WorkerSpec, world_size: int) -> list[WorkerSpec]:
+    """Return the spec of each rank: its share of the CPUs, all GPUs (its local rank selects one), the
+    address of the ranks' rendezvous, and no restarts of its own."""
+    placement, port = spec.placement, _free_port()
+    share = len(placement.cpus) // world_size
+    specs = []
     for rank in range(world_size):
-        name = rank_name(order.name, rank)
         environment = {
             "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}", "LOCAL_WORLD_SIZE": f"{world_size}",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}",
         }  # fmt: skip
-        own = msgspec.structs.replace(config, name=name, rank=Rank(rank, world_size))
-        orders.append(
-            WorkerSpec(
-                name=name, config=msgspec.json.encode(own), log=order.log.with_stem(f"{order.log.stem}-rank-{rank}"),
-                placement=replace(
-                    place, cpus=place.cpus[rank * share :][:share], env={**environment, **place.env}, max_restarts=0
-                ),
-            )
-        )  # fmt: skip
-    return orders
+        own = replace(
+            placement,
+            cpus=placement.cpus[rank * share :][:share],
+            env={**environment, **placement.env},
+            max_restarts=0,
+        )
+        log = spec.log.with_stem(f"{spec.log.stem}-rank-{rank}")
+        name = rank_name(spec.name, rank)
+        specs.append(replace(spec, name=name, rank=rank, world_size=world_size, placement=own, log=log))
+    return specs
 
 
 def _free_port() -> int:

@@ -1,8 +1,8 @@
-"""StopSignals: Ctrl-C and SIGTERM of a run that the main thread drives.
+"""StopSignals: Ctrl-C and SIGTERM during a run in the main thread.
 
 with StopSignals() as signals:
     work()                                      # a signal raises KeyboardInterrupt
-    signals.closing(run.kill_workers)           # from here on a signal raises nothing, and calls this instead
+    signals.closing(run.kill_workers)           # from here on a signal calls this instead
     close()
 """
 
@@ -18,8 +18,8 @@ from types import FrameType
 
 
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
-    """The first signal stops the work; one that arrives afterwards makes the closing hurry. In any thread but the
-    main one, which alone gets signals, it does nothing."""
+    """The first signal stops the work; later ones hurry the closing. In other threads than the main
+    one it does nothing, since signals arrive only there."""
 
     hurried = False
     """True if a signal arrived after the one that stopped the work."""
@@ -39,8 +39,8 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             signal.signal(number, handler)
 
     def closing(self, *hurry: Callable[[], None]) -> None:
-        """From now on a signal calls each of ``hurry``, in a thread of its own; so does one that arrived since the work was stopped.
-        They must not raise, and are called once for every signal."""
+        """Call each of ``hurry`` in a thread of its own for every further signal, and now if one has
+        arrived since the work was stopped. They must not raise."""
         self._hurry = hurry
         if self.hurried:
             self._call()
@@ -54,5 +54,5 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
 
     def _call(self) -> None:
         for each in self._hurry or ():
-            # Hazard: the main thread may hold any lock here, also those of threading.Thread. This call takes none.
+            # Hazard: the main thread may hold any lock here, even those of threading.Thread. This call takes none.
             _thread.start_new_thread(each, ())

@@ -1,32 +1,36 @@
-"""What a workflow is made of: Rollout, Stage and Train say what to run, and where. Data; nothing starts here."""
+"""Rollout, Stage and Train: what the workers of a run do, and where. Plain descriptions; nothing starts here.
+
+A worker's process makes the same object again from its constructor's arguments.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..algorithms import algorithm_spec, make_algorithm
 from ..errors import ConfigError, PluginError, SchemaError
-from ..interfaces import TRAIN_COLUMNS, Algorithm, OnFailure, Placement
+from ..interfaces import TRAIN_COLUMNS, Algorithm, Placement
 from ..ledger import TaskSpec
 from ..plugins import import_name, import_path
 from ..queue import QueueClient
 from ..queue.checks import check_names
 from ..types import LOSS_MASK, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
-from ..types.defaults import LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S
+from ..types.defaults import AGENT_S, CONCURRENCY, GROUP_SIZE, LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S
 from ..types.tasks import SamplerSpec
 from ..types.validation import check_least
 from .agent import Agent
-from .describing import Described
+from .serialization import Serializable
+from .stage_worker import run_stage
 from .work import (
-    FunctionWork,
     Generate,
     Logprobs,
-    Work,
     engine_name,
     is_coroutine,
     parameters_of,
@@ -38,32 +42,66 @@ RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS)
 
 WHOLE_GROUPS = SamplerSpec("whole_groups")
 SHARES = SamplerSpec("token_balanced", {"column": "response_ids", "whole_groups": True})
-"""How the rows of a step are dealt out to the ranks of a trainer."""
+"""Sampler that divides the rows of a step among the ranks of a trainer."""
 TRAINED = ("",)
-"""The partition whose rows are trained."""
+"""The partition of trained rows."""
 _BATCH = 256
 _SMALL_BATCH = 32
-"""Rows of a call where several run at a time, and of a lease of an engine."""
+"""Rows of a call of a coroutine function, and of a lease of an engine."""
+
+_PLACEMENT = typing.get_type_hints(Placement) | {"env": Mapping[str, str] | None}
+_Spec = TypeVar("_Spec", bound=Serializable)
 
 
-class Rollout(Described):
-    """Generates responses: ``replicas`` workers with the rollout engine ``engine``, found through the hook.
+def placed(**defaults: Any) -> Callable[[type[_Spec]], type[_Spec]]:
+    """Class decorator: add the fields of ``Placement`` to a constructor's keyword arguments.
+    ``defaults``: those other than Placement's. The constructor receives them among its ``**`` ones."""
 
-    ``model``: a Hugging Face model folder. ``prompt``: the column of prompts; "prompt_ids" holds token ids,
-    any other holds text. ``tokenizer``: a folder or tokenizer.json; by default the model's. ``lease_s``: for
-    so long a worker may be frozen, or cut off, before others get its prompts; one that gets on keeps them for as long as it takes. ``swap``, ``verify``: when new weights are loaded, and what a load must prove; see
-    ``Weights``, whose they are in a workflow unless given here. ``options`` are the engine's own.
+    def extend(made: type[_Spec]) -> type[_Spec]:
+        constructor: Any = made.__init__
+        signature = inspect.signature(constructor)
+        own = list(signature.parameters.values())[1:]
+        more = [each for each in own if each.kind is each.VAR_KEYWORD and each.name == "options"]
+        named = [each for each in own if each.kind is not each.VAR_KEYWORD]
+        for field in dataclasses.fields(Placement):
+            plain = None if field.name == "env" else field.default
+            default = defaults.get(field.name, plain)
+            named.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default))
+        constructor.__annotations__ |= _PLACEMENT
+        made.__signature__ = signature.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
+        return made
 
-    Rollouts of different engines may share the task "rollout": who is free takes the next prompts. Another ``task``
-    answers every prompt once more, and gives the columns under its own name ("second_response_ids" of task "second";
-    ``prefix`` says another beginning); the staleness rule is for the columns without one.
+    return extend
 
-    ``partitions``: the rows it answers, by the partition they were put in; "" is training's, "*" any. A rollout of other
-    partitions than training's, such as an evaluation's, gives its columns without a prefix, and the staleness rule does not hold it.
 
-    ``agent``: a coroutine function that its worker can import; each row is a conversation of it with the model, see ``Turns``.
-    ``needs``: columns it is called with, by default its parameters after the first; ``gives``: those it returns beside the
-    response; ``agent_timeout_s``: how long a conversation may take.
+def _split_placement(given: dict[str, Any], **defaults: Any) -> tuple[Placement, dict[str, Any]]:
+    """Return the placement, and the arguments that are not its own."""
+    place = {**defaults, **{name: value for name, value in given.items() if name in _PLACEMENT}}
+    if place.get("env", ()) is None:
+        del place["env"]
+    return Placement(**place), {name: value for name, value in given.items() if name not in _PLACEMENT}
+
+
+@placed()
+class Rollout(Serializable):
+    """Generates responses with ``replicas`` workers of the rollout engine ``engine``.
+
+    ``model``: a Hugging Face model folder. ``prompt``: the column of prompts; "prompt_ids" holds
+    token ids, any other holds text. ``tokenizer``: a folder or tokenizer.json; default: the model's.
+    ``lease_s``: seconds until others get the prompts of a frozen or disconnected worker; a worker
+    with progress renews its leases. ``swap``, ``verify``: as in ``Weights``; default: the
+    workflow's. ``options``: of the engine, and the fields of ``Placement``.
+
+    Rollouts of different engines may share the task "rollout": a free one takes the next prompts. A
+    rollout of another ``task`` generates one more response to each prompt, into columns with its own
+    ``prefix`` (default: "second_" for task "second"); the staleness rule ignores them.
+
+    ``partitions``: names of the partitions whose rows it takes; "" is training's, "*" any. A rollout
+    of other partitions, as for an evaluation, has no default prefix and no staleness rule.
+
+    ``agent``: a coroutine function that the worker can import; each row is one conversation with the
+    model, see ``Turns``. ``needs``: columns passed to it; default: its parameters after the first.
+    ``gives``: columns it returns beside the response. ``agent_timeout_s``: limit of a conversation.
     """
 
     kind: Literal["rollout"] = "rollout"
@@ -73,7 +111,7 @@ class Rollout(Described):
         engine: str | type,
         *,
         model: str | Path = "",
-        group_size: int = 8,
+        group_size: int = GROUP_SIZE,
         sampling: Sampling | None = None,
         replicas: int = 1,
         prompt: str = "prompt",
@@ -83,15 +121,8 @@ class Rollout(Described):
         agent: Callable[..., Any] | None = None,
         needs: Sequence[str] | None = None,
         gives: Sequence[str] = (),
-        agent_timeout_s: float = 600.0,
+        agent_timeout_s: float = AGENT_S,
         tokenizer: str | Path | None = None,
-        python: str | None = None,
-        env: Mapping[str, str] | None = None,
-        max_restarts: int = 3,
-        launcher: str = "process",
-        cpus: Sequence[int] = (),
-        gpus: Sequence[int] = (),
-        on_failure: OnFailure | None = None,
         lease_s: float = WORKER_LEASE_S,
         swap: SwapPolicy | None = None,
         verify: Sequence[Proof] | None = None,
@@ -105,33 +136,32 @@ class Rollout(Described):
         self.engine, self.model = engine_name(engine), str(model)
         self.task, self.group_size, self.replicas = task, group_size, replicas
         self.partitions = _partitions("rollout", task, partitions)
-        beside = task == "rollout" or not takes_trained(self.partitions)
-        self.prefix = ("" if beside else f"{task}_") if prefix is None else prefix
+        unprefixed = task == "rollout" or not takes_trained(self.partitions)
+        self.prefix = ("" if unprefixed else f"{task}_") if prefix is None else prefix
         self.sampling = sampling or Sampling()
         self.lease_s = lease_s
+        self.place, options = _split_placement(options)
         self.prompt, self.options = prompt, plain_options(self.engine, options)
-        self.place = Placement(
-            python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
-            gpus=tuple(gpus), on_failure=on_failure,
-        )  # fmt: skip
         self.tokenizer = tokenizer_file(tokenizer, model)
         self.agent: Agent | None = None
         if agent is not None:
-            of = tuple(needs) if needs is not None else None
-            self.agent = Agent(function=agent, needs=of, gives=tuple(gives), timeout_s=agent_timeout_s)
-            self.agent.job()
+            columns = tuple(needs) if needs is not None else None
+            self.agent = Agent(function=agent, needs=columns, gives=tuple(gives), timeout_s=agent_timeout_s)
+            self.agent.check_importable()
         elif needs is not None or gives:
             raise ConfigError(
                 "needs= and gives= are an agent's: a rollout without one needs prompts and gives responses"
             )
+        self.init_args |= {"engine": self.engine, **self.options}
 
     @property
     def admits(self) -> bool:
-        """True if its columns are trained, so that the staleness rule decides when it gets prompts."""
+        """True if its columns are trained, so that the staleness rule admits its prompts."""
         return is_trained(self.prefix, self.partitions)
 
     def declare(self) -> TaskSpec:
-        """The task: text prompts are encoded, and responses decoded, where there is a tokenizer."""
+        """Return its task. With a tokenizer, text prompts are encoded and responses decoded. Raises
+        ConfigError for text prompts without a tokenizer."""
         if self.prompt != "prompt_ids" and not self.tokenizer:
             raise ConfigError(
                 f"prompts are text (column {self.prompt!r}), but {self.model or 'the model'!r} has no"
@@ -142,11 +172,17 @@ class Rollout(Described):
         )
 
 
+def declare_task(queue: QueueClient, task: TaskSpec) -> None:
+    """Declare a task. Raises ConfigError."""
+    queue.declare(**{field: getattr(task, field) for field in task.__struct_fields__})
+
+
 def rollout_task(
     task: str, prompt: str, prefix: str, text: bool, agent: Agent | None = None, lease_s: float = PRODUCER_LEASE_S,
     partitions: tuple[str, ...] = TRAINED,
 ) -> TaskSpec:  # fmt: skip
-    """The task of a rollout: the columns it needs and gives. ``text``: responses are decoded."""
+    """Return the task of a rollout with the columns it needs and gives. ``text``: responses are
+    decoded."""
     needs = (prompt, *(agent.needs or ())) if agent is not None else (prompt,)
     gives = (
         *(() if prompt == "prompt_ids" else ("prompt_ids",)),
@@ -162,12 +198,12 @@ def rollout_task(
 
 
 def is_trained(prefix: str, partitions: Sequence[str]) -> bool:
-    """True if the columns of such a rollout are those that are trained."""
+    """True if the columns of a rollout with this prefix and partitions are trained."""
     return not prefix and takes_trained(partitions)
 
 
 def takes_trained(partitions: Sequence[str]) -> bool:
-    """True if rows of the partition that is trained are among these."""
+    """True if the partitions include training's."""
     return TRAINED[0] in partitions or "*" in partitions
 
 
@@ -182,25 +218,28 @@ def _partitions(what: str, task: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_task(what: str, task: str, lease_s: float) -> None:
-    """A task's name is in the names of its workers, and of the files that they log to."""
+    """Check a task's name, since worker names and log files contain it, and its lease time."""
     if not task.isprintable() or "/" in task or not 0 < len(task) <= 100:
         raise ConfigError(f"{what} {task!r}: the name of a task is 1 to 100 letters, without '/'")
     if not lease_s > 0:
         raise ConfigError(f"{what} {task!r}: lease_s must be above 0, not {lease_s}")
 
 
-class Stage(Described):
-    """A step between rollout and training, on the rows that have the columns it needs; it writes those it gives.
+@placed()
+class Stage(Serializable):
+    """A step between rollout and training: takes rows with the columns it needs and writes the columns it gives.
 
-    ``work``: a function, which is called with columns by name, a batch of rows at a time, and returns one value a row (or a
-    dict of columns, for several ``gives``); a coroutine function, of which so many calls as ``concurrency`` run at a
-    time; or an engine: ``Logprobs``, ``Generate``. A parameter named ``groups`` (int64, equal for rows of one prompt) makes
-    it work on whole groups. A dict may hold "filtered" beside the columns: bool, True for rows to drop, with their groups.
+    ``work``: a function, called with columns by name and a batch of rows, returning one value a row
+    (or a dict of columns, for several ``gives``); a coroutine function, with up to ``concurrency``
+    calls at a time; or an engine: ``Logprobs``, ``Generate``. A function with a parameter ``groups``
+    (int64, equal for rows of one prompt) gets whole groups. The dict may hold "filtered": bool, True
+    for rows to drop together with their groups.
 
-    A function that another process can import runs in a process of its own; any other (a lambda, one from
-    ``__main__`` or a notebook) runs in a thread of the driver. Of one that only the interpreter ``python`` has, the path
-    ("module:function") is given, and ``needs``. ``batch``: most rows of a call; for engines, of a lease.
-    ``partitions``: as of ``Rollout``; a function may score the rows of training and those of an evaluation.
+    A function with an import path runs in its own process; any other (a lambda, one of ``__main__``
+    or a notebook) in a thread of the driver. For a function known only to the interpreter
+    ``python``, give its path ("module:function") and ``needs``. ``batch``: most rows of a call, or
+    of an engine's lease. ``partitions``: as of ``Rollout``; a function may score the rows of
+    training and of an evaluation. ``placement``: the fields of ``Placement``.
     """
 
     def __init__(
@@ -212,17 +251,12 @@ class Stage(Described):
         gives: Sequence[str] | None = None,
         partitions: Sequence[str] = TRAINED,
         batch: int | None = None,
-        concurrency: int = 8,
-        python: str | None = None,
-        env: Mapping[str, str] | None = None,
-        max_restarts: int = 3,
-        launcher: str = "process",
-        cpus: Sequence[int] = (),
-        gpus: Sequence[int] = (),
-        on_failure: OnFailure | None = None,
+        concurrency: int = CONCURRENCY,
         lease_s: float = WORKER_LEASE_S,
+        **placement: Any,
     ) -> None:
-        if isinstance(work, str) and ":" in work and python is None:
+        self.place, _ = _split_placement(placement)
+        if isinstance(work, str) and ":" in work and self.place.python is None:
             work = import_name(work)
         if not (callable(work) or isinstance(work, (Logprobs, Generate)) or (isinstance(work, str) and ":" in work)):
             raise ConfigError(f'a stage needs a function, "module:function", a Logprobs or a Generate, not {work!r}')
@@ -234,17 +268,13 @@ class Stage(Described):
             else getattr(work, "__name__", type(work).__name__.lower())
         )
         self.task = name or named.strip("<>")
-        asked = parameters_of(work) if callable(work) else getattr(work, "needs", ())
-        self.whole_groups = "groups" in asked and "groups" not in (needs or ())
-        self.needs = tuple(needs) if needs is not None else tuple(c for c in asked if c != "groups")
+        parameters = parameters_of(work) if callable(work) else getattr(work, "needs", ())
+        self.whole_groups = "groups" in parameters and "groups" not in (needs or ())
+        self.needs = tuple(needs) if needs is not None else tuple(c for c in parameters if c != "groups")
         self.gives = tuple(gives) if gives is not None else (self.task,)
         self.partitions = _partitions("stage", self.task, partitions)
         self.batch = batch or (_BATCH if callable(work) and not is_coroutine(work) else _SMALL_BATCH)
         self.concurrency, self.lease_s = concurrency, lease_s
-        self.place = Placement(
-            python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
-            gpus=tuple(gpus), on_failure=on_failure,
-        )  # fmt: skip
         self._check()
 
     def _check(self) -> None:
@@ -267,55 +297,55 @@ class Stage(Described):
 
     @property
     def path(self) -> str | None:
-        """By which another process can import the function; None where none can, and for engines."""
+        """The import path of its function; None for an engine, and if no other process can import it."""
         if isinstance(self.work, str):
             return self.work
         return import_path(self.work) if callable(self.work) else None
 
     @property
     def here(self) -> bool:
-        """Whether it runs in the driver's process, since no other can import its function."""
+        """True if it runs in the driver's process, since no other process can import its function."""
         return callable(self.work) and self.path is None
 
-    def job(self) -> Work | None:
-        """What its worker is told; None where no other process can have it."""
-        if isinstance(self.work, (Logprobs, Generate)):
-            return self.work.job()
-        return None if self.path is None else FunctionWork(self.path)
-
     def run(self, queue: QueueClient) -> None:
-        """Do the work here, in this thread, until the stream ends; the task is declared first. ``queue`` is of a
-        connection of its own. Raises ConfigError for a task that cannot be declared, and what the work raises."""
-        from .stage_worker import run_stage
+        """Declare the task and work in this thread until the stream ends. ``queue``: of a connection
+        without other users. Raises ConfigError for an invalid task, and the errors of ``run_declared``."""
+        declare_task(queue, self.declare())
+        self.run_declared(queue)
 
-        spec = self.declare()
-        queue.declare(**{name: getattr(spec, name) for name in spec.__struct_fields__})
-        work = self.work if callable(self.work) else self.job()
-        assert work is not None
+    def run_declared(self, queue: QueueClient) -> None:
+        """Work in this thread until the stream ends; the task is declared. Raises FunctionFailed for
+        a function's error, EngineError for an engine's."""
         run_stage(
-            queue, work, task=self.task, needs=self.needs, gives=self.gives, batch=self.batch,
+            queue, self.work, task=self.task, needs=self.needs, gives=self.gives, batch=self.batch,
             concurrency=self.concurrency, groups=self.whole_groups,
         )  # fmt: skip
 
     def declare(self) -> TaskSpec:
+        """Return its task."""
         return TaskSpec(
             name=self.task, needs=self.needs, gives=self.gives, lease_s=self.lease_s, partitions=self.partitions,
             sampler=WHOLE_GROUPS if self.whole_groups else None,
         )  # fmt: skip
 
 
-class Train(Described):
-    """Trains with the train engine ``engine``, found through the hook. ``weights``: how each version is published; in a workflow
-    that is the workflow's. ``needs``: columns that its batches have beside TRAIN_COLUMNS and those of its algorithm.
-    ``options`` are the engine's own.
+@placed(max_restarts=0)
+class Train(Serializable):
+    """Trains with the train engine ``engine``.
 
-    ``world_size``: so many processes train it together, its ranks: each gets its share of the rows of every step, in whole groups
-    and about as many tokens as the others, and finds the others as under torchrun. ``gpus`` are one a rank, by LOCAL_RANK;
-    ``cpus`` are shared out among them. When one dies all are ended, and started again together.
+    ``weights``: how versions are published; a workflow has its own. ``needs``: columns of its
+    batches beside TRAIN_COLUMNS and the algorithm's. ``options``: of the engine, and the fields of
+    ``Placement`` (``max_restarts``: 0).
 
-    ``algorithm``: the name of an installed one ("grpo"), "module:Class", a class, one of these with options
-    (("grpo", {"clip_high": 0.3})), or an Algorithm that is a dataclass; GRPO by default. One that only the interpreter ``python``
-    has is made there, and what it needs is to be said in ``needs``."""
+    ``world_size``: number of processes (ranks) that train together. Each gets whole groups of every
+    step with about as many tokens as the others, and connects to the others as under torchrun.
+    ``gpus``: one a rank, by LOCAL_RANK; ``cpus`` are divided among the ranks. If one rank dies, all
+    are ended and restarted together.
+
+    ``algorithm``: an installed name ("grpo"), "module:Class", a class, one of these with options
+    (("grpo", {"clip_high": 0.3})), or an Algorithm dataclass; default: GRPO. One known only to the
+    interpreter ``python`` is made there, and ``needs`` must name its columns.
+    """
 
     kind: Literal["train"] = "train"
     task = "train"
@@ -328,41 +358,37 @@ class Train(Described):
         algorithm: Any = None,
         world_size: int = 1,
         needs: Sequence[str] = (),
-        python: str | None = None,
-        env: Mapping[str, str] | None = None,
-        max_restarts: int = 0,
-        launcher: str = "process",
-        cpus: Sequence[int] = (),
-        gpus: Sequence[int] = (),
-        on_failure: OnFailure | None = None,
         weights: Weights | None = None,
         **options: Any,
     ) -> None:
         check_least(1, world_size=world_size)
+        self.place, options = _split_placement(options, max_restarts=0)
         self.engine, self.model, self.world_size = engine_name(engine), str(model), world_size
         self.options = plain_options(self.engine, options)
         self.weights = weights
         self.algorithm_spec = algorithm_spec(algorithm)
         self.algorithm: Algorithm | None = None
-        """As it is here; None where only its worker has it."""
+        """The algorithm; None if only its worker can make it."""
         try:
             self.algorithm = make_algorithm(self.algorithm_spec)
         except PluginError:
-            if python is None:
+            if self.place.python is None:
                 raise
         own = self.algorithm.needs if self.algorithm is not None else ()
         self.needs = tuple(dict.fromkeys((*TRAIN_COLUMNS, *own, *needs)))
-        self.place = Placement(
-            python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
-            gpus=tuple(gpus), on_failure=on_failure,
-        )  # fmt: skip
+        how = self.algorithm_spec
+        self.init_args |= {
+            "engine": self.engine, "algorithm": (how.name, how.options), "needs": self.needs, **self.options,
+        }  # fmt: skip
 
     def needing(self, column: str) -> Train:
-        """The same, with ``column`` in its batches."""
+        """Return a copy whose batches also have ``column``."""
         other = copy.copy(self)
         other.needs = tuple(dict.fromkeys((*self.needs, column)))
+        other.init_args = {**self.init_args, "needs": other.needs}
         return other
 
     def declare(self, batch_rows: int) -> TaskSpec:
+        """Return its task: steps of ``batch_rows`` rows."""
         shares = SHARES if self.world_size > 1 else None
         return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=LEASE_S, sampler=shares)

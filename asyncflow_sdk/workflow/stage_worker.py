@@ -24,8 +24,8 @@ from .engines import loading_model, make_engine
 from .prompt_lease import PromptReader
 from .rollout_worker import RolloutWorker
 from .tokenizer import Tokenizer, with_stop_ids
-from .user_code import FunctionFailed, with_user_trace
-from .work import FunctionWork, GenerateWork, LogprobsWork, Work, is_coroutine
+from .user_code import FunctionFailed, user_error_text
+from .work import Generate, Logprobs, is_coroutine
 from .worker_log import WorkerLog
 
 FILTERED = "filtered"
@@ -34,7 +34,7 @@ FILTERED = "filtered"
 
 def run_stage(
     queue: QueueClient,
-    work: Callable[..., Any] | Work,
+    work: Callable[..., Any] | Logprobs | Generate | str,
     *,
     task: str,
     needs: tuple[str, ...],
@@ -48,12 +48,12 @@ def run_stage(
     Raises FunctionFailed for an error of the function, EngineError for one of the engine.
     """
     stage = _Stage(queue, task, gives)
-    if isinstance(work, LogprobsWork):
+    if isinstance(work, Logprobs):
         stage.run(batch, _scoring(stage, work, needs))
-    elif isinstance(work, GenerateWork):
+    elif isinstance(work, Generate):
         asyncio.run(_responding(stage, work, needs[0]).run())
     else:
-        function: Callable[..., Any] = import_name(work.path) if isinstance(work, FunctionWork) else work
+        function: Callable[..., Any] = import_name(work) if isinstance(work, str) else work
         call = _UserFunction(function, gives, groups)
         if is_coroutine(function):
             asyncio.run(stage.run_async(batch, concurrency, call))
@@ -143,7 +143,7 @@ class _Stage:
 # ---- engines
 
 
-def _scoring(stage: _Stage, work: LogprobsWork, needs: tuple[str, ...]) -> Callable[[LeasedBatch], dict[str, Any]]:
+def _scoring(stage: _Stage, work: Logprobs, needs: tuple[str, ...]) -> Callable[[LeasedBatch], dict[str, Any]]:
     """Load a train engine, and return its scoring of leased responses."""
     engine: TrainEngine
     with loading_model(stage.queue, stage.task):
@@ -161,7 +161,7 @@ def _scoring(stage: _Stage, work: LogprobsWork, needs: tuple[str, ...]) -> Calla
     return score
 
 
-def _responding(stage: _Stage, work: GenerateWork, prompt: str) -> RolloutWorker:
+def _responding(stage: _Stage, work: Generate, prompt: str) -> RolloutWorker:
     """Load a rollout engine, and return the worker that generates one response for each row."""
     tokenizer = Tokenizer(work.tokenizer) if work.tokenizer else None
     sampling = with_stop_ids(work.sampling, tokenizer)
@@ -207,7 +207,7 @@ class _UserFunction:
         except Exception as error:
             ids = f"rows {rows.ids[0]} to {rows.ids[-1]}" if rows.rows > 1 else f"row {rows.ids[0]}"
             text = f"{self._name}() raised {error_text(error)} (called with {', '.join(rows)} of {ids})"
-            raise FunctionFailed(with_user_trace(text, error)) from None
+            raise FunctionFailed(user_error_text(text, error)) from None
 
     def _check(self, returned: Any, rows: Batch) -> dict[str, Any]:
         single = {self._gives[0]: returned} if self._gives else {}

@@ -19,7 +19,7 @@ from ..types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_v
 from ..types import events as ev
 from ..types.defaults import NEXT_S
 from ..weights import Restoration, TransportPublisher, get_restoration, pack_restoration, report_restored
-from .checkpoint import Checkpoints, Damaged, Point
+from .checkpoint import Checkpoints, Damaged, ResumePoint
 from .rank_communicator import RANK_ERRORS, RankCommunicator
 from .worker_log import WorkerLog
 
@@ -155,7 +155,7 @@ class _TrainedVersions:
         )  # fmt: skip
         self._last = -1
 
-    def begin(self, point: Point | None) -> None:
+    def begin(self, point: ResumePoint | None) -> None:
         """Publish version 0, unless there are versions; after a resume, the ledger's choice."""
         if point is not None:
             if point.version is not None:

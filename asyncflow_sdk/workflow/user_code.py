@@ -1,6 +1,6 @@
-"""Failures of functions written by users: stages, rewards and agents.
+"""Errors of users' functions: stages, rewards and agents.
 
-raise FunctionFailed(with_user_trace("score() raised KeyError: 'x'", error)) from None
+raise FunctionFailed(user_error_text("score() raised KeyError: 'x'", error)) from None
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from ..queue.error_text import user_trace
 
 
 class FunctionFailed(ConfigError):
-    """Raised when a user's function raised an error or returned an invalid value. The message has
-    the function's frames; the SDK's are not shown."""
+    """Raised if a user's function raised or returned a wrong value. Its message holds the function's
+    frames, and is shown without the SDK's."""
 
 
-def with_user_trace(text: str, error: BaseException) -> str:
-    """Return ``text`` with the frames of the user's code in ``error``."""
-    return f"{text}\n{user_trace(error)}".rstrip()
+def user_error_text(what: str, error: BaseException) -> str:
+    """Return ``what`` was wrong, with the frames of the user's code."""
+    return f"{what}\n{user_trace(error)}".rstrip()

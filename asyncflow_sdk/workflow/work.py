@@ -1,4 +1,4 @@
-"""What a stage does, as data: a function by its path, or an engine with weights that stay as they are.
+"""Work of a stage by an engine with fixed weights, and checks of functions and engine options.
 
 af.Stage(af.Logprobs("torch", model=reference), gives=["ref_logprobs"])
 af.Stage(af.Generate("transformers", model=judge, sampling=af.Sampling(temperature=0)), needs=["question"], gives=["verdict"])
@@ -17,46 +17,16 @@ import msgspec
 from ..errors import ConfigError
 from ..plugins import import_path
 from ..types import Sampling
-from .describing import Described
+from .serialization import Serializable
 
 
-class FunctionWork(msgspec.Struct, frozen=True, tag="function"):
-    path: str
+class Logprobs(Serializable):
+    """Log-probs of given responses by the train engine ``engine`` with the fixed weights of the
+    folder ``model``: of a reference or a teacher.
 
-
-class LogprobsWork(msgspec.Struct, frozen=True, tag="logprobs"):
-    engine: str
-    model: str
-    options: dict[str, Any]
-
-
-class GenerateWork(msgspec.Struct, frozen=True, tag="generate"):
-    engine: str
-    model: str
-    options: dict[str, Any]
-    sampling: Sampling
-    tokenizer: str
-
-
-class AgentWork(msgspec.Struct, frozen=True):
-    """What a worker is told of an agent."""
-
-    path: str
-    needs: tuple[str, ...]
-    gives: tuple[str, ...]
-    timeout_s: float
-
-
-Work = FunctionWork | LogprobsWork | GenerateWork
-"""What a worker is told of a stage."""
-
-
-class Logprobs(Described):
-    """Log-probs of given responses by the train engine ``engine`` with the weights of the folder ``model``, which stay
-    as they are: of a reference, or a teacher.
-
-    Its stage needs the columns of prompt and response, token ids both ("prompt_ids", "response_ids" unless it says others),
-    and gives one ragged float32 column, one number a response token. ``options`` are the engine's own.
+    Its stage needs the columns of prompt and response, both token ids (default "prompt_ids",
+    "response_ids"), and gives one ragged float32 column, one number a response token. ``options``:
+    of the engine.
     """
 
     kind: Literal["train"] = "train"
@@ -65,17 +35,16 @@ class Logprobs(Described):
     def __init__(self, engine: str | type, *, model: str | Path = "", **options: Any) -> None:
         self.engine, self.model = engine_name(engine), str(model)
         self.options = plain_options(self.engine, options)
-
-    def job(self) -> LogprobsWork:
-        return LogprobsWork(self.engine, self.model, self.options)
+        self.init_args |= {"engine": self.engine, **self.options}
 
 
-class Generate(Described):
-    """One response to each row by the rollout engine ``engine`` with the weights of the folder ``model``, which stay as
-    they are: of a judge, or a teacher.
+class Generate(Serializable):
+    """One response to each row by the rollout engine ``engine`` with the fixed weights of the folder
+    ``model``: of a judge or a teacher.
 
-    Its stage needs one column, of prompts: text or token ids; and gives one: text where there is a tokenizer, else the
-    response's token ids. ``tokenizer``: a folder or tokenizer.json; by default the model's. ``options`` are the engine's own.
+    Its stage needs one column of prompts, text or token ids, and gives one column: text with a
+    tokenizer, else the response's token ids. ``tokenizer``: a folder or tokenizer.json; default: the
+    model's. ``options``: of the engine.
     """
 
     kind: Literal["rollout"] = "rollout"
@@ -88,14 +57,12 @@ class Generate(Described):
         self.sampling = sampling or Sampling()
         self.tokenizer = tokenizer_file(tokenizer, model)
         self.options = plain_options(self.engine, options)
-
-    def job(self) -> GenerateWork:
-        return GenerateWork(self.engine, self.model, self.options, self.sampling, self.tokenizer)
+        self.init_args |= {"engine": self.engine, **self.options}
 
 
 def engine_name(engine: str | type) -> str:
-    """The name of an engine: of its adapter, or "module:Class" of one that no plugin registers. Raises ConfigError for a
-    class that a worker cannot import."""
+    """Return an engine's registered name, or "module:Class" of an unregistered class. Raises
+    ConfigError for a class that a worker cannot import."""
     if isinstance(engine, str):
         return engine
     path = import_path(engine)
@@ -108,7 +75,8 @@ def engine_name(engine: str | type) -> str:
 
 
 def tokenizer_file(tokenizer: str | Path | None, model: str | Path) -> str:
-    """The tokenizer.json that was named, or the model's; "" for a model that has none."""
+    """Return the path of the named tokenizer.json, or of the model's; "" if the model has none.
+    Raises ConfigError if the named one is missing."""
     file = Path(tokenizer if tokenizer is not None else model or "-")
     file = file / "tokenizer.json" if file.suffix != ".json" else file
     if tokenizer is not None and not file.is_file():
@@ -117,7 +85,8 @@ def tokenizer_file(tokenizer: str | Path | None, model: str | Path) -> str:
 
 
 def plain_options(engine: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options travel to the worker as JSON: paths become text, and what does not fit is named."""
+    """Convert engine options to JSON types, paths to text. Raises ConfigError with the name of an
+    option without a JSON form."""
     for name, value in options.items():
         try:
             if not _is_finite(value):
@@ -129,7 +98,7 @@ def plain_options(engine: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether every number in a value is: JSON makes null of others."""
+    """True if all numbers in a value are finite: JSON turns others into null."""
     if isinstance(value, (Mapping, list, tuple, set, frozenset)):
         return all(map(_is_finite, value.values() if isinstance(value, Mapping) else value))
     return not isinstance(value, float) or math.isfinite(value)
@@ -142,7 +111,7 @@ def _path(value: Any) -> str:
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The columns a function asks for by the names of its parameters."""
+    """Return the names of a function's parameters without a default: the columns it needs."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -153,5 +122,5 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def is_coroutine(function: Callable[..., Any]) -> bool:
-    """Whether calls of ``function`` are awaited."""
+    """True if calls of ``function`` are awaited."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -1,4 +1,4 @@
-"""Workflow: a whole run as data. It checks itself before anything starts, runs, and leaves a directory.
+"""Workflow: a whole run as data. It is checked when made, runs, and leaves a directory.
 
 result = af.Workflow(
     prompts={"prompt": questions, "answer": answers},
@@ -12,7 +12,6 @@ result = af.Workflow(
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -28,59 +27,64 @@ from ..ledger import Audit
 from ..plugins import registry
 from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Weights
 from ..types import events as ev
-from .checking import AHEAD_STEPS, problems_of
+from ..types.defaults import STALL_S
 from .data import Feeder, Prompts, load_prompts
-from .describing import Described
-from .planning import Plan
-from .recorder import Recorder, Sink
-from .resuming import again, alone, read_summary, writable, write_description, write_whole
-from .run import Run, task_arguments
-from .serving import serve
-from .showing import described, drawn, shown
+from .endpoints import serve
+from .event_sinks import EventSink, Listener
+from .plan import AHEAD_STEPS, Plan
+from .plan_checks import check_plan
+from .plan_text import describe, mermaid, plan_text
+from .recorder import Recorder
+from .run import Run
+from .run_directory import RunDirectory
+from .serialization import Serializable
 from .signals import StopSignals
 from .specs import Rollout, Stage, Train
-from .supervise import Worker
-from .tracking import Tracked, several
-from .waiting import Stall
+from .supervisor import Worker
+from .trackers import Tracked, tracker_list
+from .waits import StallTimer
 
 REWARD_STEPS = 20
-"""Most steps that the first and the last reward of a summary are the mean of."""
+"""Most steps in the mean of the first and of the last reward of a summary."""
 FINISH_S = 30.0
-"""How long workers may take to end by themselves after the last step (seconds); exporting a model counts."""
+"""Workers may take this long to end after the last step, an export included (seconds)."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. ``summary`` is what summary.json holds."""
+    """The outcome of a run. ``summary``: the content of summary.json."""
 
     directory: Path
     summary: dict[str, Any]
 
     @property
     def rewards(self) -> tuple[float, float]:
-        """Mean reward over the first and over the last ``summary["reward_steps"]`` steps: 20, of fewer than 40 steps half of them, so
-        that no step counts in both; of a single step its reward, twice."""
+        """Mean reward over the first and over the last ``summary["reward_steps"]`` steps: 20, or half of
+        fewer than 40 steps; of a single step its reward, twice."""
         return self.summary["reward_first"], self.summary["reward_last"]
 
 
-class Workflow(Described):
-    """Prompts → rollout → stages → train, or any other dataflow without cycles: every task works on the rows that have the
-    columns it needs, at the same time as the others. ``print`` shows it.
+class Workflow(Serializable):
+    """Prompts → rollout → stages → train, or any other acyclic dataflow: every task works on the rows
+    that have its columns, at the same time as the others. ``print`` shows it.
 
-    ``rollout``: one, or several of different engines. ``stages``: between rollout and training; ``reward`` is the one that
-    gives ``reward``, where no other does. ``batch_size``: rows of a step, a multiple of the group size. ``epochs``: the
-    run ends, at ``steps`` at the latest, when every prompt was put so often; None goes on as long as steps want rows.
-    ``weights``: how new versions reach the replicas. ``seed``: of the order of the prompts. ``on_failure``: whether the run
-    stops or goes on when a worker has failed for good. ``capacity_rows``: most rows alive at once; None: what the
-    batch and the staleness ask for. ``checkpoint``: how often a checkpoint is made, so that ``resume`` goes on with the run
-    after whatever died, and a trainer that is started again (``max_restarts``) after itself. ``stall_timeout_s``: when no step was
-    trained for so long, the run ends and says who waits for what. ``trackers``: those that hear of the run, see ``serve``.
-    Raises ConfigError when made, for everything that can be known before a process starts, all of it at once; PluginError
-    where an engine is missing and nothing else is wrong.
+    ``rollout``: one, or several of different engines. ``stages``: between rollout and training;
+    ``reward``: a further one that gives the column ``reward``. ``batch_size``: rows of a step, a
+    multiple of the group size. ``steps``: of the run; ``epochs``: end it earlier, when every prompt
+    was put this often; None: prompts repeat until the last step. ``staleness``, ``weights``: how old
+    trained tokens may be, and how versions reach the replicas. ``seed``: of the order of prompts.
+    ``on_failure``: stop or continue once a worker has failed for good. ``capacity_rows``: limit of
+    live rows; None: as batch and staleness need. ``checkpoint``: how often to save, so that
+    ``resume`` continues the run after any death, and a restarted trainer (``max_restarts``) its
+    training. ``stall_timeout_s``: fail, with all waits of the run, if no step was trained for this
+    long. ``trackers``: as of ``serve``.
+
+    The constructor raises ConfigError with every problem that can be known before a process starts;
+    PluginError if a missing engine is the only one.
     """
 
     plan: Plan
-    """By what weights travel and when they are loaded, with the reasons."""
+    """All settings, with the choices of transport and swap policies."""
 
     def __init__(
         self,
@@ -99,171 +103,202 @@ class Workflow(Described):
         on_failure: OnFailure = "stop",
         capacity_rows: int | None = None,
         checkpoint: Checkpoint | None = None,
-        stall_timeout_s: float = 3600.0,
+        stall_timeout_s: float = STALL_S,
         trackers: Tracked | Sequence[Tracked] = (),
     ) -> None:
-        self.rollouts = (rollout,) if isinstance(rollout, Rollout) else tuple(rollout)
-        if not self.rollouts:
+        rollouts = (rollout,) if isinstance(rollout, Rollout) else tuple(rollout)
+        if not rollouts:
             raise ConfigError("a workflow needs a rollout; this one has none")
-        self.rollout = next((each for each in self.rollouts if each.admits), self.rollouts[0])
-        masked = any(rollout.agent is not None and rollout.admits for rollout in self.rollouts)
-        self.train = train.needing(LOSS_MASK) if masked else train
-        self.batch_size, self.steps, self.epochs, self.seed = batch_size, steps, epochs, seed
-        self.staleness = staleness or Staleness()
-        self.weights = weights or train.weights or Weights()
+        first = next((each for each in rollouts if each.admits), rollouts[0])
+        masked = any(each.agent is not None and each.admits for each in rollouts)
+        staleness = staleness or Staleness()
         if reward is not None and not isinstance(reward, Stage):
             reward = Stage(reward, task="reward", gives=["reward"])
-        self.reward = reward
-        self.stages = (*([reward] if reward is not None else []), *stages)
-        self.on_failure = Placement(on_failure=on_failure).on_failure or "stop"
-        self.checkpoint, self.stall_timeout_s = checkpoint, stall_timeout_s
-        self.trackers = several(trackers)
-        self.data = load_prompts(prompts, self.rollout.prompt)
-        ahead = batch_size * (self.staleness.max_staleness + AHEAD_STEPS)
-        self.capacity_rows = ahead if capacity_rows is None else capacity_rows
-        self._check()
-
-    def _check(self) -> None:
-        problems_of(self).raise_all()
+        ahead = batch_size * (staleness.max_staleness + AHEAD_STEPS)
+        self.plan = Plan(
+            data=load_prompts(prompts, first.prompt), rollouts=rollouts,
+            stages=(*([reward] if reward is not None else []), *stages), reward=reward is not None,
+            train=train.needing(LOSS_MASK) if masked else train, batch_size=batch_size, steps=steps, epochs=epochs,
+            seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),
+            capacity_rows=ahead if capacity_rows is None else capacity_rows,
+            on_failure=Placement(on_failure=on_failure).on_failure or "stop", checkpoint=checkpoint,
+            stall_timeout_s=stall_timeout_s, trackers=tracker_list(trackers),
+        )  # fmt: skip
+        check_plan(self.plan)
 
     def describe(self) -> dict[str, Any]:
-        """What will run, as plain data: ``edges`` are the columns from task to task, ``choices`` what was chosen and why."""
-        return described(self)
+        """Return the plan as plain data. ``edges``: columns from task to task; ``choices``: all choices
+        with their reasons."""
+        return describe(self.plan)
 
     def mermaid(self) -> str:
-        """The tasks and the columns between them as a Mermaid flowchart."""
-        return drawn(self)
+        """Return the tasks and the columns between them as a Mermaid flowchart."""
+        return mermaid(self.plan)
 
     def __str__(self) -> str:
-        return shown(self)
+        return plan_text(self.plan)
 
-    def run(self, directory: str | Path, *, on_event: Sink | None = None) -> Result:
-        """Run to the last step. ``on_event`` hears every event, in a thread of its own.
+    def run(self, directory: str | Path, *, on_event: Callable[[Event], None] | None = None) -> Result:
+        """Run to the last step. ``on_event`` receives every event, in a thread of its own.
 
-        Whatever happens, the directory holds what was done, and no process and no shared memory is left.
-        Raises WorkerFailed naming the worker, with its traceback; Interrupted after Ctrl-C, when the workers were stopped in the
-        middle of what they did, and after a second Ctrl-C, when they were killed; ConfigError.
+        After any end the directory holds the results so far, and no process and no shared memory is
+        left. Raises WorkerFailed with the worker and its traceback; Interrupted after Ctrl-C, which
+        stops the workers in the middle of their work (a second one kills them); ConfigError.
         """
-        return self._run_in(Path(directory), on_event, again=False)
+        return self._run_in(RunDirectory(Path(directory)), on_event, again=False)
 
     @classmethod
-    def resume(cls, directory: str | Path, *, on_event: Sink | None = None) -> Result:
-        """Go on with a run that has a ``checkpoint`` and did not end: killed, failed or interrupted. The queue is as it was, and
-        training goes on from the newest checkpoint. What a run that is complete came to is returned. Raises what ``run``
-        raises; ConfigError for a directory that another process runs, and where something it is made of is gone."""
-        return again(Path(directory)).resume_in(Path(directory), on_event)
+    def load(cls, directory: str | Path) -> Workflow:
+        """Make the workflow of a run directory again. Raises ConfigError, also if a part of it cannot be
+        imported any more."""
+        workflow = RunDirectory(Path(directory)).read_workflow()
+        if not isinstance(workflow, cls):
+            raise ConfigError(f"{directory} holds no workflow")
+        return workflow
 
-    def resume_in(self, directory: Path, on_event: Sink | None) -> Result:
-        summary = read_summary(directory)
+    @classmethod
+    def resume(cls, directory: str | Path, *, on_event: Callable[[Event], None] | None = None) -> Result:
+        """Continue a run with a ``checkpoint`` that was killed, failed or interrupted: the queue as it
+        was, training from the newest checkpoint. Returns the result of a completed run. Raises the
+        errors of ``run``; ConfigError if another process runs the directory, or if a part of the
+        workflow is gone."""
+        return cls.load(directory).resume_in(Path(directory), on_event)
+
+    def resume_in(self, directory: Path, on_event: Callable[[Event], None] | None) -> Result:
+        """Continue the run of ``directory`` with this workflow; see ``resume``."""
+        summary = RunDirectory(directory).read_summary()
         if summary.get("status") == "completed":
             return Result(directory, summary)
-        return self._run_in(directory, on_event, again=True)
+        return self._run_in(RunDirectory(directory), on_event, again=True)
 
-    def _run_in(self, directory: Path, on_event: Sink | None, *, again: bool) -> Result:
+    def _run_in(self, directory: RunDirectory, on_event: Callable[[Event], None] | None, *, again: bool) -> Result:
+        resumable = self.plan.checkpoint is not None
         with contextlib.ExitStack() as held:
-            if self.checkpoint is not None:
-                held.enter_context(alone(directory))
-            with writable(directory):
-                recorder = Recorder(directory, [on_event] if on_event is not None else [], again=again)
+            if resumable:
+                held.enter_context(directory.lock())
+            with directory.writable():
+                recorder = Recorder(directory.path, again=again)
             try:
                 if not again:
-                    write_description(self, directory)
+                    directory.write_description(self.describe(), self if resumable else None, self.plan.data)
             except BaseException:
                 recorder.close()
-                (directory / "events.jsonl").unlink()
+                (directory.path / "events.jsonl").unlink()
                 raise
-            return self._record(directory, recorder, again)
+            return _Execution(self.plan, directory, recorder, Listener(on_event) if on_event else None).run(again)
 
-    def _record(self, directory: Path, recorder: Recorder, again: bool) -> Result:
+
+class _Execution:
+    """One process's run of a plan in a directory."""
+
+    def __init__(self, plan: Plan, directory: RunDirectory, recorder: Recorder, listener: Listener | None) -> None:
+        self._plan, self._directory, self._recorder, self._listener = plan, directory, recorder, listener
+        self._stall = StallTimer(plan.stall_timeout_s)
+        self._sinks: list[EventSink] = [self._stall, recorder, *([listener] if listener is not None else [])]
+        self._status = "completed"
+        self._error: AsyncFlowError | None = None
+        self._audit: Audit | None = None
+
+    def run(self, again: bool) -> Result:
+        """Run to the end and write the summary. Raises the run's error."""
+        path, recorder = self._directory.path, self._recorder
         began = time.monotonic()
-        recorder.event(ev.Begun(time_s=began, again=again))
-        outcome = _Outcome()
+        for sink in self._sinks:
+            sink.event(ev.Begun(time_s=began, again=again))
         with StopSignals() as signals:
             try:
-                self._run(directory, recorder, outcome, signals)
+                self._serve(signals)
             except KeyboardInterrupt:
-                outcome.status = "interrupted"
-                outcome.error = Interrupted(f"stopped by request; what was done is in {directory}")
+                self._status = "interrupted"
+                self._error = Interrupted(f"stopped by request; what was done is in {path}")
             except AsyncFlowError as error:
-                outcome.status, outcome.error = "failed", error
+                self._status, self._error = "failed", error
             except Exception as error:
-                outcome.status, outcome.error = "failed", WorkerFailed(f"the driver failed: {error!r}", "driver")
-                outcome.error.__cause__ = error
+                self._status, self._error = "failed", WorkerFailed(f"the driver failed: {error!r}", "driver")
+                self._error.__cause__ = error
             signals.closing()
-            recorder.close()
-            summary = self._summary(recorder, outcome, time.monotonic() - began)
+            self._close_sinks()
+            summary = self._summary(time.monotonic() - began)
             try:
-                write_whole(directory / "summary.json", summary)
+                self._directory.write_summary(summary)
             except OSError as error:
-                text = f"{directory} has no summary.json: {error}; the run {outcome.status}"
-                outcome.error = outcome.error or MemoryFull(f"{text}, {recorder.steps} of {self.steps} steps trained")
-        if isinstance(outcome.error, Interrupted):
-            outcome.error.repeated = signals.hurried
-        if outcome.error is not None:
-            raise outcome.error
-        return Result(directory, summary)
+                text = f"{path} has no summary.json: {error}; the run {self._status}"
+                steps = f"{recorder.steps} of {self._plan.steps} steps trained"
+                self._error = self._error or MemoryFull(f"{text}, {steps}")
+        if isinstance(self._error, Interrupted):
+            self._error.repeated = signals.hurried
+        if self._error is not None:
+            raise self._error
+        return Result(path, summary)
 
-    def _run(self, directory: Path, recorder: Recorder, outcome: _Outcome, signals: StopSignals) -> None:
-        stall = Stall(self.stall_timeout_s)
+    def _close_sinks(self) -> None:
+        self._recorder.close()
+        if self._listener is not None:
+            for note in self._recorder.notes:
+                self._listener.event(note)
+            self._listener.close()
+            self._recorder.errors += self._listener.problems
 
-        def hear(event: Event) -> None:
-            stall.hear(event)
-            recorder.event(event)
-
+    def _serve(self, signals: StopSignals) -> None:
+        plan, resumable = self._plan, self._plan.checkpoint is not None
         run = serve(
-            directory, on_event=hear, on_step=recorder.step, on_final=recorder.settle, steps=self.steps,
-            max_staleness=self.staleness.max_staleness, staleness_policy=self.staleness.policy,
-            capacity_rows=self.capacity_rows, keep_versions=self.weights.keep,
-            max_swapping=self.weights.max_swapping, quorum=self.weights.quorum,
-            on_failure=self.on_failure,
-            checkpoints=self.checkpoint is not None, durability=None if self.checkpoint is None else "process",
-            history=self.checkpoint is not None and self.checkpoint.history,
-            trackers=self.trackers, description=self.describe() if self.trackers else None,
+            self._directory.path, sinks=self._sinks, steps=plan.steps,
+            max_staleness=plan.staleness.max_staleness, staleness_policy=plan.staleness.policy,
+            capacity_rows=plan.capacity_rows, keep_versions=plan.weights.keep,
+            max_swapping=plan.weights.max_swapping, quorum=plan.weights.quorum, on_failure=plan.on_failure,
+            checkpoints=resumable, durability="process" if resumable else None,
+            history=plan.checkpoint is not None and plan.checkpoint.history,
+            trackers=plan.trackers, description=describe(plan) if plan.trackers else None,
         )  # fmt: skip
         completed = False
         for problem in registry().problems:
-            run.tell(ev.Note(time_s=time.monotonic(), text=problem, level="warning"))
-        for choice in self.plan.choices:
-            run.tell(ev.Chosen(time_s=time.monotonic(), what=choice.what, chosen=choice.chosen, reason=choice.reason))
+            run.report(ev.Note(time_s=time.monotonic(), text=problem, level="warning"))
+        for choice in plan.choices:
+            run.report(
+                ev.Chosen(time_s=time.monotonic(), what=choice.what, chosen=choice.chosen, reason=choice.reason)
+            )
         try:
-            trainer = self._start(run, directory)
-            run.wait(trainer, timeout_s=math.inf, stall=stall)
+            trainer = self._start(run)
+            run.wait(trainer, timeout_s=math.inf, stall=self._stall)
             run.join_workers(FINISH_S)
             completed = True
         finally:
-            signals.closing(run.kill_workers)  # what follows must not be left half done
+            signals.closing(run.kill_workers)  # a signal must not interrupt the rest
             try:
-                run.finish() if completed or self.checkpoint is None else run.stop_workers()
-                outcome.audit = run.audit()
+                run.finish() if completed or not resumable else run.stop_workers()
+                self._audit = run.audit()
             finally:
                 run.close()
 
-    def _start(self, run: Run, directory: Path) -> Worker:
-        spec = self.train.declare(self.batch_size)
-        run.queue.declare(**task_arguments(spec))
-        for stage in self.stages:
+    def _start(self, run: Run) -> Worker:
+        """Declare the tasks, start all workers and the feeder. Returns the trainer."""
+        plan, path = self._plan, self._directory.path
+        run.declare(plan.train, plan.batch_size)
+        for stage in plan.stages:
             run.start(stage)
-        weights = dataclasses.replace(self.weights, transport=self.plan.transport)
-        for rollout, swap in zip(self.rollouts, self.plan.swaps, strict=True):
+        weights = plan.chosen_weights
+        for rollout, swap in zip(plan.rollouts, plan.swaps, strict=True):
             run.start(rollout, needs_first=True, weights=weights, swap=swap)
-        kept: dict[str, Any] = {}
-        if self.checkpoint is not None:
-            kept = {"checkpoint": self.checkpoint, "checkpoints": str((directory / "checkpoints").absolute())}
-        (trainer,) = run.start(self.train, export=str(directory / "model"), weights=weights, **kept)
+        saved: dict[str, Any] = {}
+        if plan.checkpoint is not None:
+            saved = {"checkpoint": plan.checkpoint, "checkpoints": str((path / "checkpoints").absolute())}
+        (trainer,) = run.start(plan.train, export=str(path / "model"), weights=weights, **saved)
+        group_size = plan.rollout.group_size
         Feeder(
-            run.queue, self.data, group_size=self.rollout.group_size, chunk=self.batch_size // self.rollout.group_size,
-            seed=self.seed, on_failure=run.fail, epochs=self.epochs,
+            run.queue, plan.data, group_size=group_size, chunk=plan.batch_size // group_size,
+            seed=plan.seed, on_failure=run.fail, epochs=plan.epochs,
         ).start()  # fmt: skip
         return trainer
 
-    def _summary(self, recorder: Recorder, outcome: _Outcome, wall_s: float) -> dict[str, Any]:
-        audit, rewards = outcome.audit, recorder.rewards
+    def _summary(self, wall_s: float) -> dict[str, Any]:
+        recorder, audit = self._recorder, self._audit
+        rewards, statistics = recorder.rewards, recorder.statistics
         ends = min(REWARD_STEPS, max(len(rewards) // 2, 1))  # the two means share no step
         return {
-            "status": outcome.status,
-            "error": str(outcome.error) if outcome.error is not None else None,
+            "status": self._status,
+            "error": str(self._error) if self._error is not None else None,
             "steps": recorder.steps,
-            "steps_wanted": self.steps,
+            "steps_wanted": self._plan.steps,
             "reward_first": float(np.mean(rewards[:ends])) if rewards else None,
             "reward_last": float(np.mean(rewards[-ends:])) if rewards else None,
             "reward_steps": ends if rewards else 0,
@@ -273,24 +308,15 @@ class Workflow(Described):
             "reasons": audit.reasons if audit else {},
             "balanced": audit.balanced if audit else None,
             "staleness_max": recorder.staleness_max,
-            **recorder.tally.summary(),
-            "wall_s": round(recorder.tally.before_s + wall_s, 3),
-            "seed": self.seed,
-            "model": self.train.model,
+            **statistics.summary(),
+            "wall_s": round(statistics.before_s + wall_s, 3),
+            "seed": self._plan.seed,
+            "model": self._plan.train.model,
             "report": None,
             "warnings": recorder.errors,
         }
 
 
-def resume(directory: str | Path, *, on_event: Sink | None = None) -> Result:
+def resume(directory: str | Path, *, on_event: Callable[[Event], None] | None = None) -> Result:
     """``Workflow.resume``."""
     return Workflow.resume(directory, on_event=on_event)
-
-
-@dataclass
-class _Outcome:
-    """What is known of a run's end, filled in as it ends."""
-
-    status: str = "completed"
-    error: AsyncFlowError | None = None
-    audit: Audit | None = None

@@ -29,7 +29,7 @@ def test_a_pipe_that_nobody_reads_does_not_hold_the_server(tmp_path: Path) -> No
         relay = EventRelay(EventPrinter(Console(file=file)))
         # when there is something to be shown
         with af.serve(tmp_path, on_event=relay) as run:
-            run.tell(Note(time_s=time.monotonic(), text="look here", level="warning"))
+            run.report(Note(time_s=time.monotonic(), text="look here", level="warning"))
             # then whoever works for the run is answered
             assert run.audit().put == 0
             # and it is shown when somebody reads again

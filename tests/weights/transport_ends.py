@@ -19,9 +19,7 @@ FIRST = "model-00001-of-00003.safetensors"
 
 def ends_of(transport: str, run: str = "", **options: Any) -> TransportHarness:
     """``run``: its name; one of its own without it. ``options``: of the sending end."""
-    ends = TransportHarness(
-        lambda: make_transport(transport, **options), lambda: make_transport(transport), run=run
-    )
+    ends = TransportHarness(lambda: make_transport(transport, **options), lambda: make_transport(transport), run=run)
     ends.random = np.random.default_rng(0)
     return ends
 

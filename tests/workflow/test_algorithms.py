@@ -95,7 +95,7 @@ def test_columns_that_it_needs_are_given_to_the_trainer_and_asked_of_the_workflo
         train=af.Train("echo", algorithm="test_algorithms:Referring"),
         stages=[af.Stage(af.Logprobs("echo"), gives=["ref_logprobs"])],
     )
-    assert flow.train.needs[-1] == "ref_logprobs"
+    assert flow.plan.train.needs[-1] == "ref_logprobs"
     assert "Referring" in str(flow)
 
 
@@ -148,7 +148,7 @@ def test_it_is_asked_whether_it_can_train_the_groups() -> None:
 
 def test_one_that_only_another_interpreter_has_is_not_looked_for_here() -> None:
     flow = echo_workflow(train=af.Train("echo", algorithm=("theirs", {"x": 1}), python=sys.executable))
-    assert flow.train.algorithm is None
+    assert flow.plan.train.algorithm is None
     assert flow.describe()["train"]["algorithm"] == {"theirs": {"x": 1}}
 
 
@@ -160,7 +160,7 @@ def test_columns_of_one_that_only_the_worker_has_are_asked_for_before_the_first_
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")]))
     theirs = {"algorithm": "referring", "python": sys.executable, "env": {"ASYNCFLOW_NO_PLUGINS": ""}}
     flow = echo_workflow(train=af.Train("echo", **theirs))
-    assert flow.train.algorithm is None
+    assert flow.plan.train.algorithm is None
 
     with pytest.raises(
         af.WorkerFailed, match=r"'referring' needs columns .* say Train\(..., needs=\['ref_logprobs'\]\)"
@@ -178,18 +178,18 @@ def test_a_file_says_it_with_a_name_and_options(tmp_path: Path, plugin: Path) ->
             'train = { engine = "echo", algorithm = { name = "penalised", beta = 0.75 } }',
         )
     )
-    assert af.load_workflow(file).train.algorithm == Penalised(beta=0.75)
-    assert af.load_workflow(file, {"train.algorithm.beta": "0.5"}).train.algorithm == Penalised(beta=0.5)
-    assert af.load_workflow(file, {"train.algorithm": "grpo"}).train.algorithm == af.GRPO()
+    assert af.load_workflow(file).plan.train.algorithm == Penalised(beta=0.75)
+    assert af.load_workflow(file, {"train.algorithm.beta": "0.5"}).plan.train.algorithm == Penalised(beta=0.5)
+    assert af.load_workflow(file, {"train.algorithm": "grpo"}).plan.train.algorithm == af.GRPO()
     with pytest.raises(ConfigError, match=r"train.algorithm.betta=1: there is no key .*; did you mean 'beta'"):
         af.load_workflow(file, {"train.algorithm.betta": "1"})
     parts = {"train.algorithm.name": "ppo", "train.algorithm.critic.decay": "0.9", "train.algorithm.entropy": "0.1"}
     file.write_text(file.read_text().replace('"penalised", beta = 0.75', '"ppo", critic = { clip = 0.5 }'))
-    ppo = af.load_workflow(file, parts).train.algorithm
+    ppo = af.load_workflow(file, parts).plan.train.algorithm
     assert ppo == af.PPO(critic=af.Critic(clip=0.5, decay=0.9), entropy=0.1)
     elsewhere = {"train.algorithm.name": "theirs", "train.python": sys.executable}
     file.write_text(file.read_text().replace('"ppo", critic = { clip = 0.5 }', '"penalised", beta = 0.75'))
-    assert af.load_workflow(file, elsewhere).train.algorithm_spec.options == {"beta": 0.75}
+    assert af.load_workflow(file, elsewhere).plan.train.algorithm_spec.options == {"beta": 0.75}
 
 
 def test_parts_of_an_algorithm_travel_and_are_made_again(tmp_path: Path) -> None:

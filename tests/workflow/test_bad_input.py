@@ -108,7 +108,7 @@ def test_options_of_the_publisher_itself_pass() -> None:
     assert (
         echo_workflow(
             weights=af.Weights(transport="tcp", options={"digests": False, "insecure": True})
-        ).weights.transport
+        ).plan.weights.transport
         == "tcp"
     )
 
@@ -264,7 +264,7 @@ def test_prompts_from_a_file_name_the_bad_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.jsonl, line 2: not a JSON object"):
         echo_workflow(prompts=str(file))
     file.write_text('{"prompt_ids": [1, 2]}\n\n{"prompt_ids": [3]}\n')
-    assert echo_workflow(prompts=file).data.rows == 2
+    assert echo_workflow(prompts=file).plan.data.rows == 2
 
 
 def test_a_group_larger_than_the_engine_takes_is_named(tmp_path: Path) -> None:

@@ -129,9 +129,9 @@ def test_a_second_ctrl_c_kills_the_workers_that_the_first_has_not_ended(tmp_path
 
 def patient_workflow() -> af.Workflow:
     """Its driver waits for workers that do not end until it is told again."""
-    from asyncflow_sdk.workflow import crews
+    from asyncflow_sdk.workflow import worker_pool
 
-    crews.GRACE_S = 3600.0
+    worker_pool.GRACE_S = 3600.0
     return long_workflow()
 
 

@@ -16,8 +16,8 @@ from asyncflow_sdk.errors import WorkerFailed
 def test_workers_of_a_run_with_a_directory_log_there(tmp_path: Path) -> None:
     with af.serve(tmp_path / "run") as run:
         (worker,) = run.start(af.Stage(doubled, task="after", needs=["reward"], gives=["again"]))
-        assert worker.order.log == tmp_path / "run" / "logs" / "after-0.log"
-    assert worker.order.log.is_file()
+        assert worker.spec.log == tmp_path / "run" / "logs" / "after-0.log"
+    assert worker.spec.log.is_file()
 
 
 def test_workers_of_a_client_log_where_it_says(tmp_path: Path) -> None:
@@ -36,8 +36,8 @@ def test_a_run_without_a_directory_writes_nothing_where_it_is_started(
 
         (worker,) = run.start(af.Stage(doubled, task="after", needs=["reward"], gives=["again"]))
 
-        folder = worker.order.log.parent
-        assert worker.order.log.is_file()
+        folder = worker.spec.log.parent
+        assert worker.spec.log.is_file()
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not folder.exists(), "nothing failed, so nobody wants it"
     assert os.listdir(tmp_path) == []
@@ -51,7 +51,7 @@ def test_the_log_of_a_worker_that_failed_stays(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(WorkerFailed):
             run.wait(worker, timeout_s=100)
 
-    assert "no such answer" in worker.order.log.read_text()
+    assert "no such answer" in worker.spec.log.read_text()
     assert os.listdir(tmp_path) == []
-    worker.order.log.unlink()
-    worker.order.log.parent.rmdir()
+    worker.spec.log.unlink()
+    worker.spec.log.parent.rmdir()

@@ -24,6 +24,7 @@ from asyncflow_sdk.types.events import Begun, Note, StepTrained
 pytestmark = pytest.mark.fast
 
 RECORDER = "asyncflow_sdk.workflow.recorder"
+SINKS = "asyncflow_sdk.workflow.event_sinks"
 
 
 class Held:
@@ -91,7 +92,7 @@ def test_a_listener_that_blocks_costs_bounded_memory_and_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few events and few steps may wait: those beyond are left out, or written at once."""
-    monkeypatch.setattr(f"{RECORDER}.MOST_EVENTS", 10)
+    monkeypatch.setattr(f"{SINKS}.MOST_EVENTS", 10)
     monkeypatch.setattr(f"{RECORDER}.MOST_WAITING", 3)
     held = Held()
     # given a listener that blocks at the first event
@@ -109,7 +110,7 @@ def test_a_listener_that_blocks_costs_bounded_memory_and_no_step(
 
 
 def test_a_listener_that_never_returns_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{RECORDER}.CLOSE_S", 0.05)
+    monkeypatch.setattr(f"{SINKS}.LISTENER_CLOSE_S", 0.05)
     held = Held()
 
     result = echo_workflow(steps=4).run(tmp_path / "run", on_event=held)
@@ -213,7 +214,7 @@ def engine_of_the_test(model: str = "", *, algorithm: Any = None) -> Any:
 def test_a_note_of_a_client_is_recorded_with_its_text(tmp_path: Path) -> None:
     def tells(response_ids: Any) -> Any:
         with af.connect(tmp_path / "run", name="judge") as judge:
-            judge.tell(Note(time_s=0.0, text="a hard one", worker="judge"))
+            judge.report(Note(time_s=0.0, text="a hard one", worker="judge"))
         return [1.0 for _ in response_ids]
 
     echo_workflow(reward=tells, steps=1).run(tmp_path / "run")

@@ -67,7 +67,7 @@ def test_an_evaluation_runs_beside_training_and_none_of_its_rows_is_trained(tmp_
 
 def test_a_workflow_shows_what_takes_which_rows() -> None:
     flow = echo_workflow(rollout=[evaluates(), trains()], reward=scores(), train={})
-    assert flow.rollout.task == "rollout", "whose prompts are fed"
+    assert flow.plan.rollout.task == "rollout", "whose prompts are fed"
     assert [(e["from"], e["to"]) for e in flow.describe()["edges"] if "eval" in e["from"]] == [
         ("partition eval", "eval"),
         ("eval", "reward"),
@@ -93,8 +93,8 @@ stages = [{ work = "functions:length", task = "eval_reward", gives = ["reward"],
 """
     )
     flow = af.load_workflow(tmp_path / "run.toml")
-    assert [rollout.declare().partitions for rollout in flow.rollouts] == [("",), ("eval",)]
-    assert [stage.declare().partitions for stage in flow.stages] == [("",), ("eval",)]
+    assert [rollout.declare().partitions for rollout in flow.plan.rollouts] == [("",), ("eval",)]
+    assert [stage.declare().partitions for stage in flow.plan.stages] == [("",), ("eval",)]
 
 
 def test_what_cannot_work_is_found_in_every_partition() -> None:

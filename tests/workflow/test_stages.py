@@ -172,7 +172,7 @@ def test_two_engines_share_the_prompts(tmp_path: Path) -> None:
 
     flow.run(tmp_path / "run")
 
-    assert flow.rollouts[1] is other
+    assert flow.plan.rollouts[1] is other
     assert len(list(met.iterdir())) == 2
 
 

@@ -109,8 +109,9 @@ def test_a_file_says_what_python_says(tmp_path: Path) -> None:
 
     assert read.describe() == written.describe()
     assert str(read) == str(written)
-    for ours, theirs in zip(read.stages, written.stages, strict=True):
-        assert ours.job() == theirs.job()
+    for ours, theirs in zip(read.plan.stages, written.plan.stages, strict=True):
+        assert (ours.declare(), ours.path, ours.whole_groups) == (theirs.declare(), theirs.path, theirs.whole_groups)
+        assert getattr(ours.work, "options", None) == getattr(theirs.work, "options", None)
         assert (ours.batch, ours.concurrency) == (theirs.batch, theirs.concurrency)
 
 
@@ -203,14 +204,14 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "seen"),
     [
-        ("steps", "7", lambda flow: flow.steps == 7),
-        ("train.delay_s", "1e-3", lambda flow: flow.train.options == {"delay_s": 0.001}),
-        ("rollout.sampling.max_tokens", "9", lambda flow: flow.rollout.sampling.max_tokens == 9),
-        ("weights.transport", "tcp", lambda flow: flow.weights.transport == "tcp"),
+        ("steps", "7", lambda flow: flow.plan.steps == 7),
+        ("train.delay_s", "1e-3", lambda flow: flow.plan.train.options == {"delay_s": 0.001}),
+        ("rollout.sampling.max_tokens", "9", lambda flow: flow.plan.rollout.sampling.max_tokens == 9),
+        ("weights.transport", "tcp", lambda flow: flow.plan.weights.transport == "tcp"),
         (
             "rollout",
             '[{engine="echo", prompt="prompt_ids", group_size=2}]',
-            lambda flow: flow.rollout.group_size == 2,
+            lambda flow: flow.plan.rollout.group_size == 2,
         ),
     ],
 )
@@ -267,7 +268,7 @@ def test_a_function_that_only_another_interpreter_has_is_not_imported_here(tmp_p
         '"functions:length"', '{ work = "not_here:f", task = "reward", needs = ["response_ids"], python = "python3" }'
     )
 
-    (stage,) = af.load_workflow(given_file(tmp_path, text)).stages
+    (stage,) = af.load_workflow(given_file(tmp_path, text)).plan.stages
 
     assert stage.path == "not_here:f"
     assert not stage.here
@@ -278,4 +279,4 @@ def test_prompts_may_come_from_a_function(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "given_prompts.py").write_text("def load():\n    return {'prompt_ids': [[1], [2], [3]]}\n")
     text = SMALL.replace("{ prompt_ids = [[1], [2]] }", '"given_prompts:load"')
 
-    assert af.load_workflow(given_file(tmp_path, text)).data.rows == 3
+    assert af.load_workflow(given_file(tmp_path, text)).plan.data.rows == 3

@@ -139,7 +139,7 @@ def test_one_that_exits_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 def test_one_that_never_closes_is_left_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncflow_sdk.workflow.tracking.CLOSE_S", 0.5)  # which the other one must not take
+    monkeypatch.setattr("asyncflow_sdk.workflow.trackers.CLOSE_S", 0.5)  # which the other one must not take
     hang.clear()
     assert workflow((Hangs, {"at": "close"}), (Lines, {"file": "good"})).run(tmp_path / "run").summary["steps"] == 3
     assert ["has not closed in 0.5 s" in note for note in notes(tmp_path / "run")] == [True]
@@ -149,7 +149,7 @@ def test_one_that_never_closes_is_left_to_itself(tmp_path: Path, monkeypatch: py
 
 def test_a_slow_one_gets_every_step_and_not_every_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # given: a tracker that is held until the last step, and more events than may wait
-    monkeypatch.setattr("asyncflow_sdk.workflow.tracking.MOST_WAITING", 5)
+    monkeypatch.setattr("asyncflow_sdk.workflow.trackers.MOST_WAITING", 5)
     hang.clear()
     heard_by_us: list[ev.Event] = []
 
@@ -214,8 +214,8 @@ def test_what_is_made_and_is_none_or_refuses_its_options_starts_nothing(tmp_path
 def test_a_file_names_them(tmp_path: Path, plugin: None) -> None:
     file = tmp_path / "run.toml"
     file.write_text('trackers = ["lines", { name = "lines", file = "second" }]\n' + TOML)
-    assert af.load_workflow(file).trackers == ["lines", ("lines", {"file": "second"})]
-    assert af.load_workflow(file, {"trackers": "lines"}).trackers == ["lines"]
+    assert af.load_workflow(file).plan.trackers == ["lines", ("lines", {"file": "second"})]
+    assert af.load_workflow(file, {"trackers": "lines"}).plan.trackers == ["lines"]
     with pytest.raises(ConfigError, match=r"trackers=line: no tracker adapter is named 'line'"):
         af.load_workflow(file, {"trackers": "line"})
     file.write_text(file.read_text().replace('name = "lines"', "names = 1"))

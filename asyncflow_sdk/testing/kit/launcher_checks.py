@@ -8,13 +8,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-import msgspec
-
 from ...errors import ConfigError
 from ...interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
-from ...workflow import Run, serve
-from ...workflow.work import FunctionWork
-from ...workflow.worker import StageJob, WorkerConfig
+from ...workflow import Run, Stage, serve
+from ...workflow.serialization import to_json
 from . import functions
 from .check import DoesNotApply, check, expect
 from .plain_lab import PlainLab
@@ -33,13 +30,13 @@ class _Stand:
     def start(self, function: Callable[..., object]) -> WorkerHandle:
         """Start a worker with this function."""
         self._count += 1
-        work = FunctionWork(f"{function.__module__}:{function.__name__}")
-        job = StageJob(work, "checked", ("x",), ("answer",), 1, 1, False)
+        stage = Stage(function, task="checked", needs=["x"], gives=["answer"], batch=1, concurrency=1)
         name = f"checked-{self._count}"
-        config = WorkerConfig(name, self.run.address, job, [entry for entry in sys.path if entry])
         order = WorkerSpec(
             name=name,
-            config=msgspec.json.encode(config),
+            role=to_json(stage, "stage"),
+            address=self.run.address,
+            import_path=[entry for entry in sys.path if entry],
             placement=Placement(launcher="checked"),
             log=self._logs / f"{name}.log",
         )

@@ -15,7 +15,7 @@ import numpy as np
 from ...plugins import import_path
 from ...types import Batch, Ragged, Sampling, token_versions
 from ...workflow import Rollout, Run, Stage, serve
-from ...workflow.supervise import Worker
+from ...workflow.supervisor import Worker
 from . import functions
 from .check import NotAsked, check, expect
 from .rollout_lab import RolloutLab

@@ -1,7 +1,7 @@
-"""Describing: a workflow as JSON, and made again from it, so that a run whose driver died is gone on with.
+"""Serialization of workflows and their parts as JSON, to resume a run and to start its workers.
 
-What a workflow, a rollout, a stage or an engine was made of is noted when it is made, and made of the same again: whatever its
-constructor takes travels, if it consists of plain values, of configurations (dataclasses), and of what has an import path.
+A ``Serializable`` object records its constructor's arguments and is made again from them. Arguments
+are plain values, dataclasses, msgspec Structs, Serializable objects, and objects with an import path.
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ from ..types.validation import check_keywords, check_types
 TYPE, NAME, MAP, FLOAT = "$type", "$name", "$map", "$float"
 
 
-class Described:
-    """Notes what it is made of, as ``asked``. Raises ConfigError for arguments of other types than its constructor says."""
+class Serializable:
+    """Records the constructor's arguments in ``init_args``. Raises ConfigError for an argument of
+    another type than annotated."""
 
-    asked: dict[str, Any]
+    init_args: dict[str, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         self = super().__new__(cls)
-        self.asked = {}
+        self.init_args = {}
         signature = inspect.signature(cls)
         check_keywords(cls, kwargs)
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            return self  # the constructor is about to say what is wrong
+            return self  # the constructor raises it, too
         for name, value in given.items():
             more = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            self.asked.update(dict(value) if more else {name: value})
-        check_types(cls, {name: value for name, value in given.items() if name in self.asked})
+            self.init_args.update(dict(value) if more else {name: value})
+        check_types(cls, {name: value for name, value in given.items() if name in self.init_args})
         return self
 
 
 def to_json(thing: Any, where: str) -> Any:
-    """``thing`` as what JSON can hold. Raises ConfigError that says what cannot, and where it is."""
+    """Convert a value to JSON types. Raises ConfigError with the path ``where`` of a value without a
+    JSON form."""
     if isinstance(thing, float) and not math.isfinite(thing):  # JSON has none
         return {FLOAT: str(thing)}
     if thing is None or isinstance(thing, (bool, int, float, str)):
@@ -54,8 +56,8 @@ def to_json(thing: Any, where: str) -> Any:
         return str(thing)
     if isinstance(thing, np.generic):
         return to_json(thing.item(), where)
-    if isinstance(thing, Described):
-        return {TYPE: _name_of(type(thing), where), **_all(thing.asked, where)}
+    if isinstance(thing, Serializable):
+        return {TYPE: _name_of(type(thing), where), **_all(thing.init_args, where)}
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         fields = {f.name: getattr(thing, f.name) for f in dataclasses.fields(thing) if f.init}
         return {TYPE: _name_of(type(thing), where), **_all(fields, where)}
@@ -72,7 +74,8 @@ def to_json(thing: Any, where: str) -> Any:
 
 
 def from_json(data: Any, **more: Any) -> Any:
-    """What ``to_json`` was given. ``more``: arguments of the outermost thing. Raises ConfigError for what is not there any more."""
+    """Make the value that ``to_json`` converted. ``more``: further arguments of the outermost
+    constructor. Raises ConfigError if an object cannot be imported, and the constructors' errors."""
     if isinstance(data, list):
         return [from_json(each) for each in data]
     if not isinstance(data, dict):
@@ -85,7 +88,7 @@ def from_json(data: Any, **more: Any) -> Any:
         return {name: from_json(value) for name, value in data[MAP].items()}
     kind = import_name(data[TYPE])
     if not isinstance(kind, type) or not (
-        issubclass(kind, (Described, msgspec.Struct)) or dataclasses.is_dataclass(kind)
+        issubclass(kind, (Serializable, msgspec.Struct)) or dataclasses.is_dataclass(kind)
     ):
         raise ConfigError(f"{data[TYPE]!r} is nothing that a workflow is made of")
     return kind(**{name: from_json(value) for name, value in data.items() if name != TYPE}, **more)

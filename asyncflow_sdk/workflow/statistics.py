@@ -1,9 +1,9 @@
-"""Tally: what a whole run says of staleness, publish lag and response lengths, over all processes that drove it. Part of summary.json.
+"""RunStatistics: staleness, publish lag and response lengths of a whole run, across all its driver processes, for summary.json.
 
-tally = Tally()
-tally.add(event)            # every event of the run, in order
-tally.step(step, ages)      # of every step that is acknowledged; of one that is trained again, what it was trained with last
-tally.summary()             # {"staleness": ..., "publish_lag": ..., "lengths": ...}
+statistics = RunStatistics()
+statistics.add(event)            # every event of the run, in order
+statistics.step(step, ages)      # every acknowledged step; one trained again replaces its earlier ages
+statistics.summary()             # {"staleness": ..., "publish_lag": ..., "lengths": ...}
 """
 
 from __future__ import annotations
@@ -21,33 +21,38 @@ from ..types import events as ev
 
 QUANTILES = (0.5, 0.9, 0.99)
 MOST_ERRORS = 3.0
-"""The mean of what is trained may be so many standard errors off that of what is generated before somebody is told."""
+"""Difference of the mean lengths of trained and generated responses, in standard errors, above which a run warns."""
 LEAST_SHIFT = 0.01
-"""And by this share of it."""
+"""Relative difference above which a run warns."""
 
 
 @dataclass
 class _Ages:
+    """Count, sum and maximum of ages of tokens."""
+
     tokens: int = 0
     sum: int = 0
     most: int = 0
 
     @classmethod
     def of(cls, ages: npt.NDArray[np.int64]) -> _Ages:
+        """Summarize ages."""
         return cls(len(ages), int(ages.sum()), int(ages.max(initial=0)))
 
     def join(self, other: _Ages) -> None:
+        """Add the ages of another summary."""
         self.tokens += other.tokens
         self.sum += other.sum
         self.most = max(self.most, other.most)
 
     def plain(self) -> dict[str, Any]:
+        """Return mean and maximum."""
         return {"mean": round(self.sum / self.tokens, 4) if self.tokens else None, "max": self.most}
 
 
 @dataclass
 class _Lag:
-    """Of a replica, over the time that it was there. ``loaded``: None while it is not."""
+    """Publish lag of one replica over its time in the run. ``loaded``: its version; None while it is absent."""
 
     loaded: int | None = None
     since: float = 0.0
@@ -56,6 +61,7 @@ class _Lag:
     most: int = 0
 
     def until(self, now: float, published: int) -> None:
+        """Integrate the lag up to ``now``, with the newest version ``published``."""
         if self.loaded is None:
             return
         lag, took = max(published - self.loaded, 0), max(now - self.since, 0.0)
@@ -64,6 +70,7 @@ class _Lag:
         self.since, self.most = max(now, self.since), max(self.most, lag)
 
     def has(self, version: int, now: float, published: int) -> None:
+        """Set the loaded version."""
         self.until(now, published)
         if self.loaded is None:
             self.since = now
@@ -71,13 +78,15 @@ class _Lag:
 
 
 @dataclass
-class LengthTally:
-    """Response lengths by how their rows ended: whole ones, and what unfinished ones had by then."""
+class LengthStatistics:
+    """Response lengths by (state, reason) of their rows' end: of whole responses, and of unfinished ones
+    so far."""
 
     whole: dict[tuple[str, str], LengthHistogram] = field(default_factory=dict)
     unfinished: dict[tuple[str, str], LengthHistogram] = field(default_factory=dict)
 
     def add(self, event: ev.RowsEnded) -> None:
+        """Count the rows of an event."""
         end = event.state, event.reason
         if event.lengths:
             self.whole.setdefault(end, LengthHistogram()).add(event.lengths, event.tokens, event.squares)
@@ -87,13 +96,13 @@ class LengthTally:
 
     @property
     def trained(self) -> LengthHistogram:
-        """Of rows that were consumed."""
+        """Lengths of consumed rows."""
         return self._of(self.whole, lambda state: state == "consumed")
 
     @property
     def generated(self) -> LengthHistogram:
-        """Of all rows but the cancelled ones, as an estimate where some ended unfinished: what would be trained if nothing
-        was given up."""
+        """Lengths of all rows except cancelled ones; an estimate if some ended unfinished. Without dropped
+        rows these would be trained."""
         whole, unfinished = (
             self._of(ends, lambda state: state != "cancelled") for ends in (self.whole, self.unfinished)
         )
@@ -109,7 +118,7 @@ class LengthTally:
 
     @property
     def bias(self) -> str:
-        """What to tell people when other lengths are trained than are generated; "" when they are alike."""
+        """A warning if trained responses differ in length from generated ones; "" if not."""
         trained, generated = self.trained, self.generated
         if trained.rows < 2 or not generated.tokens:
             return ""
@@ -157,20 +166,21 @@ class LengthTally:
         }
 
 
-class Tally:
-    """Not thread-safe: the recorder's thread owns it."""
+class RunStatistics:
+    """Counts events and steps. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.lengths = LengthTally()
+        self.lengths = LengthStatistics()
         self._steps: dict[int, dict[str, _Ages]] = {}
         self._lags: dict[str, _Lag] = {}
         self._published = -1
         self.before_s = 0.0
-        """Of the processes that drove the run before this one, each from its beginning to its last event."""
+        """Running time of earlier driver processes, each up to its last event (seconds)."""
         self._began_s: float | None = None
         self._last_s = 0.0
 
     def add(self, event: Event) -> None:
+        """Count an event."""
         if isinstance(event, ev.Begun):
             self._begin(event)
             return
@@ -185,12 +195,13 @@ class Tally:
             self._lags.setdefault(event.worker, _Lag()).has(event.version, event.time_s, self._published)
 
     def step(self, step: int, ages: TokenAges) -> None:
+        """Set the ages of a step's tokens."""
         of = {"total": ages.total, "in_flight": ages.in_flight, "in_queue": ages.in_queue}
         self._steps[step] = {name: _Ages.of(values) for name, values in of.items()}
 
     @property
     def lags(self) -> dict[str, int]:
-        """Versions published that each replica has not loaded."""
+        """Published versions that each replica has not loaded."""
         return {
             name: max(self._published - lag.loaded, 0) for name, lag in self._lags.items() if lag.loaded is not None
         }
@@ -212,17 +223,17 @@ class Tally:
         }
 
     def reached(self, time_s: float) -> None:
-        """The run went on until then."""
+        """Extend the running time to ``time_s``."""
         self._last_s = max(self._last_s, time_s)
 
     def _begin(self, event: ev.Begun) -> None:
-        """What was counted stays; what a process before had started is gone, and time between them is nobody's."""
+        """A new driver process: earlier replicas are gone, and the time between the processes does not count."""
         self._until(self._last_s)
         for lag in self._lags.values():
             lag.loaded = None
         if self._began_s is not None:
             self.before_s += self._last_s - self._began_s
-        self._began_s = self._last_s = event.time_s  # after a restart of the host its clock begins anew
+        self._began_s = self._last_s = event.time_s  # the clock restarts with the host
 
     def _until(self, now: float) -> None:
         for lag in self._lags.values():

@@ -1,8 +1,8 @@
-"""Serving a run, and connecting to one.
+"""Endpoints of a run: ``serve`` in its driver, ``connect`` in any other process.
 
 with af.serve("runs/mine", address="tcp://0.0.0.0:7000") as run: ...             # the driver
 with af.connect("tcp://127.0.0.1:7000") as run: ...                              # the same user, on the same host
-with af.connect("tcp://10.0.0.1:7000", key="run.key") as run: ...                # anybody else
+with af.connect("tcp://10.0.0.1:7000", key="run.key") as run: ...                # any other client
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from ..interfaces import OnFailure, Sampler, TrackedRun, check_on_failure
 from ..memory import make_private_directory
 from ..queue import Connection, QueueServer
 from ..types import Batch, Event
+from ..types.defaults import CALL_S, CAPACITY_ROWS, KEEP_VERSIONS, MAX_STALENESS
 from ..wire import MAX_BYTES, KeyPair, ensure_keys, generate_keys, is_loopback
 from .address import JOURNAL, find_address, write_addresses
+from .event_sinks import EventSink, call_all
 from .policy import Policy, find_policy
 from .run import Run
-from .tracking import Tracked, Tracking, trackers_of
+from .trackers import Tracked, Trackers, make_trackers
 
 RUN_KEY = "run.key"
 
@@ -37,11 +39,11 @@ def serve(
     on_step: Callable[[int, Callable[[], Batch]], None] | None = None,
     on_final: Callable[[int], None] | None = None,
     name: str = "driver",
-    max_staleness: int = 1,
-    capacity_rows: int = 100_000,
+    max_staleness: int = MAX_STALENESS,
+    capacity_rows: int = CAPACITY_ROWS,
     capacity_bytes: int | None = None,
     steps: int | None = None,
-    keep_versions: int = 2,
+    keep_versions: int = KEEP_VERSIONS,
     max_swapping: int = 0,
     quorum: int = 0,
     checkpoints: bool = False,
@@ -53,47 +55,47 @@ def serve(
     staleness_policy: Policy = "wait",
     trackers: Tracked | Sequence[Tracked] = (),
     description: Mapping[str, Any] | None = None,
+    sinks: Sequence[EventSink] = (),
 ) -> Run:
-    """Serve a run from this process. ``directory``: where workers log; None: they log to a temporary folder, removed on close unless
-    a worker failed. ``address``: also listen there
-    (``tcp://127.0.0.1:0`` picks a port); a socket of the run is always there. ``capacity_bytes``: of payload alive
-    at once; by default half of what is free where the segments lie.
+    """Serve a run from this process.
 
-    A tcp address is served with keys: ``server.key`` and ``run.key`` in ``directory``, made there unless they are. Clients
-    of the same user on the same host find the key by themselves; others get a copy of ``run.key``. ``key``: another path
-    for ``server.key``. ``insecure``: without keys; every process that reaches the address may read and change the run.
-    ``max_call_bytes``: most that a client there may put or complete in one call, and most payload of all calls together
-    that have not arrived whole.
+    ``directory``: of the run and its logs; None: workers log to a temporary folder, removed on close
+    unless a worker failed. A missing directory is made with mode 0700, whatever the umask. An
+    existing one keeps its mode; new files in it are readable by their owner only.
 
-    A ``directory`` that is not there is made with mode 0700, whatever the umask. One that is there keeps its mode, and
-    what the run writes into it is readable by its owner alone.
+    ``address``: a further address to listen at (``tcp://127.0.0.1:0`` picks a port); a local socket
+    is always there. A tcp address has keys: ``server.key`` and ``run.key`` in ``directory``, made
+    unless present. Clients of the same user on the same host find the key by themselves; others need
+    a copy of ``run.key``. ``key``: another path for ``server.key``. ``insecure``: no keys; every
+    process that reaches the address may read and change the run. ``max_call_bytes``: limit of one
+    put or completion from there, and of the payload of all incomplete calls together.
 
-    ``keep_versions``: so many versions of the weights, the newest, can be fetched and rolled back to. ``max_swapping``: so many
-    replicas load one at once (0: all). ``quorum``: so many must have it staged before any loads it (0: none).
+    ``capacity_rows``, ``capacity_bytes``: limits of live rows and of their payload; default: half of
+    the free bytes of the segments' file system. ``max_staleness``: limit of a trained token's
+    staleness in versions. ``staleness_policy``: treatment of late rows: "wait", "drop", "count" or
+    another, see ``Staleness``; a class of this process must be given again with a durable run.
+    ``keep_versions``: number of newest versions available for fetches and rollbacks.
+    ``max_swapping``: replicas loading at once (0: all). ``quorum``: replicas that must have a version
+    staged before any loads it (0: none). ``samplers``: of this process by name, beside the installed
+    ones. ``on_failure``: stop the run if a worker of this process has failed for good, or continue
+    with the others of its role.
 
-    ``checkpoints``: rows of trained steps live until ``run.checkpoint`` covers them, so that a trainer can go on after another
-    died (``run.resume``) and no row is trained twice, or never, in what survives. Until the first one all of them are kept.
+    ``durability``: acknowledged data survives the death of any process ("process"), or of the host,
+    too ("host": writes wait for the disk). A journal is kept in ``directory``; a later ``serve`` of
+    the same directory continues the run with its earlier limits, and living clients wait for it;
+    ``run.recovered`` describes it. ``checkpoints``: keep the rows of trained steps until
+    ``run.checkpoint`` covers them, so that another trainer can continue (``run.resume``) and each row
+    is trained exactly once in the surviving lineage; all are kept before the first checkpoint.
+    ``history``: keep the whole journal after the end, for ``replay``.
 
-    ``on_event``: hears of every event. ``on_step``: is given the number of each acknowledged step and a function that reads
-    its rows, once, in any thread, however late. ``on_final``: called with a number before a checkpoint makes the steps below it final; of a
-    durable run that comes back, ``on_step`` hears of the others again. All are called in the server's thread.
+    ``on_event`` receives every event; ``on_step`` the number of each acknowledged step with a function
+    that reads its rows, once, in any thread, at any time; ``on_final`` a number before a checkpoint
+    makes the steps below it final. A resumed durable run repeats ``on_step`` for the others. All are
+    called in the server's thread, and so are ``sinks``. ``trackers``: installed names, classes, either
+    with options (("mine", {"project": "x"})), or ``Tracker`` objects; they need a directory.
+    ``description``: the run's configuration for them, in JSON types.
 
-    ``history``: the journal of the whole run is kept, also when it is over, for ``replay``.
-
-    ``samplers``: those of this process by name, beside the installed ones. ``on_failure``: whether the run stops when a
-    worker started here has failed for good, or goes on while one of its role is left.
-
-    ``trackers``: those that are to hear of the run: names of installed ones, classes, either with options (("mine", {"project": "x"})),
-    or ``Tracker`` objects; they need a directory. ``description``: what they are told of it, as JSON holds it.
-
-    ``max_staleness``: versions that a trained token may be old. ``staleness_policy``: what becomes of rows that take long:
-    "wait", "drop", "count", or another; see ``Staleness``. A class of this process is handed over again by whoever
-    goes on with a durable run.
-
-    ``durability``: what was acknowledged survives the kill of any process ("process"), or of the host too ("host",
-    which waits for the disk): a journal is kept in ``directory``, and whoever serves the same directory again goes on
-    where that run died, with the limits it had; clients that still live just wait for it. ``run.recovered`` tells what
-    was found. Raises ConfigError, also while another process serves it.
+    Raises ConfigError, also while another process serves the directory.
     """
     check_on_failure(on_failure)
     path = Path(directory) if directory is not None else None
@@ -105,19 +107,22 @@ def serve(
         raise ConfigError(f'a run of durability "{durability}" needs a directory for its journal')
     journal = path / JOURNAL if path is not None and (durability or (path / JOURNAL).is_dir()) else None
     keys = _keys(path, address, key, insecure)
-    made = trackers_of(trackers)
-    if made and path is None:
+    tracking = Trackers(make_trackers(trackers))
+    if tracking and path is None:
         raise ConfigError(
             "trackers are opened with the directory of the run, and this one has none: serve(DIR, trackers=...)"
         )
-    tracking = Tracking(made) if made else None
+    receiving = [*([tracking] if tracking else []), *sinks]
+    recording = [sink for sink in receiving if sink.records_steps]
     policy, own = find_policy(staleness_policy)
     server = QueueServer(
-        [address] if address else [], on_event=_both(on_event, tracking), on_step=on_step, on_final=on_final, journal=journal, durability=durability,
+        [address] if address else [], on_event=call_all([*(sink.event for sink in receiving), on_event]),
+        on_step=call_all([*(sink.step for sink in recording), on_step]),
+        on_final=call_all([*(sink.settle for sink in recording), on_final]), journal=journal, durability=durability,
         keys=keys, insecure=insecure, max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history,
     )  # fmt: skip
     try:
-        run = Run(Connection(server.here, name), server, path, on_failure)
+        run = Run(Connection(server.here, name), server, path, on_failure, trackers=tracking)
         if capacity_bytes is None:
             room = os.statvfs(server.rows)
             capacity_bytes = max(room.f_bavail * room.f_frsize // 2, 1)
@@ -132,13 +137,12 @@ def serve(
                 write_addresses(path, server.addresses)
             except OSError as error:
                 raise MemoryFull(f"no address file can be written in {path}: {error}. Free space there") from None
-        if tracking is not None and path is not None:
             limits = {"steps": steps, "max_staleness": max_staleness}
             about = TrackedRun(
                 directory=path, description=limits if description is None else description,
                 resumed=server.recovered is not None,
             )  # fmt: skip
-            run._track(tracking, about)
+            tracking.start(about, run.report)
     except BaseException:
         server.close()
         raise
@@ -152,18 +156,20 @@ def connect(
     insecure: bool = False,
     shared_memory: bool = True,
     name: str = "client",
-    timeout_s: float = 30.0,
+    timeout_s: float = CALL_S,
     logs: str | os.PathLike[str] | None = None,
 ) -> Run:
-    """Connect to a run: by its address or, on its own host, by its directory while it is served.
+    """Connect to a run by its address or, on its own host, by its directory while it is served.
 
-    ``key``: the path of a copy of the run's ``run.key``, which a tcp address asks for. The user who serves the run needs
-    none on the same host. ``insecure``: the run is served without keys.
-    ``shared_memory`` False: send values over the socket even where the server's memory is in sight, as it is done
-    anyway from another host. ``timeout_s``: the longest it waits for a server, which may start meanwhile: at an
-    address, and for a directory whose durable run is not over. ``logs``: a folder for the logs of workers started from here;
-    None: a temporary folder, removed on close unless a worker failed. Raises ConfigError, AccessDenied, ServerLost,
-    ProtocolError; at once for the directory of a run that is over, or whose server ended and kept nothing.
+    ``key``: path of a copy of the run's ``run.key``, for a tcp address; the serving user needs none on
+    the same host. ``insecure``: the run is served without keys. ``shared_memory`` False: send values
+    over the socket even on the server's host. ``timeout_s``: limit of the wait for a server, which may
+    start meanwhile: at an address, and for a directory with an unfinished durable run. ``logs``: a
+    folder for the logs of workers started here; None: a temporary one, removed on close unless a
+    worker failed.
+
+    Raises ConfigError, AccessDenied, ServerLost, ProtocolError; at once for the directory of an ended
+    run, or of one without durability whose server ended.
     """
     until = time.monotonic() + timeout_s
     where, known = _find(address, key, insecure, timeout_s)
@@ -177,7 +183,7 @@ def connect(
 def _find(
     where: str | os.PathLike[str], key: str | os.PathLike[str] | None, insecure: bool, timeout_s: float
 ) -> tuple[str, str | os.PathLike[str] | None]:
-    """The address of a run, given that or its directory, and the key file for it."""
+    """Return the address of a run, given it or the run's directory, and its key file."""
     text = os.fspath(where)
     if "://" in text:
         return text, key
@@ -191,21 +197,10 @@ def _find(
     return address, key
 
 
-def _both(one: Callable[[Event], None] | None, other: Tracking | None) -> Callable[[Event], None] | None:
-    if one is None or other is None:
-        return one or other
-
-    def hear(event: Event) -> None:
-        other(event)
-        one(event)
-
-    return hear
-
-
 def _keys(
     directory: Path | None, address: str | None, key: str | os.PathLike[str] | None, insecure: bool
 ) -> KeyPair | None:
-    """The keys to serve an address with; None for one that needs none."""
+    """Return the server's keys for an address; None if it needs none."""
     tcp = address is not None and address.startswith("tcp:")
     if key is not None and not tcp:
         raise ConfigError(
@@ -223,4 +218,4 @@ def _keys(
         return ensure_keys(Path(key), (directory or Path(key).parent) / RUN_KEY)
     if directory is not None:
         return ensure_keys(directory / "server.key", directory / RUN_KEY)
-    return generate_keys() if is_loopback(address) else None  # whoever is on another host needs a file with the key
+    return generate_keys() if is_loopback(address) else None  # clients on other hosts need a key file

@@ -1,4 +1,4 @@
-"""Waiting: what a run stands still for, in words, and how long it may."""
+"""Waits of a run: their description, and their limits."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import time
 from ..ledger import StatusReport
 from ..types import Event
 from ..types import events as ev
+from ..types.defaults import STALL_S
+from .event_sinks import EventSink
 
 MOST = 5
-"""So many who wait are named."""
-ENDING_S = 3600.0
-"""What a trainer may take after its last step, for a last checkpoint and its model, where a stall is not given longer."""
+"""Number of waiting clients that a text names."""
+ENDING_S = STALL_S
+"""Least time for a trainer's last checkpoint and export after its last step (seconds)."""
 LOOK_S = 1.0
-"""How long a wait for news lasts at most before the next look (seconds)."""
+"""A wait for a change lasts at most this long (seconds)."""
 
 
-def what_stands(report: StatusReport, *workers: str) -> str:
-    """Who waits for what and since when; where nobody does, who has held rows the longest. ``workers``: what they wait for, or
-    hold, comes first; then who is not prepared yet."""
+def waits_text(report: StatusReport, *workers: str) -> str:
+    """Describe the waiting clients with cause and duration; if none waits, the longest lease. The
+    rows and waits of ``workers`` come first, then clients in preparation."""
     own = [
         f"{each.name} has held {each.rows} rows of task {each.task!r} for {each.held_s:.1f} s"
         for each in report.sessions
@@ -39,58 +41,64 @@ def what_stands(report: StatusReport, *workers: str) -> str:
     return "nobody waits for the queue, and nobody holds rows"
 
 
-def is_through(report: StatusReport, task: str = "train") -> bool:
-    """Whether a task has done all that it will ever be given."""
+def is_complete(report: StatusReport, task: str = "train") -> bool:
+    """True if the stream has ended and a task is done with all of its rows."""
     return report.over and not any(rows for state, rows in report.rows.get(task, {}).items() if state != "done")
 
 
-class News:
-    """That something has changed, for any number of threads that look, wait, and look again. Thread-safe.
+class Changes:
+    """A counter of changes, to wait for the next change of a condition. Thread-safe.
 
-    seen = news.count                       # before one looks: what comes after that ends the wait
-    ... look ...
-    news.wait(seen, timeout_s=3.0)
+    seen = changes.count                       # read before the check: a later change ends the wait
+    ... check ...
+    changes.wait(seen, timeout_s=3.0)
     """
 
     def __init__(self) -> None:
         self.count = 0
         self._changed = threading.Condition()
 
-    def set(self) -> None:
+    def notify(self) -> None:
+        """Count a change and wake all waiting threads."""
         with self._changed:
             self.count += 1
             self._changed.notify_all()
 
     def wait(self, seen: int, timeout_s: float) -> None:
+        """Wait for a change since ``seen``, or for ``timeout_s``."""
         until = time.monotonic() + timeout_s
         with self._changed:
-            # Hazard: a signal that arrives while the main thread falls asleep does not wake it. It is handled at the next look.
+            # Hazard: a signal that arrives while the main thread falls asleep does not wake it; it is handled after LOOK_S.
             while self.count == seen and (left_s := until - time.monotonic()) > 0:
                 self._changed.wait(min(left_s, LOOK_S))
 
 
-class Stall:
-    """When a step was trained last. ``hear`` is called with every event, from any thread."""
+class StallTimer(EventSink):
+    """Time since the last trained step. Thread-safe."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.steps = 0
-        self.through = False
-        """Whether every step was trained, as the queue has it: then its trainer has ``ENDING_S`` at least."""
+        self.complete = False
+        """True once the queue has no step left to train: the trainer then has at least ``ENDING_S``."""
         self._since = time.monotonic()
 
-    def hear(self, event: Event) -> None:
+    def event(self, event: Event) -> None:
+        """Restart the timer if a step was trained."""
         if isinstance(event, ev.StepTrained):
             self.steps += 1
             self._since = time.monotonic()
 
     @property
     def left_s(self) -> float:
-        """Until too much time has passed without a step."""
-        allowed_s = max(self.timeout_s, ENDING_S) if self.through else self.timeout_s
-        return self._since + allowed_s - time.monotonic()
+        """Seconds until the stall."""
+        return self._since + self._allowed_s - time.monotonic()
+
+    @property
+    def _allowed_s(self) -> float:
+        return max(self.timeout_s, ENDING_S) if self.complete else self.timeout_s
 
     def __str__(self) -> str:
-        if self.through:
-            return f"{max(self.timeout_s, ENDING_S):g} s after the last of {self.steps} steps the trainer has not ended: it saves or exports"
+        if self.complete:
+            return f"{self._allowed_s:g} s after the last of {self.steps} steps the trainer has not ended: it saves or exports"
         return f"nothing was trained for {self.timeout_s:g} s, after {self.steps} steps (stall_timeout_s)"

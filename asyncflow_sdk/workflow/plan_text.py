@@ -1,65 +1,63 @@
-"""A workflow for people and programs: as text, as plain data, as a drawing."""
+"""A plan as text, as plain data, and as a Mermaid drawing."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from ..interfaces import Placement
 from ..types import Sampling
-from .checking import AHEAD_STEPS, dataflow, edges, name_of
 from .dataflow import PROMPTS
+from .plan import AHEAD_STEPS, Plan
 from .policy import rule_of
 from .specs import TRAINED, Rollout, Stage, Train, takes_trained
-from .tracking import label_of
+from .trackers import tracker_label
 from .work import Generate, Logprobs
 
-if TYPE_CHECKING:
-    from .workflow import Workflow
 
-
-def described(flow: Workflow) -> dict[str, Any]:
-    """What will run, as plain data."""
+def describe(plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain data; see ``Workflow.describe``."""
     return {
-        "prompts": {"rows": flow.data.rows, "columns": {n: str(c.spec) for n, c in flow.data.columns.items()}},
+        "prompts": {"rows": plan.data.rows, "columns": {n: str(c.spec) for n, c in plan.data.columns.items()}},
         "rollout": [
             {
                 "task": each.task, "engine": each.engine, "model": each.model, "options": each.options,
                 "group_size": each.group_size, "replicas": each.replicas, "sampling": msgspec.to_builtins(each.sampling),
                 "needs": each.declare().needs, "gives": each.declare().gives, "partitions": each.partitions, "place": _placed(each.place),
             }
-            for each in flow.rollouts
+            for each in plan.rollouts
         ],
         "stages": [
             {
                 "task": each.task, "work": _worked(each), "needs": each.needs, "gives": each.gives,
                 "partitions": each.partitions, "place": _placed(each.place),
             }
-            for each in flow.stages
+            for each in plan.stages
         ],
         "train": {
-            "engine": flow.train.engine, "model": flow.train.model, "options": flow.train.options,
-            "algorithm": _algorithm(flow.train), **({"world_size": flow.train.world_size} if flow.train.world_size > 1 else {}),
-            "needs": flow.train.needs, "place": _placed(flow.train.place, 0),
+            "engine": plan.train.engine, "model": plan.train.model, "options": plan.train.options,
+            "algorithm": _algorithm(plan.train), **({"world_size": plan.train.world_size} if plan.train.world_size > 1 else {}),
+            "needs": plan.train.needs, "place": _placed(plan.train.place, 0),
         },
-        "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in edges(flow)],
-        "batch_size": flow.batch_size, "steps": flow.steps, "epochs": flow.epochs, "seed": flow.seed,
-        "capacity_rows": flow.capacity_rows, "on_failure": flow.on_failure, "stall_timeout_s": flow.stall_timeout_s,
-        "trackers": [label_of(each) for each in flow.trackers],
-        "staleness": rule_of(flow.staleness), "weights": msgspec.to_builtins(dataclasses.replace(flow.weights, transport=flow.plan.transport)),
-        "choices": choices(flow),
+        "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in plan.edges],
+        "batch_size": plan.batch_size, "steps": plan.steps, "epochs": plan.epochs, "seed": plan.seed,
+        "capacity_rows": plan.capacity_rows, "on_failure": plan.on_failure, "stall_timeout_s": plan.stall_timeout_s,
+        "trackers": [tracker_label(each) for each in plan.trackers],
+        "staleness": rule_of(plan.staleness), "weights": msgspec.to_builtins(plan.chosen_weights),
+        "choices": choices(plan),
     }  # fmt: skip
 
 
 def _placed(place: Placement, max_restarts: int = Placement.max_restarts) -> dict[str, Any]:
-    """Where a worker runs, as far as anything was said."""
-    said: dict[str, Any] = msgspec.to_builtins(place)
+    """Return the fields of a placement that differ from the defaults."""
+    given: dict[str, Any] = msgspec.to_builtins(place)
     usual: dict[str, Any] = msgspec.to_builtins(Placement(max_restarts=max_restarts))
-    said["env"] = sorted(said["env"])  # names only: values may be secret
-    return {name: value for name, value in said.items() if value != usual[name] and value != []}
+    given["env"] = sorted(given["env"])  # names only: values may be secret
+    return {name: value for name, value in given.items() if value != usual[name] and value != []}
 
 
 def _worked(stage: Stage) -> dict[str, Any]:
@@ -67,23 +65,23 @@ def _worked(stage: Stage) -> dict[str, Any]:
     if isinstance(work, (Logprobs, Generate)):
         more = {"sampling": msgspec.to_builtins(work.sampling)} if isinstance(work, Generate) else {}
         return {type(work).__name__: {"engine": work.engine, "model": work.model, "options": work.options, **more}}
-    return {"function": stage.path or name_of(work), "process": not stage.here}
+    return {"function": stage.path or _name_of(work), "process": not stage.here}
 
 
-def shown(flow: Workflow) -> str:
-    """Tasks, edges and choices, a line each."""
-    rows = f"{flow.data.rows} prompts: {', '.join(f'{n} ({c.spec})' for n, c in flow.data.columns.items())}"
+def plan_text(plan: Plan) -> str:
+    """Return tasks, columns and choices, one a line."""
+    rows = f"{plan.data.rows} prompts: {', '.join(f'{n} ({c.spec})' for n, c in plan.data.columns.items())}"
     tasks = [(PROMPTS, rows)]
-    tasks += [(each.task, _rollout(each)) for each in flow.rollouts]
-    tasks += [(each.task, _stage(each)) for each in flow.stages]
-    tasks.append((flow.train.task, _train(flow.train)))
-    arrows = [(e.giver, ", ".join(e.columns), e.taker) for e in edges(flow)]
+    tasks += [(each.task, _rollout(each)) for each in plan.rollouts]
+    tasks += [(each.task, _stage(each)) for each in plan.stages]
+    tasks.append((plan.train.task, _train(plan.train)))
+    arrows = [(e.giver, ", ".join(e.columns), e.taker) for e in plan.edges]
     wide = max(len(name) for name, *_ in (*tasks, *arrows))
     most = max(len(columns) for _, columns, _ in arrows)
-    last = "" if flow.epochs is None else f", or {flow.epochs} epochs"
+    last = "" if plan.epochs is None else f", or {plan.epochs} epochs"
     return "\n".join(
         [
-            f"{flow.steps} steps{last} of {flow.batch_size} rows, in groups of {flow.rollout.group_size}",
+            f"{plan.steps} steps{last} of {plan.batch_size} rows, in groups of {plan.rollout.group_size}",
             "",
             "tasks",
             *(f"  {name:{wide}}  {text}" for name, text in tasks),
@@ -92,7 +90,7 @@ def shown(flow: Workflow) -> str:
             *(f"  {giver:>{wide}} ──{f' {columns} ':─^{most + 2}}──▶ {taker}" for giver, columns, taker in arrows),
             "",
             "chosen",
-            *(f"  {name}: {text}" for name, text in choices(flow).items()),
+            *(f"  {name}: {text}" for name, text in choices(plan).items()),
         ]
     )
 
@@ -112,7 +110,7 @@ def _stage(stage: Stage) -> str:
             f"{_where(stage.place)}"
         )
     where = " in a thread of the driver" if stage.here else ""
-    return f"function {stage.path or name_of(work)}{where}{_where(stage.place)}"
+    return f"function {stage.path or _name_of(work)}{where}{_where(stage.place)}"
 
 
 def _train(train: Train) -> str:
@@ -122,7 +120,7 @@ def _train(train: Train) -> str:
 
 
 def _algorithm(train: Train) -> dict[str, Any]:
-    """Its name and options."""
+    """Return the algorithm's name and options."""
     made = train.algorithm
     if made is not None and dataclasses.is_dataclass(made):
         return {type(made).__name__: msgspec.to_builtins(dataclasses.asdict(made))}
@@ -145,25 +143,25 @@ def _where(place: Placement, max_restarts: int = Placement.max_restarts) -> str:
     return "".join(f", {name}={value!r}" for name, value in _placed(place, max_restarts).items())
 
 
-def choices(flow: Workflow) -> dict[str, str]:
-    """What was chosen, by the user or by default, and why or what it means."""
-    late, rule = flow.staleness.max_staleness, rule_of(flow.staleness)
+def choices(plan: Plan) -> dict[str, str]:
+    """Return each choice, of the user or by default, with its reason or meaning."""
+    late, rule = plan.staleness.max_staleness, rule_of(plan.staleness)
     found = {
         "staleness": f"{rule['policy']}, {'at most' if rule['bounded'] else 'about'} {late} version{'' if late == 1 else 's'}"
         + (" (synchronous)" if not late else "")
         + f": {rule['promise']}",
-        "capacity_rows": f"{flow.capacity_rows} rows alive at once" + _capacity(flow),
-        **{choice.what: str(choice) for choice in flow.plan.choices},
-        "weights": f"{flow.weights.keep} versions are kept, to be fetched and rolled back to",
+        "capacity_rows": f"{plan.capacity_rows} rows alive at once" + _capacity(plan),
+        **{choice.what: str(choice) for choice in plan.choices},
+        "weights": f"{plan.weights.keep} versions are kept, to be fetched and rolled back to",
         "on_failure": "the run stops when a worker has failed for good"
-        if flow.on_failure == "stop"
+        if plan.on_failure == "stop"
         else "the run goes on without a worker that has failed for good",
     }
-    if flow.trackers:
+    if plan.trackers:
         found["trackers"] = (
-            f"{', '.join(map(label_of, flow.trackers))}: each in a thread of the driver; one that fails is left out"
+            f"{', '.join(map(tracker_label, plan.trackers))}: each in a thread of the driver; one that fails is left out"
         )
-    for rollout in flow.rollouts:
+    for rollout in plan.rollouts:
         if rollout.prompt != "prompt_ids":
             found[f"{rollout.task} {rollout.engine}".strip()] = (
                 f"column {rollout.prompt!r} is text, encoded by {rollout.tokenizer}"
@@ -174,20 +172,20 @@ def choices(flow: Workflow) -> dict[str, str]:
             )
         elif rollout.prefix:
             found[f"task {rollout.task}"] = "answers every prompt once more; the staleness rule does not hold it"
-    for stage in flow.stages:
+    for stage in plan.stages:
         if stage.here:
             found[f"stage {stage.task}"] = "a thread of the driver: no other process can import its function"
         elif stage.whole_groups:
             found[f"stage {stage.task}"] = "works on whole groups: its function asks for groups"
         if stage.partitions != TRAINED:
             found[f"partitions of {stage.task}"] = f"it takes the rows of {_named(stage.partitions)}"
-    for column, task in dataflow(flow).unused.items():
-        if task not in {rollout.task for rollout in flow.rollouts}:
+    for column, task in plan.dataflow.unused.items():
+        if task not in {rollout.task for rollout in plan.rollouts}:
             found[f"column {column}"] = f"given by {task} and needed by nobody: training does not wait for it"
-    if flow.epochs is not None:
-        steps = flow.data.rows * flow.rollout.group_size * flow.epochs // flow.batch_size
+    if plan.epochs is not None:
+        steps = plan.data.rows * plan.rollout.group_size * plan.epochs // plan.batch_size
         found["epochs"] = (
-            f"the prompts last for {min(steps, flow.steps)} of {flow.steps} steps, fewer if rows are filtered"
+            f"the prompts last for {min(steps, plan.steps)} of {plan.steps} steps, fewer if rows are filtered"
         )
     return found
 
@@ -198,20 +196,24 @@ def _named(partitions: tuple[str, ...]) -> str:
     return " and ".join("training" if each in TRAINED else f"partition {each!r}" for each in partitions)
 
 
-def _capacity(flow: Workflow) -> str:
-    late = flow.staleness.max_staleness
-    if flow.capacity_rows == flow.batch_size * (late + AHEAD_STEPS):
+def _capacity(plan: Plan) -> str:
+    late = plan.staleness.max_staleness
+    if plan.capacity_rows == plan.batch_size * (late + AHEAD_STEPS):
         return f": {late} + {AHEAD_STEPS} steps, since one trains, one fills and one is being fed"
-    if flow.capacity_rows < flow.batch_size * (late + 1):
+    if plan.capacity_rows < plan.batch_size * (late + 1):
         return f": fewer than the {late} + 1 steps that max_staleness={late} would let be under way"
     return ""
 
 
-def drawn(flow: Workflow) -> str:
-    """A Mermaid flowchart."""
-    drawn_edges = edges(flow)
+def mermaid(plan: Plan) -> str:
+    """Return the tasks and their columns as a Mermaid flowchart."""
+    drawn_edges = plan.edges
     tasks = list(dict.fromkeys(task for edge in drawn_edges for task in (edge.giver, edge.taker)))
     ids = {task: re.sub(r"\W", "_", task) + f"_{number}" for number, task in enumerate(tasks)}
     lines = [f'  {ids[task]}["{task}"]' for task in tasks]
     lines += [f'  {ids[e.giver]} -->|"{", ".join(e.columns)}"| {ids[e.taker]}' for e in drawn_edges]
     return "\n".join(["flowchart LR", *lines])
+
+
+def _name_of(function: Callable[..., Any] | str) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))

@@ -1,0 +1,121 @@
+"""RunDirectory: the files that a run leaves for a resume, used by one process at a time.
+
+workflow.json        the workflow as asked for; under "again", its constructor's arguments
+prompts.safetensors  the data
+summary.json         the outcome
+lock                 held while the run is run
+checkpoints/         of the trainer
+journal/             of the queue
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigError
+from ..memory import make_private_directory, private_opener
+from ..types import Batch
+from .serialization import Serializable, from_json, to_json
+from .step_files import read_batch, write_batch
+
+
+class RunDirectory:
+    """The directory at ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write_description(self, description: dict[str, Any], resumable: Serializable | None, data: Batch) -> None:
+        """Write workflow.json and, for a ``resumable`` workflow, its arguments and data. Raises
+        ConfigError if another process could not make it again."""
+        if resumable is not None:
+            resumable.init_args.pop("prompts", None)
+            description["again"] = {"path": own_path(), "workflow": to_json(resumable, "")}
+            write_batch(self.path / "prompts.safetensors", data)
+        _write_json(self.path / "workflow.json", description)
+
+    def read_workflow(self) -> Any:
+        """Make the workflow of this directory again. Raises ConfigError."""
+        directory = self.path
+        try:
+            described = msgspec.json.decode((directory / "workflow.json").read_bytes(), type=dict[str, Any])
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{directory} holds no run: {error}") from None
+        how = described.get("again")
+        if how is None:
+            raise ConfigError(f"{directory} cannot be resumed: that run was started without checkpoint=")
+        if not isinstance(how, dict) or not isinstance(how.get("path"), list) or "workflow" not in how:
+            raise ConfigError(f"{directory} holds no workflow: its workflow.json is not what was written")
+        sys.path += [entry for entry in how["path"] if entry not in sys.path]
+        try:
+            data = read_batch(directory / "prompts.safetensors")
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"the prompts of {directory} cannot be read: {error}") from None
+        try:
+            return from_json(how["workflow"], prompts=dict(data))
+        except TypeError as error:  # arguments of another version of the SDK
+            raise ConfigError(f"{directory} holds a workflow that cannot be made again: {error}") from error
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json atomically. Raises OSError."""
+        _write_json(self.path / "summary.json", summary)
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return the outcome; empty if the run did not end."""
+        try:
+            return msgspec.json.decode((self.path / "summary.json").read_bytes(), type=dict[str, Any])
+        except (OSError, ValueError):
+            return {}
+
+    @contextlib.contextmanager
+    def writable(self) -> Iterator[None]:
+        """Raise ConfigError for an OSError in this block."""
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be the directory of a run: {error.strerror or error}") from None
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the lock of the directory. Raises ConfigError if another process holds it."""
+        with self.writable():
+            make_private_directory(self.path)
+            lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                who = os.pread(lock, 20, 0).decode(errors="replace").strip() or "another process"
+                raise ConfigError(f"{self.path} is being run by process {who}; wait for it, or end it") from None
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            yield
+        finally:
+            os.close(lock)
+
+
+def own_path() -> list[str]:
+    """Return the folders of this process's import path outside its interpreter: the user's modules."""
+    homes = tuple({os.path.abspath(home) for home in (sys.prefix, sys.base_prefix)})
+    entries = (os.path.abspath(entry or ".") for entry in sys.path)
+    return [entry for entry in entries if not entry.startswith(homes)]
+
+
+def _write_json(path: Path, data: Any) -> None:
+    """Write indented JSON atomically. Raises OSError."""
+    part = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        with open(part, "wb", opener=private_opener) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(data), indent=2))
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
