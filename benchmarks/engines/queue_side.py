@@ -9,8 +9,7 @@ import sys
 import time
 
 import asyncflow_sdk as af
-from asyncflow_sdk.workflow.run import task_arguments
-from asyncflow_sdk.workflow.specs import rollout_task
+from asyncflow_sdk.workflow.specs import declare_task, rollout_task
 
 from .work import Work
 
@@ -18,7 +17,7 @@ from .work import Work
 def main() -> None:
     directory, work = sys.argv[1], Work(**json.loads(sys.argv[2]))
     with af.serve(directory, max_staleness=1 << 20) as run:
-        run.queue.declare(**task_arguments(rollout_task("rollout", "prompt_ids", "", False)))
+        declare_task(run.queue, rollout_task("rollout", "prompt_ids", "", False))
         needs = ["prompt_ids", "response_ids", "logprobs", "version_spans"]
         steps = iter(run.consumer("train", batch_size=work.prompts * work.n, needs=needs, timeout_s=600.0))
         print(run.address, flush=True)

@@ -22,7 +22,8 @@ import numpy as np
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types import events as ev
-from asyncflow_sdk.workflow.run import Run, task_arguments
+from asyncflow_sdk.workflow.run import Run
+from asyncflow_sdk.workflow.specs import declare_task
 
 from .plan import GROUP, PROMPT_TOKENS, Plan, StagePlan
 
@@ -95,8 +96,8 @@ def drive(plan: Plan) -> dict[str, Any]:
 
 def _declare(run: Run, plan: Plan) -> None:
     rollout = af.Rollout("timed", prompt="prompt_ids", group_size=GROUP)
-    run.queue.declare(**task_arguments(rollout.declare()))
-    run.queue.declare(**task_arguments(_trainer(plan).declare(plan.rows)))
+    declare_task(run.queue, rollout.declare())
+    declare_task(run.queue, _trainer(plan).declare(plan.rows))
 
 
 def _trainer(plan: Plan) -> af.Train:

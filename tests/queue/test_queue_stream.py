@@ -270,7 +270,7 @@ def test_an_event_that_cannot_be_sent_is_left_out_and_logged(caplog: pytest.LogC
     with running(on_event=seen.append) as run:
         client = run.client()
         for text in ("\ud800", object(), "fine"):
-            client.tell(ev.Note(time_s=0.0, text=text))  # type: ignore[arg-type]
+            client.report(ev.Note(time_s=0.0, text=text))  # type: ignore[arg-type]
         client.queue.put({"x": [1.0]})
     assert [event.text for event in seen if isinstance(event, ev.Note) and event.text == "fine"] == ["fine"]
     assert caplog.text.count("cannot be encoded and is dropped") == 2
