@@ -24,12 +24,14 @@ class Where(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
-    """A receiver asks for a version; answered with Start. ``ask`` counts up. ``root``: of the manifest it has."""
+    """A receiver asks for a version; answered with Start. ``ask`` counts up. ``root``: of the manifest it has.
+    ``wait_s``: how long it waits for the whole version, from now."""
 
     ask: int
     version: int
     root: str
     name: str
+    wait_s: float
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
