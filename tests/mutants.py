@@ -278,8 +278,8 @@ def first_failure(copy: Path, suite: str, tests: list[str]) -> str | None:
         return None
     if ended.returncode == pytest.ExitCode.USAGE_ERROR:
         raise SystemExit(f"these tests are not there any more; say reach again:\n{said.read_text(errors='replace')}")
-    lines = said.read_text(errors="replace").splitlines()
-    named = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    summary = said.read_text(errors="replace").rpartition(" short test summary info ")[2].splitlines()
+    named = [line.split(" ")[1] for line in summary if line.startswith(("FAILED ", "ERROR "))]
     return named[0] if named else f"the suite {suite} ended with status {ended.returncode}"
 
 

@@ -23,9 +23,13 @@ from asyncflow_sdk.interfaces.weights import Bytes
 from asyncflow_sdk.types.manifest import Bucket
 
 BACKENDS = ("gloo", "nccl")
+LEAST_S = 0.001
+"""A wait of no time is one without end for some of torch's."""
 WINDOW = 4
 """Buckets on their way at a time through gloo, which copies none of them. NCCL has one, in device memory."""
 _THREADS = 2
+_CONNECT_FACTOR = 5
+"""Gloo waits for the connections of a new group this many times as long as its timeout says."""
 
 if not dist.is_available():  # a build of torch without it, as on some platforms
     raise ConfigError("this torch is built without torch.distributed; use the transport tcp instead")
@@ -62,14 +66,16 @@ class StoreProxy(dist.Store):  # type: ignore[misc]
 
 
 class BroadcastGroup:
-    """Broadcasts from rank 0. Making one waits for all members, at most ``stall_s`` for each; a bucket as long as ``limit_s``
-    says when it is begun, ``stall_s`` unless set."""
+    """Broadcasts from rank 0. ``limit_s()`` is asked for the seconds that making the group waits for each member, and for
+    those that each bucket may take when it begins. It may be set anew for each round."""
 
-    def __init__(self, backend: str, store: StoreProxy, rank: int, size: int, address: str, stall_s: float) -> None:
+    def __init__(
+        self, backend: str, store: StoreProxy, rank: int, size: int, address: str, limit_s: Callable[[], float]
+    ) -> None:
         self.rank = rank
         self._options = dist.BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0
-        self.limit_s: Callable[[], float] = lambda: stall_s
+        self.limit_s = limit_s
         self._options.asyncOp = True
         self._device: torch.device | None = None
         self._bucket: Any = None
@@ -77,12 +83,12 @@ class BroadcastGroup:
         if backend == "gloo":
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            options._timeout, options._threads = timedelta(seconds=stall_s), _THREADS
+            options._timeout, options._threads = self._limit(_CONNECT_FACTOR), _THREADS
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
         else:
             self._device, self._window = torch.device("cuda", torch.cuda.current_device()), 1
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=stall_s)
+            options._timeout = self._limit()
             with _waits_have_deadlines():
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
 
@@ -117,9 +123,13 @@ class BroadcastGroup:
             self._group.abort()
         self._group = self._bucket = None
 
+    def _limit(self, factor: int = 1) -> timedelta:
+        """What to say to torch, which waits ``factor`` times as long."""
+        return timedelta(seconds=max(self.limit_s() / factor, LEAST_S))
+
     def _start(self, memory: Any) -> Callable[[], None]:
         """Begin to broadcast ``memory``; what is returned waits for the end of it."""
-        self._options.timeout = timedelta(seconds=self.limit_s())
+        self._options.timeout = self._limit()
         if self._device is None:
             work = self._group.broadcast([memory], self._options)
             return lambda: _wait(work, memory)

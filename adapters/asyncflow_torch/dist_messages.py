@@ -24,12 +24,14 @@ class DistAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JoinRound(msgspec.Struct, frozen=True, array_like=True, tag="join"):
-    """A receiver asks for a version; answered with RoundStart. ``ask`` counts up. ``root``: of the manifest it has."""
+    """A receiver asks for a version; answered with RoundStart. ``ask`` counts up. ``root``: of the manifest it has.
+    ``wait_s``: how long it waits for the whole version, from now."""
 
     ask: int
     version: int
     root: str
     name: str
+    wait_s: float
 
 
 class LeaveRound(msgspec.Struct, frozen=True, array_like=True, tag="leave"):

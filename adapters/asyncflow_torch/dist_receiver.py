@@ -39,8 +39,6 @@ from .dist_messages import (
 
 LAST_WORD_S = 2.0
 """For a call that tells a publisher that nobody waits for its answer."""
-LEAST_S = 0.001
-"""A wait of no time is one without end for some of torch's."""
 MAX_LINKS = 64
 """Publishers a receiver stays connected to: one for each rank that publishes a part."""
 
@@ -60,7 +58,7 @@ class DistReceiver(WeightReceiver):
         until = time.monotonic() + timeout_s
         link, ask = self._link(where), next(self._asks)
         chunks = self._memory.take([chunk.nbytes for chunk in manifest.chunks])
-        join = JoinRound(ask, manifest.version, manifest.root, self._host.name)
+        join = JoinRound(ask, manifest.version, manifest.root, self._host.name, _left(until))
         self._asking = link, ask
         try:
             start = link.join(join, until)
@@ -167,7 +165,7 @@ class _PublisherLink:
         """That of a round; the last one if it is the same. It waits for nothing past ``until``."""
 
         def limit_s() -> float:
-            return max(min(self.where.stall_s, until - time.monotonic()), LEAST_S)
+            return min(self.where.stall_s, _left(until))
 
         def put(key: str, value: bytes) -> None:
             self._client.call(encode(PutKey(start.group, key, value)), limit_s(), "making a group")
@@ -179,7 +177,7 @@ class _PublisherLink:
         if self._group is None or self._number != start.group:
             self.drop_group()
             store, size = StoreProxy(put, look), len(start.names)
-            self._group = BroadcastGroup(self.where.backend, store, start.rank, size, self._address, limit_s())
+            self._group = BroadcastGroup(self.where.backend, store, start.rank, size, self._address, limit_s)
             self._number = start.group
         self._group.limit_s = limit_s
         return self._group

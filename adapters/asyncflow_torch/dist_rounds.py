@@ -2,7 +2,8 @@
 
 Receivers that ask for one version are served together: those who ask while a round runs, and those who ask within
 ``gather_s`` of each other, since all hear of a version at about the same time. A round whose member dies or stops ends for all of
-its members with an error that names it; they ask again, and the next round is without it.
+its members with an error that names it; they ask again, and the next round is without it. No round goes on once the
+deadlines of all its members have passed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncflow_sdk.errors import AsyncFlowError, ProtocolError, ServerLost, WireError
+from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, ProtocolError, ServerLost, WireError
 from asyncflow_sdk.interfaces.weights import Bytes
 from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.weights.transports import Service
@@ -39,7 +40,7 @@ from .dist_messages import (
 from .dist_store import KeyValueStore
 
 REMEMBERED = 8
-"""RoundServer whose end is told to members that were away."""
+"""Rounds whose end is told to members that were away."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,16 +51,22 @@ class _Joined:
     join: JoinRound
     since: float
 
+    @property
+    def until(self) -> float:
+        """Its deadline."""
+        return self.since + self.join.wait_s
+
 
 @dataclass
 class _Round:
-    """``members``: names by peer; ``asks``: by which of their calls. ``told``: what they said at the end of it; ``parked``:
+    """``members``: names by peer; ``asks``: by which of their calls; ``until``: the last of their deadlines. ``told``: what they said at the end of it; ``parked``:
     tickets of those who wait for a verdict."""
 
     number: int
     version: int
     members: dict[str, str]
     asks: dict[str, int]
+    until: float
     told: dict[str, str] = field(default_factory=dict)
     parked: dict[str, int] = field(default_factory=dict)
     unwanted: set[str] = field(default_factory=set)
@@ -165,6 +172,8 @@ class RoundServer:
             raise WireError(f"version {join.version}: interrupted")
         if self._manifest(join.version).root != join.root:
             raise ProtocolError(f"version {join.version}: {join.name} has another manifest of it than its publisher")
+        if not join.wait_s >= 0:
+            raise ProtocolError(f"version {join.version}: {join.name} waits {join.wait_s} s for it")
         self._asking[peer] = _Joined(peer, ticket, join, time.monotonic())
         self._expected.setdefault(peer, -1)
 
@@ -218,6 +227,9 @@ class RoundServer:
                 if not self._asking:
                     self._changed.wait()
                     continue
+                self._drop_late()
+                if not self._asking:
+                    continue
                 first = min(self._asking.values(), key=lambda asking: asking.since)
                 left = first.since + self._gather_s - time.monotonic()
                 version = first.join.version
@@ -236,9 +248,19 @@ class RoundServer:
                 self._rounds += 1
                 names = {asking.peer: asking.join.name for asking in chosen}
                 asks = {asking.peer: asking.join.ask for asking in chosen}
-                self._round = _Round(self._rounds, version, names, asks)
+                self._round = _Round(self._rounds, version, names, asks, max(asking.until for asking in chosen))
                 return self._round, chosen
         return None
+
+    def _drop_late(self) -> None:
+        """Forget those whose deadline has passed."""
+        now = time.monotonic()
+        for asking in [asking for asking in self._asking.values() if asking.until <= now]:
+            del self._asking[asking.peer]
+            late = DeadlineExceeded(
+                f"version {asking.join.version}: no round of it began in {asking.join.wait_s:.3g} s"
+            )
+            self.service.fail(asking.ticket, late)
 
     def _serve(self, round_: _Round, chosen: list[_Joined]) -> None:
         try:
@@ -249,6 +271,10 @@ class RoundServer:
             for asking in chosen:
                 self.service.fail(asking.ticket, error)
             return
+
+        def limit_s() -> float:
+            return min(self._stall_s, round_.until - time.monotonic())
+
         why, group_of = "", tuple(round_.members)
         fresh = self._group is None or self._group_of != group_of
         if fresh:
@@ -262,10 +288,11 @@ class RoundServer:
             self.service.answer(asking.ticket, encode(RoundStart(round_.number, self._groups, rank, names)))
         try:
             if fresh:
-                store = self._board.store(self._stall_s)
-                self._group = BroadcastGroup(self._backend, store, 0, len(names), self._address, self._stall_s)
+                store = self._board.store(limit_s)
+                self._group = BroadcastGroup(self._backend, store, 0, len(names), self._address, limit_s)
                 self._group_of = group_of
             assert self._group is not None
+            self._group.limit_s = limit_s
             self._send(self._group, round_, manifest, [flat(chunk) for chunk in chunks])
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
@@ -287,7 +314,7 @@ class RoundServer:
         with self._changed:
             if why:
                 self._board.fail(why)
-            until = time.monotonic() + 1.5 * self._stall_s
+            until = min(time.monotonic() + 1.5 * self._stall_s, round_.until)
             while round_.silent and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
             verdict = round_.blame(why)

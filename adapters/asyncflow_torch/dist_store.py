@@ -51,16 +51,17 @@ class KeyValueStore:
         self.failed = self.failed or why
         self._tell()
 
-    def store(self, stall_s: float) -> StoreProxy:
-        """For a member in this process."""
+    def store(self, limit_s: Callable[[], float]) -> StoreProxy:
+        """For a member in this process, which waits for words of others as many seconds as ``limit_s`` says."""
 
         def look(keys: list[str]) -> list[bytes]:
             found: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
             self.look(keys, found.put)
+            seconds = max(limit_s(), 0.0)
             try:
-                values = found.get(timeout=stall_s)
+                values = found.get(timeout=seconds)
             except queue.Empty:
-                raise TimeoutError(f"no word of {', '.join(keys)} in {stall_s:g} s") from None
+                raise TimeoutError(f"no word of {', '.join(keys)} in {seconds:.3g} s") from None
             if values is None:
                 raise ConnectionError(self.failed)
             return values

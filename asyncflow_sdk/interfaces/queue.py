@@ -221,8 +221,8 @@ class TransferQueue(abc.ABC):
 
     @abc.abstractmethod
     def failed(self, count: int = 100) -> tuple[FailedGroup, ...]:
-        """Return the newest ``count`` of the last 1,000 groups failed for good (dead letters), oldest
-        first, rows with lost payload included."""
+        """Return the newest ``count`` of the last 1,000 groups that failed for good (dead letters), oldest
+        first: their rows and put, and the reason of each attempt. Lost payload is such a reason."""
 
     @abc.abstractmethod
     def audit(self) -> Audit:

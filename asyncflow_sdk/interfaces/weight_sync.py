@@ -97,7 +97,7 @@ class WeightPublisher(AbstractContextManager["WeightPublisher"], abc.ABC):
 
     @abc.abstractmethod
     def rollback(self, version: int, reason: str = "") -> RollbackResult:
-        """See ``WeightSync.rollback``. Refuses to publish until the trainer has loaded it."""
+        """See ``WeightSync.rollback``. Nothing can be published until the trainer has loaded it."""
 
     @abc.abstractmethod
     def flush(self, timeout_s: float | None = None) -> None:

@@ -168,7 +168,7 @@ class BlockIndex:
 
     def segments(self) -> set[str]:
         """Return the segments that rows need."""
-        return {name for _, name in self._segments._number}
+        return self._segments.of()
 
     def _retire_one(self, at: int) -> list[FreedBlocks]:
         freed: list[FreedBlocks] = []
@@ -193,7 +193,7 @@ class BlockIndex:
 
     def segments_of(self, owner: str) -> Collection[str]:
         """Return the segments of an owner that rows need."""
-        return {name for of, name in self._segments._number if of == owner}
+        return self._segments.of(owner)
 
     def _plan(self, columns: tuple[str, ...]) -> list[tuple[Family, tuple[str, ...], bytes]]:
         """Return for each family with some of these columns: the columns and their positions in it."""
@@ -293,6 +293,10 @@ class _Segments:
         self._blocks: list[int] = []
         self._number: dict[tuple[str, str], int] = {}
         self._free: list[int] = []
+
+    def of(self, owner: str | None = None) -> set[str]:
+        """Return the segments of an owner; None: of all."""
+        return {name for each, name in self._number if owner in (None, each)}
 
     def enter(self, owner: str, name: str) -> int:
         """Count one block more in a segment, and return its number."""

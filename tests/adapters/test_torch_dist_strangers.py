@@ -98,7 +98,7 @@ def test_only_members_of_a_round_write_and_read_on_its_board() -> None:
             return client.call(msgspec.msgpack.encode(words), 30.0)
 
         # given a round of a member that comes to no group
-        start = say(member, "join", 1, 1, sent.manifest.root, "mute").body
+        start = say(member, "join", 1, 1, sent.manifest.root, "mute", 3600.0).body
         _, group, rank, names = msgspec.msgpack.decode(start)
         assert names[rank] == "mute"
 
@@ -121,6 +121,19 @@ def test_only_members_of_a_round_write_and_read_on_its_board() -> None:
             sent.check(fetching(receiver, sent)())
         with pytest.raises(WireError, match="that round is over"):
             say(stranger, "put", group, "0/1", bytes(64))
+
+
+def test_a_member_is_waited_for_until_its_own_deadline() -> None:
+    with a_sender(stall_s=3600.0, gather_s=0.0) as sender, a_receiver() as receiver, contextlib.ExitStack() as stack:
+        sent = sent_by(sender, 1)
+        client = ServiceClient(msgspec.msgpack.decode(sent.where)[0])
+        stack.callback(client.close)
+        with pytest.raises(ProtocolError, match="mute waits nan s"):
+            client.call(msgspec.msgpack.encode(["join", 1, 1, sent.manifest.root, "mute", float("nan")]), 30.0)
+        # given one that comes to no group, nor ever closes
+        client.call(msgspec.msgpack.encode(["join", 2, 1, sent.manifest.root, "mute", 2.0]), 30.0)
+        # then it holds up the others for that long, although an hour is allowed
+        sent.check(receiver.fetch(sent.manifest, sent.where, timeout_s=60.0))
 
 
 def test_memory_is_used_again_only_when_nobody_refers_to_it() -> None:

@@ -202,9 +202,9 @@ FAULTS: dict[str, Fault] = {
     )},
     "can be made once": {"made": lambda *_: leave_descriptor()},
     "leaves a thread": {"made": lambda *_: leave_thread(name="never-joined")},
-    "leaves a process": {"made": lambda *_: leave_process("sleep", "30")},
+    "leaves a process": {"made": lambda *_: leave_process("sleep", "3000")},
     "leaves a server": {"made": lambda *_: LEFT.callback(  # detached, as servers are: it is nobody's child any more
-        os.kill, int(leave_process("setsid", "sh", "-c", "sleep 31 > /dev/null 2>&1 & echo $!").stdout.readline()), 9
+        os.kill, int(leave_process("setsid", "sh", "-c", "sleep 3100 > /dev/null 2>&1 & echo $!").stdout.readline()), 9
     )},
     "leaves a segment": {"made": lambda self, _: self.kept.append(leave_segment())},
     "leaves descriptors and threads": {"made": lambda *_: (leave_descriptor(), leave_thread(daemon=True))},
