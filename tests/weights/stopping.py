@@ -94,6 +94,6 @@ def replicate(address: str, transport: str, moment: str, name: str) -> None:
         with update:
             versions = versions_of(update)
         reach("committed")
-        say(["on", update.version, versions])
         if loaded == 1:
-            ARMED.add(moment)
+            ARMED.add(moment)  # before the next version may be published
+        say(["on", update.version, versions])
