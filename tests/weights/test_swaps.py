@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import AsyncIterator, Callable, Iterator, Set
 from typing import Any
 
+import numpy as np
 import pytest
 from replicas import LIMIT_S, Served
 from scripted_transport import Scripted, fails
@@ -13,9 +14,10 @@ from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, EngineError, VersionGone, WeightError, WeightMismatch
+from asyncflow_sdk.interfaces import Completion
 from asyncflow_sdk.testing import EchoRollout
 from asyncflow_sdk.testing.echo import weights
-from asyncflow_sdk.types import Probe
+from asyncflow_sdk.types import Probe, VersionSpan
 from asyncflow_sdk.types.events import Loaded
 from asyncflow_sdk.weights import replica
 
@@ -207,6 +209,49 @@ def test_a_replica_whose_loads_fail_one_after_another_ends(
     producer = producing(lambda: EchoRollout(ignore_at=2), verify=["held"])
     publish(run, 2)
     producer.fails(WeightError, "2 loads failed one after another, the last of version 2: WeightError")
+
+
+class Hasty(EchoRollout):
+    """Ends all requests while it loads version 2 for the first time, with tokens of its weights; then the load fails."""
+
+    def __init__(self) -> None:
+        super().__init__(in_flight=True)
+        self.begun = self.ended = 0
+        self._unproven = asyncio.Event()
+
+    async def generate(self, request: Any) -> AsyncIterator[Completion]:
+        self.begun += 1
+        if self._unproven.is_set():
+            async for completion in super().generate(request):
+                yield completion
+            return
+        await self._unproven.wait()
+        ids = request.prompt_ids
+        yield Completion(0, ids, np.full(len(ids), -99.0, np.float32), "stop", (VersionSpan(2, 0, len(ids)),))
+        self.ended += 1
+
+    async def load_weights(self, update: af.WeightUpdate) -> Set[str]:
+        if update.version < 2 or self._unproven.is_set():
+            return await super().load_weights(update)
+        self._unproven.set()
+        while self.ended < self.begun:
+            await asyncio.sleep(0)
+        raise EngineError("half of it came")
+
+
+def test_what_unproven_weights_have_generated_is_generated_again(
+    run: Served, producing: Callable[..., Producing]
+) -> None:
+    producer, queue = producing(Hasty, swap="in_flight"), run.run.queue
+    engine: Any = producer.engine
+    queue.declare("look", needs=["logprobs"])
+    queue.put({"prompt_ids": [[1, 2]] * 4})
+    until(lambda: engine.begun == 4, "the requests")
+    publish(run, 2)
+    producer.on(2)
+    looked = queue.get("look", 4, timeout_s=LIMIT_S)
+    assert engine.begun == 8
+    assert {tuple(row) for row in looked["logprobs"]} <= {(-1.0, -1.0), (-2.0, -2.0)}
 
 
 class Odd(EchoRollout):
