@@ -134,6 +134,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
         [
             interfaces.Launcher,
             interfaces.WorkerSpec,
+            interfaces.WorkerSettings,
             interfaces.WorkerHandle,
             interfaces.WorkerExit,
             workflow.run_worker,

@@ -14,7 +14,7 @@ from asyncflow_sdk.errors import ConfigError, DigestMismatch, VersionGone
 from asyncflow_sdk.interfaces import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
 from asyncflow_sdk.interfaces.weights import Room
 from asyncflow_sdk.plugins import registry
-from asyncflow_sdk.testing import check_transport, ends
+from asyncflow_sdk.testing import check_transport, transport_harness
 from asyncflow_sdk.testing.memory import MemoryReceiver, MemorySender, MemoryTransport
 from asyncflow_sdk.testing.transports import TRANSPORT_CHECKS
 from asyncflow_sdk.types import Manifest
@@ -198,7 +198,7 @@ def test_the_smallest_right_transport_passes() -> None:
 
 @pytest.mark.parametrize(("check", "fault"), [(check, fault) for check in WRONG for fault in WRONG[check]])
 def test_a_wrong_transport_is_found(check: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ends, "LIMIT_S", 2.0)
+    monkeypatch.setattr(transport_harness, "LIMIT_S", 2.0)
     with pytest.raises(AssertionError, match=f"^check '{check}': "):
         check_transport(lambda: WrongTransport(fault), lambda: WrongTransport(fault), only=[check])
 

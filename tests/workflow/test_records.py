@@ -19,7 +19,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import MemoryFull
 from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.types import Batch, Event
-from asyncflow_sdk.types.events import Begun, Note, StepTrained
+from asyncflow_sdk.types.events import Note, StepTrained
 
 pytestmark = pytest.mark.fast
 
@@ -121,12 +121,16 @@ def test_a_listener_that_never_returns_costs_no_step(tmp_path: Path, monkeypatch
 
 
 def test_steps_that_cannot_be_written_are_named_once_and_counted(tmp_path: Path) -> None:
-    def no_folder(event: Event) -> None:
-        if isinstance(event, Begun):
-            (tmp_path / "run" / "steps").rmdir()
-            (tmp_path / "run" / "steps").touch()
+    steps = tmp_path / "run" / "steps"
 
-    result = echo_workflow(steps=4).run(tmp_path / "run", on_event=no_folder)
+    def reward(response_ids: Any) -> list[float]:  # no step is trained before the first rewards
+        if steps.is_dir():
+            steps.rmdir()
+            steps.touch()
+        return [0.0] * len(response_ids)
+
+    given = af.Stage(reward, task="reward")
+    result = echo_workflow(steps=4, reward=given).run(tmp_path / "run")
 
     assert result.summary["status"] == "completed"
     first, rest = result.summary["warnings"]

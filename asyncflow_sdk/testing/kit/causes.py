@@ -13,7 +13,7 @@ class ProbableCause:
     """Failures with one cause, and their consequences.
 
     ``title``: the cause in a line. ``evidence``: the failure with the best evidence. ``same``:
-    further failures with this title. ``consequences``: other failures of checks dependent on these.
+    further failures with this title or detail. ``consequences``: other failures of checks dependent on these.
     """
 
     title: str
@@ -50,8 +50,8 @@ def probable_causes(results: Sequence[Result], checks: Sequence[Check]) -> list[
         if title_of(result) in causes:
             _add(causes, result)
             continue
-        root = next(each for each in prerequisites(result.check.name, table) if each in owner)
-        owner[root].consequences.append(result)
+        root = owner[next(each for each in prerequisites(result.check.name, table) if each in owner)]
+        (root.same if result.detail == root.evidence.detail else root.consequences).append(result)
     return sorted(causes.values(), key=lambda cause: -len(cause.same) - len(cause.consequences))
 
 

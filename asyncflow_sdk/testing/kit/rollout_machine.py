@@ -45,13 +45,11 @@ def any_order(lab: RolloutLab) -> str:
         lab.call(lab.update(0), "loading version 0 again")
     clock = _Clock(lab.limit_s, lab.making_s)
     settings = hypothesis.settings(
-        max_examples=EXAMPLES, stateful_step_count=STEPS, derandomize=lab.seed is None, database=None, deadline=None,
+        max_examples=EXAMPLES, stateful_step_count=STEPS, derandomize=False, database=None, deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck), print_blob=False, report_multiple_bugs=False,
         verbosity=hypothesis.Verbosity.quiet,
     )  # fmt: skip
-    machine = _machine(lab, found, clock)
-    if lab.seed is not None:
-        hypothesis.seed(lab.seed)(machine)
+    machine = hypothesis.seed(lab.seed or 0)(_machine(lab, found, clock))
     with tempfile.TemporaryDirectory(prefix="asyncflow-check-") as home:
         set_hypothesis_home_dir(home)  # else it leaves a folder wherever the command is called
         try:
