@@ -30,10 +30,10 @@ running at the same time.
 
 \b
 Typical uses:
-  asyncflow demo               train a small model on this machine, and watch it live
+  asyncflow demo               train a small model here, and watch it live
   asyncflow run FILE.toml      run a workflow; --print only shows it
   asyncflow serve runs/NAME    serve a run for workers started by hand
-  asyncflow top runs/NAME      show the clients of a running queue, and why they wait
+  asyncflow top runs/NAME      show the clients of a running queue
   asyncflow plugins            list installed and missing engines
   asyncflow new-plugin NAME    write a new engine package
   asyncflow doctor FILE.toml   check interpreters and machine before a run
