@@ -151,9 +151,9 @@ class RolloutEngine(abc.ABC):
         waits, or is answered entirely by the old version; an engine without ``in_flight`` may
         refuse it with EngineError.
 
-        On any exception, or if the returned names are not the update's, the caller loads the
-        previous version again; if that is gone, the worker ends. The engine must refuse an update
-        with missing or extra tensors.
+        On an exception the caller loads the previous version again; if that is gone, the worker ends.
+        The worker also ends on WeightMismatch: the engine must raise it for missing or extra tensors,
+        and the caller raises it if the returned names are not the update's.
         """
 
     async def interrupt(self) -> None:

@@ -38,13 +38,13 @@ class Publication(abc.ABC):
     @property
     @abc.abstractmethod
     def done(self) -> bool:
-        """True once the version is current, or has failed."""
+        """True once this publisher's part of the version is published, or has failed."""
 
     @abc.abstractmethod
     def wait(self, timeout_s: float = FETCH_S) -> Manifest:
-        """Return the manifest once the version is published: by ranks, once all parts are. Raises the
-        error of a failed version, WeightError naming the rank that withdrew it, and DeadlineExceeded
-        after ``timeout_s``."""
+        """Return the manifest once this publisher's part of the version is published. Raises the error of
+        a failed version, WeightError naming the rank that withdrew it, and DeadlineExceeded after
+        ``timeout_s``."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class WeightPublisher(AbstractContextManager["WeightPublisher"], abc.ABC):
 
     @abc.abstractmethod
     def flush(self, timeout_s: float | None = None) -> None:
-        """Return once everything published so far is current; see ``Publication.wait``."""
+        """Wait for everything published so far; see ``Publication.wait``."""
 
     @abc.abstractmethod
     def close(self) -> None:
