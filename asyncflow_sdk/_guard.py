@@ -41,8 +41,9 @@ _END_WITH_THEIR_PROCESS = (
 class Guarded:
     """A process that runs ``function(line, stacks)``: the other end of ``line``, and a file for its stacks.
 
-    ``line``: a socket; the last line that comes on it, of JSON, says how it ended: ``ended`` (its wait status; None: it was ended
-    since this end was closed), ``left`` (processes that it left, as "pid command", killed since), ``stacks``.
+    ``line``: a socket; the last line that comes on it, of JSON, says how it ended: ``ended`` (its
+    wait status; None: it was ended since this end was closed), ``left`` (processes that it left, as
+    "pid command", killed since), ``stacks``.
     """
 
     def __init__(self, function: str) -> None:
@@ -175,8 +176,8 @@ def living_below() -> dict[int, str]:
 
 
 def stack_of(stacks: str, within: str) -> str:
-    """Where the thread stood that a fault was in, or those that did not only wait, the innermost call first, down to the files of
-    folder ``within`` that called it; "" if unknown."""
+    """Where the thread stood that a fault was in, or those that did not only wait, the innermost
+    call first, down to the files of folder ``within`` that called it; "" if unknown."""
     last = stacks[max(stacks.rfind("Timeout ("), stacks.rfind("Fatal Python error"), 0) :]
     threads = [part.splitlines() for part in last.split("\n\n") if " (most recent call first):" in part]
     faulty = [part for part in threads if any(line.startswith("Current thread") for line in part)]

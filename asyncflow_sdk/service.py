@@ -1,4 +1,5 @@
-"""The AsyncFlow paper's service interface (arXiv 2507.01663) over a run: five calls, for people who bring their own trainer.
+"""The AsyncFlow paper's service interface (arXiv 2507.01663) over a run: five calls, for people who
+bring their own trainer.
 
 with af.serve("runs/mine", max_staleness=1) as run, af.Trainer(run) as trainer:
     trainer.init_engines(af.Rollout("transformers", model=path, group_size=8), af.Stage(exact_match, gives=["reward"]), batch_size=64)
@@ -9,7 +10,8 @@ with af.serve("runs/mine", max_staleness=1) as run, af.Trainer(run) as trainer:
         trainer.weight_sync_notify(model.named_parameters())
         trainer.put_experience_data(step)
 
-Each is a call or two of ``Run``, its queue and its publisher, which stay at hand as ``trainer.run``: nothing is done here.
+Each is a call or two of ``Run``, its queue and its publisher, which stay at hand as
+``trainer.run``: nothing is done here.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from .workflow.data import Prompts
 
 
 class Trainer:
-    """The five calls of the paper's trainer, over ``run``, which may be served here or connected to. ``timeout_s``: the longest
-    that a call waits, where it is not said otherwise; then DeadlineExceeded says for whom. ``transport``, ``options``:
-    of the weights, as ``run.weight_publisher`` takes them. One thread calls it. ``run`` is closed by whoever opened it."""
+    """The five calls of the paper's trainer, over ``run``, which may be served here or connected
+    to. ``timeout_s``: the longest that a call waits, where it is not said otherwise; then
+    DeadlineExceeded says for whom. ``transport``, ``options``: of the weights, as
+    ``run.weight_publisher`` takes them. One thread calls it. ``run`` is closed by whoever opened
+    it."""
 
     def __init__(self, run: Run, *, timeout_s: float = 600.0, transport: str = "auto", **options: Any) -> None:
         self.run = run
@@ -47,9 +51,10 @@ class Trainer:
         weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         **task: Any,
     ) -> None:
-        """Start engines, and declare the task "train" of steps of ``batch_size`` rows with ``columns`` (None: somebody else
-        does). ``weights``: published as version 0, from which rollouts then start; without them rollouts start from the
-        model they were given. ``task``: of ``queue.declare``, such as ``sampler``. Raises ConfigError, PluginError."""
+        """Start engines, and declare the task "train" of steps of ``batch_size`` rows with
+        ``columns`` (None: somebody else does). ``weights``: published as version 0, from which
+        rollouts then start; without them rollouts start from the model they were given.
+        ``task``: of ``queue.declare``, such as ``sampler``. Raises ConfigError, PluginError."""
         if batch_size is not None:
             self.run.queue.declare("train", needs=columns, batch_rows=batch_size, **{"lease_s": 86400.0, **task})
         elif task:
@@ -68,8 +73,9 @@ class Trainer:
         key: str = "",
         timeout_s: float | None = None,
     ) -> PutRows:
-        """Put each prompt ``group_size`` times: columns by name, records, or the path of a file of them, with ``column``. The same
-        ``key`` adds nothing the second time. Waits while the queue is full. Raises what ``queue.put`` raises."""
+        """Put each prompt ``group_size`` times: columns by name, records, or the path of a file
+        of them, with ``column``. The same ``key`` adds nothing the second time. Waits while the
+        queue is full. Raises what ``queue.put`` raises."""
         data = load_prompts(prompts, column)
         return self.run.queue.put(dict(data), group_size=group_size, key=key, timeout_s=self._left(timeout_s))
 
@@ -81,9 +87,10 @@ class Trainer:
         *,
         timeout_s: float | None = None,
     ) -> LeasedBatch:
-        """Lease rows of ``task`` that have all it needs: of "train" one whole step, of others up to ``count``. ``columns``:
-        those to be read. They come again, to whoever asks, unless ``put_experience_data`` follows. Raises what ``queue.get``
-        raises: Ended after the last; and what made a worker of this run fail."""
+        """Lease rows of ``task`` that have all it needs: of "train" one whole step, of others up
+        to ``count``. ``columns``: those to be read. They come again, to whoever asks, unless
+        ``put_experience_data`` follows. Raises what ``queue.get`` raises: Ended after the last;
+        and what made a worker of this run fail."""
         try:
             batch = self.run.queue.get(task, count, columns=columns, timeout_s=self._left(timeout_s))
         except (Ended, DeadlineExceeded):
@@ -101,9 +108,10 @@ class Trainer:
         index: npt.ArrayLike | None = None,
         filtered: npt.ArrayLike | None = None,
     ) -> None:
-        """Write ``columns`` of rows that were got, and be done with them; without columns, be done with them. ``index``,
-        ``filtered``: as of ``batch.complete``. Columns have the types of the first that were written: SchemaError for others.
-        Raises SchemaError also for a batch that is none."""
+        """Write ``columns`` of rows that were got, and be done with them; without columns, be
+        done with them. ``index``, ``filtered``: as of ``batch.complete``. Columns have the types
+        of the first that were written: SchemaError for others. Raises SchemaError also for a
+        batch that is none."""
         if not isinstance(batch, LeasedBatch):
             raise SchemaError(
                 f"put_experience_data takes the batch that get_experience_data gave, not {type(batch).__name__}"
@@ -113,9 +121,10 @@ class Trainer:
     def weight_sync_notify(
         self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]], *, version: int | None = None
     ) -> int:
-        """Make ``weights`` the current version; rollouts fetch it while they generate, and load it at their next safe point.
-        Returns its number: by default the one that the last step trained towards, and 0 before a step. Blocks for one copy;
-        waits for nobody who loads. Raises what ``TransportPublisher.publish`` raises."""
+        """Make ``weights`` the current version; rollouts fetch it while they generate, and load
+        it at their next safe point. Returns its number: by default the one that the last step
+        trained towards, and 0 before a step. Blocks for one copy; waits for nobody who loads.
+        Raises what ``TransportPublisher.publish`` raises."""
         if self._publisher is None:
             self._publisher = self.run.weight_publisher(self._transport, **self._options)
         return self._publisher.publish(self._trained + 1 if version is None else version, weights).version

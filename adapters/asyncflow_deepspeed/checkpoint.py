@@ -25,7 +25,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save(path: Path, engine: Any, ranks: Ranks, *, bucket_bytes: int) -> None:
-    """Write masters, optimizer, and the random state of rank 0 below ``path``, a directory visible to all ranks. A collective."""
+    """Write masters, optimizer, and the random state of rank 0 below ``path``, a directory
+    visible to all ranks. A collective."""
     optimizer, buffers = engine.basic_optimizer, _buffers(engine)
     parameters = _parameter_kinds(engine)
     held = list(_own(engine, ranks))
@@ -50,7 +51,8 @@ def save(path: Path, engine: Any, ranks: Ranks, *, bucket_bytes: int) -> None:
 
 
 def load(path: Path, engine: Any, ranks: Ranks, *, bucket_bytes: int) -> None:
-    """Restore a checkpoint in place. Raises ConfigError, before any change, if it is not one of this model. A collective."""
+    """Restore a checkpoint in place. Raises ConfigError, before any change, if it is not one of
+    this model. A collective."""
     parameters, buffers = _parameter_kinds(engine), _buffers(engine)
     kinds = parameters | {name: kind_of(each) for name, each in buffers.items()}
 
@@ -75,8 +77,8 @@ def load(path: Path, engine: Any, ranks: Ranks, *, bucket_bytes: int) -> None:
 
 
 def take(engine: Any, update: WeightUpdate, ranks: Ranks) -> None:
-    """Copy a version into the masters, reset the optimizer, and round the masters into the model's weights. Raises WeightMismatch
-    before any change. A collective."""
+    """Copy a version into the masters, reset the optimizer, and round the masters into the
+    model's weights. Raises WeightMismatch before any change. A collective."""
     buffers = _buffers(engine)
     dtypes = {name: weight.dtype for name, weight in engine.module.named_parameters()}
     dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
@@ -104,7 +106,8 @@ def take(engine: Any, update: WeightUpdate, ranks: Ranks) -> None:
 def export(
     path: Path, engine: Any, source: str, ranks: Ranks, *, bucket_bytes: int, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write a Hugging Face folder, weights in the published dtypes, with the tokenizer of the folder ``source``. A collective."""
+    """Write a Hugging Face folder, weights in the published dtypes, with the tokenizer of the
+    folder ``source``. A collective."""
     module, buffers = engine.module, _buffers(engine)
     shapes = {name: tuple(tensor.shape) for name, tensor in buffers.items()} | _shapes(engine)
     kinds = {name: (tensor.dtype, shapes[name]) for name, tensor in named_weights(module)}

@@ -30,18 +30,19 @@ from .zero_model import DeepSpeedCritic, ZeroModel
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedOptions(ShardedOptions):
-    """``stage``: of ZeRO. From 1 on the optimizer is partitioned over ranks, from 2 on gradients too, at 3 weights as well; they are
-    then gathered one layer at a time. ``config``: further configuration of DeepSpeed. ``dtype`` is "float32" or "bfloat16".
-    ``offload`` also runs the optimizer's step on the CPU."""
+    """``stage``: of ZeRO. From 1 on the optimizer is partitioned over ranks, from 2 on gradients
+    too, at 3 weights as well; they are then gathered one layer at a time. ``config``: further
+    configuration of DeepSpeed. ``dtype`` is "float32" or "bfloat16". ``offload`` also runs the
+    optimizer's step on the CPU."""
 
     stage: int = 3
     config: Mapping[str, Any] | None = None
 
 
 class DeepSpeedEngine(DataParallelEngine):
-    """Train engine under ZeRO. The optimizer steps on float32, gradients are summed over ranks in float32. The critic is a second
-    model under the same stage and configuration. Options: `DeepSpeedOptions`, `ShardedOptions`,
-    `TrainOptions`."""
+    """Train engine under ZeRO. The optimizer steps on float32, gradients are summed over ranks
+    in float32. The critic is a second model under the same stage and configuration. Options:
+    `DeepSpeedOptions`, `ShardedOptions`, `TrainOptions`."""
 
     @keywords_of(DeepSpeedOptions)
     def __init__(self, options: DeepSpeedOptions) -> None:

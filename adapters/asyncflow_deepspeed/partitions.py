@@ -4,7 +4,8 @@ for part in masters(engine):                            # float32; all ranks tog
     part.values                                         # a run of the parameter's elements, from index part.start on
 for name, tensor in published(engine, rank=0, size=2): ...      # tensors, or a Shard of one
 
-ZeRO splits flat ranges: at stage 3 each parameter into one run per rank, at stages 1 and 2 the concatenation of all parameters.
+ZeRO splits flat ranges: at stage 3 each parameter into one run per rank, at stages 1 and 2 the
+concatenation of all parameters.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from asyncflow_torch.policy import named_weights
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """Elements ``start`` to ``start + count`` of the flattened parameter ``name`` of ``shape``. They lie in ``tensor`` from
-    ``offset`` on."""
+    """Elements ``start`` to ``start + count`` of the flattened parameter ``name`` of ``shape``.
+    They lie in ``tensor`` from ``offset`` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +39,8 @@ class FlatSlice:
         return self.within(self.tensor)
 
     def within(self, like: Any) -> Any:
-        """Return the same elements of another tensor with the layout of ``tensor``, for example a moment of the optimizer."""
+        """Return the same elements of another tensor with the layout of ``tensor``, for example
+        a moment of the optimizer."""
         return like.detach().view(-1)[self.offset : self.offset + self.count]
 
 
@@ -56,7 +58,8 @@ def shape_of(weight: Any) -> tuple[int, ...]:
 
 
 def masters(engine: Any) -> Iterator[FlatSlice]:
-    """Yield this rank's masters in the order of the model's parameters. ``tensor`` is the key of the optimizer's state."""
+    """Yield this rank's masters in the order of the model's parameters. ``tensor`` is the key of
+    the optimizer's state."""
     named, stage = engine.module.named_parameters(), engine.zero_optimization_stage()
     if stage == 3:
         zero = engine.optimizer
@@ -99,8 +102,9 @@ def give_weights(engine: Any) -> None:
 def published(engine: Any, *, rank: int, size: int) -> Iterator[tuple[str, Any]]:
     """Yield (name, tensor or Shard) of this rank's part of the policy: views, tied weights once, no communication.
 
-    At stage 3 these are the rectangles of its run of each parameter, and on rank 0 the stored buffers. At lower stages each rank
-    holds all weights and yields whole tensors of about 1 / ``size`` of the bytes.
+    At stage 3 these are the rectangles of its run of each parameter, and on rank 0 the stored
+    buffers. At lower stages each rank holds all weights and yields whole tensors of about 1 /
+    ``size`` of the bytes.
     """
     if engine.zero_optimization_stage() < 3:
         given = [0] * size
@@ -120,7 +124,8 @@ def published(engine: Any, *, rank: int, size: int) -> Iterator[tuple[str, Any]]
 
 
 def rectangles(start: int, count: int, shape: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Split elements ``start`` to ``start + count`` of a flattened tensor of ``shape`` into rectangles, at most two per dimension.
+    """Split elements ``start`` to ``start + count`` of a flattened tensor of ``shape`` into
+    rectangles, at most two per dimension.
 
     rectangles(5, 9, (4, 4))    # the rest of row 1, row 2, the beginning of row 3
     [(0, (1, 1), (1, 3)), (3, (2, 0), (1, 4)), (7, (3, 0), (1, 2))]

@@ -18,8 +18,9 @@ from asyncflow_torch.devices import device_kind
 
 
 def start(device: str) -> tuple[Any, str]:
-    """Return the module ``deepspeed`` and its kind of device: "cuda", "cpu" or another name of torch. ``device``: "auto" is CUDA if
-    available, else the CPU. Raises ConfigError if DeepSpeed was imported for another device."""
+    """Return the module ``deepspeed`` and its kind of device: "cuda", "cpu" or another name of
+    torch. ``device``: "auto" is CUDA if available, else the CPU. Raises ConfigError if DeepSpeed
+    was imported for another device."""
     kind = device_kind(device)
     if "deepspeed" not in sys.modules:
         os.environ.setdefault("DS_ACCELERATOR", kind)
@@ -54,8 +55,8 @@ def reset() -> None:
 
 @contextlib.contextmanager
 def partitioned_models(config: Mapping[str, Any]) -> Iterator[None]:
-    """Partition transformers' models parameter by parameter as they are made (ZeRO-3): no rank holds a whole model. Only rank 0 reads
-    the weights. A collective."""
+    """Partition transformers' models parameter by parameter as they are made (ZeRO-3): no rank
+    holds a whole model. Only rank 0 reads the weights. A collective."""
     from transformers.integrations import HfDeepSpeedConfig  # imports DeepSpeed
 
     registered = HfDeepSpeedConfig(dict(config))  # transformers checks if such an object exists
@@ -66,8 +67,8 @@ def partitioned_models(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def stored_dtype(folder: str) -> str:
-    """Return the dtype of the weights in a model folder, by its configuration, else its first file. Raises ConfigError for a folder
-    without a configuration."""
+    """Return the dtype of the weights in a model folder, by its configuration, else its first
+    file. Raises ConfigError for a folder without a configuration."""
     path = Path(folder)
     try:
         config = json.loads((path / "config.json").read_text())

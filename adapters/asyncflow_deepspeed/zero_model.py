@@ -25,9 +25,10 @@ from . import checkpoint
 class CheckedAdamW(torch.optim.AdamW):  # type: ignore[misc]
     """AdamW that skips its step if ``norm()`` is not finite.
 
-    DeepSpeed computes the norm over all ranks, clips by it and calls ``step`` without a check in float32 and bfloat16. ``norm``
-    returns the same on all ranks, so all step or none. Until it is set no step is made: stage 0 begins with a step of zeros, which
-    would count and decay the weights.
+    DeepSpeed computes the norm over all ranks, clips by it and calls ``step`` without a check in
+    float32 and bfloat16. ``norm`` returns the same on all ranks, so all step or none. Until it is
+    set no step is made: stage 0 begins with a step of zeros, which would count and decay the
+    weights.
     """
 
     norm: Callable[[], float] = staticmethod(lambda: math.nan)
@@ -59,14 +60,16 @@ class ZeroModel:
             )
 
     def backward(self, loss: Any, *, last: bool) -> None:
-        """Add the gradients of ``loss``, averaged over ranks by DeepSpeed. ``last``: True for the last pass of the step."""
+        """Add the gradients of ``loss``, averaged over ranks by DeepSpeed. ``last``: True for
+        the last pass of the step."""
         self._in_step = True
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss)
 
     def step(self, allow: Callable[[], bool]) -> float:
-        """Step if the norm of the gradients is finite and ``allow()`` is true, called only then and possibly several times. Clear the
-        gradients and return their norm over all ranks. A collective."""
+        """Step if the norm of the gradients is finite and ``allow()`` is true, called only then
+        and possibly several times. Clear the gradients and return their norm over all ranks. A
+        collective."""
         self._norm = math.nan if self.engine.zero_optimization_stage() else self._compute_norm()
         self._allow_step = allow
         self.engine.set_gradient_accumulation_boundary(True)

@@ -1,4 +1,5 @@
-"""Checkpoints and exports of a model in shards: each rank writes and reads its own rows. Format: `asyncflow_torch.checkpoint`."""
+"""Checkpoints and exports of a model in shards: each rank writes and reads its own rows. Format:
+`asyncflow_torch.checkpoint`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from .shards import local
 
 
 def save(path: Path, model: Any, optimizer: Any, ranks: Ranks, *, bucket_bytes: int) -> None:
-    """Write model, optimizer, and the random state of rank 0 below ``path``, a directory visible to all ranks. A collective."""
+    """Write model, optimizer, and the random state of rank 0 below ``path``, a directory visible
+    to all ranks. A collective."""
     state = {RANDOM_STATE: torch.get_rng_state()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -29,7 +31,8 @@ def save(path: Path, model: Any, optimizer: Any, ranks: Ranks, *, bucket_bytes: 
 
 
 def load(path: Path, model: Any, optimizer: Any, ranks: Ranks, *, bucket_bytes: int) -> None:
-    """Restore a checkpoint in place. Raises ConfigError, before any change, if it is not one of this model. A collective."""
+    """Restore a checkpoint in place. Raises ConfigError, before any change, if it is not one of
+    this model. A collective."""
     weights = dict(named_weights(model))
 
     def read() -> None:

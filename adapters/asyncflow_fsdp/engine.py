@@ -1,4 +1,5 @@
-"""FsdpEngine: trains a Hugging Face model whose weights, gradients and optimizer lie in shards over N processes (FSDP2).
+"""FsdpEngine: trains a Hugging Face model whose weights, gradients and optimizer lie in shards over
+N processes (FSDP2).
 
 engine = FsdpEngine("models/mine", lr=1e-5)              # in each process, under torchrun or the SDK's own launcher
 result = engine.train_step(batch)                        # each rank with its rows; metrics are of the whole step
@@ -31,16 +32,17 @@ from .shards import published, take
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpOptions(ShardedOptions):
-    """``reshard_after_forward``: free each layer's gathered weights after its forward pass; False keeps them for the backward pass.
-    ``offload`` also keeps the shards of the weights on the CPU."""
+    """``reshard_after_forward``: free each layer's gathered weights after its forward pass;
+    False keeps them for the backward pass. ``offload`` also keeps the shards of the weights on
+    the CPU."""
 
     reshard_after_forward: bool = True
 
 
 class FsdpEngine(DataParallelEngine):
-    """Train engine in shards: weights are gathered one layer at a time. Weights and optimizer are float32, gradients are summed over
-    ranks in float32. The critic is sharded like the policy. Options: `FsdpOptions`,
-    `ShardedOptions`, `TrainOptions`."""
+    """Train engine in shards: weights are gathered one layer at a time. Weights and optimizer
+    are float32, gradients are summed over ranks in float32. The critic is sharded like the
+    policy. Options: `FsdpOptions`, `ShardedOptions`, `TrainOptions`."""
 
     @keywords_of(FsdpOptions)
     def __init__(self, options: FsdpOptions) -> None:
@@ -99,7 +101,8 @@ class FsdpEngine(DataParallelEngine):
         return {"grad_norm": self._policy} | critic
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """Yield this rank's shards by Hugging Face name, in ``dtype``; rank 0 also yields unsharded tensors. No communication."""
+        """Yield this rank's shards by Hugging Face name, in ``dtype``; rank 0 also yields
+        unsharded tensors. No communication."""
         return published(self._model, self._dtypes, rank=self._ranks.rank, bucket_bytes=self.bucket_bytes)
 
     def save_policy(self, path: Path) -> None:

@@ -23,9 +23,9 @@ from . import checkpoint
 
 
 class ShardedModel:
-    """``model`` is sharded in place, layer by layer: a process holds its shards and one whole layer at a time. ``compute``: dtype of
-    forward and backward passes; weights and sums of gradients are float32. ``reshard``: gather each layer again for its backward
-    pass."""
+    """``model`` is sharded in place, layer by layer: a process holds its shards and one whole
+    layer at a time. ``compute``: dtype of forward and backward passes; weights and sums of
+    gradients are float32. ``reshard``: gather each layer again for its backward pass."""
 
     def __init__(
         self, model: Any, mesh: Any, options: ShardedOptions, *, lr: float, compute: Any, reshard: bool

@@ -31,8 +31,8 @@ class LocalRows(NamedTuple):
 
 
 def local(tensor: Any, rank: int) -> LocalRows | None:
-    """Return the rows of ``rank``; None if it has none. FSDP splits rows evenly, the last ranks get fewer or none. Unsharded
-    tensors belong to rank 0."""
+    """Return the rows of ``rank``; None if it has none. FSDP splits rows evenly, the last ranks
+    get fewer or none. Unsharded tensors belong to rank 0."""
     if not isinstance(tensor, DTensor):
         return None if rank else LocalRows(tensor.detach(), 0, tuple(tensor.shape))
     placement = tensor.placements[0]
@@ -45,8 +45,8 @@ def local(tensor: Any, rank: int) -> LocalRows | None:
 def published(model: Any, dtypes: Mapping[str, Any], *, rank: int, bucket_bytes: int) -> Iterator[tuple[str, Any]]:
     """Yield (name, tensor or Shard) of this rank's part of the policy in ``dtypes``, tied weights once.
 
-    Converted tensors come in pieces of at most ``bucket_bytes``, at least one row; all others are views. A reader that drops each
-    piece before the next therefore needs one bucket of memory.
+    Converted tensors come in pieces of at most ``bucket_bytes``, at least one row; all others are
+    views. A reader that drops each piece before the next therefore needs one bucket of memory.
     """
     for name, tensor in named_weights(model):
         rows = local(tensor, rank)

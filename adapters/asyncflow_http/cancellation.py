@@ -10,8 +10,8 @@ _Result = TypeVar("_Result")
 
 
 async def finish(work: Awaitable[_Result]) -> _Result:
-    """Await ``work`` to its end, even if cancelled; then raise CancelledError. For loads: a cancelled caller releases the update, and
-    the work may still be reading from it."""
+    """Await ``work`` to its end, even if cancelled; then raise CancelledError. For loads: a
+    cancelled caller releases the update, and the work may still be reading from it."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

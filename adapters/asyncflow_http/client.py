@@ -45,8 +45,8 @@ class _Failure(msgspec.Struct):
 
 
 class HttpClient:
-    """``url``: without a path. ``key``: API key, "" for none. ``name``: of the server in errors. Used on one event loop until ``close``,
-    then possibly on another."""
+    """``url``: without a path. ``key``: API key, "" for none. ``name``: of the server in errors.
+    Used on one event loop until ``close``, then possibly on another."""
 
     def __init__(self, url: str, key: str, name: str) -> None:
         self.name, self._url = name, url
@@ -57,9 +57,10 @@ class HttpClient:
         self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = CALL_S,
         most_bytes: int = ANSWER_BYTES,
     ) -> AnswerType:  # fmt: skip
-        """Return the JSON answer as an ``answer``; for ``object``, the raw bytes. Raises RequestRefused for another status than 200,
-        EngineError for an unreadable or too long answer, EngineGone after ``timeout_s``, ConnectionDropped if the connection
-        fails; each names the server."""
+        """Return the JSON answer as an ``answer``; for ``object``, the raw bytes. Raises
+        RequestRefused for another status than 200, EngineError for an unreadable or too long
+        answer, EngineGone after ``timeout_s``, ConnectionDropped if the connection fails; each
+        names the server."""
         return await self._call("POST", path, msgspec.json.encode(body), answer, timeout_s, most_bytes)
 
     async def get(

@@ -1,4 +1,5 @@
-"""ModelFolder: tensors and configuration of a Hugging Face folder, and the check of a version before an engine sees it.
+"""ModelFolder: tensors and configuration of a Hugging Face folder, and the check of a version
+before an engine sees it.
 
 Inference engines silently load part of a version, convert it, or keep the tensors it lacks.
 """
@@ -20,8 +21,8 @@ _SHOWN = 20
 
 
 class ModelFolder:
-    """``folder``: a Hugging Face folder with weights in safetensors. ``tensors``: dtype and shape by name; ``places``: their files.
-    Raises ConfigError."""
+    """``folder``: a Hugging Face folder with weights in safetensors. ``tensors``: dtype and
+    shape by name; ``places``: their files. Raises ConfigError."""
 
     def __init__(self, folder: str) -> None:
         self.folder, path = folder, Path(folder)
@@ -71,10 +72,12 @@ def check_version(
     update: WeightUpdate, tensors: Mapping[str, TensorType], dtypes: Callable[[str], tuple[str, ...]], *,
     holder: str = "the model", tied: Callable[[str], bool] = lambda name: False,
 ) -> None:  # fmt: skip
-    """Raise WeightMismatch for tensors that are missing, unknown, or of another shape or dtype; the message lists them.
+    """Raise WeightMismatch for tensors that are missing, unknown, or of another shape or dtype; the
+    message lists them.
 
-    ``tensors``: of the model. ``dtypes``: accepted dtypes for one of theirs, the engine's own first. ``holder``: in the message.
-    ``tied``: True for names that may be additional or missing, since they share memory with another tensor.
+    ``tensors``: of the model. ``dtypes``: accepted dtypes for one of theirs, the engine's own
+    first. ``holder``: in the message. ``tied``: True for names that may be additional or missing,
+    since they share memory with another tensor.
     """
     problems = []
     for name, given in update.tensors.items():

@@ -45,8 +45,9 @@ class ServerProcess(Protocol):
 
 
 class HttpServer:
-    """``url``: without a path. ``key``: API key, "" for none. ``name``: in errors. ``health``: path answered by a live server.
-    ``process``: of the server if the engine started it; it ends with ``close``."""
+    """``url``: without a path. ``key``: API key, "" for none. ``name``: in errors. ``health``:
+    path answered by a live server. ``process``: of the server if the engine started it; it ends
+    with ``close``."""
 
     def __init__(self, url: str, key: str, name: str, *, health: str, process: ServerProcess | None = None) -> None:
         self.url, self.key, self.name, self._health, self._process = url, key, name, health, process
@@ -55,8 +56,9 @@ class HttpServer:
 
     @classmethod
     def running(cls, url: str, key_env: str | None, product: str, *, health: str) -> HttpServer:
-        """Return a running server of ``product`` at a user's ``url``. ``key_env``: environment variable of the worker with the API
-        key. Raises ConfigError for an invalid URL or an unset variable."""
+        """Return a running server of ``product`` at a user's ``url``. ``key_env``: environment
+        variable of the worker with the API key. Raises ConfigError for an invalid URL or an
+        unset variable."""
         key = os.environ.get(key_env, "") if key_env is not None else ""
         if key_env is not None and not key:
             raise ConfigError(f"key_env={key_env!r}: this environment variable of the worker is not set")
@@ -73,8 +75,8 @@ class HttpServer:
             return host == "localhost"
 
     def claim(self) -> None:
-        """Claim the server for this engine until ``release`` or the end of the process. Raises ConfigError if another engine of this
-        host has it: weights of two engines would be mixed."""
+        """Claim the server for this engine until ``release`` or the end of the process. Raises
+        ConfigError if another engine of this host has it: weights of two engines would be mixed."""
         name = f"asyncflow-server-{os.getuid()}-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.lock"
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         self._lock = os.open(Path(tempfile.gettempdir()) / name, flags, 0o600)
@@ -103,8 +105,8 @@ class HttpServer:
             ) from None
 
     def wait_for(self, work: Coroutine[Any, Any, AnswerType]) -> AnswerType:
-        """Run ``work`` on an event loop in a thread of its own, close its connections, and return its result. For constructors, which
-        may run on another event loop."""
+        """Run ``work`` on an event loop in a thread of its own, close its connections, and
+        return its result. For constructors, which may run on another event loop."""
         done: concurrent.futures.Future[AnswerType] = concurrent.futures.Future()
 
         async def connected() -> AnswerType:
@@ -126,8 +128,8 @@ class HttpServer:
         self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = CALL_S,
         most_bytes: int = ANSWER_BYTES,
     ) -> AnswerType:  # fmt: skip
-        """Like `HttpClient.post`. A dropped connection or a status of 500 or more raises EngineError if the server still answers others,
-        EngineGone if not."""
+        """Like `HttpClient.post`. A dropped connection or a status of 500 or more raises
+        EngineError if the server still answers others, EngineGone if not."""
         try:
             return await self.client.post(path, body, answer, timeout_s=timeout_s, most_bytes=most_bytes)
         except RequestRefused as error:

@@ -1,7 +1,7 @@
 """Main functions of the child processes of an SGLang in this process. They end with their parent.
 
-SGLang itself asks the kernel for this only after its imports, which take seconds, and does not check whether the parent still lives: a
-child of a worker killed meanwhile would run for ever.
+SGLang itself asks the kernel for this only after its imports, which take seconds, and does not
+check whether the parent still lives: a child of a worker killed meanwhile would run for ever.
 """
 
 from __future__ import annotations

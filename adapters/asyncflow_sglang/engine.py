@@ -18,11 +18,12 @@ from .rollout import SGLangRollout
 
 
 class SGLangEngine(SGLangRollout):
-    """``model``: a Hugging Face folder with weights in safetensors. ``options``: of ``sglang.Engine``, except those set by the adapter. One per process.
+    """``model``: a Hugging Face folder with weights in safetensors. ``options``: of
+    ``sglang.Engine``, except those set by the adapter. One per process.
 
-    ``max_rows``: concurrent responses. ``version``: of the folder's weights. ``directory``: versions are written there; None: shared
-    memory. ``start_s``, ``request_s``, ``update_s``: time limits of a start, a response and each call of a load; a slower engine counts
-    as lost.
+    ``max_rows``: concurrent responses. ``version``: of the folder's weights. ``directory``:
+    versions are written there; None: shared memory. ``start_s``, ``request_s``, ``update_s``: time
+    limits of a start, a response and each call of a load; a slower engine counts as lost.
     """
 
     def __init__(

@@ -3,7 +3,8 @@
     handoff = SafetensorsHandoff()
     handoff.write(update)                   # then SGLang loads handoff.folder; the next version overwrites the file
 
-SGLang's calls with tensors take pickles; its call with a folder does not. The file is written in place, so its pages stay allocated.
+SGLang's calls with tensors take pickles; its call with a folder does not. The file is written in
+place, so its pages stay allocated.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class SafetensorsHandoff:
         self._map: mmap.mmap | None = None
 
     def write(self, update: WeightUpdate) -> None:
-        """Write a version. Blocking; one call at a time. Raises MemoryFull, WeightMismatch for tensors unlike the announced ones, and
-        errors of the update; the file is then incomplete."""
+        """Write a version. Blocking; one call at a time. Raises MemoryFull, WeightMismatch for
+        tensors unlike the announced ones, and errors of the update; the file is then incomplete."""
         layout = plan({name: (kind.dtype, kind.shape) for name, kind in update.tensors.items()}, align=_ALIGN)
         memory = self._memory(layout.nbytes)
         memory[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)

@@ -1,7 +1,8 @@
 """InProcessLink: an ``sglang.Engine`` in this process, on a thread and an event loop of its own.
 
-On the main thread SGLang would install signal handlers for the whole process. It also has the kernel end its schedulers with the thread
-that started them: this thread lives as long as the engine, so the schedulers end with the engine or the process.
+On the main thread SGLang would install signal handlers for the whole process. It also has the
+kernel end its schedulers with the thread that started them: this thread lives as long as the
+engine, so the schedulers end with the engine or the process.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ END_S = 10.0
 
 
 class InProcessLink:
-    """``options``: of ``sglang.Engine``. ``info``: its description of itself. ``name``: in errors. Raises ConfigError for invalid options,
-    EngineError if SGLang does not start, DeadlineExceeded after ``start_s``; nothing of it is left then.
+    """``options``: of ``sglang.Engine``. ``info``: its description of itself. ``name``: in errors.
+    Raises ConfigError for invalid options, EngineError if SGLang does not start, DeadlineExceeded
+    after ``start_s``; nothing of it is left then.
 
     Calls can come from any event loop.
     """

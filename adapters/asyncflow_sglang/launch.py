@@ -1,7 +1,8 @@
 """python -m asyncflow_sglang.launch: an SGLang server that ends with its parent.
 
-The first line of standard input has the arguments of ``sglang.launch_server`` as JSON, which keeps keys off the command line. The end of
-the input, also by the parent's death, ends the server and all processes started by it.
+The first line of standard input has the arguments of ``sglang.launch_server`` as JSON, which keeps
+keys off the command line. The end of the input, also by the parent's death, ends the server and all
+processes started by it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Link: calls to SGLang in this process (`InProcessLink`) or by HTTP (`asyncflow_http.server.HttpServer`), by the routes of its server."""
+"""Link: calls to SGLang in this process (`InProcessLink`) or by HTTP
+(`asyncflow_http.server.HttpServer`), by the routes of its server."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ class Link(Protocol):
         self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = CALL_S,
         most_bytes: int = ANSWER_BYTES,
     ) -> AnswerType:  # fmt: skip
-        """Return the answer as an ``answer``; for ``object``, unread. Raises EngineError for a refused call and an unreadable answer,
-        EngineGone after ``timeout_s`` and if SGLang is lost; both contain the name."""
+        """Return the answer as an ``answer``; for ``object``, unread. Raises EngineError for a
+        refused call and an unreadable answer, EngineGone after ``timeout_s`` and if SGLang is
+        lost; both contain the name."""
 
     async def close(self) -> None:
         """Release SGLang, and end it if it was started for this engine. Idempotent."""

@@ -26,8 +26,8 @@ _NOISE = re.compile(r"nanobind: | - (?:leaked|\.\.\. skipped) ")
 
 
 class SGLangProcess:
-    """Starts ``sglang.launch_server`` with this interpreter. ``env``: added to this process's environment. ``log``: file to append its
-    output to; None keeps the output only for errors."""
+    """Starts ``sglang.launch_server`` with this interpreter. ``env``: added to this process's
+    environment. ``log``: file to append its output to; None keeps the output only for errors."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], log: str | None = None) -> None:
         self._log = tempfile.TemporaryFile() if log is None else Path(log).open("a+b")  # noqa: SIM115
@@ -46,8 +46,8 @@ class SGLangProcess:
             self._line.flush()
 
     def wait_ready(self, port: int, timeout_s: float) -> None:
-        """Wait until the server takes requests. Ends it and raises EngineError with the end of its log if it has ended, DeadlineExceeded
-        after ``timeout_s``."""
+        """Wait until the server takes requests. Ends it and raises EngineError with the end of
+        its log if it has ended, DeadlineExceeded after ``timeout_s``."""
         until = time.monotonic() + timeout_s
         while not _is_ready(port):
             if self._process.poll() is not None:

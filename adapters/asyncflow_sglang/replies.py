@@ -52,8 +52,8 @@ NOTHING = SGLangReply(Meta(Reason("abort", "before it began")), [])
 
 
 def completion(reply: SGLangReply, index: int, *, interrupted: bool) -> Completion:
-    """Return the response in a reply. Raises EngineError for a response aborted by others, and for tokens without log-probs or without a
-    known version."""
+    """Return the response in a reply. Raises EngineError for a response aborted by others, and
+    for tokens without log-probs or without a known version."""
     reason, meta = reply.meta_info.finish_reason, reply.meta_info
     if reason is None or (reason.type == "abort" and not interrupted) or reason.type not in _REASONS:
         given = "no reason" if reason is None else f"{reason.type!r} {reason.message}"
@@ -90,7 +90,8 @@ def _spans(given: list[TokenSpan], tokens: int) -> tuple[VersionSpan, ...]:
 
 
 def scores(reply: SGLangReply, response: list[int], vocabulary: int) -> list[float]:
-    """Return the log-probs of ``response``, the end of the scored sequence. Raises EngineError for log-probs of other tokens."""
+    """Return the log-probs of ``response``, the end of the scored sequence. Raises EngineError
+    for log-probs of other tokens."""
     scored = (reply.meta_info.input_token_logprobs or [])[-len(response) :] if response else []
     values = [value for value, _, _ in scored if value is not None]
     # SGLang scores the last token of the vocabulary correctly and labels it 0.

@@ -1,7 +1,7 @@
 """RequestTracker: requests of one engine to SGLang, each followed to its end, even if its caller is gone.
 
-SGLang ignores an abort of a request that it has not received yet, and continues requests without listeners. So a request is never
-dropped: the tracker aborts it until it is answered.
+SGLang ignores an abort of a request that it has not received yet, and continues requests without
+listeners. So a request is never dropped: the tracker aborts it until it is answered.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S, ABORT_S = 0.05, 1.0, 60.0
 
 
 class TrackedRequest:
-    """``interrupted``: True if its answer may be incomplete. ``spoiled``: reason to ignore its answer, "" for none. ``answer`` is
-    cancelled if the request is aborted before it is ``sent``."""
+    """``interrupted``: True if its answer may be incomplete. ``spoiled``: reason to ignore its
+    answer, "" for none. ``answer`` is cancelled if the request is aborted before it is ``sent``."""
 
     def __init__(self, rid: str) -> None:
         self.rid, self.interrupted, self.spoiled, self.sent = rid, False, "", False

@@ -43,8 +43,9 @@ def score_body(ids: Sequence[int]) -> Body:
 
 
 def load_calls(folder: str, version: int, load_format: str = "safetensors") -> list[tuple[str, Body]]:
-    """Return the calls that load the weights in ``folder``. Running requests stop between two tokens and free their memory (retract), which
-    lets the cache be emptied; SGLang recomputes them when it continues."""
+    """Return the calls that load the weights in ``folder``. Running requests stop between two
+    tokens and free their memory (retract), which lets the cache be emptied; SGLang recomputes
+    them when it continues."""
     update = {
         "model_path": folder, "load_format": load_format, "weight_version": str(version), "flush_cache": True,
         "abort_all_requests": False,

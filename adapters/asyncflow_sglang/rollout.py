@@ -1,7 +1,7 @@
 """SGLangRollout: the common part of rollout engines over SGLang, in this process or behind HTTP.
 
-A version reaches SGLang as a safetensors file in shared memory; SGLang then recomputes the keys and values of running requests and
-continues them.
+A version reaches SGLang as a safetensors file in shared memory; SGLang then recomputes the keys and
+values of running requests and continues them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ _log = logging.getLogger(__name__)
 class SGLangRollout(RolloutEngine):
     """``link``: to an SGLang with the weights of ``folder``. ``info``: its description.
 
-    ``directory``: versions are written there; None: shared memory of this host. ``max_rows``: concurrent responses. ``request_s``,
-    ``update_s``: time limits of a response and of each call of a load; a slower SGLang counts as lost.
+    ``directory``: versions are written there; None: shared memory of this host. ``max_rows``:
+    concurrent responses. ``request_s``, ``update_s``: time limits of a response and of each call of
+    a load; a slower SGLang counts as lost.
 
-    Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also with top-k or top-p. Seeds take effect
-    if SGLang was started with ``enable_deterministic_inference``. Calls raise EngineGone once SGLang is lost: the worker ends, and other
-    workers get its rows.
+    Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also
+    with top-k or top-p. Seeds take effect if SGLang was started with
+    ``enable_deterministic_inference``. Calls raise EngineGone once SGLang is lost: the worker ends,
+    and other workers get its rows.
     """
 
     def __init__(
@@ -103,8 +105,8 @@ class SGLangRollout(RolloutEngine):
     async def logprobs(
         self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]
     ) -> Sequence[Sequence[float]]:
-        """Return log-probs of each response after its prompt, at temperature 1, under the current weights. Raises EngineError for
-        sequences that SGLang cannot score."""
+        """Return log-probs of each response after its prompt, at temperature 1, under the
+        current weights. Raises EngineError for sequences that SGLang cannot score."""
         self._check_usable()
         sent = []
         pairs = self._limits.pairs(prompt_ids, response_ids)
@@ -154,9 +156,10 @@ class SGLangRollout(RolloutEngine):
     async def load_weights(self, update: WeightUpdate) -> set[str]:
         """Have SGLang load the version, between two tokens of running requests.
 
-        Raises WeightMismatch, and continues with the old weights, for a version that does not fit the model; the same for errors while
-        the update is read. After a load that failed in SGLang its weights are unknown: running and waiting requests raise EngineError
-        until a version is loaded whole.
+        Raises WeightMismatch, and continues with the old weights, for a version that does not fit
+        the model; the same for errors while the update is read. After a load that failed in SGLang
+        its weights are unknown: running and waiting requests raise EngineError until a version is
+        loaded whole.
         """
         async with self._lock:
             if self._closed:

@@ -16,10 +16,11 @@ _TIED = "lm_head.weight"
 
 
 class ServedFolder:
-    """``folder``: a Hugging Face folder with safetensors. ``dtype``: of floating-point weights in SGLang; None: the folder's. Raises
-    ConfigError.
+    """``folder``: a Hugging Face folder with safetensors. ``dtype``: of floating-point weights in
+    SGLang; None: the folder's. Raises ConfigError.
 
-    ``context``: maximum of tokens of prompt and response, None if the model has no limit. ``vocabulary``: token ids are below it.
+    ``context``: maximum of tokens of prompt and response, None if the model has no limit.
+    ``vocabulary``: token ids are below it.
     """
 
     def __init__(self, folder: str, dtype: str | None = None) -> None:
@@ -39,8 +40,8 @@ class ServedFolder:
             raise WeightMismatch(f"version {update.version}: safetensors has no dtype for {listed(odd)}")
 
     def check_alike(self, served: ServedFolder, name: str) -> None:
-        """Raise ConfigError, with all problems, unless the SGLang ``name``, started with the folder ``served``, has the tensors and
-        shapes of this folder, and no others."""
+        """Raise ConfigError, with all problems, unless the SGLang ``name``, started with the
+        folder ``served``, has the tensors and shapes of this folder, and no others."""
         ours, theirs = self._model, served._model
         kinds = [each.config.get("architectures") for each in (ours, theirs)]
         problems = [] if kinds[0] == kinds[1] else [f"it computes {kinds[1]}, the folder is of {kinds[0]}"]
@@ -73,8 +74,8 @@ class ServedFolder:
 
 
 def folder_of_server(model: str, revision: str | None, name: str) -> ServedFolder:
-    """Return the folder of the SGLang ``name``, started with ``model``: a folder, or a downloaded model of the hub. Raises ConfigError if
-    this host cannot read it."""
+    """Return the folder of the SGLang ``name``, started with ``model``: a folder, or a
+    downloaded model of the hub. Raises ConfigError if this host cannot read it."""
     folder = model
     try:
         if not Path(model).is_dir():

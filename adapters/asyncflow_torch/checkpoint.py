@@ -80,8 +80,9 @@ def write_checkpoint(
 def open_checkpoint(
     path: Path, weights: Mapping[str, Kind], ranks: Ranks, *, moments: Mapping[str, Kind] | None = None
 ) -> Iterator[tuple[Reader, Reader]]:
-    """Open the files of weights and optimizer. ``moments``: expected optimizer entries, if the checkpoint has any. Raises
-    ConfigError on all ranks if the checkpoint is incomplete or of another model. A collective."""
+    """Open the files of weights and optimizer. ``moments``: expected optimizer entries, if the
+    checkpoint has any. Raises ConfigError on all ranks if the checkpoint is incomplete or of
+    another model. A collective."""
 
     def check() -> tuple[Reader, Reader]:
         """Open and compare the files."""

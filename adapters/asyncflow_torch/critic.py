@@ -24,7 +24,8 @@ from .train_options import TrainOptions
 
 
 class ValueModel(torch.nn.Module):  # type: ignore[misc]
-    """The layers of a causal language model below its output layer, and a linear head with one value per position, initially 0."""
+    """The layers of a causal language model below its output layer, and a linear head with one
+    value per position, initially 0."""
 
     def __init__(self, policy: Any) -> None:
         super().__init__()
@@ -35,7 +36,8 @@ class ValueModel(torch.nn.Module):  # type: ignore[misc]
         torch.nn.init.zeros_(self.head.weight)
 
     def forward(self, input_ids: Any, predicted_at: Any, position_ids: Any = None) -> Any:
-        """Return the values at the positions that predict response tokens: float32 (tokens,). Arguments: fields of `MicroBatch`."""
+        """Return the values at the positions that predict response tokens: float32 (tokens,).
+        Arguments: fields of `MicroBatch`."""
         positions = {} if position_ids is None else {"position_ids": position_ids}
         hidden = self.backbone(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
         return self.head(hidden.flatten(0, 1)[predicted_at]).float().sum(-1)  # no view: FSDP would warn
@@ -48,13 +50,15 @@ class ValueCritic(abc.ABC):
         self.model = model
 
     def values(self, part: MicroBatch) -> Any:
-        """Return the values of the pass's response tokens, with gradient: float32 (tokens,). All ranks call it together."""
+        """Return the values of the pass's response tokens, with gradient: float32 (tokens,). All
+        ranks call it together."""
         return self.model(part.input_ids, part.predicted_at, part.position_ids)
 
     @abc.abstractmethod
     def backward(self, values: Any, gradient: Any, *, last: bool) -> None:
-        """Add the gradients of the weights to the step's. ``gradient``: of the loss with respect to ``values``, scaled as the engine's
-        backward pass scaled the loss. ``last``: True for the last pass of the step. All ranks call it together."""
+        """Add the gradients of the weights to the step's. ``gradient``: of the loss with respect
+        to ``values``, scaled as the engine's backward pass scaled the loss. ``last``: True for
+        the last pass of the step. All ranks call it together."""
 
     @abc.abstractmethod
     def save(self, path: Path) -> None:

@@ -60,9 +60,10 @@ PROXIMAL, ENTROPY = "proximal_logprobs", "entropy"
 
 
 class DataParallelEngine(TrainEngine):
-    """``model``: the module to call, wrapped by the engine; ``vocabulary`` and ``context`` are the plain model's. ``optimizer``: steps
-    on the policy. ``packed``: rows are packed, not padded. ``critic``: given if ``options.needs_critic``. All ranks make the same
-    number of passes, possibly some without rows."""
+    """``model``: the module to call, wrapped by the engine; ``vocabulary`` and ``context`` are
+    the plain model's. ``optimizer``: steps on the policy. ``packed``: rows are packed, not
+    padded. ``critic``: given if ``options.needs_critic``. All ranks make the same number of
+    passes, possibly some without rows."""
 
     computes: tuple[str, ...] = (PROXIMAL, ENTROPY, STALENESS, VALUES)
     restores = True
@@ -93,14 +94,14 @@ class DataParallelEngine(TrainEngine):
 
     @abc.abstractmethod
     def backward(self, loss: Any, *, last: bool) -> None:
-        """Add the gradients of ``loss`` to the step's: the sum, not the mean, over all passes and ranks. ``last``: True for the last
-        pass of the step."""
+        """Add the gradients of ``loss`` to the step's: the sum, not the mean, over all passes
+        and ranks. ``last``: True for the last pass of the step."""
 
     @abc.abstractmethod
     def optimizer_step(self) -> dict[str, float]:
-        """Clip the gradients and make one step of policy and critic. Return ``grad_norm`` and, with a critic, ``critic_grad_norm``:
-        norms of the whole model before clipping, the same on all ranks. If a norm is not finite, make neither step and clear the
-        gradients."""
+        """Clip the gradients and make one step of policy and critic. Return ``grad_norm`` and,
+        with a critic, ``critic_grad_norm``: norms of the whole model before clipping, the same
+        on all ranks. If a norm is not finite, make neither step and clear the gradients."""
 
     @abc.abstractmethod
     def save_policy(self, path: Path) -> None:
@@ -260,8 +261,8 @@ class DataParallelEngine(TrainEngine):
             return logprobs_of_parts(self._model, batch, self._passes(batch), temperature=self._temperature)
 
     def save(self, path: Path) -> None:
-        """Write policy and critic below ``path``, a directory visible to all ranks: safetensors and JSON, no pickle. Any number of
-        ranks of any engine of this format can load it."""
+        """Write policy and critic below ``path``, a directory visible to all ranks: safetensors
+        and JSON, no pickle. Any number of ranks of any engine of this format can load it."""
         with self._ranks.calling("save"):
             if self._critic is not None:
                 self._critic.save(path / "critic")
@@ -276,8 +277,8 @@ class DataParallelEngine(TrainEngine):
             go_to(self._schedule, steps_made(self._optimizer))
 
     def load_weights(self, update: WeightUpdate) -> None:
-        """Replace the policy's weights by a version. Optimizer and learning-rate schedule start anew. The critic is unchanged: it is
-        not published."""
+        """Replace the policy's weights by a version. Optimizer and learning-rate schedule start
+        anew. The critic is unchanged: it is not published."""
         with self._ranks.calling("load_weights"):
             self.replace_weights(update)
             go_to(self._schedule, 0)

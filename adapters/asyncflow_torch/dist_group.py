@@ -1,7 +1,9 @@
-"""A group of torch.distributed that is nobody else's: one publisher, its receivers, and broadcasts from the first to the others.
+"""A group of torch.distributed that is nobody else's: one publisher, its receivers, and broadcasts
+from the first to the others.
 
-It is made from the process group's own class over a store of ours, never by ``init_process_group``: that one belongs to the
-training loop of this process, which may have a group of its own, or none, and never meets this one.
+It is made from the process group's own class over a store of ours, never by ``init_process_group``:
+that one belongs to the training loop of this process, which may have a group of its own, or none,
+and never meets this one.
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ class StoreProxy(dist.Store):  # type: ignore[misc]
 
 
 class BroadcastGroup:
-    """Broadcasts from rank 0. ``limit_s()`` is asked for the seconds that making the group waits for each member, and for
-    those that each bucket may take when it begins. It may be set anew for each round."""
+    """Broadcasts from rank 0. ``limit_s()`` is asked for the seconds that making the group waits
+    for each member, and for those that each bucket may take when it begins. It may be set anew
+    for each round."""
 
     def __init__(
         self, backend: str, store: StoreProxy, rank: int, size: int, address: str, limit_s: Callable[[], float]
@@ -93,7 +96,8 @@ class BroadcastGroup:
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
 
     def stream(self, chunks: list[Any], buckets: Iterable[Bucket], arrived: Callable[[Bucket], None]) -> None:
-        """Send or receive buckets of flat uint8 tensors in host memory, in order; ``arrived`` is told of each, in order."""
+        """Send or receive buckets of flat uint8 tensors in host memory, in order; ``arrived`` is
+        told of each, in order."""
         under_way: deque[tuple[Bucket, Callable[[], None]]] = deque()
         try:
             for bucket in buckets:

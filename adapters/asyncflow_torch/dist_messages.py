@@ -12,8 +12,8 @@ from asyncflow_sdk.types.manifest import Bucket
 
 
 class DistAddress(msgspec.Struct, frozen=True, array_like=True):
-    """How receivers reach a publisher's rounds. ``insecure``: beyond loopback too. ``stall_s``: how long one member may hold up
-    the others. ``rank``: of the publisher."""
+    """How receivers reach a publisher's rounds. ``insecure``: beyond loopback too. ``stall_s``:
+    how long one member may hold up the others. ``rank``: of the publisher."""
 
     service: bytes
     backend: str
@@ -63,7 +63,8 @@ class EndRound(msgspec.Struct, frozen=True, array_like=True, tag="over"):
 
 
 class RoundStart(msgspec.Struct, frozen=True, array_like=True):
-    """A round begins: ``names`` of its members by rank, and the receiver's own rank. A ``group`` it knows is used again."""
+    """A round begins: ``names`` of its members by rank, and the receiver's own rank. A ``group``
+    it knows is used again."""
 
     round: int
     group: int

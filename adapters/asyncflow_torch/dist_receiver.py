@@ -44,7 +44,8 @@ MAX_LINKS = 64
 
 
 class DistReceiver(WeightReceiver):
-    """``fits(backend, insecure, address)`` raises ConfigError for a publisher at that address this end cannot work with."""
+    """``fits(backend, insecure, address)`` raises ConfigError for a publisher at that address
+    this end cannot work with."""
 
     def __init__(self, host: Host, fits: Callable[[str, bool, str], None]) -> None:
         self._host, self._fits = host, fits
@@ -144,7 +145,8 @@ class _PublisherLink:
         return start
 
     def leave(self, ask: int, still_asks: Callable[[], bool]) -> None:
-        """Tell it that a version is wanted no more, without waiting here. A publisher that does not answer is given up."""
+        """Tell it that a version is wanted no more, without waiting here. A publisher that does
+        not answer is given up."""
 
         def give_up() -> None:
             if still_asks():
@@ -192,7 +194,8 @@ class _PublisherLink:
         return bytes(self._client.call(encode(over), timeout_s, what).body).decode(errors="replace")
 
     def close(self, under_way: bool = False) -> None:
-        """``under_way``: another thread is in a round, and lets go of the group itself once nothing of it is on its way."""
+        """``under_way``: another thread is in a round, and lets go of the group itself once
+        nothing of it is on its way."""
         self.closed = True
         if not under_way:
             self.drop_group()
@@ -250,7 +253,8 @@ class _RoundMember:
                 self._damage = error
 
     def _verdict(self, error: Exception) -> AsyncFlowError:
-        """Who broke the round: known when all were asked, or were silent for long; or at the deadline, what was seen here."""
+        """Who broke the round: known when all were asked, or were silent for long; or at the
+        deadline, what was seen here."""
         where, saw = self._link.where, f"{type(error).__name__}: {error}"[:1000]
         if self._link.closed:
             return WireError(f"{self._what}: this receiver was closed before it had it")

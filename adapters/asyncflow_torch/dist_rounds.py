@@ -1,9 +1,11 @@
-"""RoundServer: the publishing end of the transport ``dist``, in a thread of its own, so that training never waits for it.
+"""RoundServer: the publishing end of the transport ``dist``, in a thread of its own, so that
+training never waits for it.
 
-Receivers that ask for one version are served together: those who ask while a round runs, and those who ask within
-``gather_s`` of each other, since all hear of a version at about the same time. A round whose member dies or stops ends for all of
-its members with an error that names it; they ask again, and the next round is without it. No round goes on once the
-deadlines of all its members have passed.
+Receivers that ask for one version are served together: those who ask while a round runs, and those
+who ask within ``gather_s`` of each other, since all hear of a version at about the same time. A
+round whose member dies or stops ends for all of its members with an error that names it; they ask
+again, and the next round is without it. No round goes on once the deadlines of all its members have
+passed.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ class _Joined:
 
 @dataclass
 class _Round:
-    """``members``: names by peer; ``asks``: by which of their calls; ``until``: the last of their deadlines. ``told``: what they said at the end of it; ``parked``:
-    tickets of those who wait for a verdict."""
+    """``members``: names by peer; ``asks``: by which of their calls; ``until``: the last of
+    their deadlines. ``told``: what they said at the end of it; ``parked``: tickets of those who
+    wait for a verdict."""
 
     number: int
     version: int
@@ -77,8 +80,8 @@ class _Round:
         return [peer for peer in self.members if peer not in self.told and peer not in self.dead]
 
     def blame(self, own: str) -> str:
-        """What went wrong; "" if nothing did. ``own``: what the publisher saw. Those who fell silent are the cause of what
-        others saw."""
+        """What went wrong; "" if nothing did. ``own``: what the publisher saw. Those who fell
+        silent are the cause of what others saw."""
         if self.dead:
             return f"{_names(self.members[p] for p in self.dead)} died or left"
         if self.silent:

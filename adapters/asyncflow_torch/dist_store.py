@@ -1,4 +1,5 @@
-"""KeyValueStore: what the members of a process group tell each other before they are connected, kept by the publisher."""
+"""KeyValueStore: what the members of a process group tell each other before they are connected,
+kept by the publisher."""
 
 from __future__ import annotations
 

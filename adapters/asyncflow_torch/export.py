@@ -19,8 +19,8 @@ def export_together(
     path: Path, config: Any, source: str, kinds: Mapping[str, Kind], pieces: Callable[[Collection[str]], Iterable[Piece]],
     ranks: Ranks, *, bucket_bytes: int, file_bytes: int = FILE_BYTES,
 ) -> None:  # fmt: skip
-    """Write the tensors of ``kinds`` with the model's ``config`` and the tokenizer of the folder ``source``. ``pieces``: return the
-    pieces of this rank of the named tensors. A collective."""
+    """Write the tensors of ``kinds`` with the model's ``config`` and the tokenizer of the folder
+    ``source``. ``pieces``: return the pieces of this rank of the named tensors. A collective."""
     files = _split(kinds, file_bytes)
 
     def begin() -> None:

@@ -31,8 +31,8 @@ _TOKENIZER_FILES = (
 
 
 _loading = threading.Lock()
-"""Hazard: transformers replaces methods of its classes during a load. Of two concurrent threads, one would restore the
-other's replacement, and no later model of this process would be tied."""
+"""Hazard: transformers replaces methods of its classes during a load. Of two concurrent threads,
+one would restore the other's replacement, and no later model of this process would be tied."""
 
 
 def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: str | None = None) -> Any:

@@ -19,7 +19,8 @@ def recompute_activations(model: Any) -> None:
 
 
 def layers_of(model: Any) -> Iterator[Any]:
-    """Yield the blocks of a model, named by transformers as not to be split; without names, the modules of its longest list."""
+    """Yield the blocks of a model, named by transformers as not to be split; without names, the
+    modules of its longest list."""
     names = set(model._no_split_modules or ())
     found = [module for module in model.modules() if type(module).__name__ in names]
     if not found:

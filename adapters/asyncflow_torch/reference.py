@@ -33,9 +33,11 @@ Weights = Mapping[str, npt.NDArray[Any]]
 
 
 def tiny_model(folder: Path, *, seed: int = 0, ends: bool = False, dtype: str = "float32", **options: Any) -> str:
-    """Write a random Llama of two layers (hidden size 64, heads of 32, 43 tokens) and its tokenizer; returns the path.
+    """Write a random Llama of two layers (hidden size 64, heads of 32, 43 tokens) and its
+    tokenizer; returns the path.
 
-    ``dtype``: of its weights. ``ends``: whether it has an end token; without, responses are as long as they may be. ``options``: of LlamaConfig.
+    ``dtype``: of its weights. ``ends``: whether it has an end token; without, responses are as long
+    as they may be. ``options``: of LlamaConfig.
     """
     config: dict[str, Any] = {
         "vocab_size": 43, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -4,8 +4,9 @@
     write_together(path, parts, ranks)
     with Reader(path) as file: file.read("model.norm.weight", local, 0)
 
-A piece is a run of a tensor's elements in row-major order, and one range of the file. A rank holds at most its own shards and a bucket,
-and the file is the same for any number of ranks. All ranks must see the directory. Nothing is pickled.
+A piece is a run of a tensor's elements in row-major order, and one range of the file. A rank holds
+at most its own shards and a bucket, and the file is the same for any number of ranks. All ranks
+must see the directory. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ Piece = tuple[str, Any, int]
 
 @dataclass(frozen=True)
 class FileParts:
-    """``kinds``: all tensors of a file, the same on all ranks. ``pieces``: the part of this rank; the pieces of all ranks cover the
-    file."""
+    """``kinds``: all tensors of a file, the same on all ranks. ``pieces``: the part of this
+    rank; the pieces of all ranks cover the file."""
 
     kinds: Mapping[str, Kind]
     pieces: Iterable[Piece]
@@ -91,7 +92,8 @@ def buckets(flat: Any, dtype: Any, bucket_bytes: int) -> Iterator[Any]:
 
 
 class Reader:
-    """An open safetensors file. Raises ConfigError if it is unreadable, not safetensors, or truncated. ``kinds``: its tensors."""
+    """An open safetensors file. Raises ConfigError if it is unreadable, not safetensors, or
+    truncated. ``kinds``: its tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,7 +112,8 @@ class Reader:
         self._offsets = {name: tensor.start for name, tensor in found.items()}
 
     def read(self, name: str, into: Any, start: int = 0, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Fill a contiguous tensor with elements of tensor ``name`` from index ``start`` on. The dtypes must be equal."""
+        """Fill a contiguous tensor with elements of tensor ``name`` from index ``start`` on. The
+        dtypes must be equal."""
         dtype, _ = self.kinds[name]
         offset = self._offsets[name] + start * dtype.itemsize
         for part in into.view(-1).split(max(1, bucket_bytes // dtype.itemsize)):

@@ -34,19 +34,22 @@ _Self = TypeVar("_Self")
 class TrainOptions:
     """Options of all train engines. Raises ConfigError for numbers out of range.
 
-    ``model``: a Hugging Face folder. ``algorithm``: default GRPO. ``lr``, ``betas``, ``weight_decay``: of AdamW. ``max_grad_norm``: gradients of the whole model
-    are clipped to this norm. ``schedule``: of the learning rate, "constant", "linear" or "cosine"; it rises over ``warmup_steps``
-    and falls to 0 over ``decay_steps`` more (linear and cosine only). ``updates``: optimizer steps per batch, each on a random
-    part of its rows.
+    ``model``: a Hugging Face folder. ``algorithm``: default GRPO. ``lr``, ``betas``,
+    ``weight_decay``: of AdamW. ``max_grad_norm``: gradients of the whole model are clipped to this
+    norm. ``schedule``: of the learning rate, "constant", "linear" or "cosine"; it rises over
+    ``warmup_steps`` and falls to 0 over ``decay_steps`` more (linear and cosine only). ``updates``:
+    optimizer steps per batch, each on a random part of its rows.
 
-    ``dtype``: of forward and backward passes and of published weights; "auto" is the dtype of the model folder. The optimizer
-    steps on float32. ``device``: "auto" is "cuda" (the GPU of LOCAL_RANK) if torch can use a GPU, else "cpu". ``temperature``:
-    of the rollouts; log-probs are computed at it. ``micro_batch_tokens``: maximum of input tokens per forward pass, padding
+    ``dtype``: of forward and backward passes and of published weights; "auto" is the dtype of the
+    model folder. The optimizer steps on float32. ``device``: "auto" is "cuda" (the GPU of
+    LOCAL_RANK) if torch can use a GPU, else "cpu". ``temperature``: of the rollouts; log-probs are
+    computed at it. ``micro_batch_tokens``: maximum of input tokens per forward pass, padding
     included; None computes a step in one pass.
 
-    ``critic``: model folder for the layers of the critic, if the algorithm needs values; default ``model``. ``critic_lr``: its
-    learning rate, default ``lr``. ``threads``: of torch, for the whole process; None leaves the number unchanged. ``seed``: of
-    torch's generator. Dropout is off: it would add noise to the ratio to the policy of the rollouts.
+    ``critic``: model folder for the layers of the critic, if the algorithm needs values; default
+    ``model``. ``critic_lr``: its learning rate, default ``lr``. ``threads``: of torch, for the
+    whole process; None leaves the number unchanged. ``seed``: of torch's generator. Dropout is off:
+    it would add noise to the ratio to the policy of the rollouts.
     """
 
     model: str = field(kw_only=False)
@@ -98,13 +101,16 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedOptions(TrainOptions):
-    """Further options of engines on several ranks. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name the rank, as torchrun sets
-    them; without them there is one rank. The backend is NCCL on "cuda" and gloo on "cpu".
+    """Further options of engines on several ranks. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    name the rank, as torchrun sets them; without them there is one rank. The backend is NCCL on
+    "cuda" and gloo on "cpu".
 
-    ``offload``: keep the optimizer on the CPU. ``checkpointing``: recompute activations inside a layer in the backward pass.
-    ``attention``: attn_implementation of transformers. ``packed``: pack rows without padding; None packs if attention is
-    FlashAttention. ``bucket_bytes``: maximum of memory beyond its shards that a rank uses to publish, save, load or export
-    weights; at least one row of a tensor. ``collective_timeout_s``: wait for other ranks in a call before they count as dead.
+    ``offload``: keep the optimizer on the CPU. ``checkpointing``: recompute activations inside a
+    layer in the backward pass. ``attention``: attn_implementation of transformers. ``packed``: pack
+    rows without padding; None packs if attention is FlashAttention. ``bucket_bytes``: maximum of
+    memory beyond its shards that a rank uses to publish, save, load or export weights; at least one
+    row of a tensor. ``collective_timeout_s``: wait for other ranks in a call before they count as
+    dead.
     """
 
     offload: bool = False

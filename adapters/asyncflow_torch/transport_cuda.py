@@ -2,10 +2,11 @@
 
     publisher = run.weight_publisher("cuda-ipc")
 
-The sender holds every version that may still be asked for, and the one being written, in device memory: (keep + 1) × model,
-which is 2 × with keep=1; a receiver holds its own copy, and one bucket in host memory for digests. Handles are made anew
-for each receiver, since torch counts who has opened one; events order the copies as in torch.multiprocessing. A version's
-memory may be written again while a receiver copies it: it asks afterwards whether it was.
+The sender holds every version that may still be asked for, and the one being written, in device
+memory: (keep + 1) × model, which is 2 × with keep=1; a receiver holds its own copy, and one bucket
+in host memory for digests. Handles are made anew for each receiver, since torch counts who has
+opened one; events order the copies as in torch.multiprocessing. A version's memory may be written
+again while a receiver copies it: it asks afterwards whether it was.
 
 This has been written after torch.multiprocessing and not been run on a GPU: without CUDA both ends refuse.
 """

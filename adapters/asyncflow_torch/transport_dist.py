@@ -1,11 +1,13 @@
-"""Weights by broadcast of torch.distributed: one publisher to many receivers at once, in a group that is nobody else's.
+"""Weights by broadcast of torch.distributed: one publisher to many receivers at once, in a group
+that is nobody else's.
 
     publisher = run.weight_publisher("dist")                                 # gloo, on one host
     publisher = run.weight_publisher("dist", backend="nccl", insecure=True)  # several hosts, on a network of one's own
 
-Versions are staged in host memory; a round broadcasts one, bucket by bucket, into the receivers' host memory, where each bucket
-is verified as it comes. Neither end copies or holds more than the version itself. ``nccl`` moves buckets through device memory;
-it is written after torch's documentation and has not been run on a GPU.
+Versions are staged in host memory; a round broadcasts one, bucket by bucket, into the receivers'
+host memory, where each bucket is verified as it comes. Neither end copies or holds more than the
+version itself. ``nccl`` moves buckets through device memory; it is written after torch's
+documentation and has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from .dist_rounds import RoundServer
 class DistTransport(WeightTransport):
     """Both ends, by the name ``dist``.
 
-    ``backend``: gloo, or nccl. The sockets of a broadcast are torch's and have no keys, on loopback either; the calls that
-    arrange it have. ``insecure``: also beyond loopback, where everyone on the network may read broadcasts.
-    ``stall_s``: a member that holds up the others for longer is left behind. ``gather_s``: how long a round waits for
-    receivers that are likely to ask for the same version.
+    ``backend``: gloo, or nccl. The sockets of a broadcast are torch's and have no keys, on loopback
+    either; the calls that arrange it have. ``insecure``: also beyond loopback, where everyone on
+    the network may read broadcasts. ``stall_s``: a member that holds up the others for longer is
+    left behind. ``gather_s``: how long a round waits for receivers that are likely to ask for the
+    same version.
     """
 
     def __init__(

@@ -10,8 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class VllmAnswer:
-    """One response. ``index``: among those of its request. ``reason``: stop, length, abort, or another of vLLM's. ``versions``: (label,
-    first token, end). ``prompt_logprobs``: of each prompt token but the first, if requested."""
+    """One response. ``index``: among those of its request. ``reason``: stop, length, abort, or
+    another of vLLM's. ``versions``: (label, first token, end). ``prompt_logprobs``: of each
+    prompt token but the first, if requested."""
 
     index: int
     token_ids: Sequence[int]
@@ -26,14 +27,15 @@ class Access(abc.ABC):
 
     @abc.abstractmethod
     async def prepare(self) -> bool:
-        """Prepare the other methods; called once. Return True if log-probs are under the whole vocabulary with top-k or top-p."""
+        """Prepare the other methods; called once. Return True if log-probs are under the whole
+        vocabulary with top-k or top-p."""
 
     @abc.abstractmethod
     def answers(
         self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int
     ) -> AsyncGenerator[Sequence[VllmAnswer], None]:
-        """Run one request for ``n`` responses and yield them as they finish. Response i uses seed + i. Closing the generator aborts the
-        others. n is 1 at temperature 0."""
+        """Run one request for ``n`` responses and yield them as they finish. Response i uses
+        seed + i. Closing the generator aborts the others. n is 1 at temperature 0."""
 
     @abc.abstractmethod
     async def abort(self, names: Sequence[str]) -> None:
@@ -45,8 +47,8 @@ class Access(abc.ABC):
 
     @abc.abstractmethod
     async def load(self, handed: str) -> list[tuple[str, list[str]]]:
-        """Load the version described by `asyncflow_sdk.weights.Handover`. Return for each worker its failure, "" for none, and the
-        loaded names."""
+        """Load the version described by `asyncflow_sdk.weights.Handover`. Return for each worker
+        its failure, "" for none, and the loaded names."""
 
     @abc.abstractmethod
     async def name_version(self, version: int) -> None:

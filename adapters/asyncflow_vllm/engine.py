@@ -44,8 +44,8 @@ class VllmRollout(RolloutEngine):
     # ---- generation
 
     async def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:
-        """Yield responses as they finish. Closing the generator aborts the others. A greedy response is drawn once and returned ``n``
-        times."""
+        """Yield responses as they finish. Closing the generator aborts the others. A greedy
+        response is drawn once and returned ``n`` times."""
         await self._prepare()
         prompt = self._limits.check(request)
         self._check_usable()
@@ -84,8 +84,8 @@ class VllmRollout(RolloutEngine):
     async def logprobs(
         self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]
     ) -> Sequence[Sequence[float]]:
-        """Return log-probs of each response after its prompt, at temperature 1. Prompt and response must be shorter than the context.
-        Raises EngineError."""
+        """Return log-probs of each response after its prompt, at temperature 1. Prompt and
+        response must be shorter than the context. Raises EngineError."""
         await self._prepare()
         self._check_usable()
         pairs = self._limits.pairs(prompt_ids, response_ids)
@@ -109,8 +109,9 @@ class VllmRollout(RolloutEngine):
     async def load_weights(self, update: WeightUpdate) -> set[str]:
         """Have all workers of vLLM load the update, between two tokens of running requests.
 
-        Raises WeightMismatch, and continues with the old weights, if the version does not fit the model. After a load that failed in the
-        workers they hold a mixture: running and waiting requests raise EngineError until a version is loaded whole.
+        Raises WeightMismatch, and continues with the old weights, if the version does not fit the
+        model. After a load that failed in the workers they hold a mixture: running and waiting
+        requests raise EngineError until a version is loaded whole.
         """
         return await finish(self._load(update))
 

@@ -42,10 +42,12 @@ class FolderWeights(WeightUpdate):
 
 
 def check_update(update: WeightUpdate, folder: ModelFolder, dtype: str) -> dict[str, str]:
-    """Compare a version with the model folder. ``dtype``: of the engine, accepted for floating-point tensors beside the folder's.
+    """Compare a version with the model folder. ``dtype``: of the engine, accepted for
+    floating-point tensors beside the folder's.
 
-    vLLM accepts anything: of three projections that it fuses it would take one, and compute with uninitialised memory for the others.
-    Returns second names of tied weights, each with the first. Raises WeightMismatch.
+    vLLM accepts anything: of three projections that it fuses it would take one, and compute with
+    uninitialised memory for the others. Returns second names of tied weights, each with the first.
+    Raises WeightMismatch.
     """
     second: dict[str, str] = {}
 

@@ -96,23 +96,24 @@ class _Reply(msgspec.Struct):
 
 
 class HttpAccess(Access):
-    """``server``: claimed by this engine. ``request_s``, ``update_s``: time limits of a response and of each call of a load; a slower
-    server counts as lost."""
+    """``server``: claimed by this engine. ``request_s``, ``update_s``: time limits of a response
+    and of each call of a load; a slower server counts as lost."""
 
     def __init__(self, server: HttpServer, *, request_s: float, update_s: float) -> None:
         self._server, self._request_s, self._update_s = server, request_s, update_s
         self._prefix = secrets.token_hex(8)
         """Of this engine's request names: earlier users of the server may have used the same numbers."""
         self._requests: dict[str, list[str]] = {}
-        """Unfinished responses of each request, each a request of the server: within one request, each waits for the others."""
+        """Unfinished responses of each request, each a request of the server: within one
+        request, each waits for the others."""
         self._aborted: set[str] = set()
         self._aborts: asyncio.Task[None] | None = None
         self._cuts = False
         self._lost = ""
 
     async def load_folder(self, weights: WeightUpdate) -> None:
-        """Load the model folder's weights. The last user may have left the server paused, or with other weights. Raises WeightError or
-        EngineError."""
+        """Load the model folder's weights. The last user may have left the server paused, or
+        with other weights. Raises WeightError or EngineError."""
         handover = Handover()
         try:
             with handover.give(weights) as handed:
@@ -162,7 +163,8 @@ class HttpAccess(Access):
         self._aborted.discard(name)
 
     async def abort(self, names: Sequence[str]) -> None:
-        """Abort requests until they are answered: the server ignores an abort of a request that it has not received yet."""
+        """Abort requests until they are answered: the server ignores an abort of a request that
+        it has not received yet."""
         self._aborted.update(each for name in names for each in self._requests.get(name, ()))
         if self._aborted and (self._aborts is None or self._aborts.done()):
             self._aborts = asyncio.create_task(self._abort_until_answered())

@@ -91,8 +91,9 @@ class InProcessAccess(Access):
             raise self._gone()
 
     async def close(self) -> None:
-        """End vLLM. Idempotent. vLLM frees its ZeroMQ context (three threads and their descriptors) only when the AsyncLLM is collected,
-        which a stored traceback can delay for ever, so the context is ended here."""
+        """End vLLM. Idempotent. vLLM frees its ZeroMQ context (three threads and their
+        descriptors) only when the AsyncLLM is collected, which a stored traceback can delay for
+        ever, so the context is ended here."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
@@ -104,7 +105,8 @@ class InProcessAccess(Access):
             warnings.warn(f"vLLM was closed, and {CLOSE_S:g} s later still runs: {', '.join(left)}", stacklevel=2)
 
     async def _call(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Return the result of a call. Raises EngineGone if vLLM dies during it, where the call itself would wait for ever."""
+        """Return the result of a call. Raises EngineGone if vLLM dies during it, where the call
+        itself would wait for ever."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -130,8 +132,8 @@ def _join(threads: Sequence[threading.Thread]) -> list[str]:
 
 
 def _output(n: int, max_tokens: int) -> dict[str, Any]:
-    """Return the kind of vLLM's output. With ``FINAL_ONLY`` each of several responses would wait for the others, so they come in two
-    parts: the first token, and the rest after the end."""
+    """Return the kind of vLLM's output. With ``FINAL_ONLY`` each of several responses would wait
+    for the others, so they come in two parts: the first token, and the rest after the end."""
     if n == 1:
         return {"output_kind": RequestOutputKind.FINAL_ONLY}
     return {"output_kind": RequestOutputKind.DELTA, "stream_interval": max_tokens + 1}

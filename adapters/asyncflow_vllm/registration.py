@@ -16,7 +16,8 @@ OWNER = "ASYNCFLOW_VLLM_OWNER"
 
 
 def register() -> None:
-    """Register the weight transfer engine. In a vLLM started by the SDK, also end this process with its owner. Idempotent."""
+    """Register the weight transfer engine. In a vLLM started by the SDK, also end this process
+    with its owner. Idempotent."""
     with contextlib.suppress(ImportError, ValueError):  # an older vLLM, or registered already
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
@@ -28,8 +29,8 @@ def register() -> None:
 
 @contextlib.contextmanager
 def owned() -> Iterator[None]:
-    """Processes that vLLM starts within the block end with this process. Otherwise vLLM's core, its memory and its GPUs would outlive a
-    killed worker."""
+    """Processes that vLLM starts within the block end with this process. Otherwise vLLM's core,
+    its memory and its GPUs would outlive a killed worker."""
     os.environ[OWNER] = str(os.getpid())
     try:
         yield

@@ -52,7 +52,8 @@ def end_tokens(folder: str) -> list[int]:
 
 
 def drawing(request: Request, ends: Sequence[int]) -> dict[str, Any]:
-    """Return vLLM's SamplingParams with the seed of the first response. Defaults of vLLM and of the model are switched off."""
+    """Return vLLM's SamplingParams with the seed of the first response. Defaults of vLLM and of
+    the model are switched off."""
     sampling = request.sampling
     return {
         "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
@@ -68,8 +69,8 @@ def scoring() -> dict[str, Any]:
 
 
 def completions(answers: Sequence[VllmAnswer], first_version: int) -> Iterator[Completion | Completions]:
-    """Yield finished answers, packed together if one version drew all of them. ``first_version``: of the weights that vLLM started
-    with."""
+    """Yield finished answers, packed together if one version drew all of them.
+    ``first_version``: of the weights that vLLM started with."""
     labels = {label for answer in answers for label, start, end in answer.versions if start < end}
     if len(answers) == 1 or len(labels) != 1 or not all(answer.token_ids for answer in answers):
         yield from (_completion(answer, first_version) for answer in answers)

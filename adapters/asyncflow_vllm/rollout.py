@@ -2,7 +2,8 @@
 
     af.Rollout("vllm", model="models/mine", tensor_parallel=2, max_rows=256)
 
-New weights are not sent to vLLM: its workers map the bytes that the SDK has fetched and verified. See `weight_engine`.
+New weights are not sent to vLLM: its workers map the bytes that the SDK has fetched and verified.
+See `weight_engine`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from .requests import Limits
 
 
 class VllmEngine(VllmRollout):
-    """``model``: a Hugging Face folder with safetensors. ``dtype``: of vLLM; "auto" is the folder's. ``max_rows``: responses generated at
-    once (vLLM's max_num_seqs). ``context``: maximum of tokens of prompt and response; None: the model's. ``version``: of the folder's
-    weights. ``options``: other engine arguments of vLLM (``gpu_memory_utilization``, ``enforce_eager``, ...).
+    """``model``: a Hugging Face folder with safetensors. ``dtype``: of vLLM; "auto" is the
+    folder's. ``max_rows``: responses generated at once (vLLM's max_num_seqs). ``context``: maximum
+    of tokens of prompt and response; None: the model's. ``version``: of the folder's weights.
+    ``options``: other engine arguments of vLLM (``gpu_memory_utilization``, ``enforce_eager``,
+    ...).
 
-    Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also with top-k or top-p. A request with a
-    seed repeats its tokens up to rounding, which in vLLM depends on concurrent requests.
+    Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also
+    with top-k or top-p. A request with a seed repeats its tokens up to rounding, which in vLLM
+    depends on concurrent requests.
 
     A version must be whole: all tensors of the folder, in its shapes, in its dtypes or the engine's.
     """

@@ -1,7 +1,8 @@
 """HandedWeightEngine: loads a version in a worker of vLLM, the process that holds the model.
 
-It implements vLLM's ``WeightTransferEngine``. The message describes the place of the weights (`asyncflow_sdk.weights.map_handover`): each
-worker maps the bytes, and the loaders of its model copy this rank's shard.
+It implements vLLM's ``WeightTransferEngine``. The message describes the place of the weights
+(`asyncflow_sdk.weights.map_handover`): each worker maps the bytes, and the loaders of its model
+copy this rank's shard.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class HandedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
-    """``taken``: names that this rank loaded of the last version, without tensors of other pipeline stages and tensors unknown to the
-    model. ``failure``: why the last load failed, "" if it did not."""
+    """``taken``: names that this rank loaded of the last version, without tensors of other
+    pipeline stages and tensors unknown to the model. ``failure``: why the last load failed, ""
+    if it did not."""
 
     init_info_cls = NoInitInfo
     update_info_cls = HandedUpdateInfo
@@ -81,8 +83,9 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing."""
 
     def _record(self, step: Callable[[], None]) -> None:
-        """Run ``step`` and keep its error as ``failure``. A raised error would reach vLLM from the first failing rank, and vLLM would take
-        the answers of other ranks for answers to its next calls."""
+        """Run ``step`` and keep its error as ``failure``. A raised error would reach vLLM from
+        the first failing rank, and vLLM would take the answers of other ranks for answers to its
+        next calls."""
         if self.failure:
             return
         try:
@@ -93,8 +96,8 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
             self._restore_layers()
 
     def _load(self, tensors: list[tuple[str, Any]]) -> None:
-        """Load tensors one by one the first time, to learn which of them the model has a place for; later together, which is faster for
-        many small tensors."""
+        """Load tensors one by one the first time, to learn which of them the model has a place
+        for; later together, which is faster for many small tensors."""
         if self._places.keys() != {name for name, _ in tensors}:
             self._places = {}
             self._places = {name: self._loaded([(name, tensor)]) for name, tensor in tensors}
@@ -120,8 +123,8 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         return loaded
 
     def _restore_layers(self) -> None:
-        """After a failed load, restore layers not loaded yet to their old weights, and forget the failed version. The model still holds a
-        mixture of versions."""
+        """After a failed load, restore layers not loaded yet to their old weights, and forget
+        the failed version. The model still holds a mixture of versions."""
         for layer in self._loading():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
@@ -132,8 +135,8 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         return (layer for layer in self.model.modules() if get_layerwise_info(layer).can_load())
 
     def _pack_output_layers(self) -> None:
-        """Repack output layers tied to the embedding. Linear layers on a CPU compute with a packed copy, and vLLM does not renew this one
-        when the embedding is loaded."""
+        """Repack output layers tied to the embedding. Linear layers on a CPU compute with a
+        packed copy, and vLLM does not renew this one when the embedding is loaded."""
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear") and module.weight.numel():
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -29,7 +29,8 @@ def print_result(result: Result, console: Console, *, consequence: bool) -> None
 
 
 def print_report(report: Report, left: Sequence[str], console: Console) -> None:
-    """Print each probable cause once, then the counts and the level. ``left``: processes killed after the engine was closed."""
+    """Print each probable cause once, then the counts and the level. ``left``: processes killed
+    after the engine was closed."""
     causes = report.causes
     for number, cause in enumerate(causes):
         head = "Probable cause" if len(causes) == 1 else f"Probable cause {number + 1} of {len(causes)}"

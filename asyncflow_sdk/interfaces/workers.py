@@ -30,8 +30,8 @@ class Producer(abc.ABC):
 
     @abc.abstractmethod
     async def run(self) -> None:
-        """Generate on this event loop. Raises the engine's error, DeadlineExceeded with the reason, and ConfigError if this
-        connection is the replica of another engine."""
+        """Generate on this event loop. Raises the engine's error, DeadlineExceeded with the
+        reason, and ConfigError if this connection is the replica of another engine."""
 
 
 class Consumer(AbstractContextManager["Consumer"], abc.ABC):

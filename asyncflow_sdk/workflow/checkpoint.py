@@ -51,8 +51,8 @@ class File(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``step``: the first that the engine's state was not trained with, which trains ``version``. ``rows_put``: the prompt
-    cursor, in rows. ``digest``: of all of this without it."""
+    """``step``: the first that the engine's state was not trained with, which trains
+    ``version``. ``rows_put``: the prompt cursor, in rows. ``digest``: of all of this without it."""
 
     format: int
     sdk: str
@@ -65,8 +65,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where training goes on. ``path``: what ``load`` takes; None: there is no checkpoint, so from the start. ``step``: the next
-    one leased. ``version``: the number to publish the engine's weights under before it; None: they are current."""
+    """Where training goes on. ``path``: what ``load`` takes; None: there is no checkpoint, so
+    from the start. ``step``: the next one leased. ``version``: the number to publish the
+    engine's weights under before it; None: they are current."""
 
     path: Path | None
     step: int
@@ -78,8 +79,9 @@ class Damaged(Exception):
 
 
 class Checkpoints:
-    """Those of one run, for its one trainer. ``keep``: so many, the newest; rows are kept for the oldest of them. ``ranks``: of
-    a trainer of several, which all call the same at the same time, in a directory that all of them see. Not thread-safe."""
+    """Those of one run, for its one trainer. ``keep``: so many, the newest; rows are kept for
+    the oldest of them. ``ranks``: of a trainer of several, which all call the same at the same
+    time, in a directory that all of them see. Not thread-safe."""
 
     def __init__(
         self, queue: QueueClient, directory: Path, keep: int = 2, ranks: RankCommunicator | None = None
@@ -89,8 +91,8 @@ class Checkpoints:
         self._ranks = ranks or RankCommunicator()
 
     def resume(self) -> ResumePoint:
-        """Go on from the newest checkpoint that is whole; without any from the start. Raises ConfigError where rows that would
-        have to be trained again are gone."""
+        """Go on from the newest checkpoint that is whole; without any from the start. Raises
+        ConfigError where rows that would have to be trained again are gone."""
         found = self._ranks.by_first("where training goes on", lambda: _packed(self._resume()))
         path, step, version = msgspec.json.decode(found, type=tuple[str | None, int, int | None])
         return ResumePoint(None if path is None else Path(path), step, version)
@@ -117,9 +119,10 @@ class Checkpoints:
         return self._went_on(None, self._send(cmd.Resume(step=0)))
 
     def save(self, save: Callable[[Path], None], *, last: bool = False) -> Path:
-        """Have ``save`` write the engine's state of now, after the last acknowledged step. ``last``: no step follows, so none
-        will be trained again. Raises MemoryFull when the disk is full, ConfigError after a rollback before the trainer has loaded
-        its version, and what ``save`` raises; then nothing has changed."""
+        """Have ``save`` write the engine's state of now, after the last acknowledged step.
+        ``last``: no step follows, so none will be trained again. Raises MemoryFull when the disk
+        is full, ConfigError after a rollback before the trainer has loaded its version, and what
+        ``save`` raises; then nothing has changed."""
         self._ranks.all_gather("the acknowledgement of a step")
         cut = self._cut()
         path = self._path(cut.step)
@@ -201,8 +204,9 @@ def write(
     rows_put: int,
     ranks: RankCommunicator | None = None,
 ) -> None:
-    """A checkpoint that is whole or not there, also when the host dies. Of several ``ranks`` each writes its part in the same
-    directory, and the first one the rest. Raises MemoryFull, and what ``save`` raises."""
+    """A checkpoint that is whole or not there, also when the host dies. Of several ``ranks``
+    each writes its part in the same directory, and the first one the rest. Raises MemoryFull,
+    and what ``save`` raises."""
     ranks = ranks or RankCommunicator()
 
     def begin() -> bytes:

@@ -17,8 +17,9 @@ LOOK_S = 5.0
 
 
 class CheckingConsumer(Consumer):
-    """Iterates over the batches of a task. Calls ``check`` at the end of the stream and, if ``often``, before each wait and every
-    ``LOOK_S`` seconds of it. ``options``: of ``TransferQueue.stream``."""
+    """Iterates over the batches of a task. Calls ``check`` at the end of the stream and, if
+    ``often``, before each wait and every ``LOOK_S`` seconds of it. ``options``: of
+    ``TransferQueue.stream``."""
 
     def __init__(
         self, queue: QueueClient, task: str, count: int, timeout_s: float, check: Callable[[], None], *, often: bool,

@@ -1,4 +1,5 @@
-"""RunStatistics: staleness, publish lag and response lengths of a whole run, across all its driver processes, for summary.json.
+"""RunStatistics: staleness, publish lag and response lengths of a whole run, across all its driver
+processes, for summary.json.
 
 statistics = RunStatistics()
 statistics.add(event)            # every event of the run, in order

@@ -1,7 +1,8 @@
 """Work of a stage by an engine with fixed weights, and checks of functions and engine options.
 
 af.Stage(af.Logprobs("torch", model=reference), gives=["ref_logprobs"])
-af.Stage(af.Generate("transformers", model=judge, sampling=af.Sampling(temperature=0)), needs=["question"], gives=["verdict"])
+af.Stage(af.Generate("transformers", model=judge, sampling=af.Sampling(temperature=0)),
+needs=["question"], gives=["verdict"])
 """
 
 from __future__ import annotations

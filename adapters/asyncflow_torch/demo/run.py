@@ -58,7 +58,8 @@ def demo_workflow(
     model: Path, steps: int, seed: int, max_staleness: int, policy: str = "wait", generator: DemoGenerator | None = None,
     trainer: DemoTrainer | None = None, weights: af.Weights | None = None,
 ) -> af.Workflow:  # fmt: skip
-    """Reverse five digits: 32 prompts a step, 8 responses each, rewarded when exactly right. ``weights``: by default the generator's."""
+    """Reverse five digits: 32 prompts a step, 8 responses each, rewarded when exactly right.
+    ``weights``: by default the generator's."""
     generator, trainer = generator or DemoGenerator(), trainer or DemoTrainer()
     return af.Workflow(
         prompts=prompts(PROMPTS_A_STEP * steps, seed),

@@ -19,8 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class CheckFailed(AssertionError):
     """Raised by a check: the observed and the expected behaviour.
 
-    ``cause``: the likely fault, as "part: fault", the same in every check that shows it; "" if unknown. ``hint``: where to
-    look for that fault, "" for the hint of the check.
+    ``cause``: the likely fault, as "part: fault", the same in every check that shows it; "" if
+    unknown. ``hint``: where to look for that fault, "" for the hint of the check.
     """
 
     def __init__(self, message: str, cause: str = "", hint: str = "") -> None:
@@ -46,11 +46,12 @@ def expect(condition: object, message: str, cause: str = "") -> None:
 class Check:
     """One question. ``impact``: the harm to a run if the check fails. ``hint``: where the fault usually is.
 
-    ``tier``: "basic": every run needs it; "full": long runs need it; "chaos": rare orders of events, killed processes.
-    ``body``: takes the lab of its kind, which holds the engine; a coroutine function if the engine has an event loop. It may
-    return a remark for a passed check: how much was tried.
-    ``alone``: it makes a new engine, and runs again in a process of its own if a second engine in one process may fail.
-    ``after``: names of checks it presupposes. If one of those fails, a failure of this check is its consequence.
+    ``tier``: "basic": every run needs it; "full": long runs need it; "chaos": rare orders of
+    events, killed processes. ``body``: takes the lab of its kind, which holds the engine; a
+    coroutine function if the engine has an event loop. It may return a remark for a passed check:
+    how much was tried. ``alone``: it makes a new engine, and runs again in a process of its own if
+    a second engine in one process may fail. ``after``: names of checks it presupposes. If one of
+    those fails, a failure of this check is its consequence.
     """
 
     kind: str
@@ -71,8 +72,9 @@ class Check:
 class Result:
     """The result of one check. ``seconds``: its duration, for people; no verdict depends on it.
 
-    ``detail``: of a failure the observation, of an expected failure the given reason, of a check that does not apply or was
-    not asked the reason, of a passed check a remark or "". ``cause``, ``hint``: of a failure, see `CheckFailed`.
+    ``detail``: of a failure the observation, of an expected failure the given reason, of a check
+    that does not apply or was not asked the reason, of a passed check a remark or "". ``cause``,
+    ``hint``: of a failure, see `CheckFailed`.
     """
 
     check: Check
@@ -104,7 +106,8 @@ _CHECKS: dict[str, dict[str, Check]] = {}
 def check(
     kind: str, tier: Tier, *, impact: str, hint: str, alone: bool = False, after: Sequence[str] = ()
 ) -> Callable[[F], F]:
-    """Register a function as a check: its name is the check's name, the first paragraph of its docstring the question."""
+    """Register a function as a check: its name is the check's name, the first paragraph of its
+    docstring the question."""
 
     def register(body: F) -> F:
         """Add the check to the table of its kind."""

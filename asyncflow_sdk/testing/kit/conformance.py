@@ -189,7 +189,8 @@ class Conformance:
         return "it answers as no model does: its conformance_policy is empty" if empty else ""
 
     def run(self, on_result: Callable[[Result], Any] = lambda _: None, *, fail_fast: bool = False) -> Report:
-        """Run all checks in turn; ``on_result`` is called with each result. ``fail_fast``: stop after the first failure."""
+        """Run all checks in turn; ``on_result`` is called with each result. ``fail_fast``: stop
+        after the first failure."""
         results: list[Result] = []
         try:
             for each in self.checks:

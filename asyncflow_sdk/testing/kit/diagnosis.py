@@ -13,7 +13,8 @@ from .policy import Logprobs, Policy
 Ids = npt.NDArray[np.int32]
 _BACK, _LOW_IDS, _MORE = 3, 3, 4
 _CUT, _ROUNDED = 3.0, 0.15
-"""Nats: no sampler keeps less than a twentieth of the probability; a log-prob in 16-bit arithmetic is hardly further off."""
+"""Nats: no sampler keeps less than a twentieth of the probability; a log-prob in 16-bit
+arithmetic is hardly further off."""
 OTHER_VERSION = "weights: "
 """The prefix of causes for which a check may know a more specific one, for example a cache."""
 
@@ -25,7 +26,8 @@ CACHE_HINT = (
 
 
 class Diagnosis(NamedTuple):
-    """``cause``: the fault, as "part: fault"; "" if unknown. ``text``: appended to the message. ``hint``: where to look."""
+    """``cause``: the fault, as "part: fault"; "" if unknown. ``text``: appended to the message.
+    ``hint``: where to look."""
 
     cause: str = ""
     text: str = ""
@@ -90,7 +92,8 @@ def diagnose_logprobs(
 def diagnose_numbers(
     wanted: Logprobs, have: Logprobs, tolerance: float, likeliest: Logprobs | None = None
 ) -> Diagnosis:
-    """Explain log-probs ``have`` by the correct ones alone. ``likeliest``: those of the most likely token at each place."""
+    """Explain log-probs ``have`` by the correct ones alone. ``likeliest``: those of the most
+    likely token at each place."""
 
     def near(other: Logprobs) -> bool:
         """True if these are the observed log-probs."""

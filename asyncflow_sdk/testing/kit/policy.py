@@ -34,7 +34,8 @@ class Policy(abc.ABC):
     learns: bool = True
     """True if training on rewards changes the answers accordingly."""
     rollout: tuple[str, Mapping[str, Any]] = ("timed", {"median": 8.0, "sigma": 0.5, "longest": 24, "step_s": 0.002})
-    """A rollout engine for runs of train engines, with its options: it loads this policy's weights and gives rows to train on."""
+    """A rollout engine for runs of train engines, with its options: it loads this policy's
+    weights and gives rows to train on."""
 
     @property
     @abc.abstractmethod

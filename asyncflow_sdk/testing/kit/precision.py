@@ -10,11 +10,12 @@ from ...types import dtype_name
 from .policy import Ids, Policy, Tensors
 
 TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 0.15, "bfloat16": 1.5}
-"""Of a log-prob (nats), each above the largest error of the engine on transformers against float32 in 1,500 responses of its
-small model: 5e-5, 0.10 and 1.0. Only a few tokens of almost no probability are so far off."""
+"""Of a log-prob (nats), each above the largest error of the engine on transformers against
+float32 in 1,500 responses of its small model: 5e-5, 0.10 and 1.0. Only a few tokens of almost no
+probability are so far off."""
 SHARE, LONG = 4, 8
-"""The mean over a response of LONG tokens, and the gap of a greedy token to the likeliest one, may be a SHARE-th of the tolerance;
-measured in bfloat16: 0.114 and 0.22."""
+"""The mean over a response of LONG tokens, and the gap of a greedy token to the likeliest one,
+may be a SHARE-th of the tolerance; measured in bfloat16: 0.114 and 0.22."""
 
 
 def dtype_of(tensors: Tensors) -> str:

@@ -17,7 +17,8 @@ with contextlib.suppress(ImportError):
     import hypothesis.stateful  # noqa: F401  # now: it is no part of the time that a check has
 
 EXAMPLES, STEPS, SHARE, WHOLE = 80, 24, 0.25, 0.9
-"""The most sequences, their steps, and their share of the limit; with fewer than ``LEAST`` steps, up to the share WHOLE."""
+"""The most sequences, their steps, and their share of the limit; with fewer than ``LEAST``
+steps, up to the share WHOLE."""
 LEAST = 60
 """Steps needed for a result."""
 CHEAP_S = 0.5

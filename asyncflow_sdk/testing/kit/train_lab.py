@@ -23,8 +23,8 @@ from .thread import EngineThread
 
 LIMIT_S = 60.0
 SAME = 0.02
-"""The largest distance of equal updates, relative to their length: the effect of rounding on an optimizer's division by a
-gradient of almost 0."""
+"""The largest distance of equal updates, relative to their length: the effect of rounding on an
+optimizer's division by a gradient of almost 0."""
 NOTHING = 0.1
 """Weights moved by less than this part of an update count as not trained: decay is no training."""
 
@@ -184,8 +184,9 @@ class TrainLab:
         self, sizes: Sequence[int] = (4, 4, 4), *, seed: int = 0, longest: int = 24, rewards: Sequence[float] | None = None,
         prompts: Sequence[Ids] | None = None, responses: Sequence[Ids] | None = None,
     ) -> Batch:  # fmt: skip
-        """Groups of the given sizes, with rewards of 0 and 1 in each: of random prompts and responses unless these are given,
-        one a group and one a row. Drawn by version 0, as far as their log-probs say."""
+        """Groups of the given sizes, with rewards of 0 and 1 in each: of random prompts and
+        responses unless these are given, one a group and one a row. Drawn by version 0, as far
+        as their log-probs say."""
         random = np.random.default_rng([seed, len(sizes)])
         rows = int(sum(sizes))
         asked = list(prompts or self.policy.prompts(len(sizes), seed=2 * seed + 100))

@@ -19,8 +19,8 @@ from .train_lab import Tensors, TrainLab
 
 STEPS = 24
 FAR = (2.0, 6.0)
-"""The way of all steps in half roundings of bfloat16, at the median weight by contribution: visible when rounded once, and too
-short to be visible in a single step."""
+"""The way of all steps in half roundings of bfloat16, at the median weight by contribution:
+visible when rounded once, and too short to be visible in a single step."""
 KEPT = 0.5
 """The part of the way needed. Steps rounded one by one keep about 0.1; rounded once, 0.9 and more."""
 _BITS = 8
