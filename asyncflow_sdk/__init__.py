@@ -126,10 +126,10 @@ _NAMES = {
         "VersionGone VersionNeeded WeightError WeightMismatch WireError WorkerFailed WriteOnceError"
     ),
     "interfaces": (
-        "TRAIN_COLUMNS Algorithm Candidates Capabilities Completion Completions Consumer Launcher LeasedBatch "
-        "PackedTokens Placement Producer Publication Request RolloutEngine Sampler StalenessPolicy StepResult StepWindow "
-        "TrackedRun Tracker TrainEngine TransferQueue WeightPublisher WeightSubscriber WeightSync WeightUpdate "
-        "WorkerExit WorkerHandle WorkerSpec"
+        "TRAIN_COLUMNS Algorithm Candidates Capabilities Completion Completions Consumer Launcher LeasedBatch"
+        " PackedTokens Placement Producer Publication Request RolloutEngine Sampler StalenessPolicy StepResult"
+        " StepWindow TrackedRun Tracker TrainEngine TransferQueue WeightPublisher WeightSubscriber WeightSync"
+        " WeightUpdate WorkerExit WorkerHandle WorkerSpec"
     ),
     "plugins": "AdapterSpec hookimpl",
     "queue": "StreamDataLoader",

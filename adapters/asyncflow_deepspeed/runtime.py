@@ -31,8 +31,8 @@ def start(device: str) -> tuple[Any, str]:
     found = get_accelerator().device_name()
     if found != kind:
         raise ConfigError(
-            f"device {device!r} differs from DeepSpeed's device in this process, {found!r}, which was set by DS_ACCELERATOR"
-            " in the environment or detected when it was imported"
+            f"device {device!r} differs from DeepSpeed's device in this process, {found!r}, which was set by"
+            " DS_ACCELERATOR in the environment or detected when it was imported"
         )
     # Hazard: on a CPU its first collective would compile an operator for a minute and leave files in /dev/shm; gloo needs none.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

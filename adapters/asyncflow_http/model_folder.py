@@ -52,8 +52,8 @@ class ModelFolder:
             int(text_config(config)["vocab_size"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"model folder {self.folder!r} has no config.json with a vocab_size: {error!r}; give the path of a Hugging Face"
-                " model folder"
+                f"model folder {self.folder!r} has no config.json with a vocab_size: {error!r}; give the path of a"
+                " Hugging Face model folder"
             ) from None
         return dict(config)
 

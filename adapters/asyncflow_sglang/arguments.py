@@ -26,7 +26,8 @@ def own_options(
     odd = sorted(name for name in options if name.replace("-", "_") in _OURS)
     if odd:
         raise ConfigError(
-            f"option {odd[0]!r} of SGLang is set by this adapter; to use a server started by you, give url= to 'sglang'"
+            f"option {odd[0]!r} of SGLang is set by this adapter; to use a server started by you, give url= to"
+            " 'sglang'"
         )
     given = {"dtype": dtype, "log_level": "warning"} | {
         name.replace("-", "_"): value for name, value in options.items()

@@ -58,7 +58,8 @@ class SGLangProcess:
                 tail = self._tail()
                 self.close()
                 raise DeadlineExceeded(
-                    f"the SGLang server took no requests in {timeout_s:g} s since it was started; the end of its log:\n{tail}"
+                    f"the SGLang server took no requests in {timeout_s:g} s since it was started; the end of its"
+                    f" log:\n{tail}"
                 )
             time.sleep(POLL_S)
         self._shared = shared_memory(in_group(self.pid))

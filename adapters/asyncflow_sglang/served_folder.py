@@ -85,6 +85,6 @@ def folder_of_server(model: str, revision: str | None, name: str) -> ServedFolde
         return ServedFolder(folder)
     except Exception as error:
         raise ConfigError(
-            f"{name} serves {model!r}, which cannot be read here ({type(error).__name__}: {error}), so versions cannot be compared with"
-            " it; start it with a model folder of this host"
+            f"{name} serves {model!r}, which cannot be read here ({type(error).__name__}: {error}), so versions"
+            " cannot be compared with it; start it with a model folder of this host"
         ) from None

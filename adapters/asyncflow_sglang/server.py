@@ -90,8 +90,8 @@ def _attach(
     server = HttpServer.running(url, key_env, "SGLang", health=_HEALTH)
     if not server.key and not server.is_local:  # clients of an SGLang server without a key can run code in it
         raise ConfigError(
-            f"url={url!r} is another host, and there is no key: start that server with --api-key, and name the environment"
-            " variable that holds the key with key_env="
+            f"url={url!r} is another host, and there is no key: start that server with --api-key, and name the"
+            " environment variable that holds the key with key_env="
         )
     info = _checked_info(server)
     dtype = info.dtype

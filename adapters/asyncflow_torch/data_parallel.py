@@ -76,7 +76,8 @@ class DataParallelEngine(TrainEngine):
         unknown = [name for name in algorithm.asks if name not in self.computes]
         if unknown:
             raise ConfigError(
-                f"{type(algorithm).__name__} asks for {', '.join(unknown)}, which {type(self).__name__} does not compute"
+                f"{type(algorithm).__name__} asks for {', '.join(unknown)}, which {type(self).__name__} does not"
+                " compute"
             )
         self._model, self._ranks, self._algorithm, self._device = model, ranks, algorithm, device
         self._vocabulary, self._context = vocabulary, context

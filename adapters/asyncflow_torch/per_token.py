@@ -98,7 +98,8 @@ def extra_columns(needs: Iterable[str], batch: Batch) -> dict[str, PerToken]:
             continue
         if name not in batch.columns:
             raise SchemaError(
-                f"the algorithm needs column {name!r}, which the batch lacks; say needs=[{name!r}] of the trainer's task"
+                f"the algorithm needs column {name!r}, which the batch lacks; say needs=[{name!r}] of the"
+                " trainer's task"
             )
         column = batch[name]
         if isinstance(column, Ragged) and np.array_equal(column.lengths, lengths):
@@ -107,6 +108,7 @@ def extra_columns(needs: Iterable[str], batch: Batch) -> dict[str, PerToken]:
             found[name] = PerToken(column, lengths, by_row=True)
         else:
             raise SchemaError(
-                f"column {name!r} is {batch.spec(name)}; an algorithm is given columns with a number a row or a response token"
+                f"column {name!r} is {batch.spec(name)}; an algorithm is given columns with a number a row or a"
+                " response token"
             )
     return found

@@ -201,7 +201,8 @@ def _place() -> tuple[int, int]:
     missing = [name for name in _PLACE if name not in said]
     if missing:
         raise ConfigError(
-            f"the environment has {', '.join(said)} and not {', '.join(missing)}; a launcher sets all four for each rank"
+            f"the environment has {', '.join(said)} and not {', '.join(missing)}; a launcher sets all four for"
+            " each rank"
         )
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

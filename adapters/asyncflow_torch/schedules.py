@@ -26,7 +26,8 @@ def make_schedule(optimizer: Any, name: str, *, warmup_steps: int = 0, decay_ste
     check_least(0, warmup_steps=warmup_steps)
     if (name == "constant") != (decay_steps is None) or (decay_steps is not None and decay_steps < 1):
         raise ConfigError(
-            f"schedule {name!r} with decay_steps={decay_steps}: linear and cosine need them, from 1; constant has none"
+            f"schedule {name!r} with decay_steps={decay_steps}: linear and cosine need them, from 1; constant has"
+            " none"
         )
 
     def factor(step: int) -> float:

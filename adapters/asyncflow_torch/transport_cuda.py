@@ -70,8 +70,8 @@ class DeviceMemory:
         """Raises ConfigError where this process has no CUDA device."""
         if not torch.cuda.is_available():
             raise ConfigError(
-                f"cuda-ipc: torch {torch.__version__} finds no CUDA device in this process; use shm on one host, tcp between"
-                " hosts"
+                f"cuda-ipc: torch {torch.__version__} finds no CUDA device in this process; use shm on one host,"
+                " tcp between hosts"
             )
 
     def current(self) -> Any:
@@ -90,8 +90,8 @@ class DeviceMemory:
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         if handle.gpu not in visible:
             raise ConfigError(
-                f"cuda-ipc: the publisher's GPU {handle.gpu} is not visible to this process (CUDA_VISIBLE_DEVICES, or another"
-                " host); use shm on one host, tcp between hosts"
+                f"cuda-ipc: the publisher's GPU {handle.gpu} is not visible to this process (CUDA_VISIBLE_DEVICES,"
+                " or another host); use shm on one host, tcp between hosts"
             )
         storage = torch.UntypedStorage._new_shared_cuda(visible[handle.gpu], *msgspec.structs.astuple(handle)[1:])
         device = torch.device("cuda", visible[handle.gpu])

@@ -128,8 +128,9 @@ def fits(backend: str, insecure: bool, address: str) -> None:
     works(backend)
     if not insecure and not _on_loopback(address):
         raise ConfigError(
-            f"dist at {address}: what torch.distributed sends is not encrypted and anybody may connect; say insecure=True if"
-            " everyone on that network may read the weights, or use the transport tcp, which has keys"
+            f"dist at {address}: what torch.distributed sends is not encrypted and anybody may connect; say"
+            " insecure=True if everyone on that network may read the weights, or use the transport tcp, which has"
+            " keys"
         )
 
 

@@ -94,8 +94,8 @@ class VllmRollout(RolloutEngine):
     async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
         if not prompt or len(prompt) + len(response) >= self._limits.context:
             raise EngineError(
-                f"a prompt of {len(prompt)} and a response of {len(response)} tokens cannot be scored: the prompt needs 1, and both"
-                f" together can be {self._limits.context - 1}"
+                f"a prompt of {len(prompt)} and a response of {len(response)} tokens cannot be scored: the prompt"
+                f" needs 1, and both together can be {self._limits.context - 1}"
             )
         if not response:
             return []
@@ -151,8 +151,8 @@ class VllmRollout(RolloutEngine):
         lost = [name for name in left if first_equal(update, name, sorted(loaded)) is None]
         if lost:
             raise WeightMismatch(
-                f"version {update.version}: vLLM has no place for {', '.join(lost[:10])}, and they are not equal to tensors"
-                " tied to them in this model"
+                f"version {update.version}: vLLM has no place for {', '.join(lost[:10])}, and they are not equal"
+                " to tensors tied to them in this model"
             )
 
     async def _refuse(self, why: str) -> None:

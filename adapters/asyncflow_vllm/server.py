@@ -60,7 +60,8 @@ class _Config(msgspec.Struct):
         backend = self.weight_transfer_config.backend if self.weight_transfer_config else "none"
         parallel, mode = self.parallel_config, self.model_config.logprobs_mode
         found = {
-            f"its weights come by {backend!r}: start it with --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}',"
+            f"its weights come by {backend!r}: start it with --weight-transfer-config"
+            f" '{{\"backend\": \"{BACKEND}\"}}',"
             " in an environment that has asyncflow-sdk": backend != BACKEND,
             f"its workers do not say what they loaded: --worker-extension-cls {EXTENSION}":
                 parallel.worker_extension_cls != EXTENSION,
@@ -107,8 +108,9 @@ class VllmServer(VllmRollout):
         server = HttpServer.running(url, key_env, "vLLM", health="/health")
         if not server.is_local:
             raise ConfigError(
-                f"url={url!r} is another host: vLLM's routes for weights ask for no key, and its workers map the weights in the"
-                " memory of this host; run the rollout worker there (asyncflow worker), and give it a loopback address"
+                f"url={url!r} is another host: vLLM's routes for weights ask for no key, and its workers map the"
+                " weights in the memory of this host; run the rollout worker there (asyncflow worker), and give"
+                " it a loopback address"
             )
         folder = ModelFolder(model)
         served = server.wait_for(_checked(server)).model_config

@@ -105,7 +105,8 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
             loaded, wanted = self._loaded(tensors), set().union(*self._places.values())
             if loaded != wanted:
                 raise WeightMismatch(
-                    f"parameters {', '.join(sorted(loaded ^ wanted)[:10])} were loaded by one version and not by another"
+                    f"parameters {', '.join(sorted(loaded ^ wanted)[:10])} were loaded by one version and not by"
+                    " another"
                 )
         self.taken = {name for name, places in self._places.items() if places}
 

@@ -37,7 +37,8 @@ def algorithm_spec(given: Any) -> AlgorithmSpec:
     if isinstance(of, Algorithm) and of is given:
         if not dataclasses.is_dataclass(of):
             raise ConfigError(
-                f"algorithm {of!r:.100} is not a dataclass, so its fields cannot be sent to a worker: make it one, or give (class, options)"
+                f"algorithm {of!r:.100} is not a dataclass, so its fields cannot be sent to a worker: make it one,"
+                " or give (class, options)"
             )
         options = {f.name: getattr(of, f.name) for f in dataclasses.fields(of) if f.init}
         of = type(of)

@@ -23,7 +23,8 @@ class Overlong(UserConfig):
         check_fields(self)
         if not 0 < self.buffer <= self.max_tokens:
             raise ConfigError(
-                f"overlong: buffer={self.buffer} must be from 1 to max_tokens={self.max_tokens}: the penalty begins buffer tokens before the limit"
+                f"overlong: buffer={self.buffer} must be from 1 to max_tokens={self.max_tokens}: the penalty"
+                " begins buffer tokens before the limit"
             )
 
     def penalties(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -60,7 +60,8 @@ def write_plugin(name: str, kind: str, folder: Path) -> list[Path]:
         raise ConfigError(f"--kind {kind}: no such kind; there are {', '.join(KINDS)}")
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise ConfigError(
-            f"{name!r} is no name for a package: use lower-case letters, digits and single dashes, for example my-engine"
+            f"{name!r} is no name for a package: use lower-case letters, digits and single dashes, for example"
+            " my-engine"
         )
     module = name.replace("-", "_")
     if keyword.iskeyword(module) or module in ("tests", "asyncflow_sdk"):

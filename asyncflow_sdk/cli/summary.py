@@ -105,7 +105,8 @@ def _lag(of: Mapping[str, Any]) -> str:
 
 def _lengths(of: Mapping[str, Any]) -> str:
     lines = [
-        f"{what}: mean {of[what]['mean']:,.1f}, p50 {of[what]['p50']:,.0f}, p90 {of[what]['p90']:,.0f}, p99 {of[what]['p99']:,.0f}"
+        f"{what}: mean {of[what]['mean']:,.1f}, p50 {of[what]['p50']:,.0f}, p90 {of[what]['p90']:,.0f}, p99"
+        f" {of[what]['p99']:,.0f}"
         for what in ("generated", "trained")
         if isinstance(of.get(what), Mapping) and of[what].get("rows")
     ]

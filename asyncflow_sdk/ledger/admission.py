@@ -122,8 +122,8 @@ class LeaseAdmission:
             raise SchemaError(f"at_least is a number of rows up to {most}, not {command.at_least}")
         if command.at_least > self._state.limits.capacity_rows:
             raise SchemaError(
-                f"at_least={command.at_least} rows are never ready together: the queue holds {self._state.limits.capacity_rows}"
-                " (capacity_rows)"
+                f"at_least={command.at_least} rows are never ready together: the queue holds"
+                f" {self._state.limits.capacity_rows} (capacity_rows)"
             )
         if command.at_least and task.spec.admits:
             raise SchemaError(

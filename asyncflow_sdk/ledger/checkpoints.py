@@ -60,8 +60,9 @@ class StepCheckpoints:
         steps, following = self._state.steps, self._state.steps.next_to_train()
         if not 0 <= command.covers <= command.step <= following:
             raise ConfigError(
-                f"a checkpoint of step {command.step} cannot cover the steps before {command.covers}: step {following} is"
-                " the first that is not acknowledged; acknowledge a step before a checkpoint that has trained it is made"
+                f"a checkpoint of step {command.step} cannot cover the steps before {command.covers}: step"
+                f" {following} is the first that is not acknowledged; acknowledge a step before a checkpoint that"
+                " has trained it is made"
             )
         steps.checkpoint = max(steps.checkpoint, command.step)
         steps.saved[command.step] = command.version
@@ -101,8 +102,8 @@ class StepCheckpoints:
         following, versions = self._state.steps.next_to_train(), self._state.versions
         if step < self._state.steps.covered:
             raise ConfigError(
-                f"training cannot resume with step {step}: a checkpoint covers the steps before {self._state.steps.covered}, and their"
-                " rows have ended"
+                f"training cannot resume with step {step}: a checkpoint covers the steps before"
+                f" {self._state.steps.covered}, and their rows have ended"
             )
         if step > following:
             raise ConfigError(
@@ -113,8 +114,8 @@ class StepCheckpoints:
             raise ConfigError(f"version {version} was never published; {versions.current} is the newest")
         if version != NONE and versions.lineage.rolled_back(version):
             raise ConfigError(
-                f"the checkpoint of step {step} has the weights of version {version}, which was rolled back; resume from"
-                " an older one"
+                f"the checkpoint of step {step} has the weights of version {version}, which was rolled back;"
+                " resume from an older one"
             )
 
     def _cover(self, covers: int) -> None:

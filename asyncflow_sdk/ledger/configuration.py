@@ -133,8 +133,8 @@ class QueueConfiguration:
             self._check_step_task(spec, spec.batch_rows, rule)
             if self._state.limits.checkpoints and spec.gives:
                 raise ConfigError(
-                    f"task {spec.name!r} gives columns, and with checkpoints a step may be trained again, but a column is"
-                    " written once: let another task give them"
+                    f"task {spec.name!r} gives columns, and with checkpoints a step may be trained again, but a"
+                    " column is written once: let another task give them"
                 )
         self._state.columns.check_names((*spec.needs, *spec.gives))
 
@@ -184,13 +184,14 @@ def check_declaration(spec: TaskSpec, declared: Iterable[TaskSpec]) -> None:
     """
     if not spec.partitions:
         raise ConfigError(
-            f"task {spec.name!r} takes the rows of no partition, so it never gets any; name one in partitions=, or leave it out"
+            f"task {spec.name!r} takes the rows of no partition, so it never gets any; name one in partitions=, or"
+            " leave it out"
         )
     both = [column for column in spec.needs if column in spec.gives]
     if both:
         raise ConfigError(
-            f"task {spec.name!r} needs column {both[0]!r} and gives it, so it waits for itself; give another column, or leave it"
-            " out of one of the two"
+            f"task {spec.name!r} needs column {both[0]!r} and gives it, so it waits for itself; give another"
+            " column, or leave it out of one of the two"
         )
     others = list(declared)
     named = {partition for task in (spec, *others) for partition in task.partitions} | {OTHERS}
@@ -206,8 +207,8 @@ def _check_givers(spec: TaskSpec, beside: list[TaskSpec]) -> None:
         twice = [column for column in spec.gives if column in task.gives]
         if twice:
             raise ConfigError(
-                f"task {spec.name!r} gives column {twice[0]!r}, and so does task {task.name!r} for the same rows; a column is"
-                " written once: give another, or take other partitions"
+                f"task {spec.name!r} gives column {twice[0]!r}, and so does task {task.name!r} for the same rows;"
+                " a column is written once: give another, or take other partitions"
             )
 
 

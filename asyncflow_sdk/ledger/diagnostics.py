@@ -209,7 +209,8 @@ class Diagnostics:
         admitting = [name for name in names if self._state.tasks[name].spec.admits]
         if admitting and not self._state.steps.declared:
             columns.append(
-                f"task {admitting[0]!r} starts no row before a task with batch_rows is declared, and none is: declare the task"
+                f"task {admitting[0]!r} starts no row before a task with batch_rows is declared, and none is:"
+                " declare the task"
                 ' that trains with its rows of a step, as in run.consumer("train", batch_size=256)'
             )
             names = [name for name in names if name not in admitting]

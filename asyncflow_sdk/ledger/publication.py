@@ -45,13 +45,13 @@ class VersionPublication:
         if self.ranks and size != self.world_size:
             other, holder = next(iter(self.ranks.items()))
             raise ConfigError(
-                f"{who} cannot be one of {size}: {self._who(holder)} is rank {other} of {self.world_size}; open all ranks"
-                " with one world_size, or end that publisher first"
+                f"{who} cannot be one of {size}: {self._who(holder)} is rank {other} of {self.world_size}; open"
+                " all ranks with one world_size, or end that publisher first"
             )
         if rank in self.ranks:
             raise ConfigError(
-                f"{who} is {self._who(self.ranks[rank])}: a run has one publisher at a time. Publish there, close it, or"
-                f" end its process; if its host is gone, call run.evict({self.ranks[rank]})"
+                f"{who} is {self._who(self.ranks[rank])}: a run has one publisher at a time. Publish there, close"
+                f" it, or end its process; if its host is gone, call run.evict({self.ranks[rank]})"
             )
         self.ranks[rank], self.world_size, session.rank = session.id, size, rank
         self.no_rollback = command.no_rollback
@@ -86,8 +86,8 @@ class VersionPublication:
         self._check_number(version)
         if to_restore != NONE:
             raise ConfigError(
-                f"version {version} cannot be published: the run was rolled back, and the trainer has not loaded version"
-                f" {to_restore} yet. Load it, then call run.restored({to_restore})"
+                f"version {version} cannot be published: the run was rolled back, and the trainer has not loaded"
+                f" version {to_restore} yet. Load it, then call run.restored({to_restore})"
             )
         if announced is not None and rank in announced.parts:
             if version == announced.version:
@@ -98,8 +98,9 @@ class VersionPublication:
                 f"rank {r} ({self._state.sessions.name(self.ranks[r])})" for r in sorted(announced.ranks - {rank})
             )
             raise ConfigError(
-                f"rank {rank} cannot announce version {version}: {others} announced {announced.version}, still incomplete;"
-                f" all ranks publish one version, under one number, now {announced.version} or a higher one"
+                f"rank {rank} cannot announce version {version}: {others} announced {announced.version}, still"
+                f" incomplete; all ranks publish one version, under one number, now {announced.version} or a"
+                " higher one"
             )
         if announced is None or version != announced.version:
             self._check_step(version)
@@ -192,8 +193,8 @@ class VersionPublication:
         current, last = self._state.versions.current, self._state.versions.lineage.last
         if version <= current:
             raise ConfigError(
-                f"version {version} cannot be published: {current} is already current, and a number is never used again"
-                f"{self._why_taken(version)}"
+                f"version {version} cannot be published: {current} is already current, and a number is never used"
+                f" again{self._why_taken(version)}"
             )
         if version < last.first and last.lost:
             raise ConfigError(f"version {version} cannot be published{self._why_taken(version)}")
@@ -209,8 +210,8 @@ class VersionPublication:
         most = max(current, self._step_versions.version_of(step)) + 1
         if version > most:
             raise ConfigError(
-                f"version {version} cannot be published: {current} is current and step {step} is not trained yet, so the"
-                f" next number is {most}; a step is published as step.version + 1"
+                f"version {version} cannot be published: {current} is current and step {step} is not trained yet,"
+                f" so the next number is {most}; a step is published as step.version + 1"
             )
 
     def _why_taken(self, version: int) -> str:
@@ -222,9 +223,9 @@ class VersionPublication:
             step = last.first - last.offset
             return f". Training went on from step {step}, whose version is {last.first}: number from there"
         return (
-            f". Version {last.first} is what was rolled back to, with the bytes of {last.parent}: what was trained from the"
-            f" versions given up is not wanted. Load {current} into the trainer and go on from there; its next version"
-            f" is {current + 1}, also for a step that was leased before the rollback"
+            f". Version {last.first} is what was rolled back to, with the bytes of {last.parent}: what was trained"
+            f" from the versions given up is not wanted. Load {current} into the trainer and go on from there; its"
+            f" next version is {current + 1}, also for a step that was leased before the rollback"
         )
 
     def _rank(self, session: Session) -> int:

@@ -164,8 +164,8 @@ class RankGroups:
         newest = max(sessions, default=0)
         if newest > session.id:
             raise LeaseLost(
-                f"rank {command.rank} of group {command.group!r} is {self._state.sessions.name(newest)} now, which joined later than"
-                f" {session.name}"
+                f"rank {command.rank} of group {command.group!r} is {self._state.sessions.name(newest)} now, which"
+                f" joined later than {session.name}"
             )
         return min(sessions, default=session.id) < session.id
 
@@ -195,8 +195,8 @@ class RankGroups:
             raise SchemaError("a rank group acknowledges steps without writing columns")
         if len(named) != count:
             raise SchemaError(
-                f"rank {command.rank} of group {shards.group!r} has {count} rows of step {grant.step} and acknowledges"
-                f" {len(named)}; a step is acknowledged whole"
+                f"rank {command.rank} of group {shards.group!r} has {count} rows of step {grant.step} and"
+                f" acknowledges {len(named)}; a step is acknowledged whole"
             )
         dropped = named[:0] if command.filtered is None else named[positions(command.filtered, count)]
         if command.rank in shards.done:

@@ -95,8 +95,9 @@ class Rollbacks:
         if current is not None and found.source == current.source:
             others = ", ".join(str(number) for number, each in sorted(kept.items()) if each.source != current.source)
             raise ConfigError(
-                f"version {version} is current{'' if version == versions.current else f', as version {versions.current}'}; kept"
-                f" are: {others or 'no others'}"
+                f"version {version} is"
+                f" current{'' if version == versions.current else f', as version {versions.current}'}; kept are:"
+                f" {others or 'no others'}"
             )
         return found
 

@@ -51,8 +51,8 @@ class TaskSamplers:
             raise ConfigError(f"{what} has a window of {sampling.window} rows; it needs at least 1")
         if spec.batch_rows is not None and sampling.chooses:
             raise ConfigError(
-                f"{what} chooses rows, but the staleness rule selects the rows of a step; a sampler that only balances"
-                " shards (token_balanced) can be used there"
+                f"{what} chooses rows, but the staleness rule selects the rows of a step; a sampler that only"
+                " balances shards (token_balanced) can be used there"
             )
         if sampling.measure and sampling.measure not in spec.needs:
             raise ConfigError(f"{what} measures column {sampling.measure!r}, not among the needs of the task")

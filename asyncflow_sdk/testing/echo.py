@@ -256,8 +256,8 @@ class EchoTrain(TrainEngine):
         for version, steps in set(zip(named.tolist(), made_by.tolist(), strict=True)):
             if self._steps_of.setdefault(version, steps) != steps:
                 raise WeightMismatch(
-                    f"rows say they were made by version {version}, which has had {self._steps_of[version]:g} steps; they were"
-                    f" made by weights that have had {steps:g}"
+                    f"rows say they were made by version {version}, which has had {self._steps_of[version]:g}"
+                    f" steps; they were made by weights that have had {steps:g}"
                 )
         time.sleep(self._delay_s)
         self.steps += 1

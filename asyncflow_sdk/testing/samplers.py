@@ -123,6 +123,6 @@ def _check_supply(sampler: Sampler, random: np.random.Generator, window: int, ri
         measures = np.concatenate([measures, fresh])
     left = int((ids <= watched).sum())
     raise AssertionError(
-        f"{left} rows were not chosen in {turns} turns while others came (window {window}, {count} a turn); choose the"
-        " oldest of the candidates sooner or later, or set may_starve = True"
+        f"{left} rows were not chosen in {turns} turns while others came (window {window}, {count} a turn); choose"
+        " the oldest of the candidates sooner or later, or set may_starve = True"
     )

@@ -98,7 +98,8 @@ class Sent:
                     t.name for t in self.manifest.tensors if t.chunk == n and t.offset <= at < t.offset + t.nbytes
                 ]
                 raise AssertionError(
-                    f"{said}: byte {at} of chunk {n} ({', '.join(holds) or 'padding'}) is {plain[at]}, not {wanted[at]}"
+                    f"{said}: byte {at} of chunk {n} ({', '.join(holds) or 'padding'}) is {plain[at]}, not"
+                    f" {wanted[at]}"
                 )
 
 

@@ -150,5 +150,6 @@ def check_proofs(verify: Sequence[str]) -> None:
     for proof in [verify] if isinstance(verify, str) else verify:
         if isinstance(verify, str) or proof not in get_args(Proof):
             raise ConfigError(
-                f"verify must be a list of {' and '.join(map(repr, get_args(Proof)))}, not {verify!r}; names are always verified"
+                f"verify must be a list of {' and '.join(map(repr, get_args(Proof)))}, not {verify!r}; names are"
+                " always verified"
             )

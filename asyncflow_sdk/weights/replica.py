@@ -156,8 +156,8 @@ class ReplicaSubscriber:
         with _lock:
             if _replicas.setdefault(connection, self._role) is not self._role:
                 raise ConfigError(
-                    f"{connection.name} takes weight updates for another engine already, and a connection is one replica:"
-                    " close those first, or connect again for this one"
+                    f"{connection.name} takes weight updates for another engine already, and a connection is one"
+                    " replica: close those first, or connect again for this one"
                 )
         if self.loaded is not None:
             await self._port.send(cmd.ReportLoaded(version=self.loaded))

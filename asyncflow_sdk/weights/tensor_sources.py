@@ -94,8 +94,8 @@ class TorchSource(TensorSource):
     def __init__(self, tensor: Any) -> None:
         if hasattr(tensor, "full_tensor"):
             raise SchemaError(
-                "it is a DTensor: yield Shard(t.to_local(), start, whole), where this rank's piece of it begins and the whole"
-                " shape, or t.full_tensor()"
+                "it is a DTensor: yield Shard(t.to_local(), start, whole), where this rank's piece of it begins"
+                " and the whole shape, or t.full_tensor()"
             )
         self.dtype = storable(tensor)
         plain = tensor.detach().resolve_conj().resolve_neg()

@@ -118,7 +118,8 @@ class Update(WeightUpdate):
             if (info.dtype, _whole_shape(info)) != (first.dtype, _whole_shape(first)):
                 raise self._mismatch(
                     name,
-                    f"it is {info.dtype}{_whole_shape(info)} in one part and {first.dtype}{_whole_shape(first)} in another",
+                    f"it is {info.dtype}{_whole_shape(info)} in one part and {first.dtype}{_whole_shape(first)} in"
+                    " another",
                 )
         places: dict[tuple[Any, ...], tuple[Fetched, TensorInfo]] = {}
         for part, info in pieces:

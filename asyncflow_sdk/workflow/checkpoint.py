@@ -113,8 +113,9 @@ class Checkpoints:
             return self._went_on(self._path(step) / "engine", reply)
         if cut.covered:
             raise ConfigError(
-                f"{self.directory} holds no checkpoint that is whole and goes on with step {cut.covered} or a later one;"
-                f" the rows of the steps before {cut.covered} have ended, so that training cannot begin anew either"
+                f"{self.directory} holds no checkpoint that is whole and goes on with step {cut.covered} or a"
+                f" later one; the rows of the steps before {cut.covered} have ended, so that training cannot begin"
+                " anew either"
             )
         return self._went_on(None, self._send(cmd.Resume(step=0)))
 
@@ -142,7 +143,8 @@ class Checkpoints:
         """b"there" if the last checkpoint need not be written again."""
         if cut.restore >= 0:  # the engine still has weights that were given up
             raise ConfigError(
-                f"no checkpoint can be made: the run was rolled back, and the trainer has not loaded version {cut.restore} yet"
+                "no checkpoint can be made: the run was rolled back, and the trainer has not loaded version"
+                f" {cut.restore} yet"
             )
         return b"there" * (last and cut.step in self.steps())
 

@@ -102,8 +102,8 @@ class Dataflow:
             *(
                 Problem(
                     second,
-                    f"column {column!r} is given by {_task(first)} and by {_task(second)}, and can be written once: say"
-                    " other names in gives= of one",
+                    f"column {column!r} is given by {_task(first)} and by {_task(second)}, and can be written"
+                    " once: say other names in gives= of one",
                 )
                 for column, first, second in self._twice
             ),

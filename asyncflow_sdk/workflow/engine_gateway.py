@@ -166,8 +166,8 @@ class EngineGateway:
                 versions and not version <= versions[0] <= versions[-1] <= self.newest
             ):
                 raise EngineError(
-                    f"{self._name} reported tokens of versions {versions}, in this order; version {version} was loaded when"
-                    f" the request began, and {self.newest} is the newest now"
+                    f"{self._name} reported tokens of versions {versions}, in this order; version {version} was"
+                    f" loaded when the request began, and {self.newest} is the newest now"
                 )
 
 

@@ -85,9 +85,10 @@ class Plan:
                 listed.append(node)
             elif known != node:
                 raise ConfigError(
-                    f"rollouts of engines that share task {spec.name!r} must need and give the same columns of the same partitions: one needs"
-                    f" {', '.join(known.needs)} and gives {', '.join(known.gives)}, the other needs {', '.join(node.needs)} and"
-                    f" gives {', '.join(node.gives)}; name a tokenizer for both, or give one another task="
+                    f"rollouts of engines that share task {spec.name!r} must need and give the same columns of the"
+                    f" same partitions: one needs {', '.join(known.needs)} and gives {', '.join(known.gives)}, the"
+                    f" other needs {', '.join(node.needs)} and gives {', '.join(node.gives)}; name a tokenizer for"
+                    " both, or give one another task="
                 )
         listed += [Node(stage.task, stage.needs, stage.gives, stage.partitions) for stage in self.stages]
         return [*listed, Node(self.train.task, self.train.needs)]

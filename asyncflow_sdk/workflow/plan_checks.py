@@ -165,8 +165,9 @@ def _check_here(stage: Stage, problems: Problems, *key: str | int) -> None:
     place = stage.place
     if stage.here and (place.python or place.env or place.cpus or place.gpus or place.launcher != "process"):
         problems.add(
-            f"stage {stage.task!r} has a function that no other process can import, so it runs in the driver's, and has no"
-            " place of its own: put the function into a module, or leave python=, env=, cpus=, gpus= and launcher= out",
+            f"stage {stage.task!r} has a function that no other process can import, so it runs in the driver's,"
+            " and has no place of its own: put the function into a module, or leave python=, env=, cpus=, gpus="
+            " and launcher= out",
             *key,
         )
 
@@ -237,8 +238,9 @@ def _check_dtypes(plan: Plan, problems: Problems) -> None:
         names = list(dict.fromkeys(_dtype_of(options[each], rollout.model) for each in taken))
         if published and names and all(names) and published not in names:
             problems.add(
-                f"train publishes weights in {published}, and rollout {rollout.task!r} with engine {rollout.engine!r} takes"
-                f" {' or '.join(names)}: say weights=af.Weights(dtype={names[0]!r}), or dtype={published!r} for the rollout",
+                f"train publishes weights in {published}, and rollout {rollout.task!r} with engine"
+                f" {rollout.engine!r} takes {' or '.join(names)}: say weights=af.Weights(dtype={names[0]!r}), or"
+                f" dtype={published!r} for the rollout",
                 *(("rollout", number, "dtype") if "dtype" in rollout.options else ("rollout", number)),
             )
 

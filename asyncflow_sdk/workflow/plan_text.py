@@ -159,7 +159,8 @@ def choices(plan: Plan) -> dict[str, str]:
     }
     if plan.trackers:
         found["trackers"] = (
-            f"{', '.join(map(tracker_label, plan.trackers))}: each in a thread of the driver; one that fails is left out"
+            f"{', '.join(map(tracker_label, plan.trackers))}: each in a thread of the driver; one that fails is"
+            " left out"
         )
     for rollout in plan.rollouts:
         if rollout.prompt != "prompt_ids":

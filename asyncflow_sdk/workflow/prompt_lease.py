@@ -55,8 +55,8 @@ class PromptReader:
             return [ids[row].copy() for row in rows]
         if self._tokenizer is None:
             raise ConfigError(
-                f"task {batch.task!r}: column {self._column!r} is text, and there is no tokenizer to encode it; name its"
-                " folder: Generate(..., tokenizer=FOLDER)"
+                f"task {batch.task!r}: column {self._column!r} is text, and there is no tokenizer to encode it;"
+                " name its folder: Generate(..., tokenizer=FOLDER)"
             )
         texts = batch.texts(self._column)
         return list(self._tokenizer.encode([texts[row] for row in rows]))

@@ -62,7 +62,8 @@ def check_ranks(launcher: Launcher, placement: Placement, world_size: int) -> No
         return
     if not launcher.ranks:
         raise ConfigError(
-            f"launcher={placement.launcher!r} starts no ranks: world_size={world_size} needs processes of one host, which"
+            f"launcher={placement.launcher!r} starts no ranks: world_size={world_size} needs processes of one"
+            " host, which"
             ' launcher="process" starts; over several hosts start `asyncflow worker` under torchrun or the like'
         )
     taken = sorted({"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(placement.env))

@@ -77,8 +77,8 @@ class RequestScheduler:
         self._largest = max(self._largest, *map(len, lease.shared))
         if self._largest > most:
             raise ConfigError(
-                f"groups of {self._largest} do not fit {type(self._engine).__name__}, which generates {most} rows at once;"
-                " raise its max_rows"
+                f"groups of {self._largest} do not fit {type(self._engine).__name__}, which generates {most} rows"
+                " at once; raise its max_rows"
             )
         ended, self._ended_early = lease.find(self._ended_early), np.empty(0, np.int64)
         for rows in lease.shared:

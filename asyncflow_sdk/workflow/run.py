@@ -243,7 +243,8 @@ class Run(WeightSync):
             step = consumer.current
             if step is not None and step.index >= 0 and step.left > 0:
                 raise ConfigError(
-                    f"step {step.index} is not acknowledged: ack() it before a checkpoint of the weights that it trained"
+                    f"step {step.index} is not acknowledged: ack() it before a checkpoint of the weights that it"
+                    " trained"
                 )
         return self._checkpoints(directory, keep).save(save)
 

@@ -103,7 +103,7 @@ def _name_of(thing: Any, where: str) -> str:
     if path is None:
         name = getattr(thing, "__qualname__", repr(thing))
         raise ConfigError(
-            f"{where}: {name} cannot be imported by another process, as it must be to resume this run: put it into a module"
-            " (not the script itself, a notebook or a lambda), or run without checkpoint="
+            f"{where}: {name} cannot be imported by another process, as it must be to resume this run: put it into"
+            " a module (not the script itself, a notebook or a lambda), or run without checkpoint="
         )
     return path

@@ -284,11 +284,13 @@ class Stage(Serializable):
             raise ConfigError(f"stage {self.task!r}: a function returns its values, one a row; this one yields them")
         if isinstance(self.work, Generate) and (len(self.needs), len(self.gives)) != (1, 1):
             raise ConfigError(
-                f"stage {self.task!r}: Generate needs one column of prompts and gives one of responses; say needs= and gives="
+                f"stage {self.task!r}: Generate needs one column of prompts and gives one of responses; say needs="
+                " and gives="
             )
         if isinstance(self.work, Logprobs) and (len(self.needs), len(self.gives)) != (2, 1):
             raise ConfigError(
-                f"stage {self.task!r}: Logprobs needs two columns, the token ids of prompt and of response, and gives one"
+                f"stage {self.task!r}: Logprobs needs two columns, the token ids of prompt and of response, and"
+                " gives one"
             )
         if not self.needs:
             raise ConfigError(

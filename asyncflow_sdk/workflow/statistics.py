@@ -135,9 +135,9 @@ class LengthStatistics:
         }
         most = max(gone, key=lambda name: gone[name], default="")
         return (
-            f"what is trained is {'shorter' if off < 0 else 'longer'} than what is generated: {trained.mean:.1f} tokens a"
-            f" response against {generated.mean:.1f}, ratio {trained.mean / generated.mean:.2f}, {errors:.0f} standard errors"
-            + (f"; most of the others ended {most}" if most else "")
+            f"what is trained is {'shorter' if off < 0 else 'longer'} than what is generated: {trained.mean:.1f}"
+            f" tokens a response against {generated.mean:.1f}, ratio {trained.mean / generated.mean:.2f},"
+            f" {errors:.0f} standard errors" + (f"; most of the others ended {most}" if most else "")
         )
 
     def plain(self) -> dict[str, Any]:

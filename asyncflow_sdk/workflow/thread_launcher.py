@@ -27,8 +27,8 @@ class ThreadLauncher(Launcher):
         given = [name for name in ("python", "env", "cpus", "gpus") if getattr(placement, name)]
         if given and self._stage is None:
             raise ConfigError(
-                f"{given[0]}= is for workers in processes; a thread has the interpreter, the environment and the CPUs of"
-                " its driver"
+                f"{given[0]}= is for workers in processes; a thread has the interpreter, the environment and the"
+                " CPUs of its driver"
             )
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:

@@ -35,7 +35,8 @@ def with_stop_ids(sampling: Sampling, tokenizer: Tokenizer | None) -> Sampling:
         return sampling
     if tokenizer is None:
         raise ConfigError(
-            f"stop={sampling.stop!r} is text, and there is no tokenizer to encode it: name a tokenizer, or give stop_ids"
+            f"stop={sampling.stop!r} is text, and there is no tokenizer to encode it: name a tokenizer, or give"
+            " stop_ids"
         )
     return replace(sampling, stop=(), stop_ids=(*sampling.stop_ids, *map(tokenizer.stop_id, sampling.stop)))
 

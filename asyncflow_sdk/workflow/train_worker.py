@@ -166,8 +166,8 @@ class _TrainedVersions:
             self.publish(0)
         else:
             self.warn(
-                f"version {current} is current already: training continues after it, with the weights of this trainer's"
-                f" {self._name}"
+                f"version {current} is current already: training continues after it, with the weights of this"
+                f" trainer's {self._name}"
             )
 
     def number(self, step: LeasedBatch) -> int:

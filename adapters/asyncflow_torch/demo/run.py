@@ -131,8 +131,8 @@ def run_demo(
     finally:
         if generates.weights.verify:
             console.print(
-                f"{generates.engine} loaded {len(loaded)} versions, the last of them {max(loaded, default=0)}: each had the"
-                " trainer's names, and gave the trainer's log-probs for a probe",
+                f"{generates.engine} loaded {len(loaded)} versions, the last of them {max(loaded, default=0)}:"
+                " each had the trainer's names, and gave the trainer's log-probs for a probe",
                 soft_wrap=True,
             )
     return 0

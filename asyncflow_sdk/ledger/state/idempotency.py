@@ -76,8 +76,8 @@ class IdempotencyKeys:
             return None
         if differences := known.differences(put):
             raise SchemaError(
-                f"key {put.key!r} names another put, of rows {known.first} to {known.first + known.size - 1}: this one has"
-                f" {'; '.join(differences)}. Nothing was put; give other rows another key"
+                f"key {put.key!r} names another put, of rows {known.first} to {known.first + known.size - 1}: this"
+                f" one has {'; '.join(differences)}. Nothing was put; give other rows another key"
             )
         return self._lost.get(put.key, _NO_GROUPS)
 

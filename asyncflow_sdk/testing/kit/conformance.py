@@ -306,8 +306,9 @@ class Conformance:
                 made = import_name(HUGGING_FACE)(self._model, dtype=self._dtype or "auto")
             except ConfigError as error:
                 raise PluginError(
-                    f"to know right answers the kit computes them with transformers: {error}. Install it with:"
-                    " pip install 'asyncflow-sdk[torch]'; or give an engine of another kind of model a policy of its own"
+                    f"to know right answers the kit computes them with transformers: {error}. Install it with: pip"
+                    " install 'asyncflow-sdk[torch]'; or give an engine of another kind of model a policy of its"
+                    " own"
                 ) from error
         else:
             if self._dtype is not None:

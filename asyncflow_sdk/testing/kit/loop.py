@@ -81,7 +81,8 @@ class LoopThread:
             frames = task.get_stack(limit=1)
             if frames:
                 waits.append(
-                    f"{frames[-1].f_code.co_qualname if sys.version_info >= (3, 11) else frames[-1].f_code.co_name} (line {frames[-1].f_lineno})"
+                    f"{frames[-1].f_code.co_qualname if sys.version_info >= (3, 11) else frames[-1].f_code.co_name}"
+                    f" (line {frames[-1].f_lineno})"
                 )
         return f"what is awaited: {', '.join(waits[:_SHOWN]) or 'nothing'}"
 

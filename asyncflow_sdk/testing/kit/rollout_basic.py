@@ -176,15 +176,17 @@ def _check_drawn(
     likely, rank, beyond = chance_of_no_more(share, drawn)
     expect(
         likely > FALSE_ALARM,
-        f"{said} none was beyond the {rank} likeliest, and {beyond:.1%} should be: the draw is cut (top_k, top_p, min_p)",
+        f"{said} none was beyond the {rank} likeliest, and {beyond:.1%} should be: the draw is cut (top_k, top_p,"
+        " min_p)",
         "draws: cut by top_k, top_p or min_p",
     )
     read = np.isin(np.arange(len(share)), prompt)
     found = read[drawn]
     expect(
         _by_chance(read, share, found),
-        f"{said} {found.mean():.1%} are tokens of the prompt, and {share[read].sum():.1%} should be: what was read is made"
-        f" {'less' if found.mean() < share[read].sum() else 'more'} likely (repetition, presence or frequency penalties)",
+        f"{said} {found.mean():.1%} are tokens of the prompt, and {share[read].sum():.1%} should be: what was read"
+        f" is made {'less' if found.mean() < share[read].sum() else 'more'} likely (repetition, presence or"
+        " frequency penalties)",
         "draws: a repetition, presence or frequency penalty is applied",
     )
     have, mean = float(wanted[drawn].mean()), float(share @ wanted)

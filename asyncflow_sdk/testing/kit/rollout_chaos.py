@@ -104,5 +104,6 @@ def _look_at(lab: RolloutLab, batch: Batch, trained: int) -> None:
             apart = float(np.abs(np.asarray(have)[of] - wanted).max())
             expect(
                 apart <= lab.tolerance,
-                f"tokens {of[0]} to {of[-1] + 1} are said to be of version {version}, and their log-probs are up to {apart:.3g} from its",
+                f"tokens {of[0]} to {of[-1] + 1} are said to be of version {version}, and their log-probs are up"
+                f" to {apart:.3g} from its",
             )

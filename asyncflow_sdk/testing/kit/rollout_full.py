@@ -109,8 +109,9 @@ async def abort(lab: RolloutLab) -> None:
             return
     expect(
         False,
-        f"after {CANCELLED} generations were cancelled, each longer than one of {whole_s:.2g} s, one token takes more than"
-        f" {CANCELLED * whole_s / 8:.2g} s, each of {ATTEMPTS} times: what is cancelled is still decoded to its end",
+        f"after {CANCELLED} generations were cancelled, each longer than one of {whole_s:.2g} s, one token takes"
+        f" more than {CANCELLED * whole_s / 8:.2g} s, each of {ATTEMPTS} times: what is cancelled is still decoded"
+        " to its end",
     )
 
 

@@ -173,8 +173,9 @@ class RolloutLab:
             raise
         except Exception as error:
             raise CheckFailed(
-                f"generate() raised {type(error).__name__} ({error}), not EngineError: the worker ends for it. Where the engine"
-                " cannot answer a request, write `raise EngineError(str(error)) from error`, and no assert"
+                f"generate() raised {type(error).__name__} ({error}), not EngineError: the worker ends for it."
+                " Where the engine cannot answer a request, write `raise EngineError(str(error)) from error`, and"
+                " no assert"
             ) from error
         missing = sorted(set(range(request.n)) - set(got))
         expect(not missing, f"of n={request.n} responses, {missing} never came")
@@ -302,7 +303,8 @@ def _each(completed: Any) -> Iterable[Any]:
         and isinstance(ids, Ragged)
         and isinstance(logprobs, Ragged)
         and len(index) == len(ids) == len(logprobs) == len(completed.finish_reason),
-        f"generate yielded {completed!r}: that is not one index, one row of tokens, one of log-probs and one reason each",
+        f"generate yielded {completed!r}: that is not one index, one row of tokens, one of log-probs and one"
+        " reason each",
     )
     return completed.each()
 
@@ -351,12 +353,13 @@ def check_end(said: str, request: Request, got: Completion, ends: Sequence[int])
     at = np.flatnonzero(np.isin(ids, ends))
     expect(
         not len(at) or at[0] == len(ids) - 1,
-        f"{said}: its token {at[:1].tolist()} is {ids[at[:1]].tolist()}, which ends a response, and it goes on to {len(ids)} tokens",
+        f"{said}: its token {at[:1].tolist()} is {ids[at[:1]].tolist()}, which ends a response, and it goes on to"
+        f" {len(ids)} tokens",
     )
     expect(
         got.finish_reason != "stop" or len(at),
-        f"{said}: it says that it ended at a stop token, and its last one is {ids[-1:].tolist()}; {list(ends)} end a response, and"
-        " belong to it",
+        f"{said}: it says that it ended at a stop token, and its last one is {ids[-1:].tolist()}; {list(ends)} end"
+        " a response, and belong to it",
     )
     expect(
         got.finish_reason != "length" or len(ids) == most,

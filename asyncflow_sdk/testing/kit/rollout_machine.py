@@ -69,8 +69,8 @@ def any_order(lab: RolloutLab) -> str:
         raise CheckFailed(f"in any order of steps, this one fails:\n{listed}\n{said}", cause, hint) from None
     expect(
         clock.steps >= LEAST,
-        f"only {clock.steps} steps could be taken in {WHOLE * lab.limit_s:.0f} s, none of them wrong, and fewer than {LEAST} prove"
-        " nothing: give the check more time (--limit, limit_s=), or the engine a smaller model",
+        f"only {clock.steps} steps could be taken in {WHOLE * lab.limit_s:.0f} s, none of them wrong, and fewer"
+        f" than {LEAST} prove nothing: give the check more time (--limit, limit_s=), or the engine a smaller model",
     )
     return f"{clock.steps} steps in {clock.sequences} sequences"
 

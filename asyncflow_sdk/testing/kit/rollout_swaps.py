@@ -177,15 +177,15 @@ def _check_either(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: 
         far = off(version, start, end)
         expect(
             not far,
-            f"of a response that began while version {new} came, tokens {start} to {end} are said to be of version {version}, and"
-            f" their log-probs are {far} from its: they come from a mixture, or from the other one",
+            f"of a response that began while version {new} came, tokens {start} to {end} are said to be of version"
+            f" {version}, and their log-probs are {far} from its: they come from a mixture, or from the other one",
             MIXTURE,
         )
     far_old, far_new = (off(version, 0, len(ids)) for version in (old, new))
     expect(
         got.spans or not (far_old and far_new),
-        f"the log-probs of a response that began while version {new} came are {far_old} from those of version {old}, and {far_new}"
-        f" from those of {new}: it comes from a mixture of both",
+        f"the log-probs of a response that began while version {new} came are {far_old} from those of version"
+        f" {old}, and {far_new} from those of {new}: it comes from a mixture of both",
         MIXTURE,
     )
 

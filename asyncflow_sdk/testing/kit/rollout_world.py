@@ -349,7 +349,8 @@ class RolloutWorld:
             ]  # of a policy that is no function of the tokens
             expect(
                 np.array_equal(ids, wanted) or np.array_equal(ids, again) or self.lab.is_greedy(before, ids, version),
-                f"tokens {start} to {end} of #{now.number} are {ids.tolist()}, and version {version} gives {wanted.tolist()}",
+                f"tokens {start} to {end} of #{now.number} are {ids.tolist()}, and version {version} gives"
+                f" {wanted.tolist()}",
             )
         have = np.asarray(got.logprobs, np.float64)[start:end]
         apart = np.abs(have - policy.logprobs(version, before, ids))
@@ -357,7 +358,8 @@ class RolloutWorld:
         if far:
             found = diagnose_logprobs(policy, version, before, ids, have, 1.0, tolerance)
             raise CheckFailed(
-                f"log-probs of tokens {start} to {end} of #{now.number} are {far} from those of version {version}{found.text}",
+                f"log-probs of tokens {start} to {end} of #{now.number} are {far} from those of version"
+                f" {version}{found.text}",
                 found.cause,
                 found.hint,
             )

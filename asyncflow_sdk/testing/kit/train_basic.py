@@ -104,7 +104,8 @@ def step(lab: TrainLab) -> None:
     expect(not broken, f"after a step {broken[:4]} hold numbers that are not finite")
     expect(
         unlike(after, lab.policy.tensors(0)),
-        "a step on rows with advantages changed no bit of any weight. Is the learning rate too small for the dtype, or does it begin at 0?",
+        "a step on rows with advantages changed no bit of any weight. Is the learning rate too small for the"
+        " dtype, or does it begin at 0?",
     )
 
 
@@ -220,8 +221,8 @@ def every_token(lab: TrainLab) -> None:
         gain = train_until_seen(lab, batch, weights)
         expect(
             gain > SEEN,
-            f"responses differ in their {what} token, and one is rewarded: it became {gain:+.2g} nats more likely than the"
-            " other. It is not trained",
+            f"responses differ in their {what} token, and one is rewarded: it became {gain:+.2g} nats more likely"
+            " than the other. It is not trained",
             f"loss: the {what} token of a response is not trained" if abs(gain) <= SEEN else "",
         )
 

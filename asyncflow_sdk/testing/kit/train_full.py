@@ -335,7 +335,8 @@ def exported(lab: TrainLab) -> None:
         odd = unlike(have, want)
         expect(
             not odd,
-            f"of {len(want)} weights {len(odd)} are not in the exported folder as named_weights() gives them, {odd[:1]} for one",
+            f"of {len(want)} weights {len(odd)} are not in the exported folder as named_weights() gives them,"
+            f" {odd[:1]} for one",
         )
 
 

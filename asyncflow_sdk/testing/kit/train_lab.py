@@ -231,8 +231,9 @@ class TrainLab:
             at = int(apart[row].argmax())
             raise CheckFailed(
                 f"logprobs(){when} are {far[row]} from the policy's (row {row}, token {at} of {lengths[row]}:"
-                f" {got[row][at]:.6g}, not {wanted[row][at]:.6g}; {self.tolerance:g} is allowed, {self.tolerance / SHARE:g} on"
-                f" average); {sum(map(bool, far))} of {len(apart)} rows are wrong{found.text}",
+                f" {got[row][at]:.6g}, not {wanted[row][at]:.6g}; {self.tolerance:g} is allowed,"
+                f" {self.tolerance / SHARE:g} on average); {sum(map(bool, far))} of {len(apart)} rows are"
+                f" wrong{found.text}",
                 found.cause,
                 found.hint,
             )

@@ -55,8 +55,8 @@ def small_updates(lab: TrainLab) -> None:
     kept = float(_moved(have, first) @ way / (way @ way))
     expect(
         kept >= KEPT,
-        f"of the way that {STEPS} steps at a learning rate of {rate:.2g} go in float32, {kept:.2g} is left when the checkpoint is"
-        " bfloat16: steps smaller than its roundings are lost",
+        f"of the way that {STEPS} steps at a learning rate of {rate:.2g} go in float32, {kept:.2g} is left when"
+        " the checkpoint is bfloat16: steps smaller than its roundings are lost",
     )
 
 

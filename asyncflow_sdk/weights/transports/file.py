@@ -173,7 +173,8 @@ class FileSender(WeightSender):
             for n, gap in enumerate(layout.gaps(chunk)):
                 if gap.any():
                     raise WeightError(
-                        f"version {manifest.version}: bytes between tensors of {layout.files[0].name} are not zero ({n})"
+                        f"version {manifest.version}: bytes between tensors of {layout.files[0].name} are not zero"
+                        f" ({n})"
                     )
             for file in layout.files:
                 with _open_to_write(directory / file.name, file) as fd:
@@ -289,8 +290,8 @@ def _find(manifest: Manifest, where: bytes) -> tuple[Path, RankFiles]:
     path = Path(os.path.expanduser(os.environ.get(PATH, "")) or place.path)
     if not os.path.isdir(path):  # raises for no name, however long
         raise WeightError(
-            f"version {manifest.version}: {path}, where its publisher wrote it, is not on this host; mount it, or set {PATH}"
-            " to where it is mounted here"
+            f"version {manifest.version}: {path}, where its publisher wrote it, is not on this host; mount it, or"
+            f" set {PATH} to where it is mounted here"
         )
     return path / place.directory, RankFiles(place.rank, place.world_size)
 
@@ -342,8 +343,8 @@ class _VersionReader:
             raise DigestMismatch(f"{self._version}: {self._path / name} is no regular file, but a link or the like")
         if found.st_size != wanted:
             raise DigestMismatch(
-                f"{self._version}: {self._path / name} has {found.st_size} bytes, not the {wanted} that were published"
-                f"{self._tensors(name)}"
+                f"{self._version}: {self._path / name} has {found.st_size} bytes, not the {wanted} that were"
+                f" published{self._tensors(name)}"
             )
 
     def _read_chunk(self, directory: int, chunk: Bytes, layout: ChunkFiles, buckets: Sequence[Bucket]) -> None:

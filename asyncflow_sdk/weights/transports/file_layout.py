@@ -159,8 +159,8 @@ def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFil
             raise WeightMismatch(f"version {version}: tensors {tensor.name!r} and {last and last.name!r} overlap")
         if tensor.name == METADATA:
             raise WeightMismatch(
-                f"version {version}: tensor {tensor.name!r} cannot go into a file: safetensors has that name for what is no"
-                " tensor; publish it by another name (rename=)"
+                f"version {version}: tensor {tensor.name!r} cannot go into a file: safetensors has that name for"
+                " what is no tensor; publish it by another name (rename=)"
             )
         if tensor.name in header or (not tensor.whole and tensor.name in shared):
             raise WeightMismatch(f"version {version}: tensor {tensor.name!r} is there twice")

@@ -41,8 +41,8 @@ class ShmTransport(WeightTransport):
 def _directory(host: Host) -> Path:
     if host.directory is None:
         raise ConfigError(
-            "transport 'shm' goes through the run's shared memory, which is not in sight of this process: it works on the"
-            " server's host alone; use 'tcp' or 'file'"
+            "transport 'shm' goes through the run's shared memory, which is not in sight of this process: it"
+            " works on the server's host alone; use 'tcp' or 'file'"
         )
     return host.directory
 

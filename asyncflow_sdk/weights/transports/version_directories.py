@@ -85,7 +85,8 @@ class VersionDirectories:
             self._lock = os.open(path / f".publisher-{files.rank}", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise ConfigError(
-                f"weights transport 'file' cannot write into {path}: {error.strerror}. Name a directory that the trainer"
+                f"weights transport 'file' cannot write into {path}: {error.strerror}. Name a directory that the"
+                " trainer"
                 f' can write and every replica can read, for example path="/mnt/shared/my-run/weights"'
             ) from None
         _open_directories.add(self)
@@ -109,8 +110,8 @@ class VersionDirectories:
             if left and not overwrite:
                 more = f" and {len(left) - 1} more" if len(left) > 1 else ""
                 raise ConfigError(
-                    f"{self.path} holds versions of another run: {left[-1]}{more}. Give another path, or overwrite=True, which"
-                    " removes them"
+                    f"{self.path} holds versions of another run: {left[-1]}{more}. Give another path, or"
+                    " overwrite=True, which removes them"
                 )
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, mark, 0)
