@@ -28,10 +28,10 @@ WEIGHTS = {"none": [], "truncated": ["--weight", "truncate"], "masked": ["--weig
 HEADINGS = [
     "max_staleness",
     "correction",
-    "staleness of the mean token",
+    "mean staleness of tokens",
     f"last {WINDOW} steps",
     "all steps",
-    "apart from synchronous",
+    "difference from synchronous",
     "cut",
     "effective sample",
 ]

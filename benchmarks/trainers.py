@@ -28,11 +28,11 @@ from .fidelity import spread
 from .matrix import TRAINS, Engine, Environments
 
 HEADINGS = [
-    "trains",
+    "train engine",
     "first steps",
     f"last {WINDOW} steps",
     "all steps",
-    "mean curve from the plain engine's: mean, most",
+    "distance from the plain engine's mean curve: mean, largest",
     "steps within the plain engine's seeds",
 ]
 COLOURS = ("#8b949e", "#3b75af", "#c9582a")
@@ -81,7 +81,7 @@ def cells(results: Results) -> list[list[str]]:
         within = f"{((low <= mean) & (mean <= high)).mean():.0%}"
         rows.append([
             name, *(spread(list(values)) for values in (mine[:, 0], mine[:, -1], mine.mean(1))),
-            *((said, within) if number else (f"its seeds: {said}", "")),
+            *((said, within) if number else (f"between its seeds: {said}", "")),
         ])  # fmt: skip
     return rows
 
