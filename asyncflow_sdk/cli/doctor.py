@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..errors import ConfigError
 from ..plugins.inspection import EnvironmentReport
-from ..workflow.toml import problems_of_file
+from ..workflow.plan.toml import problems_of_file
 from .findings import FAILS, FINE, Finding, show, verdict
 from .interpreters import Interpreter, inspect, interpreters_of
 from .machine import address, gpus, keys, machine

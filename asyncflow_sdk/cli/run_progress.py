@@ -28,7 +28,7 @@ from ..types.events import (
     StepTrained,
     WorkerState,
 )
-from ..workflow.statistics import LengthStatistics
+from ..workflow.events.statistics import LengthStatistics
 
 TRAILING = 20
 RATE_WINDOW_S = 30.0

@@ -172,7 +172,7 @@ def train(
 def _train(group: _GroupOptions, spec: Any, batch_size: int, **job: Any) -> None:
     """Train as a whole, or as the rank in the environment; then the launcher of the ranks stops and
     restarts them."""
-    from ..workflow.ranks import own_rank
+    from ..workflow.workers.ranks import own_rank
 
     rank = own_rank()
     if rank is not None:
@@ -188,7 +188,7 @@ def _start_from_file(group: _GroupOptions, task: str) -> None:
     """Start a role as a workflow file describes it, without checking the file's other roles on this
     host."""
     from ..workflow import load_workflow
-    from ..workflow.problems import for_role
+    from ..workflow.plan.problems import for_role
 
     assert group.file is not None
     with for_role("" if "python" in group.place else task):  # another interpreter knows its own engines

@@ -59,7 +59,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
         AdapterSpec(
             kind="launcher",
             name="process",
-            factory="asyncflow_sdk.workflow.process_launcher:ProcessLauncher",
+            factory="asyncflow_sdk.workflow.workers.process_launcher:ProcessLauncher",
             can={"hosts": "one"},
             tested="Linux 6.18",
         ),
@@ -70,7 +70,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
         AdapterSpec(
             kind="launcher",
             name="thread",
-            factory="asyncflow_sdk.workflow.thread_launcher:ThreadLauncher",
+            factory="asyncflow_sdk.workflow.workers.thread_launcher:ThreadLauncher",
             can={"hosts": "one"},
         ),
     ]

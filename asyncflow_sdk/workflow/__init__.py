@@ -1,15 +1,15 @@
 """Runs and workflows: producers, consumers, stages, supervision."""
 
-from .agent import Agent, Turn, Turns
 from .data import load_prompts
 from .endpoints import connect, serve
-from .producer import EngineProducer
+from .events.step_files import ages_of, read_steps, staleness_of
+from .plan.toml import load_workflow
+from .rollout.agent import Agent, Turn, Turns
+from .rollout.producer import EngineProducer
 from .run import Run
 from .specs import Rollout, Stage, Train
-from .step_files import ages_of, read_steps, staleness_of
-from .toml import load_workflow
 from .work import Generate, Logprobs
-from .worker import run_worker
+from .workers.worker import run_worker
 from .workflow import Result, Workflow, resume
 
 __all__ = [

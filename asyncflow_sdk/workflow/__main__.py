@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 
-from .worker_process import main
+from .workers.worker_process import main
 
 status = main()
 if status:  # a thread of a failed engine must not delay the exit

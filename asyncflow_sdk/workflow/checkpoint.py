@@ -38,7 +38,7 @@ from ..memory import make_private_directory, sync_directory
 from ..queue import QueueClient
 from ..types import events as ev
 from ..types.validation import check_least
-from .rank_communicator import RankCommunicator
+from .workers.rank_communicator import RankCommunicator
 
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

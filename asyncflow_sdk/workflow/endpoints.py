@@ -21,10 +21,10 @@ from ..types import Batch, Event
 from ..types.defaults import CALL_S, CAPACITY_ROWS, KEEP_VERSIONS, MAX_STALENESS
 from ..wire import MAX_BYTES, KeyPair, ensure_keys, generate_keys, is_loopback
 from .address import JOURNAL, find_address, write_addresses
-from .event_sinks import EventSink, call_all
-from .policy import Policy, find_policy
+from .events.event_sinks import EventSink, call_all
+from .events.trackers import Tracked, Trackers, make_trackers
+from .plan.policy import Policy, find_policy
 from .run import Run
-from .trackers import Tracked, Trackers, make_trackers
 
 RUN_KEY = "run.key"
 

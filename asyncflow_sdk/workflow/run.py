@@ -40,13 +40,13 @@ from .address import remove_addresses
 from .checkpoint import Checkpoints, ResumePoint
 from .consumer import CheckingConsumer
 from .data import Feeder, Prompts, load_prompts
-from .event_sinks import EventSink
-from .logs import LogFolder
-from .ranks import RankId
+from .events.event_sinks import EventSink
+from .events.waits import StallTimer, is_complete, waits_text
 from .specs import Rollout, Stage, Train, declare_task
-from .supervisor import Worker
-from .waits import StallTimer, is_complete, waits_text
-from .worker_pool import WorkerPool
+from .workers.logs import LogFolder
+from .workers.ranks import RankId
+from .workers.supervisor import Worker
+from .workers.worker_pool import WorkerPool
 
 
 class Run(WeightSync):

@@ -23,8 +23,8 @@ import msgspec
 from ..errors import ConfigError
 from ..memory import make_private_directory, private_opener
 from ..types import Batch
+from .events.step_files import read_batch, write_batch
 from .serialization import Serializable, from_json, to_json
-from .step_files import read_batch, write_batch
 
 
 class RunDirectory:

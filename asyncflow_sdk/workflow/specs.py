@@ -25,9 +25,8 @@ from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 from ..types.defaults import AGENT_S, CONCURRENCY, GROUP_SIZE, LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S
 from ..types.tasks import SamplerSpec
 from ..types.validation import check_least
-from .agent import Agent
+from .rollout.agent import Agent
 from .serialization import Serializable
-from .stage_worker import run_stage
 from .work import (
     Generate,
     Logprobs,
@@ -37,6 +36,7 @@ from .work import (
     plain_options,
     tokenizer_file,
 )
+from .workers.stage_worker import run_stage
 
 RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS)
 

@@ -30,19 +30,19 @@ from ..types import events as ev
 from ..types.defaults import STALL_S
 from .data import Feeder, Prompts, load_prompts
 from .endpoints import serve
-from .event_sinks import EventSink, Listener
-from .plan import AHEAD_STEPS, Plan
-from .plan_checks import check_plan
-from .plan_text import describe, mermaid, plan_text
-from .recorder import Recorder
+from .events.event_sinks import EventSink, Listener
+from .events.recorder import Recorder
+from .events.trackers import Tracked, tracker_list
+from .events.waits import StallTimer
+from .plan.checks import check_plan
+from .plan.plan import AHEAD_STEPS, Plan
+from .plan.text import describe, mermaid, plan_text
 from .run import Run
 from .run_directory import RunDirectory
 from .serialization import Serializable
-from .signals import StopSignals
 from .specs import Rollout, Stage, Train
-from .supervisor import Worker
-from .trackers import Tracked, tracker_list
-from .waits import StallTimer
+from .workers.signals import StopSignals
+from .workers.supervisor import Worker
 
 REWARD_STEPS = 20
 """Most steps in the mean of the first and of the last reward of a summary."""

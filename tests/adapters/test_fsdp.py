@@ -23,7 +23,7 @@ from asyncflow_sdk.interfaces import TrainEngine
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.testing.kit.ranks import Ranks
-from asyncflow_sdk.testing.kit.train_lab import Tensors, copied, distance
+from asyncflow_sdk.testing.kit.train.lab import Tensors, copied, distance
 from asyncflow_sdk.types import Batch, Ragged
 from asyncflow_torch.ranks import Ranks as TorchRanks
 from asyncflow_torch.reference import tiny_model

@@ -13,7 +13,7 @@ from wrong_rollouts import MADE, WrongRollout
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import Conformance, EchoRollout, Result
-from asyncflow_sdk.testing.kit.rollout_machine import LEAST
+from asyncflow_sdk.testing.kit.rollout.machine import LEAST
 
 pytest.importorskip("hypothesis")
 

@@ -129,7 +129,7 @@ def test_a_second_ctrl_c_kills_the_workers_that_the_first_has_not_ended(tmp_path
 
 def patient_workflow() -> af.Workflow:
     """Its driver waits for workers that do not end until it is told again."""
-    from asyncflow_sdk.workflow import worker_pool
+    from asyncflow_sdk.workflow.workers import worker_pool
 
     worker_pool.GRACE_S = 3600.0
     return long_workflow()

@@ -11,7 +11,7 @@ from echo_runs import echo_weights
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WeightMismatch
 from asyncflow_sdk.testing import Conformance, EchoPolicy, EchoRollout, EchoTrain
-from asyncflow_sdk.testing.kit.train_lab import TrainLab, changed
+from asyncflow_sdk.testing.kit.train.lab import TrainLab, changed
 from asyncflow_sdk.testing.kit.updates import HeldUpdate
 from asyncflow_sdk.types import VERSION_SPANS, one_version
 

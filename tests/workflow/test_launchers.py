@@ -91,7 +91,7 @@ def scripted() -> Scripted:
 @pytest.fixture
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """The launcher "scripted" is installed; what died is started again at once."""
-    monkeypatch.setattr("asyncflow_sdk.workflow.supervisor.BACKOFF_S", 0.001)
+    monkeypatch.setattr("asyncflow_sdk.workflow.workers.supervisor.BACKOFF_S", 0.001)
     install_plugin(tmp_path, monkeypatch, "scripting", PLUGIN)
     made.append(Scripted())
     return made[-1]
@@ -147,7 +147,7 @@ def test_a_worker_that_ends_well_after_it_died_is_through(launcher: Scripted) ->
 def test_a_worker_that_has_died_is_not_waited_for_when_all_is_over(
     launcher: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncflow_sdk.workflow.supervisor.BACKOFF_S", 3600.0)
+    monkeypatch.setattr("asyncflow_sdk.workflow.workers.supervisor.BACKOFF_S", 3600.0)
     events: list[Event] = []
     launcher.starts = [af.WorkerExit(-9)]
     with af.serve(on_event=events.append) as run:
@@ -191,7 +191,7 @@ def test_workers_are_stopped_and_killed_at_the_same_time_not_one_after_another(
     launcher: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And their launcher is closed when all have ended."""
-    monkeypatch.setattr("asyncflow_sdk.workflow.worker_pool.GRACE_S", 0.01)
+    monkeypatch.setattr("asyncflow_sdk.workflow.workers.worker_pool.GRACE_S", 0.01)
     end = threading.Event()
     launcher.starts = [lambda handle: af.WorkerExit(0 * end.wait(60))] * 3
     with af.serve() as run:

@@ -23,8 +23,8 @@ from asyncflow_sdk.types.events import Note, StepTrained
 
 pytestmark = pytest.mark.fast
 
-RECORDER = "asyncflow_sdk.workflow.recorder"
-SINKS = "asyncflow_sdk.workflow.event_sinks"
+RECORDER = "asyncflow_sdk.workflow.events.recorder"
+SINKS = "asyncflow_sdk.workflow.events.event_sinks"
 
 
 class Held:

@@ -139,7 +139,7 @@ def test_one_that_exits_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 def test_one_that_never_closes_is_left_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncflow_sdk.workflow.trackers.CLOSE_S", 0.5)  # which the other one must not take
+    monkeypatch.setattr("asyncflow_sdk.workflow.events.trackers.CLOSE_S", 0.5)  # which the other one must not take
     hang.clear()
     assert workflow((Hangs, {"at": "close"}), (Lines, {"file": "good"})).run(tmp_path / "run").summary["steps"] == 3
     assert ["has not closed in 0.5 s" in note for note in notes(tmp_path / "run")] == [True]
@@ -149,7 +149,7 @@ def test_one_that_never_closes_is_left_to_itself(tmp_path: Path, monkeypatch: py
 
 def test_a_slow_one_gets_every_step_and_not_every_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # given: a tracker that is held until the last step, and more events than may wait
-    monkeypatch.setattr("asyncflow_sdk.workflow.trackers.MOST_WAITING", 5)
+    monkeypatch.setattr("asyncflow_sdk.workflow.events.trackers.MOST_WAITING", 5)
     hang.clear()
     heard_by_us: list[ev.Event] = []
 

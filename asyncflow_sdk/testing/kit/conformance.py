@@ -36,17 +36,17 @@ from .plain_lab import PlainLab
 from .policy import Policy
 from .precision import dtype_of, tolerance_of
 from .ranks import Ranks
-from .rollout_lab import RolloutLab
-from .train_lab import TrainLab
+from .rollout.lab import RolloutLab
+from .train.lab import TrainLab
 
 HUGGING_FACE = "asyncflow_torch.reference:HuggingFacePolicy"
 LIMIT_S = 100.0
 _MODULES = {
     "rollout": (
-        "rollout_basic", "rollout_loads", "rollout_full", "rollout_swaps", "rollout_proofs", "rollout_machine",
-        "rollout_chaos",
+        "rollout.basic", "rollout.loads", "rollout.full", "rollout.swaps", "rollout.proofs", "rollout.machine",
+        "rollout.chaos",
     ),
-    "train": ("train_basic", "train_full", "train_inputs", "train_precision", "train_chaos"),
+    "train": ("train.basic", "train.full", "train.inputs", "train.precision", "train.chaos"),
     "transport": ("transport_checks",),
     "sampler": ("policy_checks",),
     "staleness": ("policy_checks",),

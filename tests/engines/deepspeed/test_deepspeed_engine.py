@@ -17,7 +17,7 @@ from rank_runs import check_giving, counting
 
 from asyncflow_sdk.algorithms import GRPO, PPO, Critic
 from asyncflow_sdk.errors import AsyncFlowError, EngineError
-from asyncflow_sdk.testing.kit.train_lab import TrainLab, distance, unlike
+from asyncflow_sdk.testing.kit.train.lab import TrainLab, distance, unlike
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def far() -> str:
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An engine and what is known of it, for all tests: a model whose output layer is its embedding, with a context of
     more than one block of vLLM's cache (128 tokens on a CPU)."""
-    from asyncflow_sdk.testing.kit.rollout_lab import RolloutLab
+    from asyncflow_sdk.testing.kit.rollout.lab import RolloutLab
     from asyncflow_torch.demo.model import EOS
     from asyncflow_torch.reference import HuggingFacePolicy, tiny_model
     from asyncflow_vllm.rollout import VllmEngine

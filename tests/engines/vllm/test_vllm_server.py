@@ -35,7 +35,7 @@ def test_an_attached_engine_conforms(check: Any) -> None:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Any]:
-    from asyncflow_sdk.testing.kit.rollout_lab import RolloutLab
+    from asyncflow_sdk.testing.kit.rollout.lab import RolloutLab
     from asyncflow_torch.reference import HuggingFacePolicy
 
     made = RolloutLab(one_vllm.attached, HuggingFacePolicy(), {}, limit_s=240.0)

@@ -11,7 +11,7 @@ from engine_ends import cut_short
 from one_vllm import OPTIONS
 
 from asyncflow_sdk.errors import EngineError, WeightError
-from asyncflow_sdk.testing.kit.rollout_lab import RolloutLab
+from asyncflow_sdk.testing.kit.rollout.lab import RolloutLab
 
 SHARDED = "model.layers.1.mlp.up_proj.weight"
 

@@ -1,0 +1,231 @@
+"""Checks of weights loaded while requests run: the version of each token, interruption,
+continuation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+
+from ....errors import EngineError
+from ....interfaces import Completion
+from ..check import check, expect, needs
+from ..diagnosis import Diagnosis, diagnose_logprobs
+from ..precision import too_far
+from .lab import Ids, RolloutLab
+
+MIXTURE = "load_weights: requests that begin during a load are answered from a mixture of two versions"
+HELD_S, ASKED = 0.3, 4
+"""Seconds a load is held half-way, and the requests of each of several clients meanwhile."""
+
+
+@check(
+    "rollout", "full",
+    impact="the staleness of tokens is computed from wrong versions",
+    hint="the spans of a Completion: the version loaded at the draw of each token, not the newest published one",
+    after=("update",),
+)  # fmt: skip
+@needs(lambda lab: lab.engine.capabilities.token_versions, "it gives no versions of tokens")
+async def versions(lab: RolloutLab) -> None:
+    """Spans name the loaded version, before and after an update."""
+    for _ in range(2):
+        for prompt in lab.policy.prompts(2, seed=27):
+            for got in await lab.answer(lab.request(prompt, 2 if lab.rows > 1 else 1, temperature=1.0, seed=1)):
+                named = {span.version for span in got.spans}
+                expect(named <= {lab.version}, f"spans name versions {sorted(named)}, and {lab.version} is held")
+        await lab.update()
+
+
+@check(
+    "rollout", "full",
+    impact="tokens carry a wrong version, or are drawn with a KV cache of the version before",
+    hint="load_weights() while requests run: stop between two tokens, load, recompute the KV cache, continue; spans and log-probs follow",
+    after=("versions", "stale_cache"),
+)  # fmt: skip
+@needs(lambda lab: "in_flight" in lab.engine.capabilities.swap, "it takes no weights while requests run")
+async def update_in_flight(lab: RolloutLab) -> None:
+    """With weights loaded while requests run, each token's span and log-prob are of its own
+    version."""
+    prompts, most, mixed = lab.policy.prompts(min(4, lab.rows), seed=28), min(512, lab.context - 32), 0
+    tokens, whole_s = min(96, most), 0.0
+    for turn in range(8):
+        requests = [lab.request(p, temperature=1.0, max_tokens=tokens, seed=1) for p in prompts]
+        whole_s = whole_s or await lab.timed(requests)
+        old, new = lab.version, lab.version + 1
+        running = asyncio.create_task(lab.answers(requests))
+        await asyncio.sleep(whole_s * ((turn + 1) % 8) / 8)
+        await lab.update(new)
+        for prompt, (got,) in zip(prompts, await running, strict=True):
+            mixed += len({span.version for span in got.spans}) > 1
+            _check_mixed(lab, prompt, got, old, new)
+        if mixed >= 2:
+            return
+        if not mixed and tokens < most:  # they may have ended before the load reached the engine
+            tokens, whole_s = min(2 * tokens, most), 0.0
+    expect(
+        mixed,
+        "in 8 updates while requests ran, no response got tokens of both versions: the engine waits for their end",
+    )
+
+
+def _check_mixed(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: int) -> None:
+    ids = np.asarray(got.token_ids, np.int32)
+    for version, start, end in got.spans:
+        expect(version in (old, new), f"a span names version {version}; {old} and {new} were held")
+        wanted = lab.policy.logprobs(version, np.concatenate([prompt, ids[:start]]), ids[start:end])
+        have = np.asarray(got.logprobs, np.float64)[start:end]
+        far = too_far(np.abs(have - wanted), lab.tolerance)
+        found = diagnose_logprobs(
+            lab.policy, version, np.concatenate([prompt, ids[:start]]), ids[start:end], have, 1.0, lab.tolerance
+        ) if far else Diagnosis()  # fmt: skip
+        why = "drawn after it came: what was read before is not read anew by it (old keys and values)"
+        expect(
+            not far,
+            f"tokens {start} to {end} are said to be of version {version}, and their log-probs are {far}"
+            f" from its; they are {why if start else 'the first, before or after it came'}",
+            found.or_else(
+                "load_weights: running requests keep keys and values of the old weights"
+                if start
+                else "versions: spans name another version than the one that drew the tokens"
+            ),
+        )
+
+
+@check(
+    "rollout", "full",
+    impact="requests during a load are answered from a mixture of two versions under the number of one",
+    hint="load_weights(): new requests wait for the end of the load, or use only the old weights and cache nothing",
+    after=("versions", "stale_cache"),
+)  # fmt: skip
+async def during_load(lab: RolloutLab) -> str:
+    """Requests begun during a load are answered by one version, by both as in their spans, or
+    refused; in flight never refused."""
+    prompts = lab.policy.prompts(min(4, lab.rows), longest=24, seed=34)
+    flies, answered = "in_flight" in lab.engine.capabilities.swap, 0
+    for at_once in (True, False, True, False):
+        old, new, hold = lab.version, lab.version + 1, _Hold()
+        loading = asyncio.create_task(lab.load(lab.make_update(new, halfway=hold)))
+        await asyncio.sleep(0)
+        if not at_once:
+            reached = asyncio.create_task(hold.reached.wait())
+            await asyncio.wait([loading, reached], return_when=asyncio.FIRST_COMPLETED)
+            reached.cancel()
+        lab.doing = "waiting for requests that began during a load, and for the load"
+        asking = [asyncio.create_task(_ask_during(lab, prompt, loading, hold, flies)) for prompt in prompts]
+        try:
+            await loading
+        except EngineError:  # nothing is said to run
+            expect(not flies, "load_weights() was refused since requests ran, and capabilities.swap has in_flight")
+            await lab.update(new)
+        for prompt, completions in zip(prompts, await asyncio.gather(*asking), strict=True):
+            for got in completions:
+                _check_either(lab, prompt, got, old, new)
+            answered += len(completions)
+        await lab.check_greedy(prompts, when=" of prompts that were asked while the version came")
+    return f"{answered} answers to requests that began during a load"
+
+
+class _Hold:
+    """Called half-way by an update: in another thread it waits for ``go``, or HELD_S."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._going = threading.Event()
+
+    def __call__(self) -> None:
+        if threading.get_ident() == self._thread:  # nobody can ask anything now
+            self.reached.set()
+            return
+        self._loop.call_soon_threadsafe(self.reached.set)
+        self._going.wait(HELD_S)
+
+    def go(self) -> None:
+        """Let the load continue."""
+        self._going.set()
+
+
+async def _ask_during(
+    lab: RolloutLab, prompt: Ids, loading: asyncio.Task[Any], hold: _Hold, flies: bool
+) -> list[Completion]:
+    """Ask a prompt again and again during a load; requests begun at the hold end it."""
+    got: list[Completion] = []
+    for _ in range(ASKED):
+        if loading.done():
+            break
+        held = hold.reached.is_set()
+        try:
+            got += await lab.answer(lab.request(prompt))
+        except EngineError as error:
+            expect(not flies, f"a request that began during a load was refused, and requests may run then: {error}")
+            await asyncio.sleep(0)
+        if held:
+            hold.go()
+    return got
+
+
+def _check_either(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: int) -> None:
+    """Verify a response against one of two versions, or each part against its span."""
+    ids, have = np.asarray(got.token_ids, np.int32), np.asarray(got.logprobs, np.float64)
+
+    def off(version: int, start: int, end: int) -> str:
+        """Describe the distance of these tokens' log-probs from a version."""
+        wanted = lab.policy.logprobs(version, np.concatenate([prompt, ids[:start]]), ids[start:end])
+        return too_far(np.abs(have[start:end] - wanted), lab.tolerance)
+
+    for version, start, end in got.spans:
+        expect(version in (old, new), f"a span names version {version}; {old} and {new} were held")
+        far = off(version, start, end)
+        expect(
+            not far,
+            f"of a response that began while version {new} came, tokens {start} to {end} are said to be of version"
+            f" {version}, and their log-probs are {far} from its: they come from a mixture, or from the other one",
+            MIXTURE,
+        )
+    far_old, far_new = (off(version, 0, len(ids)) for version in (old, new))
+    expect(
+        got.spans or not (far_old and far_new),
+        f"the log-probs of a response that began while version {new} came are {far_old} from those of version"
+        f" {old}, and {far_new} from those of {new}: it comes from a mixture of both",
+        MIXTURE,
+    )
+
+
+@check(
+    "rollout", "full",
+    impact="tokens generated before a swap are lost, or continue as another response",
+    hint="interrupt(): end running requests with their tokens and finish_reason aborted; `drawn` of the continued request",
+    after=("company", "logprobs"),
+)  # fmt: skip
+@needs(lambda lab: "partial" in lab.engine.capabilities.swap, "it cannot be interrupted")
+async def interrupted(lab: RolloutLab) -> None:
+    """Interrupted responses return with their tokens, and continue from there."""
+    prompts, tokens = lab.policy.prompts(min(4, lab.rows), seed=29), min(96, lab.context - 32)
+    requests = [lab.request(p, max_tokens=tokens) for p in prompts]
+    whole_s = await lab.timed(requests)
+    cut = empty = 0
+    for turn in range(8):
+        running = [asyncio.create_task(lab.answer(request, aborted=True)) for request in requests]
+        await asyncio.sleep(whole_s * ((turn + 1) % 8) / 8)
+        lab.doing = "waiting for interrupt(), and then for what it ended"
+        await lab.engine.interrupt()
+        rests = []
+        for prompt, (got,) in zip(prompts, await asyncio.gather(*running), strict=True):
+            have, aborted = np.asarray(got.token_ids, np.int32), got.finish_reason == "aborted"
+            wanted = lab.policy.greedy(lab.version, prompt, tokens)
+            lab.check_response(
+                prompt, got, wanted[: len(have)] if aborted else wanted, when=" of an interrupted response"
+            )
+            if not aborted or len(have) == tokens:
+                continue
+            cut, empty = cut + (len(have) > 0), empty + (len(have) == 0)
+            so_far = np.concatenate([prompt, have])
+            rests.append((lab.request(so_far, max_tokens=tokens - len(have), drawn=len(have)), wanted[len(have) :]))
+        for (rest, wanted), (more,) in zip(rests, await lab.answers([rest for rest, _ in rests]), strict=True):
+            lab.check_response(rest.prompt_ids, more, wanted, when=" of a response that goes on")
+        if cut >= 2:
+            return
+    expect(cut or empty, "in 8 interruptions every response ran to its end: interrupt() does not end what runs")
+    expect(cut, "in 8 interruptions every interrupted response came back empty: the tokens it had are thrown away")

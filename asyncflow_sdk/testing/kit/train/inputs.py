@@ -1,0 +1,151 @@
+"""Checks of the columns a train engine computes for algorithms."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ....interfaces import Algorithm, PackedTokens
+from ....types import LOSS_MASK, Batch, Ragged
+from ....types.dtypes import from_torch, is_torch
+from ..check import CheckFailed, DoesNotApply, check, expect
+from .lab import FIRST_ROW, ROWS_APART, TrainLab, masked
+
+LONGEST = 64
+"""A bound for the tokens of a response."""
+
+
+@check(
+    "train", "full",
+    impact="corrections for stale tokens have no effect, the critic learns wrong values, or advantages cover a part of the step",
+    hint="`computes` of the engine and `asks` of the algorithm: tokens.columns, tokens.values, tokens.entropy; with several ranks `standardise`",
+    after=("step", "logprobs"),
+)  # fmt: skip
+def asked(lab: TrainLab) -> None:
+    """An algorithm gets all declared columns for each token: log-probs before the step, values,
+    entropies; and advantages over all rows."""
+    names = tuple(name for name in lab.engine.computes if name != "staleness")  # of a run's steps only
+    if not names:
+        raise DoesNotApply("it computes nothing for algorithms")
+    batch = lab.batch((4, 3, 3), seed=9)
+    mask = np.random.default_rng(9).random(len(batch.ragged("logprobs").values)) < 0.7
+    mask[batch.ragged("logprobs").offsets[1:] - 1] = True
+    batch = masked(batch, mask)
+    with lab.folder() as into:
+        try:
+            lab.start(algorithm=Asking(asks=names, into=str(into)))
+        except CheckFailed:
+            raise
+        except Exception as error:
+            raise CheckFailed(
+                f"it says that it computes {', '.join(names)}, and refuses an algorithm that asks for them:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+        lab.step(batch)
+        given = [dict(np.load(file, allow_pickle=False)) for file in sorted(into.glob("*.npz"))]
+    expect(given, "the algorithm's loss was never asked")
+    _looked_at(lab, batch, mask, names, given)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking(Algorithm):
+    """An algorithm with a unique number for each token: twice its column "halved".
+
+    Each call of its loss, in any process, writes its inputs to a file in ``into``.
+    """
+
+    asks: tuple[str, ...] = ()
+    into: str = ""
+    standardise: float | None = 0.5
+
+    def advantages(self, batch: Batch) -> Any:
+        """Return standardised numbers."""
+        found = self.advantages_of_share(batch)
+        mask = batch.ragged(LOSS_MASK)
+        return {**found, "advantages": Ragged(_standardised(found["advantages"].values, mask.values), mask.offsets)}
+
+    def advantages_of_share(self, batch: Batch) -> Any:
+        """Return the numbers of a rank's rows."""
+        numbers, offsets = _numbers(batch), batch.ragged("response_ids").offsets
+        return {"advantages": Ragged(numbers, offsets), "halved": Ragged(numbers / 2, offsets)}
+
+    def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
+        """Write the inputs; return a loss of all of them."""
+        loss = tokens.logprobs.sum()
+        if "entropy" in self.asks:
+            loss = loss + tokens.entropy.sum()
+        if "values" in self.asks:
+            loss = loss + (tokens.values - 1).square().sum()
+        with open(Path(self.into) / f"{uuid.uuid4().hex}.npz", "wb") as file:
+            np.savez(file, **_given(tokens, self.asks))
+        return loss / tokens.total_tokens, {}
+
+
+def _given(tokens: PackedTokens, asks: Sequence[str]) -> dict[str, Any]:
+    """Return the inputs as arrays, and whether each has a gradient."""
+    found: dict[str, Any] = {f"column {name}": _plain(column) for name, column in tokens.columns.items()}
+    for name in ("entropy", "values"):
+        if name in asks:
+            found[name] = _plain(getattr(tokens, name))
+            found[f"{name} learns"] = np.bool_(getattr(getattr(tokens, name), "requires_grad", True))
+    return {**found, "advantages": _plain(tokens.advantages)}
+
+
+def _looked_at(
+    lab: TrainLab, batch: Batch, mask: np.ndarray[Any, Any], asks: Sequence[str], given: Sequence[dict[str, Any]]
+) -> None:
+    odd = [part for part in given if "column halved" not in part]
+    expect(not odd, "the loss was given no column 'halved', which came with the advantages")
+    numbers = _numbers(batch)
+    found = np.concatenate([2 * part["column halved"] for part in given])
+    expect(
+        sorted(found) == sorted(numbers[mask]),
+        "the loss was not given each token that is trained once, with its own column",
+    )
+    order = np.argsort(numbers)
+    place = order[np.searchsorted(numbers, found, sorter=order)]
+    wanted = {"advantages": _standardised(numbers, mask)[place]}
+    if "proximal_logprobs" in asks:
+        wanted["column proximal_logprobs"] = np.concatenate(lab.reference(batch))[place]
+    for name, right in wanted.items():
+        expect(all(name in part for part in given), f"the loss was given no {name}")
+        far = np.abs(np.concatenate([part[name] for part in given]) - right).max()
+        why = ": of mean 0 and spread 1 they are over the tokens of all rows" if name == "advantages" else ""
+        expect(far <= max(lab.tolerance, 1e-5), f"{name} is up to {far:.3g} off{why}")
+    most = np.log(lab.policy.vocabulary) + lab.tolerance
+    for name in ("entropy", "values"):
+        if name not in asks:
+            continue
+        for part in given:
+            each, tokens = part[name], len(part["advantages"])
+            expect(len(each) == tokens, f"the loss was given {len(each)} {name} of {tokens} tokens")
+            expect(bool(part[f"{name} learns"]), f"{name} came without gradient")
+            expect(bool(np.isfinite(each).all()), f"{name} that are not finite")
+            if name == "entropy":
+                expect(
+                    each.min() >= -1e-3 and each.max() <= most,
+                    "entropies that no distribution over the vocabulary has",
+                )
+
+
+def _numbers(batch: Batch) -> np.ndarray[Any, Any]:
+    """Return each response token's number, by row and place, on any rank."""
+    lengths = batch.ragged("response_ids").lengths
+    rows = np.repeat((batch.ids - FIRST_ROW) // ROWS_APART, lengths)
+    places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.asarray(rows * LONGEST + places + 1, np.float32)
+
+
+def _standardised(numbers: np.ndarray[Any, Any], drawn: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the drawn ones with mean 0 and spread 1, others 0."""
+    known = numbers[drawn.astype(np.bool_)].astype(np.float64)
+    return np.where(drawn, (numbers - known.mean()) / (known.std() + 0.5), 0.0).astype(np.float32)
+
+
+def _plain(values: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(from_torch(values.detach()) if is_torch(values) else values)

@@ -1,0 +1,1 @@
+"""Event sinks: the recorder of a run, trackers, and the statistics of both."""

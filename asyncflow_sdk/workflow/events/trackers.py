@@ -1,0 +1,169 @@
+"""Trackers of a run: event sinks with a thread each. A slow or failing one delays nobody.
+
+trackers = Trackers(make_trackers(["tensorboard", ("mine", {"project": "x"})]))
+trackers.start(TrackedRun(...), report)              # opens them in their threads
+trackers.event(event) ...                            # from the server's thread; does not block
+trackers.close()
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ...errors import ConfigError, PluginError
+from ...interfaces import TrackedRun, Tracker
+from ...plugins import registry
+from ...types import Event
+from ...types import events as ev
+from .event_sinks import EventSink, EventThread
+
+MOST_WAITING = 10_000
+"""Most events that wait for a tracker."""
+CLOSE_S = 30.0
+"""Time for all trackers to close (seconds)."""
+
+Named: TypeAlias = str | Callable[..., Tracker]
+Tracked: TypeAlias = Named | Tracker | tuple[Named, Mapping[str, Any]]
+"""A name, "module:Class", a class, one of these with options; or a Tracker."""
+
+
+def tracker_list(given: Tracked | Sequence[Tracked]) -> list[Any]:
+    """Return one tracker or a sequence of them as a list."""
+    return [given] if isinstance(given, (str, Tracker)) or callable(given) or _is_pair(given) else list(given)
+
+
+def make_trackers(given: Tracked | Sequence[Tracked]) -> list[tuple[str, Tracker]]:
+    """Return trackers with their labels. Raises PluginError, ConfigError."""
+    return [_made(each) for each in tracker_list(given)]
+
+
+def check_tracker(given: Any) -> None:
+    """Check a tracker's name and options without making it. Raises PluginError, ConfigError."""
+    if not isinstance(given, Tracker):
+        _factory(given)
+
+
+def tracker_label(given: Any) -> str:
+    """Return the name of a tracker in texts."""
+    of = given[0] if _is_pair(given) else given
+    return of if isinstance(of, str) else str(getattr(of, "__qualname__", type(of).__name__))
+
+
+def _made(given: Any) -> tuple[str, Tracker]:
+    if isinstance(given, Tracker):
+        return tracker_label(given), given
+    factory, options = _factory(given)
+    made = factory(**options)
+    if not isinstance(made, Tracker):
+        raise PluginError(
+            f"tracker {tracker_label(given)!r} is a {type(made).__name__}, which is no asyncflow_sdk.Tracker"
+        )
+    return tracker_label(given), made
+
+
+def _factory(given: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    of, options = given if _is_pair(given) else (given, {})
+    if not (isinstance(of, str) or callable(of)):
+        raise ConfigError(f"a tracker is a name, a class, or either with options, not {given!r:.100}")
+    factory = registry().get("tracker", of).load() if isinstance(of, str) else of
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        known = ", ".join(map(str, inspect.signature(factory).parameters.values())) or "nothing"
+        raise ConfigError(f"tracker {tracker_label(given)!r}: {error}; it takes: {known}") from None
+    except ValueError:  # a factory without a readable signature
+        pass
+    return factory, dict(options)
+
+
+def _is_pair(given: Any) -> bool:
+    return isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[1], Mapping)
+
+
+class Trackers(EventSink):
+    """All trackers of a run. ``start`` and ``close`` are called once; ``event`` at any time, in any thread."""
+
+    def __init__(self, trackers: Sequence[tuple[str, Tracker]]) -> None:
+        self._threads = [_TrackerThread(name, tracker) for name, tracker in trackers]
+
+    def __bool__(self) -> bool:
+        return bool(self._threads)
+
+    def event(self, event: Event) -> None:
+        """Pass an event to every tracker's thread."""
+        for each in self._threads:
+            each.event(event)
+
+    def start(self, run: TrackedRun, report: Callable[[Event], None]) -> None:
+        """Open the trackers. ``report`` receives a warning from the thread of a failing one."""
+        for each in self._threads:
+            each.open(run, report)
+
+    def close(self) -> None:
+        """Let the trackers finish, and abandon slower ones after ``CLOSE_S``."""
+        until = time.monotonic() + CLOSE_S
+        for each in self._threads:
+            each.finish()
+        for each in self._threads:
+            each.join(max(0.0, until - time.monotonic()))
+
+
+class _TrackerThread(EventThread):
+    """Passes events to a tracker. After its first exception the tracker gets no more."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        super().__init__(f"tracker-{name}", MOST_WAITING)
+        self._name, self._tracker = name, tracker
+        self._warned = False
+
+    def open(self, run: TrackedRun, report: Callable[[Event], None]) -> None:
+        """Open the tracker in its thread."""
+        self._tracked, self._report = run, report
+        self.thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread, or abandon it with a warning. Does nothing if it was not started."""
+        if self.thread.ident is None:
+            return
+        self.thread.join(timeout_s)
+        if self.thread.is_alive():
+            self.ended = True
+            self._warn(f"has not closed in {CLOSE_S:g} s and is left to itself; its last numbers may be missing")
+
+    def begin(self) -> bool:
+        """Open the tracker."""
+        return self._call("open", lambda: self._tracker.open(self._tracked))
+
+    def take(self, item: Event) -> bool:
+        """Log a trained step, and pass every event on. Returns False after an exception."""
+        if isinstance(item, ev.StepTrained):
+            step = item
+            log = lambda: self._tracker.log(step.step, step.version, dict(step.metrics))  # noqa: E731
+            if not self._call(f"log of step {step.step}", log):
+                return False
+        if not self._call(f"event {type(item).__name__}", lambda: self._tracker.event(item)):
+            return False
+        if self.dropped and not self._warned:
+            self._warned = True
+            self._warn("is slower than the run: events that are no steps are left out for it")
+        return True
+
+    def end(self) -> None:
+        """Close the tracker."""
+        self._call("close", self._tracker.close)
+
+    def _call(self, what: str, call: Callable[[], None]) -> bool:
+        """Call a method of the tracker. Returns False after an exception."""
+        try:
+            call()
+        except (Exception, SystemExit) as error:
+            self.ended = True
+            self._warn(f"failed and is left out, the run goes on: {what}: {type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _warn(self, text: str) -> None:
+        self._report(ev.Note(time_s=time.monotonic(), text=f"tracker {self._name!r} {text}", level="warning"))

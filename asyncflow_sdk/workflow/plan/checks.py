@@ -1,0 +1,328 @@
+"""Checks of a plan before any process starts: all problems in one report."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ...errors import ConfigError, PluginError, SchemaError
+from ...interfaces import Placement
+from ...plugins import registry
+from ...types.dtypes import floating_name
+from ...weights import AUTO
+from ...weights.publisher import check_publisher
+from ..events.trackers import check_tracker
+from ..rollout.tokenizer import Tokenizer, token_ids, with_stop_ids
+from ..specs import Rollout, Stage, Train, takes_trained
+from ..work import Generate, Logprobs
+from ..workers.engines import odd_options
+from ..workers.ranks import check_ranks
+from .dataflow import same_name
+from .plan import AHEAD_STEPS, Plan
+from .policy import rows_needed
+from .problems import Problems, checks_placements, is_checked_here
+
+MOST = 2**53
+"""Largest number of rows or steps."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Make the plan's choices and raise its problems, all at once: a single one unchanged, several as
+    one ConfigError."""
+    with contextlib.closing(plan.problems) as problems:
+        _find(plan, problems)
+    problems.raise_all()
+
+
+def _find(plan: Plan, problems: Problems) -> None:
+    _check_numbers(plan, problems)
+    for number, rollout in enumerate(plan.rollouts):
+        _check_place(f"rollout {rollout.task!r}", rollout.place, problems, "rollout", number)
+        if is_checked_here(rollout.task):
+            _check_engine("rollout", rollout, rollout.place, problems, "rollout", number)
+    for stage, key in zip(plan.stages, plan.stage_keys, strict=True):
+        if not stage.here:
+            _check_place(f"stage {stage.task!r}", stage.place, problems, *key)
+        if isinstance(stage.work, (Logprobs, Generate)) and is_checked_here(stage.task):
+            _check_engine("stage", stage.work, stage.place, problems, *key, "work")
+        with problems.collect(*key, "work", "sampling"):
+            if isinstance(stage.work, Generate):
+                _check_stops(stage.work)
+        _check_here(stage, problems, *key)
+    _check_place("train", plan.train.place, problems, "train", world_size=plan.train.world_size)
+    if is_checked_here(plan.train.task):
+        _check_engine("train", plan.train, plan.train.place, problems, "train")
+    if all(is_checked_here(rollout.task) or not _lacks_model(rollout) for rollout in plan.rollouts):
+        _check_columns(plan, problems)
+    with problems.collect("staleness", "policy"):
+        _check_capacity(plan, rows_needed(plan.staleness, plan.batch_size), problems)
+    for number, rollout in enumerate(plan.rollouts):
+        with problems.collect("prompts"):
+            _check_ids(plan, rollout)
+        with problems.collect("rollout", number):
+            _check_lengths(plan, rollout)
+        with problems.collect("rollout", number, "sampling"):
+            _check_temperature(rollout, plan.train)
+        with problems.collect("rollout", number, "sampling"):
+            _check_stops(rollout)
+    plan.choose()
+    with problems.collect("weights"):
+        _check_weights(plan)
+    _check_dtypes(plan, problems)
+    for number, tracker in enumerate(plan.trackers):
+        with problems.collect("trackers", number):
+            check_tracker(tracker)
+
+
+def _check_numbers(plan: Plan, problems: Problems) -> None:
+    size = plan.rollout.group_size
+    for name in ("steps", "batch_size", "epochs", "capacity_rows"):
+        if (getattr(plan, name) or 0) > MOST:
+            problems.add(f"{name} is {getattr(plan, name)}, and at most {MOST}", name)
+    if plan.seed < 0:
+        problems.add(f"seed must be 0 or more, not {plan.seed}", "seed")
+    if plan.steps < 1:
+        problems.add(f"steps must be 1 or more, not {plan.steps}", "steps")
+    if plan.epochs is not None and plan.epochs < 1:
+        problems.add(f"epochs must be 1 or more, or None for as many as the steps take, not {plan.epochs}", "epochs")
+    if not plan.stall_timeout_s > 0:
+        problems.add(f"stall_timeout_s must be above 0, not {plan.stall_timeout_s}", "stall_timeout_s")
+    sizes = {rollout.group_size for rollout in plan.rollouts if takes_trained(rollout.partitions)}
+    if len(sizes) > 1:
+        listed = " and ".join(map(str, sorted(sizes)))
+        text = f"rollouts have group_size {listed}: a prompt has one number of responses; give all the same"
+        problems.add(text, "rollout", 1, "group_size")
+    if plan.batch_size < 1 or plan.batch_size % size:
+        near = max(size, round(plan.batch_size / size) * size)
+        text = f"no number of groups of {size} fills a batch of {plan.batch_size} rows; use batch_size={near}"
+        problems.add(text, "batch_size")
+    elif plan.epochs and plan.data.rows * size * plan.epochs < plan.batch_size:
+        rows = plan.data.rows * size * plan.epochs
+        problems.add(
+            f"a step has {plan.batch_size} rows, and {plan.data.rows} prompts in groups of {size} give {rows} in"
+            f" epochs={plan.epochs}: no step can fill; use batch_size={rows} or less, more prompts, or more epochs",
+            "batch_size",
+        )
+    if plan.batch_size < plan.train.world_size:
+        problems.add(
+            f"a step of {plan.batch_size} rows cannot be dealt out to world_size={plan.train.world_size} ranks",
+            "batch_size",
+        )
+    if plan.train.place.max_restarts and plan.checkpoint is None:
+        problems.add(
+            f"train has max_restarts={plan.train.place.max_restarts}, and a trainer that is started again without a"
+            " checkpoint has lost what it learned; say checkpoint=af.Checkpoint(every=50), or leave max_restarts out",
+            "train", "max_restarts",
+        )  # fmt: skip
+    if plan.train.algorithm is not None:
+        with problems.collect("rollout", 0, "group_size"):
+            plan.train.algorithm.check(group_size=size)
+
+
+def _check_place(where: str, place: Placement, problems: Problems, *key: str | int, world_size: int = 1) -> None:
+    if not checks_placements():
+        return
+    try:
+        check_ranks(problems.launcher(place.launcher), place, world_size)
+    except (ConfigError, PluginError) as error:
+        about = [name for name in ("python", "cpus", "gpus", "env", "launcher") if f"{name}=" in str(error)]
+        problems.add(f"{where}: {error}", *key, *(about[:1] or ["launcher"]))
+
+
+def _check_engine(
+    kind: str, spec: Rollout | Train | Logprobs | Generate, place: Placement, problems: Problems, *key: str | int
+) -> None:
+    if _lacks_model(spec):
+        text = f"{kind} model {spec.model!r} is no model folder: it has no config.json"
+        problems.add(text + _of_the_hub(str(spec.model)), *key, "model")
+    if place.python is not None:  # another interpreter has other plugins
+        return
+    with problems.collect(*key, "engine"):
+        factory = registry().get(spec.kind, spec.engine).load()
+        for option, text in odd_options(spec.engine, factory, spec.options, inspect.signature(type(spec)).parameters):
+            problems.add(text, *key, option)
+
+
+def _lacks_model(spec: Rollout | Train | Logprobs | Generate) -> bool:
+    return bool(spec.model) and not Path(spec.model, "config.json").is_file()
+
+
+def _of_the_hub(model: str) -> str:
+    """Advice for the name of a Hugging Face repository: the SDK downloads nothing by itself."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) or Path(model).exists():
+        return ""
+    return f"; one of the hub is downloaded first: hf download {model} --local-dir FOLDER"
+
+
+def _check_here(stage: Stage, problems: Problems, *key: str | int) -> None:
+    """Refuse a placement for a function that only the driver can run."""
+    place = stage.place
+    if stage.here and (place.python or place.env or place.cpus or place.gpus or place.launcher != "process"):
+        problems.add(
+            f"stage {stage.task!r} has a function that no other process can import, so it runs in the driver's,"
+            " and has no place of its own: put the function into a module, or leave python=, env=, cpus=, gpus="
+            " and launcher= out",
+            *key,
+        )
+
+
+def _check_columns(plan: Plan, problems: Problems) -> None:
+    keys = {stage.task: key for stage, key in zip(plan.stages, plan.stage_keys, strict=True)}
+    with problems.collect("rollout"):
+        tasks = [node.task for node in plan.nodes]
+        found = [same_name(task) for task in dict.fromkeys(tasks) if tasks.count(task) > 1]
+        for of in (plan.dataflow, *plan.other_dataflows.values()):
+            found += of.problems()
+        for problem in found:
+            problems.add(problem.text, *keys.get(problem.task, (problem.task,)))
+    admitting = [rollout for rollout in plan.rollouts if rollout.admits]
+    if len({rollout.task for rollout in admitting}) != 1:
+        names = ", ".join(repr(rollout.task) for rollout in admitting) or "none"
+        problems.add(
+            f"one rollout task gives the columns that are trained, without a prefix; here that is: {names}", "rollout"
+        )
+    if len({rollout.lease_s for rollout in admitting}) > 1:
+        problems.add("rollouts that share a task must have the same lease_s", "rollout")
+
+
+def _check_capacity(plan: Plan, needed: int, problems: Problems) -> None:
+    """``needed``: live rows that the staleness policy needs to fill every step."""
+    least = max(plan.batch_size, plan.rollout.group_size, needed)
+    if plan.capacity_rows < least:
+        problems.add(
+            f"a queue of capacity_rows={plan.capacity_rows} is too small: steps of {plan.batch_size} rows at"
+            f" max_staleness={plan.staleness.max_staleness} cannot fill with fewer than {least}; leave it out"
+            f" ({plan.batch_size * (plan.staleness.max_staleness + AHEAD_STEPS)} rows then), or give more",
+            "capacity_rows",
+        )
+
+
+def _check_weights(plan: Plan) -> None:
+    replicas = sum(rollout.replicas for rollout in plan.rollouts)
+    if plan.weights.quorum > replicas:
+        raise ConfigError(
+            f"quorum={plan.weights.quorum} replicas must have a version staged before any loads it, and there are"
+            f" {replicas}"
+        )
+    place = plan.train.place
+    here = (
+        place.python is None and not place.env and is_checked_here("train")
+    )  # the trainer's process has the same environment
+    if here and plan.transport != AUTO:  # else the choice has reported why
+        check_publisher(plan.transport, plan.weights.options)
+    temperature = plan.train.options.get("temperature", 1.0)
+    if plan.weights.probe is not None and temperature != 1.0:
+        raise ConfigError(
+            f"a probe is compared at temperature 1, and training computes log-probs at {temperature:g}: leave the"
+            " probe out"
+        )
+
+
+def _check_dtypes(plan: Plan, problems: Problems) -> None:
+    """Compare the dtype of versions with each rollout's, as far as adapters and model folders declare them."""
+    asked = plan.weights.dtype
+    trained = registry().find("train", plan.train.engine)
+    if asked is None and trained is not None and trained.spec.declared("dtype") == ("option",):
+        asked = plan.train.options.get("dtype") or "auto"
+    published = "" if asked is None else _dtype_of(asked, plan.train.model)
+    for number, rollout in enumerate(plan.rollouts):
+        adapter = registry().find("rollout", rollout.engine)
+        taken = (adapter.spec.declared("dtype") if adapter is not None else None) or ()
+        options = {"option": rollout.options.get("dtype") or "auto", "folder": "auto"}
+        names = list(dict.fromkeys(_dtype_of(options[each], rollout.model) for each in taken))
+        if published and names and all(names) and published not in names:
+            problems.add(
+                f"train publishes weights in {published}, and rollout {rollout.task!r} with engine"
+                f" {rollout.engine!r} takes {' or '.join(names)}: say weights=af.Weights(dtype={names[0]!r}), or"
+                f" dtype={published!r} for the rollout",
+                *(("rollout", number, "dtype") if "dtype" in rollout.options else ("rollout", number)),
+            )
+
+
+def _dtype_of(option: str, model: str) -> str:
+    """Return the dtype of an engine's option or model folder; "" if unknown here."""
+    if option != "auto":
+        return floating_name(option)
+    config = _config(model)
+    return floating_name(config.get("dtype") or config.get("torch_dtype"))
+
+
+def _check_temperature(rollout: Rollout, train: Train) -> None:
+    """Ratios of log-probs need the same temperature in sampling and training."""
+    drawn, trained = rollout.sampling.temperature, train.options.get("temperature", 1.0)
+    if not rollout.admits:  # its log-probs are not trained
+        return
+    if drawn == 0:
+        raise ConfigError("sampling at temperature 0 draws the same response for a whole group; use one above 0")
+    if drawn != trained:
+        raise ConfigError(
+            f"responses are sampled at temperature {drawn:g}, but their log-probs are recomputed at {trained:g};"
+            f" say Train(..., temperature={drawn:g})"
+        )
+
+
+def _check_stops(spec: Rollout | Generate) -> None:
+    """Check the stop texts of a response: one token each, if the tokenizer is here."""
+    with contextlib.suppress(PluginError):  # this environment has no tokenizers: the worker checks
+        with_stop_ids(spec.sampling, Tokenizer(spec.tokenizer) if spec.tokenizer and spec.sampling.stop else None)
+
+
+def _check_ids(plan: Plan, rollout: Rollout) -> None:
+    """Check prompts given as token ids."""
+    if not takes_trained(rollout.partitions) or rollout.prompt != "prompt_ids" or rollout.prompt not in plan.data:
+        return
+    try:
+        lengths = token_ids(plan.data, rollout.prompt).lengths
+    except SchemaError as error:
+        raise ConfigError(f"prompts: {error}") from None
+    if not lengths.all():
+        raise ConfigError(f"prompts: row {int((lengths == 0).argmax())} of column 'prompt_ids' is empty")
+
+
+def _check_lengths(plan: Plan, rollout: Rollout) -> None:
+    """Find prompts without room for a response, if tokenizer and context are known here."""
+    context = _context(rollout.model)
+    if context is None or rollout.prompt not in plan.data or not takes_trained(rollout.partitions):
+        return
+    if rollout.prompt == "prompt_ids":
+        lengths = plan.data.ragged("prompt_ids").lengths
+    elif rollout.tokenizer:
+        try:
+            encoded = Tokenizer(rollout.tokenizer).encode(plan.data.texts(rollout.prompt))
+        except PluginError:  # this environment has no tokenizers: the worker checks
+            return
+        except SchemaError as error:
+            raise ConfigError(f"prompts: {error}") from None
+        lengths = np.array([len(ids) for ids in encoded])
+    else:
+        return
+    most = context - rollout.sampling.max_tokens
+    odd = np.flatnonzero((lengths > most) | (lengths == 0))
+    if len(odd):
+        first = int(odd[0])
+        raise ConfigError(
+            f"prompt {first} has {lengths[first]} tokens, and {len(odd)} of {len(lengths)} prompts do not fit: with"
+            f" max_tokens={rollout.sampling.max_tokens} a prompt may have 1 to {most} tokens, since the"
+            f" model's context is {context}"
+        )
+
+
+def _context(model: str) -> int | None:
+    """Return the context length of a model folder; None if unknown."""
+    context = _config(model).get("max_position_embeddings")
+    return context if isinstance(context, int) else None
+
+
+def _config(model: str) -> dict[str, Any]:
+    """Return the configuration of a model folder; empty if it cannot be read."""
+    try:
+        config = msgspec.json.decode(Path(model, "config.json").read_bytes())
+    except (OSError, msgspec.MsgspecError):
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,181 @@
+"""Dataflow: the tasks of a workflow, and the columns between them.
+
+flow = Dataflow({"prompt": "prompts"}, [Node("rollout", ("prompt",), ("response",)), Node("train", ("response",), ())])
+flow.problems()     # [Problem(task, text)]
+flow.edges          # [("prompts", "rollout", ("prompt",)), ("rollout", "train", ("response",))]
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ...errors import SchemaError
+from ...types import check_column_name
+
+PROMPTS = "prompts"
+
+
+class Node(NamedTuple):
+    """A task: the columns it needs and gives, and the partitions of its rows."""
+
+    task: str
+    needs: tuple[str, ...]
+    gives: tuple[str, ...] = ()
+    partitions: tuple[str, ...] = ("",)
+
+    def takes(self, partition: str) -> bool:
+        """True if it takes rows of a partition."""
+        return partition in self.partitions or "*" in self.partitions
+
+
+class Edge(NamedTuple):
+    """Columns from the task ``giver`` to the task ``taker``."""
+
+    giver: str
+    taker: str
+    columns: tuple[str, ...]
+
+
+class Problem(NamedTuple):
+    """An error in a dataflow, and its task."""
+
+    task: str
+    text: str
+
+
+def same_name(task: str) -> Problem:
+    """Return the problem of two tasks with one name."""
+    return Problem(task, f"two tasks have the same name {task!r}: give one another task=")
+
+
+class Dataflow:
+    """Tasks and the columns between them. ``data``: columns of the prompts."""
+
+    def __init__(self, data: Sequence[str], nodes: Sequence[Node]) -> None:
+        self.nodes = tuple(nodes)
+        self.givers: dict[str, str] = dict.fromkeys(data, PROMPTS)
+        self._twice: list[tuple[str, str, str]] = []
+        for node in nodes:
+            for column in node.gives:
+                if column in self.givers:
+                    self._twice.append((column, self.givers[column], node.task))
+                else:
+                    self.givers[column] = node.task
+
+    @property
+    def edges(self) -> list[Edge]:
+        """All edges, in the order of the tasks."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for node in self.nodes:
+            for column in node.needs:
+                if column in self.givers:
+                    found.setdefault((self.givers[column], node.task), []).append(column)
+        order = [PROMPTS, *self.order()]
+        edges = [Edge(giver, taker, tuple(columns)) for (giver, taker), columns in found.items()]
+        return sorted(edges, key=lambda edge: (order.index(edge.giver), order.index(edge.taker)))
+
+    @property
+    def unused(self) -> dict[str, str]:
+        """Columns needed by no task, each with its giver."""
+        needed = {column for node in self.nodes for column in node.needs}
+        return {column: giver for column, giver in self.givers.items() if giver != PROMPTS and column not in needed}
+
+    def order(self) -> list[str]:
+        """Return the tasks, each after its dependencies; tasks of a cycle last."""
+        left, there, order = list(self.nodes), {PROMPTS}, list[str]()
+        while left:
+            able = [n for n in left if all(self.givers.get(c, PROMPTS) in there for c in n.needs)] or left
+            order += [node.task for node in able]
+            there |= {node.task for node in able}
+            left = [node for node in left if node not in able]
+        return order
+
+    def problems(self) -> list[Problem]:
+        """Return all problems."""
+        names = [node.task for node in self.nodes]
+        same = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        return [
+            *map(same_name, same),
+            *(
+                Problem(
+                    second,
+                    f"column {column!r} is given by {_task(first)} and by {_task(second)}, and can be written"
+                    " once: say other names in gives= of one",
+                )
+                for column, first, second in self._twice
+            ),
+            *self._misnamed(),
+            *self._missing(),
+            *([] if same else self._cycles()),
+        ]
+
+    def _misnamed(self) -> list[Problem]:
+        """Find invalid column names, each once, with its first task."""
+        first = dict.fromkeys((column for column, giver in self.givers.items() if giver == PROMPTS), PROMPTS)
+        for node in self.nodes:
+            for column in (*node.gives, *node.needs):
+                first.setdefault(column, node.task)
+        found = []
+        for column, task in first.items():
+            try:
+                check_column_name(column)
+            except SchemaError as error:
+                found.append(Problem(task, f"{_task(task)}: {error}"))
+        return found
+
+    def _missing(self) -> list[Problem]:
+        found = []
+        for node in self.nodes:
+            lacks = [column for column in node.needs if column not in self.givers]
+            if lacks:
+                names = ", ".join(repr(column) + self._near(column) for column in lacks)
+                hint = "; reward=FUNCTION gives it" if "reward" in lacks else ""
+                there = ", ".join(sorted(self.givers))
+                text = f"{_task(node.task)} needs {names}, which nobody gives{hint}. There are: {there}"
+                found.append(Problem(node.task, text))
+        return found
+
+    def _near(self, column: str) -> str:
+        near = difflib.get_close_matches(column, self.givers, 1, 0.6)
+        return f" (did you mean {near[0]!r}, of {_task(self.givers[near[0]])}?)" if near else ""
+
+    def _cycles(self) -> list[Problem]:
+        """Find each cycle once, with its edges."""
+        waits = {
+            node.task: {self.givers[c]: c for c in node.needs if self.givers.get(c, PROMPTS) != PROMPTS}
+            for node in self.nodes
+        }
+        found, done = list[Problem](), set[str]()
+        for start in waits:
+            path, at = list[str](), start
+            while at not in path and at not in done and (onward := _towards(at, waits)) is not None:
+                path.append(at)
+                at = onward
+            done |= set(path)
+            if at in path:
+                ring = [*path[path.index(at) :], at]
+                steps = [f"{_task(a)} needs {waits[a][b]!r} of {_task(b)}" for a, b in itertools.pairwise(ring)]
+                text = f"columns wait for each other: {', '.join(steps)}. Leave one of these needs out"
+                found.append(Problem(at, text))
+        return found
+
+
+def _towards(task: str, waits: Mapping[str, Mapping[str, str]]) -> str | None:
+    """Return a dependency of ``task`` in a cycle with it; None without a cycle."""
+    for onward in waits[task]:
+        seen, left = set[str](), [onward]
+        while left:
+            at = left.pop()
+            if at == task:
+                return onward
+            if at not in seen:
+                seen.add(at)
+                left += waits[at]
+    return None
+
+
+def _task(name: str) -> str:
+    return "the prompts" if name == PROMPTS else f"task {name!r}"

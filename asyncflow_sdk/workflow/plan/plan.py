@@ -1,0 +1,197 @@
+"""Plan: a whole workflow with its settings, its dataflow, and the choices made for it with their reasons.
+
+``checks.check_plan`` finds its problems; ``plan_text`` prints it. Choices use the declarations of
+engines, transports and launchers (``can`` of an AdapterSpec). An engine without a declaration is asked
+in its worker, before its first prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...errors import ConfigError, PluginError
+from ...interfaces import OnFailure
+from ...plugins import registry
+from ...types import Batch, Checkpoint, Staleness, Weights
+from ...weights import AUTO, Choice, choose_encoding, choose_swap, choose_transport
+from ..specs import TRAINED, Rollout, Stage, Train
+from .dataflow import PROMPTS, Dataflow, Edge, Node
+from .problems import Key, Problems
+
+AHEAD_STEPS = 3
+"""Default capacity in steps beyond max_staleness: one is training, one is filling, one is being put."""
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """The settings of ``Workflow`` with all defaults filled in.
+
+    ``reward``: True if the first stage is the workflow's ``reward``. ``problems``: found so far.
+    ``transport``: of the weights. ``swaps``: the swap policy of each rollout; "auto": its worker asks
+    the engine. ``choices``: all choices, with reasons.
+    """
+
+    data: Batch
+    rollouts: tuple[Rollout, ...]
+    stages: tuple[Stage, ...]
+    reward: bool
+    train: Train
+    batch_size: int
+    steps: int
+    epochs: int | None
+    seed: int
+    staleness: Staleness
+    weights: Weights
+    capacity_rows: int
+    on_failure: OnFailure
+    checkpoint: Checkpoint | None
+    stall_timeout_s: float
+    trackers: list[Any]
+    problems: Problems = field(default_factory=Problems)
+    transport: str = AUTO
+    swaps: tuple[str, ...] = ()
+    choices: tuple[Choice, ...] = ()
+
+    @property
+    def rollout(self) -> Rollout:
+        """The first rollout with trained columns."""
+        return next((each for each in self.rollouts if each.admits), self.rollouts[0])
+
+    @property
+    def stage_keys(self) -> list[Key]:
+        """The key of each stage, for problems."""
+        rewards: list[Key] = [("reward",)] if self.reward else []
+        return [*rewards, *(("stages", number) for number in range(len(self.stages) - len(rewards)))]
+
+    @property
+    def chosen_weights(self) -> Weights:
+        """The settings of weights with the chosen transport."""
+        return replace(self.weights, transport=self.transport)
+
+    # ---- dataflow
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All tasks; rollouts that share a task are one. Raises ConfigError if these need or give
+        different columns."""
+        nodes: dict[str, Node] = {}
+        listed: list[Node] = []
+        for rollout in self.rollouts:
+            spec = rollout.declare()
+            node = Node(spec.name, spec.needs, spec.gives, spec.partitions)
+            known = nodes.setdefault(spec.name, node)
+            if known is node:
+                listed.append(node)
+            elif known != node:
+                raise ConfigError(
+                    f"rollouts of engines that share task {spec.name!r} must need and give the same columns of the"
+                    f" same partitions: one needs {', '.join(known.needs)} and gives {', '.join(known.gives)}, the"
+                    f" other needs {', '.join(node.needs)} and gives {', '.join(node.gives)}; name a tokenizer for"
+                    " both, or give one another task="
+                )
+        listed += [Node(stage.task, stage.needs, stage.gives, stage.partitions) for stage in self.stages]
+        return [*listed, Node(self.train.task, self.train.needs)]
+
+    @property
+    def dataflow(self) -> Dataflow:
+        """The tasks of trained rows and their columns. Raises ConfigError as ``nodes`` does."""
+        return Dataflow(list(self.data), [node for node in self.nodes if node.takes(TRAINED[0])])
+
+    @property
+    def other_dataflows(self) -> dict[str, Dataflow]:
+        """The tasks of each other partition. Columns that no task gives count as put by others."""
+        nodes, found = self.nodes, {}
+        for partition in dict.fromkeys(
+            each for node in nodes for each in node.partitions if each not in ("*", *TRAINED)
+        ):
+            taking = [node for node in nodes if node.takes(partition)]
+            given = {column for node in taking for column in node.gives}
+            put = dict.fromkeys(column for node in taking for column in node.needs if column not in given)
+            found[partition] = Dataflow(list(put), taking)
+        return found
+
+    @property
+    def edges(self) -> list[Edge]:
+        """All columns from task to task: first of trained rows, then of other partitions."""
+        found = self.dataflow.edges
+        for partition, of in self.other_dataflows.items():
+            put = [
+                edge._replace(giver=f"partition {partition}") if edge.giver == PROMPTS else edge for edge in of.edges
+            ]
+            found += [edge for edge in put if edge not in found]
+        return found
+
+    # ---- choices
+
+    def choose(self) -> None:
+        """Choose the transport, its encoding, and each rollout's swap policy. Adds to ``problems``."""
+        choices: list[Choice] = []
+        swaps: list[str] = []
+        weights = self.weights
+        self.transport = weights.transport
+        with self.problems.collect("weights", "transport"):
+            choice = choose_transport(self._remote(), self._only(), asked=weights.transport)
+            choices.append(self._with_device(choice))
+            self.transport = choice.chosen
+            encoding = choose_encoding(self.transport, weights.keep, weights.options)
+            choices += [encoding] if encoding is not None else []
+        for number, rollout in enumerate(self.rollouts):
+            asked: str = rollout.swap or weights.swap
+            key: Key = ("rollout", number, "swap") if rollout.swap else ("weights", "swap")
+            with self.problems.collect(*key):
+                choice = _swap(rollout, asked, tuple(weights.verify if rollout.verify is None else rollout.verify))
+                choices.append(choice)
+                asked = choice.chosen
+            swaps.append(asked)
+        self.swaps, self.choices = tuple(swaps), tuple(choices)
+
+    def _only(self) -> dict[str, tuple[str, ...]]:
+        """The transports of each engine that declares a selection."""
+        only = {}
+        for rollout in self.rollouts:
+            names = _declared(rollout, "transports")
+            if names is not None:
+                only[f"engine {rollout.engine!r}"] = names
+        return only
+
+    def _remote(self) -> str:
+        """Why some workers may be on other hosts; "" if none is."""
+        for place in (*(each.place for each in self.rollouts), self.train.place):
+            adapter = registry().find("launcher", place.launcher)
+            if adapter is not None and adapter.spec.declared("hosts") == ("many",):
+                return f"launcher {place.launcher!r} may start workers on other hosts"
+        return ""
+
+    def _with_device(self, choice: Choice) -> Choice:
+        """Mention cuda-ipc if all engines are on GPUs of one host: it is chosen only on request."""
+        options = (*(each.options for each in self.rollouts), self.train.options)
+        devices = [each.get("device", "auto") for each in options]
+        if (
+            choice.chosen != "shm"
+            or self.weights.transport != AUTO
+            or not all(str(d).startswith("cuda") for d in devices)
+        ):
+            return choice
+        try:
+            there = not registry().get("transport", "cuda-ipc").missing
+        except (PluginError, ConfigError):
+            there = False
+        more = "; cuda-ipc would leave them on the GPU, and has to be asked for, as it was not run on one yet"
+        return Choice(choice.what, choice.chosen, choice.reason + more) if there else choice
+
+
+def _swap(rollout: Rollout, asked: str, verify: tuple[str, ...]) -> Choice:
+    what, engine = f"swap of {rollout.task} {rollout.engine}", f"engine {rollout.engine!r}"
+    can = _declared(rollout, "swap")
+    if can is not None:
+        chosen = choose_swap(engine, set(can), asked, verify=verify)
+        return Choice(what, chosen.chosen, chosen.reason)
+    if asked != AUTO:
+        return Choice(what, asked, f"as asked; {engine} says in its worker whether it can")
+    return Choice(what, AUTO, f"{engine} says in its worker what it can, before the first prompt")
+
+
+def _declared(rollout: Rollout, key: str) -> tuple[str, ...] | None:
+    adapter = registry().find("rollout", rollout.engine)
+    return adapter.spec.declared(key) if adapter is not None else None

@@ -1,0 +1,94 @@
+"""Problems: all errors of a workflow, each with its key, raised together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+from ...errors import AsyncFlowError, ConfigError, PluginError
+from ...interfaces import Launcher
+from ..workers.supervisor import make_launcher
+
+Key = tuple[str | int, ...]
+"""The path of a value in a workflow: ("batch_size",), ("rollout", 0, "model")."""
+
+ErrorSink = Callable[[Key, AsyncFlowError], None]
+_sink: ContextVar[ErrorSink] = ContextVar("sink", default=lambda key, error: None)
+_role: ContextVar[str | None] = ContextVar("role", default=None)
+
+
+@contextlib.contextmanager
+def error_sink(sink: ErrorSink) -> Iterator[None]:
+    """Pass every problem of workflows made in this block to ``sink``, before it is raised."""
+    before = _sink.set(sink)
+    try:
+        yield
+    finally:
+        _sink.reset(before)
+
+
+@contextlib.contextmanager
+def for_role(task: str) -> Iterator[None]:
+    """Check workflows made in this block only for the role ``task``: the others are on other hosts.
+    Placements are checked when the role starts."""
+    before = _role.set(task)
+    try:
+        yield
+    finally:
+        _role.reset(before)
+
+
+def checks_placements() -> bool:
+    """True if placements are checked: not within ``for_role``."""
+    return _role.get() is None
+
+
+def is_checked_here(task: str) -> bool:
+    """True if the engine, model and tokenizer of a role must be on this host."""
+    return _role.get() in (None, task)
+
+
+class Problems:
+    """Errors in the order they were found, each text once."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Key, AsyncFlowError]] = []
+        self._launchers: dict[str, Launcher] = {}
+
+    def add(self, text: str, *key: str | int) -> None:
+        """Add a ConfigError of the value at ``key``."""
+        self._add(ConfigError(text), key)
+
+    @contextlib.contextmanager
+    def collect(self, *key: str | int) -> Iterator[None]:
+        """Add a ConfigError or PluginError raised in this block instead of raising it."""
+        try:
+            yield
+        except (ConfigError, PluginError) as error:
+            self._add(error, key)
+
+    def launcher(self, name: str) -> Launcher:
+        """Return the launcher with a registered name, made once for all checks. Raises PluginError."""
+        if name not in self._launchers:
+            self._launchers[name] = make_launcher(name)
+        return self._launchers[name]
+
+    def close(self) -> None:
+        """Close the launchers of the checks; the run makes its own."""
+        for launcher in self._launchers.values():
+            launcher.close()
+
+    def raise_all(self) -> None:
+        """Raise a single error unchanged, several as one ConfigError with a list."""
+        for key, error in self.found:
+            _sink.get()(key, error)
+        if len(self.found) == 1:
+            raise self.found[0][1]
+        if self.found:
+            listed = "".join(f"\n  {number}. {error}" for number, (_, error) in enumerate(self.found, 1))
+            raise ConfigError(f"{len(self.found)} things in this workflow cannot work:{listed}")
+
+    def _add(self, error: AsyncFlowError, key: Key) -> None:
+        if str(error) not in {str(known) for _, known in self.found}:
+            self.found.append((key, error))

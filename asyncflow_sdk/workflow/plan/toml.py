@@ -1,0 +1,329 @@
+"""Workflows as TOML: names as in Python, a table for each object, functions by import path.
+
+    steps = 200
+    batch_size = 256
+    prompts = "data.jsonl"                      # paths are relative to the file
+    reward = "rewards:exact_match"              # modules beside the file can be imported
+    rollout = { engine = "transformers", model = "model", group_size = 8, sampling = { max_tokens = 32 } }
+    train = { engine = "torch", model = "model", lr = 1e-6 }
+
+workflow = load_workflow("run.toml", {"train.lr": "1e-5"})
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import dataclasses
+import inspect
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...errors import ConfigError, PluginError
+from ...plugins import import_name, registry
+from ...types.validation import suggestion
+from ..specs import Rollout, Stage, Train
+from ..work import Generate, Logprobs
+from ..workflow import Workflow
+from .positions import positions
+from .problems import Key, error_sink
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_WORKS = {"logprobs": Logprobs, "generate": Generate}
+_SPECS = (Rollout, Stage, Train)
+
+
+def load_workflow(path: str | os.PathLike[str], changes: Mapping[str, str] | None = None) -> Workflow:
+    """Read a workflow from a file. ``changes``: TOML values by dotted key ("train.lr": "1e-5"); text needs
+    no quotes. Adds the file's folder to ``sys.path``. Raises ConfigError with line and column of every
+    wrong key, and the nearest known key."""
+    return _File(Path(path), changes or {}).workflow()
+
+
+def problems_of_file(path: str | os.PathLike[str]) -> list[str]:
+    """Return the errors of ``load_workflow``, each with line and column; empty for a valid file. Raises
+    ConfigError for a file that cannot be read or is no TOML."""
+    file = _File(Path(path), {})
+    try:
+        file.workflow()
+    except ConfigError:
+        return list(file.errors)
+    return []
+
+
+class _InvalidValue(Exception):
+    """Raised for a wrong value after its error was added to ``errors``."""
+
+
+class _File:
+    """A TOML file with changed values. ``errors``: found so far, with their positions in the file."""
+
+    def __init__(self, path: Path, changes: Mapping[str, str]) -> None:
+        self.path = path
+        try:
+            text = path.read_text(encoding="utf-8")
+            self.values: dict[str, Any] = tomllib.loads(text)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"{path} is no TOML: {error}") from None
+        self._positions: dict[Key, str] = {key: f"{path}:{line}:{at}" for key, (line, at) in positions(text).items()}
+        self.errors: dict[str, None] = {}
+        for name, value in changes.items():
+            self._change(name, value)
+
+    def workflow(self) -> Workflow:
+        """Make the workflow. Raises one ConfigError with all errors."""
+        folder = str(self.path.parent.resolve())
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        arguments: dict[str, Any] = {}
+        with contextlib.suppress(_InvalidValue):
+            arguments = self._arguments(Workflow, self.values, ())
+        if self.errors:
+            self._raise()
+        try:
+            with error_sink(lambda key, error: self._add_error(key, str(error))):
+                return Workflow(**arguments)
+        except (ConfigError, PluginError) as error:
+            if not self.errors:  # raised before the checks, which report to the sink
+                self._add_error(_key_of(str(error), arguments), str(error))
+            self._raise()
+
+    # ---- errors
+
+    def _add_error(self, key: Key, text: str) -> None:
+        self.errors[f"{self._position(key)}: {text}"] = None
+
+    def _position(self, key: Key) -> str:
+        """Return the position of a key, or of the innermost table around it in the file."""
+        for end in range(len(key), 0, -1):
+            for name in (key[:end], tuple(part for part in key[:end] if isinstance(part, str))):
+                if name in self._positions:
+                    return self._positions[name]
+        return str(self.path)
+
+    def _raise(self) -> typing.NoReturn:
+        listed = list(self.errors)
+        if len(listed) == 1:
+            raise ConfigError(listed[0]) from None
+        raise ConfigError("\n  ".join([f"{len(listed)} things in {self.path} cannot work:", *listed])) from None
+
+    def _change(self, name: str, value: str) -> None:
+        key: Key = tuple(int(part) if part.isdigit() else part for part in name.split("."))
+        try:
+            new = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            new = value  # text without quotes
+        at: Any = self.values
+        for number, part in enumerate(key, 1):
+            fits = isinstance(part, str) if isinstance(at, dict) else isinstance(at, list) and part in range(len(at))
+            if not fits:
+                raise ConfigError(f"{name}={value}: {self.path} has nothing at {_dotted(key[:number])}")
+            if number == len(key):
+                at[part] = new
+            else:
+                at = at.setdefault(part, {}) if isinstance(at, dict) else at[part]
+        self._positions = {k: p for k, p in self._positions.items() if k[: len(key)] != key} | {
+            key: f"{name}={value}"
+        }
+
+    # ---- objects from tables
+
+    def _arguments(self, make: Any, table: Mapping[str, Any], key: Key) -> dict[str, Any]:
+        """Return the arguments of ``make``. Raises _InvalidValue after adding all errors."""
+        before = len(self.errors)
+        signature = inspect.signature(make)
+        named = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+        plain = isinstance(make, type) and not dataclasses.is_dataclass(make)
+        of = typing.cast(Any, make).__init__ if plain else make
+        hints = typing.get_type_hints(of)
+        options = len(named) < len(signature.parameters)
+        arguments = {}
+        for name, value in table.items():
+            where = (*key, name)
+            if name in named:
+                with contextlib.suppress(_InvalidValue):
+                    local = name == "work" and isinstance(value, str) and "python" not in table
+                    read = self._function(value, where) if local else self._value(hints.get(name, Any), value, where)
+                    arguments[name] = read
+            elif options:
+                arguments[name] = self._resolve(value)
+            else:
+                self._add_error(where, f"there is no key {_dotted(where)}; {suggestion(name, named)}")
+        for name, parameter in named.items():
+            if parameter.default is parameter.empty and name not in table:
+                self._add_error(key, f"{_dotted((*key, name))} is missing")
+        if len(self.errors) > before:
+            raise _InvalidValue
+        return arguments
+
+    def _make(self, make: Any, table: Any, key: Key) -> Any:
+        if not isinstance(table, dict):
+            self._add_error(key, f"{_dotted(key)} is a table, not {_kind(table)}")
+            raise _InvalidValue
+        arguments = self._arguments(make, table, key)
+        try:
+            return make(**arguments)
+        except (ConfigError, PluginError) as error:
+            self._add_error(key, str(error))
+        except TypeError as error:
+            self._add_error(key, f"{_dotted(key)}: {error}")
+        raise _InvalidValue
+
+    def _value(self, hint: Any, value: Any, key: Key) -> Any:
+        """Convert a value for a parameter of this type."""
+        name, members = key[-1], _members(hint)
+        if key == ("prompts",):
+            return self._prompts(value, key)
+        if key == ("trackers",):
+            return self._trackers(value, key)
+        if name == "algorithm":
+            return self._algorithm(value, key)
+        if name == "work" and isinstance(value, dict):
+            return self._work(value, key)
+        for member in members:
+            if isinstance(value, dict) and (member in _SPECS or dataclasses.is_dataclass(member)):
+                return self._make(member, value, key)
+            of = typing.get_args(member)
+            if isinstance(value, list) and of and of[0] in _SPECS:
+                return self._make_list(of[0], value, key)
+            if isinstance(value, list) and typing.get_origin(member) is tuple:
+                return tuple(value)
+        if all(member in (*_SPECS, type(None)) or dataclasses.is_dataclass(member) for member in members):
+            return self._make(members[0], value, key)
+        if isinstance(value, str):
+            if str not in members and any(_is_function(member) for member in members):
+                return self._function(value, key)
+            if Path in members or (name == "python" and "/" in value):
+                return self._path(value)
+        return self._convert(hint, self._resolve(value), key)
+
+    def _make_list(self, make: Any, tables: list[Any], key: Key) -> list[Any]:
+        made = []
+        for number, table in enumerate(tables):
+            with contextlib.suppress(_InvalidValue):
+                made.append(self._make(make, table, (*key, number)))
+        if len(made) < len(tables):
+            raise _InvalidValue
+        return made
+
+    def _convert(self, hint: Any, value: Any, key: Key) -> Any:
+        try:
+            return msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            self._add_error(key, f"{_dotted(key)}: {str(error).partition(' - at')[0]}")
+            raise _InvalidValue from None
+        except TypeError:  # no type of TOML: the constructor checks it
+            return value
+
+    def _function(self, path: str, key: Key) -> Any:
+        try:
+            if ":" not in path:
+                raise ConfigError(f'a function is named "module:function", not {path!r}')
+            return import_name(path)
+        except ConfigError as error:
+            self._add_error(key, f"{_dotted(key)}: {error}")
+        raise _InvalidValue
+
+    def _prompts(self, value: Any, key: Key) -> Any:
+        """Read a file, data, or the import path of a function of data."""
+        if not isinstance(value, str) or (file := Path(self._path(value))).is_file():
+            return file if isinstance(value, str) else value
+        if ":" not in value:
+            self._add_error(key, f'prompts: there is no file {file}; a function is named "module:function"')
+            raise _InvalidValue
+        found = self._function(value, key)
+        try:
+            return found() if callable(found) else found
+        except Exception as error:
+            self._add_error(key, f"prompts: {value}() raised {type(error).__name__}: {error}")
+            raise _InvalidValue from None
+
+    def _algorithm(self, value: Any, key: Key) -> Any:
+        """Make an installed algorithm, to report its errors with their lines; return the name and options of another."""
+        table = {"name": value} if isinstance(value, str) else value
+        if not isinstance(table, dict) or not isinstance(name := table.get("name", "grpo"), str):
+            self._add_error(key, f"{_dotted(key)} is a name, or a table with a name and options, not {_kind(value)}")
+            raise _InvalidValue
+        options = {n: v for n, v in table.items() if n != "name"}
+        try:
+            factory = registry().get("algorithm", name).load()
+        except PluginError as error:
+            if "python" in self.values.get(str(key[0]), {}):
+                return name, self._resolve(options)
+            self._add_error(key, f"{_dotted(key)}: {error}")
+            raise _InvalidValue from None
+        return self._make(factory, options, key)
+
+    def _trackers(self, value: Any, key: Key) -> list[Any]:
+        """Return names, and pairs of a name and options."""
+        made: list[Any] = []
+        for number, each in enumerate(value if isinstance(value, list) else [value]):
+            name = each.get("name") if isinstance(each, dict) else each
+            if not isinstance(name, str):
+                where = (*key, number)
+                self._add_error(where, f"{_dotted(where)} is a name, or a table with a name and options")
+                raise _InvalidValue
+            options = {n: self._resolve(v) for n, v in each.items() if n != "name"} if isinstance(each, dict) else {}
+            made.append((name, options) if options else name)
+        return made
+
+    def _work(self, table: dict[str, Any], key: Key) -> Any:
+        kinds = [kind for kind in _WORKS if kind in table]
+        if len(kinds) != 1:
+            self._add_error(
+                key,
+                f"{_dotted(key)}: an engine's work is {{ logprobs = ENGINE, ... }} or {{ generate = ENGINE, ... }}",
+            )
+            raise _InvalidValue
+        engine = {"engine": table[kinds[0]]}
+        return self._make(_WORKS[kinds[0]], engine | {n: v for n, v in table.items() if n != kinds[0]}, key)
+
+    def _path(self, value: str) -> str:
+        return str(self.path.parent.resolve() / value)
+
+    def _resolve(self, value: Any) -> Any:
+        """Resolve text in an option that starts as a relative path ("./", "../")."""
+        if isinstance(value, dict):
+            return {name: self._resolve(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [self._resolve(each) for each in value]
+        return self._path(value) if isinstance(value, str) and value.startswith(("./", "../")) else value
+
+
+def _key_of(text: str, arguments: Mapping[str, Any]) -> Key:
+    """Return the argument named by a constructor's error; without a name it is about the data."""
+    named = [name for name in arguments if text.startswith(f"Workflow: {name} ")]
+    return (named[0],) if named else ("prompts",) if arguments["rollout"] else ("rollout",)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(each for member in typing.get_args(hint) for each in _members(member))
+    return (hint,)
+
+
+def _is_function(member: Any) -> bool:
+    return member is Callable or typing.get_origin(member) is collections.abc.Callable
+
+
+def _dotted(key: Key) -> str:
+    return ".".join(map(str, key))
+
+
+def _kind(value: Any) -> str:
+    names = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "a table"}
+    return names.get(type(value), type(value).__name__)

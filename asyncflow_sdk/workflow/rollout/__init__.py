@@ -1,0 +1,1 @@
+"""The rollout worker: its state machine and the parts that it calls."""

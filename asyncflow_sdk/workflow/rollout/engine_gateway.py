@@ -1,0 +1,218 @@
+"""EngineGateway: the requests inside one rollout engine, across loads of new weights.
+
+async with contextlib.aclosing(gateway.generate(request)) as responses:
+    async for generated in responses: ...               # each response once, as it finishes
+async with gateway.stopped(interrupt=True):             # no request is in the engine
+    await load(...)                                     # interrupted responses continue afterwards
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import DeadlineExceeded, EngineError
+from ...interfaces import Completion, Completions, Request, RolloutEngine
+from ...queue.coroutines import wait_for_event
+from ...types import Ragged, VersionSpan
+
+RESPONSE_S = 3600.0
+"""The longest time a response may take (seconds)."""
+
+
+class Generated(NamedTuple):
+    """One response or several. ``version``: of tokens without spans. ``mask``: bool (length,), False
+    for observed tokens; None if all were generated. ``columns``: further ones, of an agent."""
+
+    completion: Completion | Completions
+    version: int
+    mask: npt.NDArray[np.bool_] | None = None
+    columns: Mapping[str, Any] = {}
+
+    @property
+    def indices(self) -> list[int]:
+        """Indices of the responses in their request."""
+        index: list[int] = np.atleast_1d(self.completion.index).tolist()
+        return index
+
+    @property
+    def tokens(self) -> int:
+        """The number of their tokens."""
+        ids = self.completion.token_ids
+        return len(ids.values if isinstance(ids, Ragged) else ids)
+
+
+class EngineGateway:
+    """Passes requests to one engine, on one event loop. ``loaded``: the engine's version, None
+    before its first. ``newest``: the newest version given to the engine, loaded or not. Sets
+    ``wake`` whenever the engine becomes idle."""
+
+    def __init__(self, engine: RolloutEngine, loaded: int | None, wake: asyncio.Event) -> None:
+        self.loaded, self.newest = loaded, loaded or 0
+        self._engine, self._name, self._wake = engine, type(engine).__name__, wake
+        self._requests = 0
+        self._open, self._empty = asyncio.Event(), asyncio.Event()
+        self._open.set()
+
+    @property
+    def idle(self) -> bool:
+        """True if no request is in the engine."""
+        return not self._requests
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Start no request inside this block; they wait for its end."""
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+    @contextlib.asynccontextmanager
+    async def stopped(self, *, interrupt: bool) -> AsyncIterator[None]:
+        """Keep the engine without requests inside this block. Running ones finish before; with
+        ``interrupt`` they continue after the block. Raises DeadlineExceeded for a busy engine."""
+        with self.held():
+            self._empty.clear()
+            if self._requests:
+                if interrupt:
+                    await self._engine.interrupt()
+                await wait_for_event(self._empty, RESPONSE_S)
+            if self._requests:
+                raise DeadlineExceeded(f"{self._requests} requests have not ended in {RESPONSE_S:g} s")
+            yield
+
+    async def generate(self, request: Request) -> AsyncGenerator[Generated, None]:
+        """Yield every response of ``request`` once, as it finishes. Close the generator.
+
+        Raises EngineError, possibly after some responses, for a rejected request or a broken
+        contract.
+        """
+        while not self._open.is_set():  # it may close again before this task runs
+            await self._open.wait()
+        assert self.loaded is not None
+        version, waiting = self.loaded, set(range(request.n))
+        interrupted: list[Completion] = []
+        self._requests += 1
+        try:
+            async with contextlib.aclosing(self._engine.generate(request)) as completions:  # type: ignore[type-var]
+                async for completed in completions:
+                    if isinstance(completed, Completions) and _is_sound(completed, version, waiting):
+                        waiting.difference_update(completed.index.tolist())
+                        yield Generated(completed, version)
+                        continue
+                    for completion in completed.each():
+                        self._check(completion, request, version, waiting)
+                        waiting.discard(completion.index)
+                        if completion.finish_reason == "aborted":
+                            interrupted.append(completion)
+                        else:
+                            yield Generated(completion, version)
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self._empty.set()
+                self._wake.set()
+        if waiting:
+            raise EngineError(f"the engine ended a request with {len(waiting)} of {request.n} responses missing")
+        rests = [asyncio.ensure_future(self._continue(request, part, version)) for part in interrupted]
+        try:
+            for rest in asyncio.as_completed(rests):
+                yield await rest
+        finally:
+            for rest in rests:
+                rest.cancel()
+            await asyncio.gather(*rests, return_exceptions=True)
+
+    async def _continue(self, request: Request, part: Completion, version: int) -> Generated:
+        """Generate the rest of an interrupted response, and return the whole."""
+        length, sampling = len(part.token_ids), request.sampling
+        if length == sampling.max_tokens:
+            return Generated(replace(part, finish_reason="length"), version)
+        rest = Request(
+            np.concatenate([request.prompt_ids, np.asarray(part.token_ids, np.int32)]),
+            replace(sampling, max_tokens=sampling.max_tokens - length), 1, request.seed,
+            drawn=request.drawn + length, first=request.first + part.index,
+        )  # fmt: skip
+        async with contextlib.aclosing(self.generate(rest)) as responses:
+            ends = [(end, each.version) async for each in responses for end in each.completion.each()]
+        end, later = ends[0]
+        return Generated(_joined(part, version, end, later), version)
+
+    def _check(self, completion: Completion, request: Request, version: int, waiting: set[int]) -> None:
+        """Raise EngineError for a response against the contract: another row might get it."""
+        tokens = len(completion.token_ids)
+        if completion.index not in waiting:
+            raise EngineError(f"{self._name} gave response {completion.index} twice, or more than were asked for")
+        aborted = completion.finish_reason == "aborted"
+        if len(completion.logprobs) != tokens or not (tokens or aborted):
+            raise EngineError(f"{self._name} gave {tokens} tokens with {len(completion.logprobs)} log-probs")
+        if aborted and (tokens > request.sampling.max_tokens or self._open.is_set()):
+            raise EngineError(f"{self._name} gave up response {completion.index} after {tokens} tokens, unasked")
+        if completion.spans == ((version, 0, tokens),):
+            return  # the usual case
+        if self._engine.capabilities.token_versions:
+            ends = [0, *(span.end for span in completion.spans)]
+            if [span.start for span in completion.spans] != ends[:-1] or ends[-1] != tokens:
+                raise EngineError(f"{self._name} gave version spans {list(completion.spans)} for {tokens} tokens")
+            versions = [span.version for span in completion.spans]
+            if versions != sorted(versions) or (
+                versions and not version <= versions[0] <= versions[-1] <= self.newest
+            ):
+                raise EngineError(
+                    f"{self._name} reported tokens of versions {versions}, in this order; version {version} was"
+                    f" loaded when the request began, and {self.newest} is the newest now"
+                )
+
+
+def _is_sound(completed: Completions, version: int, waiting: set[int]) -> bool:
+    """True if packed responses are whole, expected, and of the loaded version."""
+    index, offsets = set(completed.index.tolist()), completed.token_ids.offsets
+    return (
+        len(index) == len(completed.index) == len(completed.token_ids) == len(completed.finish_reason)
+        and index <= waiting
+        and completed.version in (None, version)
+        and "aborted" not in completed.finish_reason
+        and (completed.logprobs.offsets is offsets or np.array_equal(completed.logprobs.offsets, offsets))
+        and bool((offsets[1:] > offsets[:-1]).all())
+    )
+
+
+def spans_of(completion: Completion, version: int) -> Sequence[VersionSpan]:
+    """Return the version spans of a response; one of ``version`` if it has none."""
+    if completion.spans or not len(completion.token_ids):
+        return completion.spans
+    return (VersionSpan(version, 0, len(completion.token_ids)),)
+
+
+def joined_spans(parts: Sequence[Sequence[VersionSpan]]) -> tuple[VersionSpan, ...]:
+    """Concatenate the spans of consecutive parts; each part's spans begin at 0."""
+    whole: list[VersionSpan] = []
+    for part in parts:
+        behind = whole[-1].end if whole else 0
+        for version, start, end in part:
+            if whole and whole[-1].version == version:
+                start = whole.pop().start - behind
+            whole.append(VersionSpan(version, start + behind, end + behind))
+    return tuple(whole)
+
+
+def derived_seed(seed: int | None, number: int) -> int | None:
+    """Return another seed for each ``number``; None without a seed."""
+    return None if seed is None else hash((seed, number)) & 0x7FFFFFFF
+
+
+def _joined(part: Completion, version: int, end: Completion, later: int) -> Completion:
+    return Completion(
+        part.index,
+        np.concatenate([np.asarray(each.token_ids, np.int32) for each in (part, end)]),
+        np.concatenate([np.asarray(each.logprobs, np.float32) for each in (part, end)]),
+        end.finish_reason,
+        joined_spans([spans_of(part, version), spans_of(end, later)]),
+    )

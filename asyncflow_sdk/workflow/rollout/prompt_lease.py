@@ -1,0 +1,62 @@
+"""Leased prompts: the rows of one lease, with the token ids of their prompts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import ConfigError
+from ...queue import AsyncLeasedBatch
+from .tokenizer import Tokenizer, token_ids
+
+Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+@dataclass(eq=False)
+class PromptLease:
+    """``shared``: ranges of rows with the same prompt. ``prompt_ids``: one a row. ``version``:
+    loaded when the lease began. ``requests``: unfinished ones. ``tokens``: generated so far."""
+
+    batch: AsyncLeasedBatch
+    shared: list[range]
+    prompt_ids: list[Ids]
+    version: int
+    began: float = field(default_factory=time.monotonic)
+    requests: int = 0
+    tokens: int = 0
+
+    def find(self, ids: npt.NDArray[np.int64]) -> set[int]:
+        """Return the positions of the rows with these ids."""
+        return set(np.flatnonzero(np.isin(self.batch.ids, ids)).tolist())
+
+
+class PromptReader:
+    """Reads the prompts of leased rows. ``column``: "prompt_ids" holds token ids, any other text or
+    token ids. ``per_row``: each row has its own prompt; default: groups share one."""
+
+    def __init__(self, column: str, tokenizer: Tokenizer | None, *, per_row: bool = False) -> None:
+        self._column, self._tokenizer, self._per_row = column, tokenizer, per_row
+
+    def read(self, batch: AsyncLeasedBatch, version: int) -> PromptLease:
+        """Encode prompts. Raises SchemaError for invalid ones, ConfigError without a tokenizer."""
+        firsts = np.arange(batch.rows) if self._per_row else np.flatnonzero(np.diff(batch.groups, prepend=-1))
+        shared = list(map(range, firsts.tolist(), np.append(firsts[1:], batch.rows).tolist()))
+        prompts = self._encode(batch, firsts.tolist())
+        rows = [prompt for rows, prompt in zip(shared, prompts, strict=True) for _ in rows]
+        return PromptLease(batch, shared, rows, version)
+
+    def _encode(self, batch: AsyncLeasedBatch, rows: list[int]) -> list[Ids]:
+        if self._column == "prompt_ids" or batch.spec(self._column).kind != "text":
+            ids = token_ids(batch, self._column)
+            return [ids[row].copy() for row in rows]
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"task {batch.task!r}: column {self._column!r} is text, and there is no tokenizer to encode it;"
+                " name its folder: Generate(..., tokenizer=FOLDER)"
+            )
+        texts = batch.texts(self._column)
+        return list(self._tokenizer.encode([texts[row] for row in rows]))

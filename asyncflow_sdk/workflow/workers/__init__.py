@@ -1,0 +1,1 @@
+"""Workers: their processes, supervision and loops."""

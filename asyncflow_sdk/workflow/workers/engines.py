@@ -1,0 +1,73 @@
+"""Engines of workers: check their options, make them.
+
+odd_options("torch", factory, {"lr": "1e-5"})     # [("lr", "engine 'torch', option 'lr' must be float, not str: '1e-5'")]
+with loading_model(queue, "train"):
+    engine = make_engine("train", "torch", model=folder, lr=1e-5)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from ...errors import ConfigError
+from ...ledger import commands as cmd
+from ...plugins import registry
+from ...queue import QueueClient
+from ...types.validation import closest_name, type_errors
+
+GIVEN = ("model", "algorithm")
+"""Arguments of a factory besides options."""
+
+
+def odd_options(
+    engine: str, factory: Callable[..., Any], options: Mapping[str, Any], also: Iterable[str] = ()
+) -> list[tuple[str, str]]:
+    """Return unknown options, and options of a wrong type by the factory's signature, each with an
+    error text. ``also``: further names to suggest."""
+    known = _options_of(factory)
+    odd = []
+    for option in [name for name in options if known is not None and name not in (*known, *GIVEN)]:
+        near = closest_name(option, [*(known or ()), *also])
+        meant = f"; did you mean {near!r}?" if near else "."
+        odd.append((option, f"engine {engine!r} has no option {option!r}{meant} It takes: {', '.join(known or ())}"))
+    plain = {name: value for name, value in options.items() if name not in GIVEN}
+    odd += [(name, f"engine {engine!r}, option {name!r} {what}") for name, what in type_errors(factory, plain)]
+    return odd
+
+
+def _options_of(factory: Callable[..., Any]) -> list[str] | None:
+    """Return the names of an engine's options; None if it takes any, or has no signature."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL and p.name not in GIVEN]
+
+
+def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) -> Any:
+    """Make an engine. Raises ConfigError with the unknown options, or those of a wrong type."""
+    factory = registry().get(kind, name).load()
+    odd = odd_options(name, factory, options)
+    if odd:
+        raise ConfigError("; ".join(text for _, text in odd))
+    takes = inspect.signature(factory)
+    try:
+        takes.bind(**options)
+    except TypeError as error:
+        raise ConfigError(
+            f"engine {name!r}: {error}; it takes: {', '.join(map(str, takes.parameters.values()))}"
+        ) from None
+    return factory(**options)
+
+
+@contextlib.contextmanager
+def loading_model(queue: QueueClient, task: str) -> Iterator[None]:
+    """Report to the run, inside this block, that this worker loads its model for ``task``."""
+    queue.send(cmd.Prepare(task=task, what="loading its model"))
+    yield
+    queue.send(cmd.Prepare(task=task))  # after an error its session ends

@@ -1,0 +1,162 @@
+"""ProcessLauncher: workers in processes of this host, each with its own interpreter.
+
+A worker's standard input is a socket: its first line is the WorkerSpec, its end stops the worker, and
+the worker's last report returns on it (``worker_process`` is the other end).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..._version import __version__
+from ...errors import ConfigError
+from ...interfaces import FATAL_STATUS, Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
+from ...memory import make_private_directory, private_opener
+from .worker_process import COMPLETED, REPORT_BYTES
+
+TAIL_BYTES = 64 << 10
+_NO_MODULE = re.compile(r"No module named '?[\w.]+'?(?=\)?\s*$)")
+
+
+class ProcessLauncher(Launcher):
+    """Local processes. ``cpus``: their CPU affinity; ``gpus``: CUDA_VISIBLE_DEVICES."""
+
+    ranks = True
+
+    def check(self, placement: Placement) -> None:
+        """Check the interpreter, and the CPUs and GPUs of this host. Raises ConfigError."""
+        if placement.python is not None and shutil.which(placement.python) is None:
+            raise ConfigError(
+                f"cannot start {placement.python!r}: there is no such program; python= names an interpreter"
+            )
+        odd = sorted(set(placement.cpus) - os.sched_getaffinity(0))
+        if odd:
+            there = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+            raise ConfigError(
+                f"cpus={list(placement.cpus)}: this process may not use CPU {odd[0]}; it may use {there}"
+            )
+        known = _gpus()
+        odd = sorted(set(placement.gpus) - set(known))
+        if odd:
+            there = f"it has {', '.join(map(str, known))}" if known else "it has no NVIDIA GPU"
+            raise ConfigError(f"gpus={list(placement.gpus)}: this host has no GPU {odd[0]}; {there}")
+        if placement.gpus and "CUDA_VISIBLE_DEVICES" in placement.env:
+            raise ConfigError("gpus= sets CUDA_VISIBLE_DEVICES, which env= sets, too: give one of them")
+
+    def start(self, spec: WorkerSpec) -> WorkerHandle:
+        """Start a process and send it the spec. Raises ConfigError."""
+        placement = spec.placement
+        python = placement.python or sys.executable
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **placement.env}
+        if placement.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
+        make_private_directory(spec.log.parent)
+        ours, theirs = socket.socketpair()
+        with theirs, open(spec.log, "ab", opener=private_opener) as log, _affinity(placement.cpus):
+            try:
+                process = subprocess.Popen(
+                    [python, "-m", "asyncflow_sdk.workflow"],
+                    stdin=theirs.fileno(), stdout=log, stderr=log, env=env,
+                    start_new_session=True,  # Ctrl-C is for the driver only
+                )  # fmt: skip
+            except OSError as error:
+                ours.close()
+                raise ConfigError(f"worker {spec.name!r}: cannot start {python!r}: {error}") from None
+        with contextlib.suppress(OSError):  # it died already: wait() returns its exit
+            ours.sendall(spec.config + b"\n")
+        return _ProcessHandle(process, ours, spec.log, python)
+
+
+class _ProcessHandle(WorkerHandle):
+    """A process with a session of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, log: Path, python: str) -> None:
+        self.pid, self.host = process.pid, socket.gethostname()
+        self._process, self._line, self._log, self._python = process, line, log, python
+        self._lock = threading.Lock()
+        self._log_start = log.stat().st_size
+        self._ended = self._stopped = False
+
+    def wait(self) -> WorkerExit:
+        """Wait for the process. Its exit has its last report, or else the end of its log."""
+        status = self._process.wait()
+        with self._lock:
+            self._ended = True
+            self._kill()  # the worker's children end with it
+            report = self._last_report()
+            self._line.close()
+        if not status:
+            if self._stopped or report == COMPLETED:
+                return WorkerExit(0)
+            return WorkerExit(1, "its process exited with status 0 before the stream had ended")
+        if report:
+            return WorkerExit(status, report)
+        tail = _tail(self._log, self._log_start)
+        lacks = _NO_MODULE.search(tail)
+        if lacks:  # a worker with the SDK sends a report
+            how = f"{self._python} -m pip install asyncflow-sdk=={__version__}"
+            return WorkerExit(FATAL_STATUS, f"{self._python} cannot load the AsyncFlow SDK: {lacks[0]}; run: {how}")
+        return WorkerExit(status, f"the end of its log {self._log}:\n{tail}" if tail else "")
+
+    def stop(self) -> None:
+        """End the socket, on which the worker ends."""
+        with self._lock, contextlib.suppress(OSError):
+            if not self._ended:
+                self._stopped = True
+                self._line.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        """Kill the process and its children."""
+        with self._lock:
+            if not self._ended:
+                self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _last_report(self) -> str:
+        """Read without blocking: other processes with the worker's end of the socket may live on."""
+        report = b""
+        self._line.setblocking(False)
+        with contextlib.suppress(OSError):
+            while len(report) < REPORT_BYTES and (more := self._line.recv(1 << 16)):
+                report += more
+        return report.decode(errors="replace").strip()
+
+
+@contextlib.contextmanager
+def _affinity(cpus: Sequence[int]) -> Iterator[None]:
+    """Run this thread on ``cpus``. A process started here inherits them from its first instruction."""
+    if not cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _gpus() -> list[int]:
+    """Return the numbers of this host's NVIDIA GPUs."""
+    names = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia[0-9]*"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _tail(log: Path, since: int) -> str:
+    """Return the last lines of a log written after position ``since``."""
+    with log.open("rb") as file:
+        file.seek(max(since, log.stat().st_size - TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-25:])

@@ -1,0 +1,261 @@
+"""Stage worker: functions, coroutines and engines with fixed weights on the rows of a task."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...algorithms import GRPO
+from ...errors import DeadlineExceeded, Ended, EngineError, LeaseLost, SchemaError
+from ...interfaces import LeasedBatch, RolloutEngine, TrainEngine
+from ...plugins import import_name
+from ...queue import AsyncLeasedBatch, QueueClient
+from ...queue.error_text import error_text
+from ...types import Batch, Ragged
+from ...types.columns import find_invalid_entry, pack
+from ...types.defaults import NEXT_S
+from ..rollout.completion_batcher import ResponseColumns
+from ..rollout.prompt_lease import PromptReader
+from ..rollout.rollout_worker import RolloutWorker
+from ..rollout.tokenizer import Tokenizer, with_stop_ids
+from ..work import Generate, Logprobs, is_coroutine
+from .engines import loading_model, make_engine
+from .user_code import FunctionFailed, user_error_text
+from .worker_log import WorkerLog
+
+FILTERED = "filtered"
+"""The column by which a function filters rows; a bool a row."""
+
+
+def run_stage(
+    queue: QueueClient,
+    work: Callable[..., Any] | Logprobs | Generate | str,
+    *,
+    task: str,
+    needs: tuple[str, ...],
+    gives: tuple[str, ...],
+    batch: int,
+    concurrency: int = 8,
+    groups: bool = False,
+) -> None:
+    """Work on the rows of a declared task until the stream ends. ``groups``: pass group ids, too.
+
+    Raises FunctionFailed for an error of the function, EngineError for one of the engine.
+    """
+    stage = _Stage(queue, task, gives)
+    if isinstance(work, Logprobs):
+        stage.run(batch, _scoring(stage, work, needs))
+    elif isinstance(work, Generate):
+        asyncio.run(_responding(stage, work, needs[0]).run())
+    else:
+        function: Callable[..., Any] = import_name(work) if isinstance(work, str) else work
+        call = _UserFunction(function, gives, groups)
+        if is_coroutine(function):
+            asyncio.run(stage.run_async(batch, concurrency, call))
+        else:
+            stage.run(batch, call.run)
+
+
+class _Stage:
+    """A task and the loops over its leases."""
+
+    def __init__(self, queue: QueueClient, task: str, gives: tuple[str, ...]) -> None:
+        self.queue, self.task, self.gives = queue, task, gives
+        self.kind = gives[0] if gives else task
+        self._log = WorkerLog(queue.connection)
+        self._cpu_s = time.process_time()
+
+    def run(self, count: int, work: Callable[[LeasedBatch], dict[str, Any]]) -> None:
+        """Call ``work`` for each lease. Its columns are sent with the request for the next."""
+        batches, ended = self.queue.stream(self.task, count, timeout_s=NEXT_S), False
+        while not ended:
+            unsent = 0
+            try:
+                for rows in batches:
+                    began, unsent = time.monotonic(), rows.rows
+                    columns = work(rows)
+                    filtered = self._pop_filtered(columns)
+                    rows.finish(columns, filtered=filtered)
+                    self._report_work(began, rows.rows)
+                ended = True
+            except LeaseLost as error:
+                self._report_late(unsent, error)
+        self.queue.flush()
+
+    async def run_async(self, count: int, concurrency: int, call: _UserFunction) -> None:
+        """Await ``call`` for up to ``concurrency`` leases at a time, of ``count`` rows each."""
+        running: set[asyncio.Task[None]] = set()
+        lease: asyncio.Task[AsyncLeasedBatch] | None = None
+        ended = False
+        try:
+            while running or not ended:
+                if lease is None and not ended and len(running) < concurrency:
+                    lease = asyncio.create_task(self.queue.aio.get(self.task, count, timeout_s=NEXT_S))
+                waits: list[asyncio.Task[Any]] = [*running, *([lease] if lease is not None else [])]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for finished in [task for task in running if task.done()]:
+                    running.remove(finished)
+                    finished.result()
+                if lease is not None and lease.done():
+                    leased, lease = lease, None
+                    try:
+                        running.add(asyncio.create_task(self._await_call(leased.result(), call)))
+                    except Ended:
+                        ended = True
+                    except DeadlineExceeded:
+                        if not running:
+                            raise
+            await asyncio.to_thread(self.queue.flush)
+        finally:
+            left: list[asyncio.Task[Any]] = [*running, *([lease] if lease is not None else [])]
+            for each in left:
+                each.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            await self.queue.connection.wire.aclose_loop()
+
+    async def _await_call(self, rows: AsyncLeasedBatch, call: _UserFunction) -> None:
+        began = time.monotonic()
+        async with rows:
+            columns = await call.run_async(rows)
+            filtered = self._pop_filtered(columns)
+            try:
+                await rows.complete(columns, filtered=filtered)
+            except LeaseLost as error:
+                self._report_late(rows.rows, error)
+            self._report_work(began, rows.rows)
+
+    def _pop_filtered(self, columns: dict[str, Any]) -> Any:
+        return columns.pop(FILTERED, None) if FILTERED not in self.gives else None
+
+    def _report_late(self, rows: int, error: LeaseLost) -> None:
+        self._log.note(f"{rows} results of task {self.task!r} came too late: {error}")
+
+    def _report_work(self, began: float, rows: int) -> None:
+        cpu_s, self._cpu_s = time.process_time() - self._cpu_s, time.process_time()
+        self._log.span(self.kind, began, rows=rows, cpu_s=cpu_s)
+
+
+# ---- engines
+
+
+def _scoring(stage: _Stage, work: Logprobs, needs: tuple[str, ...]) -> Callable[[LeasedBatch], dict[str, Any]]:
+    """Load a train engine, and return its scoring of leased responses."""
+    engine: TrainEngine
+    with loading_model(stage.queue, stage.task):
+        engine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **work.options)
+
+    def score(rows: LeasedBatch) -> dict[str, Any]:
+        names = zip(("prompt_ids", "response_ids"), needs, strict=True)
+        batch = Batch(rows.ids, rows.groups, {name: rows.columns[column] for name, column in names})
+        scores = engine.logprobs(batch)
+        lengths = batch.ragged("response_ids").lengths
+        if not np.array_equal(scores.lengths, lengths):
+            raise EngineError(f"{type(engine).__name__} gave log-probs of other lengths than the responses'")
+        return {stage.gives[0]: Ragged(scores.values.astype(np.float32), scores.offsets)}
+
+    return score
+
+
+def _responding(stage: _Stage, work: Generate, prompt: str) -> RolloutWorker:
+    """Load a rollout engine, and return the worker that generates one response for each row."""
+    tokenizer = Tokenizer(work.tokenizer) if work.tokenizer else None
+    sampling = with_stop_ids(work.sampling, tokenizer)
+    engine: RolloutEngine
+    with loading_model(stage.queue, stage.task):
+        engine = make_engine("rollout", work.engine, model=work.model, **work.options)
+    return RolloutWorker(
+        stage.queue, engine, task=stage.task, prompts=PromptReader(prompt, tokenizer, per_row=True),
+        columns=ResponseColumns(tokenizer, only=stage.gives[0]), sampling=sampling, kind=stage.kind,
+    )  # fmt: skip
+
+
+# ---- functions
+
+
+class _UserFunction:
+    """Calls a function on a lease and checks the returned columns. Raises FunctionFailed."""
+
+    def __init__(self, function: Callable[..., Any], gives: tuple[str, ...], groups: bool) -> None:
+        self._function, self._gives, self._groups = function, gives, groups
+        self._name = getattr(function, "__qualname__", repr(function))
+
+    def run(self, rows: Batch) -> dict[str, Any]:
+        """Call the function."""
+        with self._errors(rows):
+            returned = self._function(**self._arguments(rows))
+        return self._check(returned, rows)
+
+    async def run_async(self, rows: Batch) -> dict[str, Any]:
+        """Await the coroutine function."""
+        function: Callable[..., Awaitable[Any]] = self._function
+        with self._errors(rows):
+            returned = await function(**self._arguments(rows))
+        return self._check(returned, rows)
+
+    def _arguments(self, rows: Batch) -> dict[str, Any]:
+        return {**rows, "groups": rows.groups} if self._groups else dict(rows)
+
+    @contextlib.contextmanager
+    def _errors(self, rows: Batch) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            ids = f"rows {rows.ids[0]} to {rows.ids[-1]}" if rows.rows > 1 else f"row {rows.ids[0]}"
+            text = f"{self._name}() raised {error_text(error)} (called with {', '.join(rows)} of {ids})"
+            raise FunctionFailed(user_error_text(text, error)) from None
+
+    def _check(self, returned: Any, rows: Batch) -> dict[str, Any]:
+        single = {self._gives[0]: returned} if self._gives else {}
+        columns = dict(returned) if isinstance(returned, Mapping) else single
+        if set(columns) - {FILTERED} != set(self._gives) - {FILTERED}:
+            raise FunctionFailed(
+                f"{self._name}() returned columns {sorted(columns)}; the stage gives {sorted(self._gives)}"
+            )
+        for column, values in columns.items():
+            columns[column] = self._check_column(column, values, rows)
+        if FILTERED in columns and FILTERED not in self._gives:
+            columns[FILTERED] = array = np.asarray(columns[FILTERED])
+            if array.dtype != bool or array.ndim != 1:
+                raise FunctionFailed(
+                    f"{self._name}() returned 'filtered' as {array.dtype} of {array.shape}; it is one bool a row"
+                )
+        return columns
+
+    def _check_column(self, column: str, values: Any, rows: Batch) -> Any:
+        try:
+            packed = pack(column, values)
+        except SchemaError as error:
+            entry = find_invalid_entry(values) if isinstance(values, (list, tuple, np.ndarray)) else None
+            if entry is None or entry[0] >= rows.rows:
+                raise FunctionFailed(f"{self._name}() returned no column: {error}") from None
+            row, what = entry
+            raise FunctionFailed(
+                f"{self._name}() returned for row {rows.ids[row]}, as column {column!r}, {what}. It was given"
+                f" {_arguments_of(rows, row)}"
+            ) from None
+        if len(packed) != rows.rows:
+            raise FunctionFailed(f"{self._name}() returned {len(packed)} values for {rows.rows} rows")
+        if column != "reward":
+            return values
+        # Always one dtype: a function may return ints for one batch and floats for the next.
+        if packed.spec.kind != "fixed" or packed.spec.shape:
+            raise FunctionFailed(
+                f"{self._name}() returned a reward that is {packed.spec}; it must be one number a row"
+            )
+        array = packed.values.astype(np.float32)
+        infinite = np.flatnonzero(~np.isfinite(array))
+        if len(infinite):
+            row = int(infinite[0])
+            raise FunctionFailed(
+                f"{self._name}() returned {array[row]} for row {rows.ids[row]}, given {_arguments_of(rows, row)}"
+            )
+        return array
+
+
+def _arguments_of(rows: Batch, row: int) -> str:
+    return repr({name: rows[name][row] for name in rows})

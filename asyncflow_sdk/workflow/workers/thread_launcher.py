@@ -1,0 +1,66 @@
+"""ThreadLauncher: workers in threads of the driver, for tests, notebooks, and functions without an import path.
+
+They share the driver's interpreter and its GIL. A thread cannot be killed: it is abandoned.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import traceback
+
+from ...errors import ConfigError
+from ...interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
+from ..specs import Stage
+from .worker import WorkerRuntime
+
+
+class ThreadLauncher(Launcher):
+    """Threads of this process. ``stage``: every worker runs this object, in spite of its placement."""
+
+    def __init__(self, stage: Stage | None = None) -> None:
+        self._stage = stage
+
+    def check(self, placement: Placement) -> None:
+        """Refuse settings of a process. Raises ConfigError."""
+        given = [name for name in ("python", "env", "cpus", "gpus") if getattr(placement, name)]
+        if given and self._stage is None:
+            raise ConfigError(
+                f"{given[0]}= is for workers in processes; a thread has the interpreter, the environment and the"
+                " CPUs of its driver"
+            )
+
+    def start(self, spec: WorkerSpec) -> WorkerHandle:
+        """Start a thread."""
+        return _ThreadHandle(WorkerRuntime(spec, self._stage))
+
+
+class _ThreadHandle(WorkerHandle):
+    def __init__(self, worker: WorkerRuntime) -> None:
+        self.pid, self.host = os.getpid(), socket.gethostname()
+        self._worker = worker
+        self._exit = WorkerExit(1, "its thread was left behind")
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name=worker.spec.name, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._exit = self._worker.run()
+        except BaseException as error:  # a user's function may raise KeyboardInterrupt: it ends this thread only
+            self._exit = WorkerExit(1, "".join(traceback.format_exception(error)))
+        finally:
+            self._ended.set()
+
+    def wait(self) -> WorkerExit:
+        """Wait for the thread, or for ``kill``."""
+        self._ended.wait()
+        return self._exit
+
+    def stop(self) -> None:
+        """Let the worker finish the rows it holds."""
+        self._worker.leave()
+
+    def kill(self) -> None:
+        """Abandon the thread: it ends by itself or with its process."""
+        self._ended.set()

@@ -1,0 +1,267 @@
+"""Train worker: train each step, publish its version, save checkpoints, follow rollbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ...errors import ConfigError, VersionGone
+from ...interfaces import LeasedBatch, TrainEngine, optimizer_source
+from ...memory import make_private_directory
+from ...queue import QueueClient
+from ...types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_version
+from ...types import events as ev
+from ...types.defaults import NEXT_S
+from ...weights import Restoration, TransportPublisher, get_restoration, pack_restoration, report_restored
+from ..checkpoint import Checkpoints, Damaged, ResumePoint
+from .rank_communicator import RANK_ERRORS, RankCommunicator
+from .worker_log import WorkerLog
+
+
+def train(
+    queue: QueueClient,
+    engine: TrainEngine,
+    *,
+    task: str = "train",
+    weights: Weights | None = None,
+    export: Path | None = None,
+    checkpoints: Checkpoints | None = None,
+    every: int = 50,
+    ranks: RankCommunicator | None = None,
+    model: str = "",
+) -> None:
+    """Train each step until the stream ends, publish its version, and export the policy at the end.
+
+    Publishes version 0 first: rollouts begin with exactly these weights. With ``checkpoints`` it
+    resumes from the newest, or from the start if there is none; it saves one after every ``every``
+    steps, and a last one. Without them, if another trainer has published versions before it died,
+    it continues with the next step and the weights of ``engine``, and reports this.
+
+    After a rollback it loads the version's weights before it trains, saves or exports anything:
+    with the optimizer's state from the checkpoint of that version, else by ``load_weights``. A step
+    trained before that is not published, but trained again from these weights; so each acknowledged
+    step is one of the later versions.
+
+    ``model``: the engine's model folder. ``ranks``: the barrier of several trainers; each trains
+    its shard of every step and publishes its part of every version, and the first rank reports for
+    all.
+    """
+    ranks, log = ranks or RankCommunicator(), WorkerLog(queue.connection)
+    with contextlib.ExitStack() as ending:  # everything is closed, even if the run is gone or one close fails
+        ending.callback(engine.close)
+        versions = _TrainedVersions(queue, engine, weights or Weights(), ranks, checkpoints, model)
+        ending.callback(versions.close)
+        ending.callback(queue.flush)
+        point = checkpoints.resume() if checkpoints is not None else None
+        if point is not None and point.path is not None:
+            engine.load(point.path)
+        versions.begin(point)
+        steps = queue.stream(
+            task, timeout_s=NEXT_S, ahead=True, group=task, rank=ranks.rank, world_size=ranks.world_size
+        )
+        for step in steps:
+            ages = step.ages(step.index)
+            while True:
+                versions.restore()
+                trained = versions.number(step)
+                began, cpu = time.monotonic(), time.process_time()
+                result = engine.train_step(step)
+                log.span(
+                    "train", began, rows=step.rows, tokens=len(ages.total), version=trained, cpu_s=time.process_time() - cpu
+                )  # fmt: skip
+                # Hazard: if a step from before a rollback is acknowledged before its version is published, the ledger counts
+                # the update as given up, and the version as that of a later step.
+                published = versions.publish(trained + 1, at_once=trained != step.version)
+                payloads = ranks.all_gather(
+                    f"the end of step {step.index}", bytes([published]) + AgeSums.of(ages).packed()
+                )
+                if all(payload[0] for payload in payloads):
+                    break
+                versions.warn(
+                    f"step {step.index} is trained again: a rollback gave up the weights it was trained from"
+                )
+            if ranks.first:
+                metrics = {name: float(value) for name, value in result.metrics.items()}
+                metrics |= AgeSums.all([payload[1:] for payload in payloads]).metrics()
+                log.report(ev.StepTrained, step=step.index, version=trained, metrics=metrics)
+            step.ack(filtered=result.filtered)
+            if checkpoints is not None and (step.index + 1) % every == 0:
+                versions.restore()
+                _save(engine, checkpoints, ranks, log)
+        versions.restore()
+        if checkpoints is not None:
+            _save(engine, checkpoints, ranks, log, last=True)
+        versions.finish()
+        if export is not None:
+            _export(engine, export, ranks, log)
+
+
+def _save(
+    engine: TrainEngine, checkpoints: Checkpoints, ranks: RankCommunicator, log: WorkerLog, *, last: bool = False
+) -> None:
+    """Save a checkpoint. After an error training goes on; a restart then repeats more steps."""
+    began = time.monotonic()
+    try:
+        path = checkpoints.save(engine.save, last=last)
+    except Exception as error:
+        if ranks.world_size > 1 and isinstance(error, RANK_ERRORS):
+            raise
+        if ranks.first:
+            log.note(f"no checkpoint was made: {type(error).__name__}: {error}", "error")
+    else:
+        if ranks.first:
+            log.span("checkpoint", began, detail=path.parent.name)
+
+
+def _export(engine: TrainEngine, path: Path, ranks: RankCommunicator, log: WorkerLog) -> None:
+    """Export the policy. Optional for engines: without it the training still counts."""
+
+    def make_folder() -> bytes:
+        make_private_directory(path)
+        return b""
+
+    ranks.by_first("the folder for the model", make_folder)
+    try:
+        engine.export(path)
+    except NotImplementedError as error:
+        if not ranks.first:
+            return
+        with contextlib.suppress(OSError):  # it existed before, and is not empty
+            path.rmdir()
+        log.note(f"no model folder was written: {error}")
+
+
+class _TrainedVersions:
+    """The versions of one trainer: one published for each step, and one loaded after a rollback."""
+
+    def __init__(
+        self, queue: QueueClient, engine: TrainEngine, weights: Weights, ranks: RankCommunicator,
+        checkpoints: Checkpoints | None, model: str,
+    ) -> None:  # fmt: skip
+        self._queue, self._engine, self._probe, self._ranks = queue, engine, weights.probe, ranks
+        self._checkpoints, self._name, self._log = checkpoints, type(engine).__name__, WorkerLog(queue.connection)
+        refused = (
+            f"the trainer's engine, {self._name}, has no load_weights: it would continue with the weights given up"
+        )
+        self._publisher = TransportPublisher(
+            queue, weights.transport, rank=ranks.rank, world_size=ranks.world_size, dtype=weights.dtype,
+            no_rollback="" if engine.restores else refused, **{"model": model, **weights.options},
+        )  # fmt: skip
+        self._last = -1
+
+    def begin(self, point: ResumePoint | None) -> None:
+        """Publish version 0, unless there are versions; after a resume, the ledger's choice."""
+        if point is not None:
+            if point.version is not None:
+                self.publish(point.version)
+            return
+        current = self._publisher.current
+        if current < 0:
+            self.publish(0)
+        else:
+            self.warn(
+                f"version {current} is current already: training continues after it, with the weights of this"
+                f" trainer's {self._name}"
+            )
+
+    def number(self, step: LeasedBatch) -> int:
+        """Return the version trained by a step; after a rollback it is later than the leased one."""
+        return max(step.version, self._last)
+
+    def publish(self, version: int, *, at_once: bool = False) -> bool:
+        """Publish the weights. Return False after a rollback. ``at_once``: wait for this rank's part."""
+        probe = _scored(self._probe, self._engine) if self._probe is not None else None
+        try:
+            self._publisher.flush()
+            self._last = self._publisher.publish(version, self._engine.named_weights(), probe=probe).version
+            if at_once:
+                self._publisher.flush()
+        except (ConfigError, VersionGone):
+            if get_restoration(self._queue) is None:
+                raise
+            return False
+        return True
+
+    def restore(self) -> None:
+        """Load the version of a pending rollback, if there is one; the same in all ranks."""
+        while (target := self._target()) is not None:
+            with contextlib.suppress(ConfigError, VersionGone):  # the version being published was withdrawn
+                self._publisher.flush()
+            optimizer = self._load(target)
+            what = f"the weights of version {target.version}"
+            if self._ranks.by_first(what, partial(self._report_restored, target, optimizer)):
+                self._last = target.version
+
+    def finish(self) -> None:
+        """Wait for every rank's part of the last version: a closing rank withdraws its part."""
+        try:
+            self._publisher.flush()
+        except (ConfigError, VersionGone):
+            if get_restoration(self._queue) is None:
+                raise
+        self._ranks.all_gather("the last version")
+
+    def close(self) -> None:
+        """Close the publisher."""
+        self._publisher.close()
+
+    def warn(self, text: str) -> None:
+        """Report a warning, once for all ranks."""
+        if self._ranks.first:
+            self._log.note(text)
+
+    def _target(self) -> Restoration | None:
+        packed = self._ranks.by_first("rollbacks", lambda: pack_restoration(self._queue))
+        return Restoration.decoded(self._queue, packed)
+
+    def _load(self, target: Restoration) -> str:
+        """Load a version into the engine. Return the origin of its optimizer's state."""
+        began, what, step = time.monotonic(), f"loading version {target.version}", target.checkpoint
+        path = self._ranks.by_first(f"the checkpoint of version {target.version}", lambda: self._checkpoint(step))
+        with self._ranks.all_or_none(what):
+            if path:
+                self._engine.load(Path(os.fsdecode(path)))
+            elif not self._engine.restores:
+                raise ConfigError(f"{what}: {self._name} has no load_weights")
+            else:
+                with target.fetch() as update:
+                    self._engine.load_weights(update)
+        self._log.span("load", began, version=target.version)
+        return optimizer_source(step if path else -1)
+
+    def _checkpoint(self, step: int) -> bytes:
+        """Return the path of a checkpoint's engine state; b"" without an intact one."""
+        if step < 0 or self._checkpoints is None:
+            return b""
+        try:
+            return os.fsencode(self._checkpoints.at(step))
+        except Damaged as error:
+            self.warn(f"the checkpoint of step {step} cannot be loaded: {error}; the optimizer begins anew")
+            return b""
+
+    def _report_restored(self, target: Restoration, optimizer: str) -> bytes:
+        """Report the loaded version to the ledger. Return b"" after another rollback meanwhile."""
+        try:
+            report_restored(self._queue, target.version, optimizer)
+        except ConfigError:
+            return b""
+        return b"restored"
+
+
+def _scored(probe: Probe, engine: TrainEngine) -> Probe:
+    """Return the probe with its log-probs under the engine's weights."""
+    prompts, responses = (Ragged.of(list(ids), np.int32) for ids in (probe.prompt_ids, probe.response_ids))
+    lengths = responses.lengths
+    columns = {
+        "prompt_ids": prompts, "response_ids": responses, VERSION_SPANS: one_version(0, lengths),
+        "logprobs": Ragged.from_lengths(np.zeros(int(lengths.sum()), np.float32), lengths),
+        "reward": np.zeros(len(lengths), np.float32),
+    }  # fmt: skip
+    scores = engine.logprobs(Batch.of(columns))
+    return msgspec.structs.replace(probe, logprobs=tuple(tuple(map(float, row)) for row in scores))

@@ -1,0 +1,239 @@
+"""WorkerPool: the workers started by this process for a run."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ...errors import AsyncFlowError, ConfigError, ServerLost, WorkerFailed
+from ...interfaces import Launcher, OnFailure, WorkerSettings, WorkerSpec
+from ...ledger import commands as cmd
+from ...plugins import plugin_variables
+from ...queue import QueueClient
+from ...types import Event
+from ...types import events as ev
+from ...types.validation import check_least
+from ..events.waits import Changes
+from ..run_directory import own_path
+from ..serialization import to_json
+from ..specs import Rollout, Stage, Train
+from .logs import LogFolder
+from .ranks import RankId, RankLauncher, rank_name
+from .supervisor import GRACE_S, Worker, WorkerObserver, make_launcher
+from .thread_launcher import ThreadLauncher
+
+Role = Rollout | Stage | Train
+
+
+@dataclass
+class _Replicas:
+    """The workers of one role, the oldest first."""
+
+    role: Role
+    settings: WorkerSettings
+    launcher: Launcher
+    rank: RankId | None = None
+    workers: list[Worker] = field(default_factory=list)
+
+    @property
+    def staying(self) -> list[Worker]:
+        """Running workers, without dismissed ones."""
+        return [worker for worker in self.workers if not (worker.ended.is_set() or worker.leaving)]
+
+
+class WorkerPool(WorkerObserver):
+    """Starts, scales and stops workers.
+
+    ``address``: of the run, for workers started here. ``mark``: part of their names, unique to this
+    process. ``fail``: ends the run with an error. Thread-safe.
+    """
+
+    def __init__(
+        self, queue: QueueClient, address: str, mark: str, logs: LogFolder, fail: Callable[[BaseException], None],
+        on_failure: OnFailure = "stop",
+    ) -> None:  # fmt: skip
+        self._queue, self._address, self._mark, self._logs, self._fail = queue, address, mark, logs, fail
+        self._connection = queue.connection
+        self._on_failure = on_failure
+        self._started: list[_Replicas] = []
+        self._counts: dict[str, int] = {}
+        self._launchers: dict[str, Launcher] = {}
+        self._lock = threading.RLock()
+        self._closed = False
+        self.changed = Changes()
+        """Notified when a worker ends or the run fails."""
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All workers started so far, by role."""
+        with self._lock:
+            return [worker for replicas in self._started for worker in replicas.workers]
+
+    def start(self, role: Role, settings: WorkerSettings, rank: RankId | None = None) -> list[Worker]:
+        """Start the workers of a role: all ranks of a trainer, or only ``rank`` if another launcher
+        starts the others. Raises ConfigError; then none runs."""
+        launcher = self._launcher_of(role)
+        if isinstance(role, Train) and rank is None and role.world_size > 1:
+            launcher = RankLauncher(launcher, role.world_size)
+        launcher.check(role.place)
+        replicas = _Replicas(role, settings, launcher, rank)
+        with self._lock:
+            try:
+                for _ in range(getattr(role, "replicas", 1)):
+                    self._add(replicas)
+            except BaseException:
+                _end(replicas.workers)
+                raise
+            self._started.append(replicas)
+        return list(replicas.workers)
+
+    def scale(self, which: Role | str, count: int, grace_s: float) -> list[Worker]:
+        """Start or dismiss workers of a role until ``count`` stay; see ``Run.scale``."""
+        with self._lock:
+            replicas = self._replicas_of(which)
+            if isinstance(replicas.role, Train):
+                raise ConfigError("a trainer is one worker, of world_size= ranks. Scale rollouts and stages")
+            check_least(0, replicas=count)
+            for worker in replicas.staying[count:]:
+                self.dismiss(worker, grace_s)
+            while len(replicas.staying) < count:
+                self._add(replicas)
+            return replicas.staying
+
+    def dismiss(self, worker: Worker, grace_s: float) -> None:
+        """Let a worker finish the rows it holds within ``grace_s``; the others return to the queue."""
+        worker.leave(grace_s)
+        if not sum(self._dismiss(name) for name in worker.pids):
+            worker.stop()  # it has not connected yet, so it holds nothing
+
+    def close(self) -> None:
+        """Start no more workers. Running ones continue."""
+        with self._lock:
+            self._closed = True
+
+    def stop(self) -> None:
+        """Stop all workers, and kill them after ``GRACE_S``."""
+        workers = self.workers
+        _end(workers)
+        if all(worker.ended.is_set() for worker in workers):
+            with self._lock:
+                launchers, self._launchers = self._launchers, {}
+            for launcher in launchers.values():
+                launcher.close()
+            if self._closed and not any(worker.lost for worker in workers):  # keep the log of a failed one
+                self._logs.remove()
+
+    def kill(self) -> None:
+        """End all workers by force. Does not wait."""
+        for worker in self.workers:
+            worker.kill()
+
+    # ---- as observer of the workers, in their threads
+
+    @property
+    def over(self) -> bool:
+        """True if the run was closed."""
+        return self._connection.wire.server_closed
+
+    def report(self, event: Event) -> None:
+        """Send an event to the run, unless it is over."""
+        with contextlib.suppress(AsyncFlowError):
+            self._connection.report(event)
+            self._queue.flush()
+
+    def gone(self, worker: Worker, why: str) -> None:
+        """Return the leases of an ended process to the queue."""
+        for name in worker.pids:
+            self._dismiss(name, why)
+
+    def failed(self, worker: Worker, error: WorkerFailed) -> None:
+        """Fail the run, or report a warning if ``on_failure`` is "continue" and a worker of the role is left."""
+        if self.over:  # the cause of the failure
+            address = self._connection.wire.address
+            self._fail(ServerLost(f"the run at {address} was closed before worker {worker.name!r} was through"))
+            return
+        if (worker.spec.placement.on_failure or self._on_failure) == "stop":
+            self._fail(error)
+            return
+        with self._lock:
+            left = [
+                w for w in self.workers if w.role == worker.role and not (w.ended.is_set() or w.lost or w.leaving)
+            ]
+        if left:
+            first = str(error).partition("\n")[0]
+            text = f"{first}; the run goes on with {', '.join(w.name for w in left)}"
+            self.report(ev.Note(time_s=time.monotonic(), worker=worker.name, text=text, level="warning"))
+            return
+        last = f"worker {worker.name!r} failed for good, and it was the last of {worker.role!r}: {error}"
+        self._fail(WorkerFailed(last, worker.name))
+
+    def ended(self, worker: Worker) -> None:
+        """Wake the threads waiting for a worker."""
+        self.changed.notify()
+
+    # ---- starting
+
+    def _add(self, replicas: _Replicas) -> None:
+        role, rank, wire = replicas.role, replicas.rank, self._connection.wire
+        if self._closed:
+            raise ConfigError(f"no worker of {role.task!r} can be started: the run is closed")
+        number = self._counts.get(role.task, 0)
+        self._counts[role.task] = number + 1
+        name = f"{role.task}-{self._mark}{number}"
+        here = isinstance(role, Stage) and role.here
+        spec = WorkerSpec(
+            name=name if rank is None else rank_name(name, rank.rank), role={} if here else to_json(role, ""),
+            settings=replicas.settings, address=self._address,
+            key=None if wire.key is None else msgspec.to_builtins(wire.key), insecure=wire.insecure,
+            import_path=own_path(), plugins=plugin_variables(), rank=rank.rank if rank else 0,
+            world_size=rank.world_size if rank else 1, placement=role.place, log=self._logs.file(name),
+        )  # fmt: skip
+        replicas.workers.append(Worker(replicas.launcher, spec, role.task, self))
+
+    def _replicas_of(self, which: Role | str) -> _Replicas:
+        found = [each for each in self._started if which is each.role or which == each.role.task]
+        if len(found) == 1:
+            return found[0]
+        known = ", ".join(repr(each.role.task) for each in self._started) or "none"
+        if found:
+            raise ConfigError(
+                f"{len(found)} specs were started for {which!r}; name the one by the object that was started"
+            )
+        raise ConfigError(f"nothing was started here for {which!r}; started were: {known}")
+
+    def _launcher_of(self, role: Role) -> Launcher:
+        if isinstance(role, Stage) and role.here:
+            return ThreadLauncher(role)
+        name = role.place.launcher
+        with self._lock:
+            if name not in self._launchers:
+                self._launchers[name] = make_launcher(name)
+            return self._launchers[name]
+
+    def _dismiss(self, name: str, ended: str = "") -> int:
+        """Have the queue lease nothing more to a worker. ``ended``: why its process has ended; then
+        its leases return at once. Returns the number of workers with this name."""
+        try:
+            return int(self._queue.send(cmd.Dismiss(name=name, ended=ended)).count)
+        except AsyncFlowError:  # the run is over
+            return 0
+
+
+def _end(workers: list[Worker]) -> None:
+    """Stop all workers at the same time, and kill the running ones after ``GRACE_S``."""
+    for worker in workers:
+        worker.stop()
+    for worker in _late(workers):
+        worker.kill()
+    _late(workers)
+
+
+def _late(workers: list[Worker]) -> list[Worker]:
+    """Return the workers that have not ended ``GRACE_S`` from now."""
+    until = time.monotonic() + GRACE_S
+    return [worker for worker in workers if not worker.ended.wait(max(0.0, until - time.monotonic()))]
