@@ -14,8 +14,8 @@ import typer
 
 from asyncflow_sdk import algorithms, errors, interfaces, plugins, queue, service, testing, types, weights, workflow
 from asyncflow_sdk.cli.app import app
-from asyncflow_sdk.cli.live_view import LiveView
-from asyncflow_sdk.cli.report import write_report
+from asyncflow_sdk.cli.report.page import write_report
+from asyncflow_sdk.cli.screens.live_view import LiveView
 from asyncflow_sdk.ledger import Audit
 from asyncflow_sdk.queue.replay import replay
 

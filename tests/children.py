@@ -72,7 +72,7 @@ os._exit(status)
 _TORCH = [
     "torch", "transformers.models.qwen3.modeling_qwen3", "asyncflow_torch.train", "asyncflow_torch.rollout",
     "asyncflow_torch.demo.run", "asyncflow_torch.demo.model", "asyncflow_sdk.workflow.run", "asyncflow_sdk.cli.app",
-    "asyncflow_sdk.cli.report", "matplotlib.backends.backend_svg", "asyncflow_sdk.testing",
+    "asyncflow_sdk.cli.report.page", "matplotlib.backends.backend_svg", "asyncflow_sdk.testing",
 ]  # fmt: skip
 """What `warm_python` has imported; a module that is missing is left out."""
 

@@ -239,7 +239,7 @@ def top(
 
     Press q to quit.
     """
-    from .top import QueueMonitor
+    from .screens.top import QueueMonitor
 
     console = Console()
     with QueueMonitor(where, every, key, insecure) as monitor:
@@ -395,7 +395,7 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run.")], debug: Debug = False
 ) -> None:
     """Write the report page of a run again, and print its path."""
-    from .report import write_report
+    from .report.page import write_report
 
     typer.echo(str(write_report(run_dir)))
 

@@ -15,9 +15,9 @@ from rich.console import Console
 from ..errors import ConfigError, Interrupted, PluginError
 from ..workflow import Workflow, load_workflow
 from ..workflow.run_directory import RunDirectory
-from .live_view import LiveView
-from .report import write_report
-from .summary import summary_table
+from .report.page import write_report
+from .report.summary import summary_table
+from .screens.live_view import LiveView
 
 _SKIPPED = "skipped after Ctrl-C; `asyncflow report {}` writes it"
 

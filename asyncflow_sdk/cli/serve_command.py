@@ -19,7 +19,7 @@ from ..types.events import Chosen, Event, Note, Status, StepTrained, WorkerState
 from ..wire import is_loopback
 from ..workflow import Run, serve
 from .formats import printable
-from .live_view import LiveView
+from .screens.live_view import LiveView
 from .signals import sigterm_as_interrupt
 
 LEAVE_S = 60.0

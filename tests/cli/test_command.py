@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 import asyncflow_sdk.cli
 from asyncflow_sdk import __version__
 from asyncflow_sdk.cli.app import app
-from asyncflow_sdk.cli.summary import summary_table
+from asyncflow_sdk.cli.report.summary import summary_table
 from asyncflow_sdk.errors import ConfigError, Interrupted, WorkerFailed
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}

@@ -276,7 +276,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> No
     run_dir = write_run(tmp_path / "run", [])
     program = (
         "import sys, pathlib; sys.modules['matplotlib'] = None\n"
-        "from asyncflow_sdk.cli.report import write_report\n"
+        "from asyncflow_sdk.cli.report.page import write_report\n"
         "write_report(pathlib.Path(sys.argv[1]))\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(run_dir)], capture_output=True, text=True, check=False)

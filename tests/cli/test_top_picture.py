@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from asyncflow_sdk.cli.formats import rate, size
-from asyncflow_sdk.cli.queue_rates import QueueRates
-from asyncflow_sdk.cli.queue_screen import queue_screen
+from asyncflow_sdk.cli.screens.queue_rates import QueueRates
+from asyncflow_sdk.cli.screens.queue_screen import queue_screen
 from asyncflow_sdk.ledger import StatusReport
 from asyncflow_sdk.types.reports import LeaseStatus, ParkedStatus, SessionStatus, StepAges, VersionStatus
 

@@ -16,7 +16,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from ..types.events import (
+from ...types.events import (
     Event,
     LeaseReturned,
     Loaded,
@@ -28,7 +28,7 @@ from ..types.events import (
     StepTrained,
     WorkerState,
 )
-from ..workflow.events.statistics import LengthStatistics
+from ...workflow.events.statistics import LengthStatistics
 
 TRAILING = 20
 RATE_WINDOW_S = 30.0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..types.events import Event, Loaded, Published, Span, StepTrained, WorkerState
+from ...types.events import Event, Loaded, Published, Span, StepTrained, WorkerState
 
 KINDS = ("train", "generate", "reward", "load", "publish")
 WAIT = "wait"

@@ -6,9 +6,9 @@ from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..ledger import StatusReport
-from ..types.reports import SessionStatus, VersionStatus
-from .formats import duration, plural, printable, size
+from ...ledger import StatusReport
+from ...types.reports import SessionStatus, VersionStatus
+from ..formats import duration, plural, printable, size
 from .screen import Clipped, name, table
 
 _NARROW = 70

@@ -21,8 +21,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from ..types.events import Event, Note, StepTrained, WorkerState
-from .formats import duration, number, printable
+from ...types.events import Event, Note, StepTrained, WorkerState
+from ..formats import duration, number, printable
 from .run_progress import RunProgress
 from .run_screen import run_screen
 

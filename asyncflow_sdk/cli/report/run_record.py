@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ConfigError
-from ..types.events import Event, Span, StepTrained, WorkerState
-from .formats import by_name
-from .run_progress import RunProgress
+from ...errors import ConfigError
+from ...types.events import Event, Span, StepTrained, WorkerState
+from ..formats import by_name
+from ..screens.run_progress import RunProgress
 
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"

@@ -21,10 +21,10 @@ import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 
-from ..errors import ServerLost
-from ..ledger import StatusReport
-from ..wire import probe
-from ..workflow import Run, connect
+from ...errors import ServerLost
+from ...ledger import StatusReport
+from ...wire import probe
+from ...workflow import Run, connect
 from .queue_rates import QueueRates
 from .queue_screen import queue_screen
 

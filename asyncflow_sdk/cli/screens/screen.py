@@ -18,7 +18,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from .formats import plural, printable, sparkline, to_ascii
+from ..formats import plural, printable, sparkline, to_ascii
 
 PATIENCE_S = 1.0
 """A wait shorter than this is normal and not highlighted (seconds)."""

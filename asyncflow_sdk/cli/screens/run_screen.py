@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .formats import by_name, duration, number, printable, sparkline
+from ..formats import by_name, duration, number, printable, sparkline
 from .run_progress import RunProgress, WorkerProgress
 from .screen import PATIENCE_S, Clipped, bar, fit, more, name, table
 

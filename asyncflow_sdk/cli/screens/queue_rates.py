@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from ..ledger import StatusReport
+from ...ledger import StatusReport
 
 WINDOW_S = 5.0
 HISTORY = 240

@@ -10,7 +10,7 @@ from rich.box import ROUNDED
 from rich.table import Table
 from rich.text import Text
 
-from .formats import duration
+from ..formats import duration
 
 _GOOD, _BAD, _WARN = "good", "bad", "warn"
 _TONES = {"completed": _GOOD, "failed": _BAD}

@@ -13,9 +13,9 @@ from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..ledger import StatusReport
-from ..types.reports import ParkedStatus, SessionStatus
-from .formats import duration, plural, printable, rate, size
+from ...ledger import StatusReport
+from ...types.reports import ParkedStatus, SessionStatus
+from ..formats import duration, plural, printable, rate, size
 from .queue_rates import QueueRates
 from .run_screen import STATES
 from .screen import PATIENCE_S, Clipped, Sparkline, bar, fit, more, name, table

@@ -14,10 +14,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, PluginError
-from ..memory import private_opener
-from ..types.events import LeaseReturned, Note, RowsEnded, Span, WorkerState
-from .formats import by_name, duration, number
+from ...errors import ConfigError, PluginError
+from ...memory import private_opener
+from ...types.events import LeaseReturned, Note, RowsEnded, Span, WorkerState
+from ..formats import by_name, duration, number
 from .run_record import RunRecord, read_record
 from .summary import accounting, facts, outcome
 from .timeline import WAIT, flatten
@@ -81,7 +81,7 @@ def _page(record: RunRecord) -> str:
             " Install with: pip install 'asyncflow-sdk[report]'"
         ) from error
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    template = resources.files(__package__).joinpath("templates", "report.html.j2").read_text(encoding="utf-8")
+    template = resources.files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8")
     status, tone, sentence = outcome(record.summary)
     balance, balance_tone, _ = accounting(record.summary)
     zoomed, zoom_steps = charts.zoom(record)

@@ -1,0 +1,1 @@
+"""Screens in the terminal: a run, a queue, and their parts."""
