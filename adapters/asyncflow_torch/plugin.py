@@ -39,7 +39,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
         AdapterSpec(
             kind="transport",
             name="dist",
-            factory="asyncflow_torch.transport_dist:DistTransport",
+            factory="asyncflow_torch.transports.dist:DistTransport",
             requires=_REQUIRES[:1],
             install=_INSTALL,
             tested="torch 2.13 with gloo, on a CPU; nccl has not been run",
@@ -48,7 +48,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
         AdapterSpec(
             kind="transport",
             name="cuda-ipc",
-            factory="asyncflow_torch.transport_cuda:CudaTransport",
+            factory="asyncflow_torch.transports.cuda:CudaTransport",
             requires=_REQUIRES[:1],
             install=_INSTALL,
             tested="its refusal without CUDA; it has not been run on a GPU",

@@ -27,11 +27,11 @@ from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
 from asyncflow_sdk.types import check_least
 
-from .decode import Decoder
-from .decode_thread import DecodeThread, Job
+from .generation.decode import Decoder
+from .generation.decode_thread import DecodeThread, Job
 from .policy import PartialLoad, assign, context_of, load_policy, named_weights, vocabulary_of
 from .scores import score
-from .sequence_slots import DecodeWork
+from .generation.sequence_slots import DecodeWork
 
 _Result = TypeVar("_Result")
 

@@ -14,7 +14,7 @@ from asyncflow_sdk.types import Batch
 from .collate import check_tokens
 from .logprobs import batch_logprobs
 from .policy import context_of, vocabulary_of
-from .prefill import PASS_TOKENS
+from .generation.prefill import PASS_TOKENS
 
 
 def score(model: Any, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -14,7 +14,7 @@ from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.testing import check_transport
 from asyncflow_sdk.testing.transports import TRANSPORT_CHECKS
 from asyncflow_sdk.types import Chunk, Manifest
-from asyncflow_torch.transport_cuda import CudaHandle, CudaTransport, DeviceMemory, handles_of
+from asyncflow_torch.transports.cuda import CudaHandle, CudaTransport, DeviceMemory, handles_of
 
 HERE = Host(directory=None, name="here")
 GOOD = CudaHandle("GPU-1", bytes(64), 1 << 20, 512, b"/torch_123_456_7", 0, bytes(64), True)

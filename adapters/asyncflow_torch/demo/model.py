@@ -18,9 +18,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.types import Ragged, Sampling
 
-from ..decode import Decoder
+from ..generation.decode import Decoder
 from ..policy import no_progress_bar
-from ..sequence_slots import DecodeWork, FinishedBatch
+from ..generation.sequence_slots import DecodeWork, FinishedBatch
 from .task import DIGITS, exact_match, prompts
 
 PAD, BOS, EOS = 0, 1, 2

@@ -1,0 +1,1 @@
+"""Generation by the engine `transformers`: prefill, batches of sequences, sampling, and the thread of both."""

@@ -1,0 +1,1 @@
+"""The transports `dist` and `cuda-ipc`."""
