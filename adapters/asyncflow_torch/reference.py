@@ -22,8 +22,8 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 from asyncflow_sdk.testing import Policy
 from asyncflow_sdk.types import from_torch, to_torch
 
-from .generation.decode import end_tokens
 from .demo.model import BOS, EOS, PAD, tokenizer
+from .generation.decode import end_tokens
 from .kit_model import kit_model
 from .policy import context_of, element, export_policy, load_policy, named_weights, no_progress_bar, vocabulary_of
 

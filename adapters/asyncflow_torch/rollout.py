@@ -29,9 +29,9 @@ from asyncflow_sdk.types import check_least
 
 from .generation.decode import Decoder
 from .generation.decode_thread import DecodeThread, Job
+from .generation.sequence_slots import DecodeWork
 from .policy import PartialLoad, assign, context_of, load_policy, named_weights, vocabulary_of
 from .scores import score
-from .generation.sequence_slots import DecodeWork
 
 _Result = TypeVar("_Result")
 

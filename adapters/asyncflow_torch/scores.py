@@ -12,9 +12,9 @@ from asyncflow_sdk.errors import EngineError, SchemaError
 from asyncflow_sdk.types import Batch
 
 from .collate import check_tokens
+from .generation.prefill import PASS_TOKENS
 from .logprobs import batch_logprobs
 from .policy import context_of, vocabulary_of
-from .generation.prefill import PASS_TOKENS
 
 
 def score(model: Any, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[float]]:

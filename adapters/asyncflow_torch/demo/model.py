@@ -19,8 +19,8 @@ from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.types import Ragged, Sampling
 
 from ..generation.decode import Decoder
-from ..policy import no_progress_bar
 from ..generation.sequence_slots import DecodeWork, FinishedBatch
+from ..policy import no_progress_bar
 from .task import DIGITS, exact_match, prompts
 
 PAD, BOS, EOS = 0, 1, 2

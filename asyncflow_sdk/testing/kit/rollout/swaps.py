@@ -100,8 +100,8 @@ def _check_mixed(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: i
     after=("versions", "stale_cache"),
 )  # fmt: skip
 async def during_load(lab: RolloutLab) -> str:
-    """Requests begun during a load are answered by one version, by both as in their spans, or
-    refused; in flight never refused."""
+    """Requests begun during a load are answered by the old version, the new one, or both as their
+    spans say. Engines that load in flight refuse none of them; others may."""
     prompts = lab.policy.prompts(min(4, lab.rows), longest=24, seed=34)
     flies, answered = "in_flight" in lab.engine.capabilities.swap, 0
     for at_once in (True, False, True, False):

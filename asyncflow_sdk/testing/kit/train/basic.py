@@ -49,8 +49,8 @@ def made(lab: TrainLab) -> None:
     after=("made",),
 )  # fmt: skip
 def names(lab: TrainLab) -> None:
-    """named_weights() is the whole policy by the checkpoint's names, and before any step the
-    checkpoint to the bit."""
+    """named_weights() yields the whole policy under the checkpoint's names. Before any step it
+    equals the checkpoint bit for bit."""
     have: dict[str, Any] = {}
     want = lab.policy.tensors(0)
     for name, tensor in lab.fresh().named_weights():
