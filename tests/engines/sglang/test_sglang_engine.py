@@ -102,7 +102,7 @@ def test_it_holds_what_came_names_what_it_lost_and_ends_nothing_that_is_not_its_
     ("options", "error", "why"),
     [
         ({"no_such_option": 1}, af.ConfigError, "no_such_option"),
-        ({"host": "0.0.0.0"}, af.ConfigError, "'host' of SGLang is this adapter's to say"),
+        ({"host": "0.0.0.0"}, af.ConfigError, "'host' of SGLang is set by this adapter"),
     ],
 )
 def test_options_that_sglang_does_not_take_are_named(options: dict[str, Any], error: type, why: str) -> None:
