@@ -33,11 +33,11 @@ Typical uses:
   asyncflow demo               train a small model here, and watch it live
   asyncflow run FILE.toml      run a workflow; --print only shows it
   asyncflow serve runs/NAME    serve a run for workers started by hand
-  asyncflow top runs/NAME      show the clients of a running queue
-  asyncflow plugins            list installed and missing engines
-  asyncflow new-plugin NAME    write a new engine package
+  asyncflow top runs/NAME      show a running queue live
+  asyncflow plugins            list installed and missing adapters
+  asyncflow new-plugin NAME    write a new plugin package
   asyncflow doctor FILE.toml   check interpreters and machine before a run
-  asyncflow check NAME         run the conformance kit on an engine
+  asyncflow check NAME         run the conformance kit on an adapter
   asyncflow report runs/NAME   write the report page of a run again
 """
 
@@ -118,7 +118,7 @@ def demo(
     ] = "wait",
     model: Annotated[
         Path | None,
-        option("Hugging Face folder to start from; no warm-up.", "PATH", exists=True, file_okay=False),
+        option("Hugging Face folder to start from, without warm-up.", "PATH", exists=True, file_okay=False),
     ] = None,
     rollout: Annotated[str, option("Rollout engine. A probe verifies each loaded version.", "NAME")] = "transformers",
     python: Annotated[MaybeText, option("Interpreter of the rollout engine; default: this one.", "PATH")] = None,
@@ -347,7 +347,7 @@ def check(
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Run the conformance kit on an engine and explain failures.
+    """Run the conformance kit on an engine or another adapter, and explain failures.
 
     Exit code 1 if a check fails.
     """
