@@ -14,8 +14,8 @@ from .plain_lab import PlainLab
     hint="choose(): a function of its arguments and options alone, over arrays",
 )  # fmt: skip
 def choices(lab: PlainLab) -> None:
-    """Positions are valid, equal for equal candidates, cost work in proportion, and reach every row
-    in the end."""
+    """Positions are valid, the same for equal candidates, chosen in time proportional to the
+    candidates, and reach every row in the end."""
     check_sampler(lab.made)
 
 

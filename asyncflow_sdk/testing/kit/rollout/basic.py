@@ -125,7 +125,8 @@ async def logprobs(lab: RolloutLab) -> None:
     after=("completions",),
 )  # fmt: skip
 async def draws(lab: RolloutLab) -> str:
-    """Tokens are drawn from the whole distribution of their log-probs, each response for itself."""
+    """Tokens are drawn from the whole distribution of their log-probs, independently in each
+    response."""
     prompt = _telling_prompt(lab)
     for temperature in (1.0, 1.3):
         groups = []
@@ -244,8 +245,8 @@ async def stops(lab: RolloutLab) -> None:
     after=("greedy", "logprobs"),
 )  # fmt: skip
 async def ends(lab: RolloutLab) -> None:
-    """A response ends with each of the model's end tokens, included with its log-prob, for the
-    reason stop."""
+    """A response ends at any of the model's end tokens, includes it with its log-prob, and has the
+    finish reason stop."""
     left = set(lab.policy.ends or ())
     if not left:
         raise DoesNotApply("this policy has no end token")

@@ -21,8 +21,8 @@ TORN = "load_weights: a load that breaks off leaves a mixture of two versions"
     after=("update",),
 )  # fmt: skip
 async def stale_cache(lab: RolloutLab) -> None:
-    """A prompt read under the old weights is read anew under the new ones, also as the start of
-    another."""
+    """A prompt computed under the old weights is computed again under the new ones, also as a
+    prefix of another prompt."""
     prompt = np.resize(lab.policy.prompts(1, seed=20)[0], min(64, lab.context - 24)).astype(np.int32)
     longer = np.concatenate([prompt, lab.policy.prompts(1, seed=21)[0]])[: lab.context - 10]
     for _ in range(2):
@@ -106,8 +106,8 @@ async def misshapen_tensor(lab: RolloutLab) -> None:
     after=("update",),
 )  # fmt: skip
 async def torn_update(lab: RolloutLab) -> None:
-    """An interrupted load raises; until a whole one the engine answers by the old version, or not
-    at all."""
+    """An interrupted load raises. Until a load is whole, the engine answers by the old version, or
+    not at all."""
     prompts = lab.policy.prompts(3, seed=22)
     before, version = lab.version, lab.version + 1
     count = len(lab.policy.tensors(version))

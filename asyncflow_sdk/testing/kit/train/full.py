@@ -65,7 +65,7 @@ def row_order(lab: TrainLab) -> None:
     after=("step",),
 )  # fmt: skip
 def companions(lab: TrainLab) -> None:
-    """The effect of a batch does not depend on tokens of a row behind its last trained one."""
+    """The effect of a batch does not depend on tokens after the last trained token of a row."""
     short, lengths = lab.batch((4, 2), seed=4, longest=9), None
     lengths = short.ragged("response_ids").lengths
     every = np.ones(int(lengths.sum()), np.bool_)
@@ -93,7 +93,7 @@ def companions(lab: TrainLab) -> None:
 )  # fmt: skip
 @_learns
 def loss_mask(lab: TrainLab) -> None:
-    """Tokens left out by loss_mask are not trained, with any log-probs."""
+    """Tokens excluded by loss_mask are not trained, whatever their log-probs."""
     batch = lab.batch((4, 3), seed=5)
     behaviour = batch.ragged("logprobs")
     ends = behaviour.offsets[1:] - 1
@@ -170,7 +170,7 @@ def token_mean(lab: TrainLab) -> None:
 )  # fmt: skip
 @_learns
 def algorithm(lab: TrainLab) -> None:
-    """An unknown algorithm is followed, to the token, or refused."""
+    """An algorithm unknown to the engine is applied exactly, to each token, or refused."""
     batch = lab.batch((4, 3), seed=8)
     mask = np.random.default_rng(8).random(len(batch.ragged("logprobs").values)) < 0.7
     mask[batch.ragged("logprobs").offsets[1:] - 1] = True
@@ -251,7 +251,7 @@ def _packed(lab: TrainLab, batch: Batch, mask: npt.NDArray[np.bool_], asked: Opp
     after=("step", "logprobs"),
 )  # fmt: skip
 def resume(lab: TrainLab) -> None:
-    """An engine with another's checkpoint trains like that one would have continued."""
+    """A checkpoint continues training in another engine as in its own."""
     batches = [lab.batch((4, 3), seed=50 + number) for number in range(5)]
     with lab.folder() as path:
         lab.fresh()
