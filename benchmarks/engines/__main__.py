@@ -43,7 +43,7 @@ def rows_of(name: str, found: dict[str, Any]) -> list[Row]:
         return Row(f"{name}: {what}", "tokens/s", st.median(rates[way]), st.median(rates["direct"]), alike)
 
     alike = st.median(direct / ours for ours, direct in zip(updates["adapter"], updates["direct"], strict=True))
-    what = f"{name}: update of {found['nbytes'] / 1e6:.0f} MB, nothing is generated for"
+    what = f"{name}: update of {found['nbytes'] / 1e6:.0f} MB, pause of generation"
     return [
         rate("a whole run, its queue in another process", "run"),
         rate("the adapter alone", "adapter"),
