@@ -55,18 +55,32 @@ class JournalHead(msgspec.Struct, frozen=True, array_like=True):
     boot: str
     now: float
 
-    def check(self, path: Path) -> None:
-        """Raise ConfigError if this version of the SDK may replay the file ``path`` differently."""
-        if self.format != FORMAT:
+
+class _Writer(msgspec.Struct, frozen=True, array_like=True):
+    """The first fields of a head in every format."""
+
+    format: int
+    sdk: str
+
+
+def decode_head(content: bytes, path: Path) -> JournalHead:
+    """Return the head of a journal or snapshot ``path``. Raises ConfigError naming the writer if
+    this version of the SDK cannot read the file or may replay it differently."""
+    try:
+        writer = _decode_writer(content)
+        if writer.format != FORMAT:
             raise ConfigError(
-                f"{path} has journal format {self.format}, and asyncflow-sdk {__version__} reads format {FORMAT}:"
-                f" continue or replay it with {self.sdk}, or choose another directory"
+                f"{path} has journal format {writer.format}, and asyncflow-sdk {__version__} reads format {FORMAT}:"
+                f" continue or replay it with {writer.sdk}, or choose another directory"
             )
-        if self.sdk != __version__:
+        if writer.sdk != __version__:
             raise ConfigError(
-                f"{path} was written by asyncflow-sdk {self.sdk}; {__version__} may replay it differently:"
-                f" continue or replay it with {self.sdk}, or choose another directory"
+                f"{path} was written by asyncflow-sdk {writer.sdk}; {__version__} may replay it differently:"
+                f" continue or replay it with {writer.sdk}, or choose another directory"
             )
+        return _decode_head(content)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} has no head of a journal: {error}; choose another directory") from None
 
 
 class RequestRecord(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
@@ -131,6 +145,7 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(JournalEntry).decode
 _decode_head = msgspec.msgpack.Decoder(JournalHead).decode
+_decode_writer = msgspec.msgpack.Decoder(_Writer).decode
 
 
 class Journal:
@@ -239,9 +254,10 @@ class Journal:
 
 
 class JournalReader:
-    """Reads one file: ``head`` (None if it is torn), ``entries``, and the bytes after them."""
+    """Reads the journal ``path`` of ``run``: ``head`` (None if it is torn), ``entries``, and the
+    bytes after them. Raises ConfigError for a journal of another format, version or run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, run: str) -> None:
         self.path = path
         self.records = 0
         self.boot = ""
@@ -254,11 +270,14 @@ class JournalReader:
         self.head: JournalHead | None = None
         if self._data[: len(MAGIC)] == MAGIC:
             self.end = len(MAGIC)
-            with suppress(msgspec.MsgspecError):
-                content = self._next(0)
-                self.head = None if content is None else _decode_head(content)
-                self.boot = "" if self.head is None else self.head.boot
-                self.end += 0 if content is None else _FRAME.size + len(content)
+            if (content := self._next(0)) is not None:
+                try:
+                    self.head = _head_of(run, content, path)
+                except ConfigError:
+                    self.close()
+                    raise
+                self.boot = self.head.boot
+                self.end += _FRAME.size + len(content)
 
     def entries(self) -> Iterator[JournalEntry]:
         """Yield entries up to the end or the first damage."""
@@ -311,6 +330,16 @@ class JournalReader:
         if found != number or len(content) != length or _sum(content, number) != checksum:
             return None
         return content
+
+
+def _head_of(run: str, content: bytes, path: Path) -> JournalHead:
+    head = decode_head(content, path)
+    if head.run != run:
+        raise ConfigError(
+            f"{path} belongs to run {head.run}, and the snapshot beside it to run {run}: put its own journal there,"
+            " or choose another directory"
+        )
+    return head
 
 
 def _sum(content: bytes, number: int) -> int:

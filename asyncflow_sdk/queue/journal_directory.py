@@ -30,7 +30,7 @@ from ..errors import ConfigError, MemoryFull, ProtocolError
 from ..memory import SharedDirectory, make_private_directory, sync_directory
 from ..wire import process_key
 from . import snapshot
-from .journal import FORMAT, Journal, JournalHead
+from .journal import FORMAT, Journal, JournalHead, decode_head
 
 LEVELS = ("process", "host")
 LEAST_BYTES = 16 << 20
@@ -59,8 +59,11 @@ class JournalDirectory:
         self._lock, self.addresses = _take_lock(path)
         try:
             self._number, self.head, self.state = _newest(path)
-            if self.head is not None:
-                self._check(self.head, durability)
+            if self.head is not None and durability not in (None, self.head.durability):
+                raise ConfigError(
+                    f"{self.path} holds a run of durability {self.head.durability!r}; it cannot continue as"
+                    f" {durability!r}"
+                )
         except BaseException:
             os.close(self._lock)
             raise
@@ -70,13 +73,6 @@ class JournalDirectory:
         if self.rows is not None:
             self.rows.mkdir(mode=0o700, exist_ok=True)
         self._least = 0
-
-    def _check(self, head: JournalHead, durability: str | None) -> None:
-        head.check(self.path)
-        if durability not in (None, head.durability):
-            raise ConfigError(
-                f"{self.path} holds a run of durability {head.durability!r}; it cannot continue as {durability!r}"
-            )
 
     @property
     def syncs(self) -> bool:
@@ -205,12 +201,11 @@ def _newest(path: Path) -> tuple[int, JournalHead | None, bytes]:
             failed = failed or f"journal-{number:06d} is missing"
             continue
         try:
-            head_bytes, state = snapshot.read(path / f"snapshot-{number:06d}")
-            head = msgspec.msgpack.decode(head_bytes, type=JournalHead)
-        except (ProtocolError, msgspec.MsgspecError) as error:
+            head, state = snapshot.read(path / f"snapshot-{number:06d}")
+        except ProtocolError as error:
             failed = failed or str(error)
         else:
-            return number, head, state
+            return number, decode_head(head, path / f"snapshot-{number:06d}"), state
     if numbers:
         raise ConfigError(f"{path} holds a run that cannot be read: {failed}. Move it away to start a new run")
     return 0, None, b""

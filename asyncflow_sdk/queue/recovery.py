@@ -175,7 +175,7 @@ def recover(directory: JournalDirectory, recoverable: RecoverableState) -> Resum
     executor = recoverable.executor
     recoverable.restore(directory.state)
     directory.state = b""
-    recorded = JournalReader(directory.journal_path)
+    recorded = JournalReader(directory.journal_path, directory.run)
     try:
         differing, now = recoverable.replay(recorded, directory.head.now)
         torn = recorded.torn_bytes

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import xxhash
 
 from ..errors import ConfigError, ProtocolError
@@ -22,7 +21,7 @@ from ..ledger import commands as cmd
 from ..wire import Server
 from . import snapshot
 from .call_executor import CallExecutor, Clock
-from .journal import JournalHead, JournalReader, Record, RequestRecord, SessionEndRecord
+from .journal import JournalHead, JournalReader, Record, RequestRecord, SessionEndRecord, decode_head
 from .listeners import Listeners
 from .payload_manager import PayloadManager
 from .protocol import ClientHello, Welcome, decode_call
@@ -90,7 +89,7 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
             head, state = _read(snapshot_path)
             recoverable.restore(state)
             watch.add("begins" if not number else "continues after a snapshot", head.now)
-            recorded = JournalReader(journal)
+            recorded = JournalReader(journal, head.run)
             try:
                 now_differing, now = recoverable.replay(recorded, head.now, watch.after)
                 records, differing, torn = records + recorded.records, differing + now_differing, recorded.torn_bytes
@@ -170,9 +169,7 @@ def _parts(directory: Path) -> list[tuple[Path, Path]]:
 
 def _read(path: Path) -> tuple[JournalHead, bytes]:
     try:
-        head_bytes, state = snapshot.read(path)
-        head = msgspec.msgpack.decode(head_bytes, type=JournalHead)
-    except (ProtocolError, msgspec.MsgspecError) as error:
+        head, state = snapshot.read(path)
+    except ProtocolError as error:
         raise ConfigError(f"{path} cannot be replayed: {error}") from None
-    head.check(path)
-    return head, state
+    return decode_head(head, path), state

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import xxhash
 from queue_runs import Durable, running
 
 import asyncflow_sdk as af
@@ -28,14 +30,14 @@ class Killed:
     parts: list[bytes]
     copy: Path
 
-    def served(self, content: bytes) -> tuple[int, af.Run]:
+    def served(self, content: bytes, read: Callable[..., Any] = af.serve) -> tuple[int, Any]:
         """Serve it as it was, with another content of the journal. Returns how many of the puts are there, too."""
         shutil.rmtree(self.run.directory)
         shutil.copytree(self.copy / "run", self.run.directory)
         shutil.rmtree(self.run.memory, ignore_errors=True)
         shutil.copytree(self.copy / "memory", self.run.memory, ignore=shutil.ignore_patterns("queue"))
         self.journal.write_bytes(content)
-        run = af.serve(self.run.directory)
+        run = read(self.run.directory)
         return run.audit().put, run
 
 
@@ -172,6 +174,48 @@ def test_a_journal_of_another_version_is_refused(
     for read in (af.serve, af.replay):
         with pytest.raises(ConfigError, match=said):
             read(tmp_path / "run")
+
+
+def another_layout(head: list[Any]) -> list[Any]:
+    return [99, "9.0", {"run": head[2]}]
+
+
+def another_version(head: list[Any]) -> list[Any]:
+    return [head[0], "0.0.1", *head[2:]]
+
+
+def another_run(head: list[Any]) -> list[Any]:
+    return [*head[:2], "ab" * 8, *head[3:]]
+
+
+def no_head(head: list[Any]) -> list[Any]:
+    return head[:4]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (another_layout, r"journal-\d+ has journal format 99, and asyncflow-sdk .* reads format .*with 9.0"),
+        (another_version, r"journal-\d+ was written by asyncflow-sdk 0.0.1; .* may replay it differently"),
+        (another_run, r"journal-\d+ belongs to run abababababababab, and the snapshot beside it to run"),
+        (no_head, r"journal-\d+ has no head of a journal"),
+    ],
+)
+def test_a_journal_file_of_another_writer_than_its_snapshot_is_refused_and_unchanged(
+    killed: Killed, change: Callable[[list[Any]], list[Any]], error: str
+) -> None:
+    # given a valid first record with another head; the snapshot is that of the run
+    head = msgspec.msgpack.encode(change(msgspec.msgpack.decode(killed.parts[0][36:])))
+    framed = struct.pack("<IQQ", len(head), 0, xxhash.xxh3_64_intdigest(head, 0)) + head
+    changed = killed.parts[0][:16] + framed + b"".join(killed.parts[1:])
+    # when, then
+    for read in (af.serve, af.replay):
+        with pytest.raises(ConfigError, match=error):
+            killed.served(changed, read)
+        assert killed.journal.read_bytes() == changed
+    puts, run = killed.served(b"".join(killed.parts))
+    run.close()
+    assert puts == PUTS
 
 
 def test_a_directory_is_served_by_one_process_with_one_durability_for_the_eyes_of_its_owner(tmp_path: Path) -> None:
