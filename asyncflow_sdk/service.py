@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from .errors import ConfigError, DeadlineExceeded, Ended, SchemaError
 from .interfaces import TRAIN_COLUMNS, LeasedBatch, PutRows
+from .types.defaults import SERVICE_CALL_S, STEP_LEASE_S
 from .weights import TransportPublisher
 from .workflow import Rollout, Run, Stage, load_prompts
 from .workflow.data import Prompts
@@ -36,7 +37,9 @@ class Trainer:
     ``run.weight_publisher`` takes them. One thread calls it. ``run`` is closed by whoever opened
     it."""
 
-    def __init__(self, run: Run, *, timeout_s: float = 600.0, transport: str = "auto", **options: Any) -> None:
+    def __init__(
+        self, run: Run, *, timeout_s: float = SERVICE_CALL_S, transport: str = "auto", **options: Any
+    ) -> None:
         self.run = run
         self._timeout_s = timeout_s
         self._transport, self._options = transport, options
@@ -56,7 +59,7 @@ class Trainer:
         rollouts then start; without them rollouts start from the model they were given.
         ``task``: of ``queue.declare``, such as ``sampler``. Raises ConfigError, PluginError."""
         if batch_size is not None:
-            self.run.queue.declare("train", needs=columns, batch_rows=batch_size, **{"lease_s": 86400.0, **task})
+            self.run.queue.declare("train", needs=columns, batch_rows=batch_size, **{"lease_s": STEP_LEASE_S, **task})
         elif task:
             raise ConfigError(f"{', '.join(task)} belongs to the task of training: give batch_size with it")
         for engine in engines:

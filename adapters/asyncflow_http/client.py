@@ -15,7 +15,7 @@ import msgspec
 
 from asyncflow_sdk.errors import EngineError, EngineGone
 
-CALL_S = 60.0
+HTTP_CALL_S = 60.0
 KEEPALIVE_S = 2.0  # less than the servers' 5 s, so no connection is reused as its server closes it
 ANSWER_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 2000
@@ -54,7 +54,7 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(
-        self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = CALL_S,
+        self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = HTTP_CALL_S,
         most_bytes: int = ANSWER_BYTES,
     ) -> AnswerType:  # fmt: skip
         """Return the JSON answer as an ``answer``; for ``object``, the raw bytes. Raises
@@ -64,7 +64,7 @@ class HttpClient:
         return await self._call("POST", path, msgspec.json.encode(body), answer, timeout_s, most_bytes)
 
     async def get(
-        self, path: str, answer: type[AnswerType], *, timeout_s: float = CALL_S, most_bytes: int = ANSWER_BYTES
+        self, path: str, answer: type[AnswerType], *, timeout_s: float = HTTP_CALL_S, most_bytes: int = ANSWER_BYTES
     ) -> AnswerType:
         """Like ``post``."""
         return await self._call("GET", path, None, answer, timeout_s, most_bytes)

@@ -1,4 +1,5 @@
-"""RequestLimits: which requests an engine can answer."""
+"""Limits of served engines: defaults of their options, and RequestLimits: which requests they can
+answer."""
 
 from __future__ import annotations
 
@@ -8,6 +9,15 @@ import numpy as np
 
 from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Request
+
+MAX_ROWS = 256
+"""Concurrent responses of an engine."""
+START_S = 600.0
+"""Limit of an engine's start."""
+RESPONSE_S = 1800.0
+"""Limit of a response."""
+UPDATE_S = 600.0
+"""Limit of each call of a load."""
 
 
 class RequestLimits:

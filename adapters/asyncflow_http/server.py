@@ -25,7 +25,7 @@ import msgspec
 
 from asyncflow_sdk.errors import AsyncFlowError, ConfigError, EngineError, EngineGone
 
-from .client import ANSWER_BYTES, CALL_S, AnswerType, ConnectionDropped, HttpClient, RequestRefused
+from .client import ANSWER_BYTES, HTTP_CALL_S, AnswerType, ConnectionDropped, HttpClient, RequestRefused
 
 HEALTH_S = 5.0
 INFO_BYTES, INFO_S = 16 << 20, 120.0
@@ -125,7 +125,7 @@ class HttpServer:
         return done.result()
 
     async def post(
-        self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = CALL_S,
+        self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = HTTP_CALL_S,
         most_bytes: int = ANSWER_BYTES,
     ) -> AnswerType:  # fmt: skip
         """Like `HttpClient.post`. A dropped connection or a status of 500 or more raises

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from asyncflow_http.limits import MAX_ROWS, RESPONSE_S, START_S, UPDATE_S
 from asyncflow_sdk.types import check_least
 
 from .arguments import folder_and_options, own_environment, own_options
@@ -31,11 +32,11 @@ class SGLangEngine(SGLangRollout):
         model: str,
         *,
         directory: str | None = None,
-        max_rows: int = 256,
+        max_rows: int = MAX_ROWS,
         version: int = 0,
-        start_s: float = 600.0,
-        request_s: float = 1800.0,
-        update_s: float = 600.0,
+        start_s: float = START_S,
+        request_s: float = RESPONSE_S,
+        update_s: float = UPDATE_S,
         **options: Any,
     ) -> None:
         check_least(1, max_rows=max_rows)

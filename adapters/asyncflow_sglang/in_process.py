@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from asyncflow_http.client import ANSWER_BYTES, CALL_S, AnswerType
+from asyncflow_http.client import ANSWER_BYTES, HTTP_CALL_S, AnswerType
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, EngineError, EngineGone
 
 from . import children
@@ -62,7 +62,7 @@ class InProcessLink:
             raise (self._failed if started else None) or late
 
     async def post(
-        self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = CALL_S,
+        self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = HTTP_CALL_S,
         most_bytes: int = ANSWER_BYTES,
     ) -> AnswerType:  # fmt: skip
         """Call SGLang on its own event loop."""

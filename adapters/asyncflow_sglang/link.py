@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from asyncflow_http.client import ANSWER_BYTES, CALL_S, AnswerType
+from asyncflow_http.client import ANSWER_BYTES, HTTP_CALL_S, AnswerType
 
 
 class Link(Protocol):
@@ -15,7 +15,7 @@ class Link(Protocol):
     name: str
 
     async def post(
-        self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = CALL_S,
+        self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = HTTP_CALL_S,
         most_bytes: int = ANSWER_BYTES,
     ) -> AnswerType:  # fmt: skip
         """Return the answer as an ``answer``; for ``object``, unread. Raises EngineError for a

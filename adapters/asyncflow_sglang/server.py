@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from asyncflow_http.limits import MAX_ROWS, RESPONSE_S, START_S, UPDATE_S
 from asyncflow_http.server import HttpServer
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types import check_least
@@ -49,11 +50,11 @@ class SGLangServer(SGLangRollout):
         url: str | None = None,
         key_env: str | None = None,
         directory: str | None = None,
-        max_rows: int = 256,
+        max_rows: int = MAX_ROWS,
         version: int = 0,
-        start_s: float = 600.0,
-        request_s: float = 1800.0,
-        update_s: float = 600.0,
+        start_s: float = START_S,
+        request_s: float = RESPONSE_S,
+        update_s: float = UPDATE_S,
     ) -> None:
         check_least(1, max_rows=max_rows)
         if url is None:

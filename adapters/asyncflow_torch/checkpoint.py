@@ -22,7 +22,7 @@ from asyncflow_sdk.errors import ConfigError
 from .masters import Masters
 from .policy import named_weights
 from .ranks import Ranks
-from .sharded_files import BUCKET_BYTES, FileParts, Kind, Reader, kind_of, write_together
+from .sharded_files import RANK_BUCKET_BYTES, FileParts, Kind, Reader, kind_of, write_together
 
 FORMAT = 1
 RANDOM_STATE = "random_state"
@@ -55,7 +55,7 @@ def load(path: Path, model: Any, masters: Masters, optimizer: Any) -> None:
 
 
 def write_checkpoint(
-    path: Path, weights: FileParts, optimizer: FileParts, ranks: Ranks, *, bucket_bytes: int = BUCKET_BYTES
+    path: Path, weights: FileParts, optimizer: FileParts, ranks: Ranks, *, bucket_bytes: int = RANK_BUCKET_BYTES
 ) -> None:
     """Write the files of a checkpoint below ``path``, a directory visible to all ranks. A collective."""
 

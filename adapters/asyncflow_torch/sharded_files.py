@@ -25,7 +25,7 @@ from asyncflow_sdk.types.safetensors import plan, read_header
 
 from .ranks import Ranks
 
-BUCKET_BYTES = 64 << 20
+RANK_BUCKET_BYTES = 64 << 20
 Kind = tuple[Any, tuple[int, ...]]
 """dtype and shape of a whole tensor."""
 Piece = tuple[str, Any, int]
@@ -60,7 +60,7 @@ def nbytes_of(kind: Kind) -> int:
     return math.prod(shape) * int(dtype.itemsize)
 
 
-def write_together(path: Path, parts: FileParts, ranks: Ranks, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+def write_together(path: Path, parts: FileParts, ranks: Ranks, *, bucket_bytes: int = RANK_BUCKET_BYTES) -> None:
     """Write the file ``path``. A collective; an error of one rank is raised on all."""
     layout = plan({name: (_name(dtype), shape) for name, (dtype, shape) in sorted(parts.kinds.items())})
 
@@ -111,7 +111,7 @@ class Reader:
         }
         self._offsets = {name: tensor.start for name, tensor in found.items()}
 
-    def read(self, name: str, into: Any, start: int = 0, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def read(self, name: str, into: Any, start: int = 0, *, bucket_bytes: int = RANK_BUCKET_BYTES) -> None:
         """Fill a contiguous tensor with elements of tensor ``name`` from index ``start`` on. The
         dtypes must be equal."""
         dtype, _ = self.kinds[name]

@@ -23,6 +23,7 @@ from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.interfaces import Algorithm
 from asyncflow_sdk.types import check_above
 
+from .sharded_files import RANK_BUCKET_BYTES
 from .shares import VALUES
 
 _Arguments = ParamSpec("_Arguments")
@@ -117,7 +118,7 @@ class ShardedOptions(TrainOptions):
     checkpointing: bool = False
     attention: str | None = None
     packed: bool | None = None
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int = RANK_BUCKET_BYTES
     collective_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:

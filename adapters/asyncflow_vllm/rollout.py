@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncflow_http.limits import MAX_ROWS
 from asyncflow_http.model_folder import ModelFolder
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types import check_least
@@ -38,7 +39,7 @@ class VllmEngine(VllmRollout):
         *,
         dtype: str = "auto",
         tensor_parallel: int = 1,
-        max_rows: int = 256,
+        max_rows: int = MAX_ROWS,
         context: int | None = None,
         version: int = 0,
         **options: Any,

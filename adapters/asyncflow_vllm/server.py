@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncflow_http.client import RequestRefused
+from asyncflow_http.limits import MAX_ROWS, RESPONSE_S, UPDATE_S
 from asyncflow_http.model_folder import ModelFolder
 from asyncflow_http.server import HttpServer
 from asyncflow_sdk.errors import ConfigError
@@ -99,10 +100,10 @@ class VllmServer(VllmRollout):
         *,
         url: str,
         key_env: str | None = None,
-        max_rows: int = 256,
+        max_rows: int = MAX_ROWS,
         version: int = 0,
-        request_s: float = 1800.0,
-        update_s: float = 600.0,
+        request_s: float = RESPONSE_S,
+        update_s: float = UPDATE_S,
     ) -> None:
         check_least(1, max_rows=max_rows)
         server = HttpServer.running(url, key_env, "vLLM", health="/health")

@@ -19,6 +19,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, WorkerFailed
+from ..types.defaults import CAPACITY_ROWS, CHECK_S, GROUP_SIZE, MAX_STALENESS
 from .new_plugin import new_plugin
 from .options import Debug, Insecure, Json, Key, MaybeText, NoPlugin, Queue, Texts, named_options, option, repeatable
 from .signals import raise_on_interrupt
@@ -192,13 +193,15 @@ def serve(
         Path | None, typer.Option(exists=True, dir_okay=False, help="File of prompts to feed.", metavar="FILE.jsonl")
     ] = None,
     column: Annotated[str, option("Column of the prompts.")] = "prompt",
-    group_size: Annotated[int, option("Responses per prompt.", min=1)] = 8,
+    group_size: Annotated[int, option("Responses per prompt.", min=1)] = GROUP_SIZE,
     epochs: Annotated[int | None, option("Epochs to feed; default: until --steps is reached.", min=1)] = None,
     seed: Annotated[int, option("Seed of the order of prompts.")] = 0,
     steps: Annotated[int | None, option("Steps to train; default: until the stream ends.", min=1)] = None,
-    max_staleness: Annotated[int, option("Maximum staleness of a trained token, in versions.", min=0)] = 1,
+    max_staleness: Annotated[
+        int, option("Maximum staleness of a trained token, in versions.", min=0)
+    ] = MAX_STALENESS,
     staleness_policy: Annotated[str, option("Policy for slow rows: wait, drop, count, ...")] = "wait",
-    capacity_rows: Annotated[int, option("Maximum number of live rows.", min=1)] = 100_000,
+    capacity_rows: Annotated[int, option("Maximum number of live rows.", min=1)] = CAPACITY_ROWS,
     durability: Annotated[
         str | None, option("'process' survives a killed process, 'host' also a reboot.")
     ] = None,
@@ -337,7 +340,7 @@ def check(
     tolerance: Annotated[
         float | None, option("Maximum difference of log-probs, in nats; default: by dtype.", "NATS")
     ] = None,
-    limit: Annotated[float, option("Time limit of a check, in seconds.", min=0.1)] = 100.0,
+    limit: Annotated[float, option("Time limit of a check, in seconds.", min=0.1)] = CHECK_S,
     seed: Annotated[int | None, option("Seed of randomized checks; default: a constant.")] = None,
     world_size: Annotated[int, option("Ranks (processes) of a train engine.", min=1)] = 1,
     fail_fast: Annotated[bool, option("Stop after the first failure.", "", "--fail-fast")] = False,

@@ -22,6 +22,7 @@ from ..plugins import registry
 from ..testing.kit import TIERS, Conformance, Report, checks_of
 from ..testing.kit.causes import follows
 from ..testing.kit.conformance import KINDS
+from ..types.defaults import CHECK_S
 from .check_report import print_report, print_result
 from .subprocess_runner import SubprocessRunner
 
@@ -41,7 +42,7 @@ class CheckOptions:
     policy: str | None = None
     options: Mapping[str, Any] | None = None
     expected: Sequence[str] = ()
-    limit_s: float = 100.0
+    limit_s: float = CHECK_S
     seed: int | None = None
     tolerance: float | None = None
     dtype: str | None = None

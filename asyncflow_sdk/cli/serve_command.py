@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from ..ledger import StatusReport
+from ..types.defaults import LEAVE_S
 from ..types.events import Chosen, Event, Note, Status, StepTrained, WorkerState
 from ..wire import is_loopback
 from ..workflow import Run, serve
@@ -22,8 +23,6 @@ from .formats import printable
 from .screens.live_view import LiveView
 from .signals import sigterm_as_interrupt
 
-LEAVE_S = 60.0
-"""Maximum wait for clients to leave after the stream has ended (seconds)."""
 SHOW_S = 5.0
 MOST_QUEUED = 10_000
 """Events waiting to be shown; further ones are dropped."""

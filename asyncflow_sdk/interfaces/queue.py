@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..types.defaults import LEASE_S, TIMEOUT_S
+from ..types.defaults import LEASE_S, MAX_ATTEMPTS, TIMEOUT_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.tasks import PolicySpec, SamplerSpec
 from .leased_batch import LeasedBatch
@@ -87,7 +87,7 @@ class TransferQueue(abc.ABC):
         needs: Sequence[str],
         gives: Sequence[str] = (),
         lease_s: float = LEASE_S,
-        max_attempts: int = 3,
+        max_attempts: int = MAX_ATTEMPTS,
         admits: bool = False,
         batch_rows: int | None = None,
         partitions: Sequence[str] = ("",),

@@ -20,7 +20,7 @@ from ..interfaces import LeasedBatch, PutRows, TransferQueue
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
 from ..types.columns import empty
-from ..types.defaults import LEASE_S, TIMEOUT_S
+from ..types.defaults import LEASE_S, MAX_ATTEMPTS, TIMEOUT_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.tasks import PolicySpec, SamplerSpec, TaskSpec
 from . import blocks
@@ -78,7 +78,7 @@ class QueueVerbs(Generic[B]):
         needs: Sequence[str],
         gives: Sequence[str] = (),
         lease_s: float = LEASE_S,
-        max_attempts: int = 3,
+        max_attempts: int = MAX_ATTEMPTS,
         admits: bool = False,
         batch_rows: int | None = None,
         partitions: Sequence[str] = ("",),

@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import AsyncFlowError, error_from_name
 from ..ledger.commands import AnyCommand, AnyReply, LeaseRows
 from ..types import ColumnSpec, Event
+from ..wire import MAX_BYTES
 from .blocks import Block, BlockSlices
 
 
@@ -42,7 +43,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     owner: tuple[int, int] = (0, 0)
     pid: int = 0
     pid_key: str = ""
-    max_bytes: int = 1 << 30
+    max_bytes: int = MAX_BYTES
     addresses: tuple[str, ...] = ()
 
 

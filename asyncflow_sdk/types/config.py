@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ..errors import ConfigError
+from .defaults import CHECKPOINT_STEPS, KEEP_CHECKPOINTS, KEEP_VERSIONS, MAX_STALENESS
 from .dtypes import check_floating
 from .probe import Probe, validate_probe
 from .validation import UserConfig, check_fields, check_least, check_types
@@ -28,7 +29,7 @@ class Staleness(UserConfig):
     "module:name", a class, or one of these with options: ("mine", {"share": 0.25}).
     """
 
-    max_staleness: int = 1
+    max_staleness: int = MAX_STALENESS
     policy: str | Callable[..., Any] | tuple[str | Callable[..., Any], Mapping[str, Any]] = "wait"
 
     def __post_init__(self) -> None:
@@ -100,7 +101,7 @@ class Weights(UserConfig):
     transport: str = "auto"
     dtype: str | None = None
     swap: SwapPolicy = "auto"
-    keep: int = 2
+    keep: int = KEEP_VERSIONS
     max_swapping: int = 0
     quorum: int = 0
     probe: Probe | None = None
@@ -130,8 +131,8 @@ class Checkpoint(UserConfig):
     number of newest checkpoints kept; rows of the steps since the oldest of them stay in memory.
     ``history``: keep the journal of the whole run, for replays."""
 
-    every: int = 50
-    keep: int = 2
+    every: int = CHECKPOINT_STEPS
+    keep: int = KEEP_CHECKPOINTS
     history: bool = False
 
     def __post_init__(self) -> None:

@@ -22,10 +22,18 @@ AGENT_S = 600.0
 """A conversation of an agent may take this long."""
 STALL_S = 3600.0
 """A workflow ends if no step was trained for this long."""
+SERVICE_CALL_S = 600.0
+"""Limit of each call of ``af.Trainer``."""
+FEED_S = 86400.0
+"""Limit of a feeder's wait for room."""
+CHECK_S = 100.0
+"""Limit of one check of the conformance kit."""
 WAIT_S = 86400.0
 """``Run.wait`` waits this long for a worker."""
 LEAVE_S = 60.0
-"""A worker that leaves a run may take this long to finish its rows."""
+"""A worker or client that leaves a run may take this long to finish its rows."""
+MAX_ATTEMPTS = 3
+"""Leases that a row may lose before its group fails."""
 GROUP_SIZE = 8
 """Responses to each prompt."""
 CONCURRENCY = 8

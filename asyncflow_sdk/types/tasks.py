@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .defaults import LEASE_S
+from .defaults import LEASE_S, MAX_ATTEMPTS
 
 
 class SamplerSpec(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     needs: tuple[str, ...]
     gives: tuple[str, ...] = ()
     lease_s: float = LEASE_S
-    max_attempts: int = 3
+    max_attempts: int = MAX_ATTEMPTS
     admits: bool = False
     batch_rows: int | None = None
     partitions: tuple[str, ...] = ("",)

@@ -15,6 +15,7 @@ from ..ledger import commands as cmd
 from ..queue import QueueClient
 from ..types import Batch
 from ..types.columns import CHAT, is_chat
+from ..types.defaults import FEED_S, NEXT_S
 
 _PROMPTS = "prompts are texts, records, columns by name, or the path of a .jsonl file"
 _OTHER_FILES = {
@@ -150,7 +151,7 @@ class Feeder:
             self._resume()
             while True:
                 try:
-                    wanted = self._queue.wanted(timeout_s=3600.0)
+                    wanted = self._queue.wanted(timeout_s=NEXT_S)
                 except DeadlineExceeded:
                     continue  # there are enough rows while training takes this long
                 groups = min(self._chunk, -(-wanted // self._group_size))
@@ -162,7 +163,7 @@ class Feeder:
                 rows = self._data.take(self.next(groups))
                 try:
                     self._queue.put(
-                        dict(rows), group_size=self._group_size, key=f"{self._key}-{self.fed}", timeout_s=86400.0
+                        dict(rows), group_size=self._group_size, key=f"{self._key}-{self.fed}", timeout_s=FEED_S
                     )
                 except SchemaError:  # the feeder of a dead process put more or fewer rows here
                     before = self.fed

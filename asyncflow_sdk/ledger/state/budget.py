@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...types.defaults import KEEP_VERSIONS, MAX_STALENESS
 from ..commands import Ids
 from .rows import Rows
 
@@ -20,10 +21,10 @@ class QueueLimits:
     capacity_rows: int = 1 << 40
     capacity_bytes: int = MAX_NUMBER
     row_bytes: int = 0
-    max_staleness: int = 1
+    max_staleness: int = MAX_STALENESS
     steps: int | None = None
     checkpoints: bool = False
-    keep_versions: int = 2
+    keep_versions: int = KEEP_VERSIONS
     max_swapping: int = 0
     quorum: int = 0
 

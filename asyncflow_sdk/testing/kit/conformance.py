@@ -29,6 +29,7 @@ from typing import Any, Protocol
 from ..._version import __version__
 from ...errors import ConfigError, PluginError
 from ...plugins import Kind, import_name, registry
+from ...types.defaults import CHECK_S
 from ...types.dtypes import check_floating
 from .causes import ProbableCause, probable_causes
 from .check import TIERS, Check, CheckFailed, DoesNotApply, NotAsked, Result, known_checks
@@ -40,7 +41,6 @@ from .rollout.lab import RolloutLab
 from .train.lab import TrainLab
 
 HUGGING_FACE = "asyncflow_torch.reference:HuggingFacePolicy"
-LIMIT_S = 100.0
 _MODULES = {
     "rollout": (
         "rollout.basic", "rollout.loads", "rollout.full", "rollout.swaps", "rollout.proofs", "rollout.machine",
@@ -147,7 +147,7 @@ class Conformance:
         self, kind: Kind, engine: str | Callable[..., Any], *, options: Mapping[str, Any] | None = None,
         policy: Policy | str | None = None, model: str | None = None, dtype: str | None = None,
         tiers: Sequence[str] = ("basic", "full"), only: Sequence[str] = (), expected: Mapping[str, str] | None = None,
-        tolerance: float | None = None, limit_s: float = LIMIT_S, seed: int | None = None,
+        tolerance: float | None = None, limit_s: float = CHECK_S, seed: int | None = None,
         world_size: int = 1,
     ) -> None:  # fmt: skip
         checks = checks_of(kind)

@@ -32,7 +32,7 @@ from .tcp_messages import TcpAddress
 CONNECTIONS = 2
 """One connection leaves the link idle while its ends wait for each other."""
 SPAN_BYTES = 8 << 20
-STALL_S = 2.0
+CHUNK_STALL_S = 2.0
 """``take`` gives up if no bytes arrive for this long."""
 MOST_ALIKE = 0.1
 """Share of changed bytes below which deltas are much smaller than the version."""
@@ -133,7 +133,7 @@ class StreamingFetch:
             wanted = mine == (address.stream, address.attempt, _Layout.of(manifest))
         began = time.monotonic()
         while begun and wanted and not self._complete.is_set():
-            left = min(max(self._received_at, began) + STALL_S, deadline) - time.monotonic()
+            left = min(max(self._received_at, began) + CHUNK_STALL_S, deadline) - time.monotonic()
             if left <= 0:
                 break
             self._complete.wait(left)

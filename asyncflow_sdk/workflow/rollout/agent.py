@@ -24,6 +24,7 @@ from ...interfaces import Completion, Request
 from ...plugins import import_path
 from ...queue.error_text import error_text, plain_text
 from ...types import Ragged, Sampling, VersionSpan, pack
+from ...types.defaults import AGENT_S
 from ...types.validation import check_above, check_fields
 from ..work import is_coroutine, parameters_of
 from ..workers.user_code import user_error_text
@@ -202,7 +203,7 @@ class Agent:
     function: Callable[..., Awaitable[Any]]
     needs: tuple[str, ...] | None = None
     gives: tuple[str, ...] = ()
-    timeout_s: float = 600.0
+    timeout_s: float = AGENT_S
 
     def __post_init__(self) -> None:
         if not callable(self.function) or not is_coroutine(self.function):

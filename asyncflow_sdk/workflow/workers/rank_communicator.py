@@ -18,7 +18,7 @@ from ...errors import DeadlineExceeded, LeaseLost, ServerLost, error_from_name
 from ...ledger import commands as cmd
 from ...queue import QueueClient
 
-TIMEOUT_S = 3600.0
+GATHER_S = 3600.0
 """A rank may arrive this much later than others (seconds). A dead rank ends its group before."""
 RANK_ERRORS = (DeadlineExceeded, LeaseLost, ServerLost)
 """Errors of the barrier itself: the ranks cannot continue together."""
@@ -42,7 +42,7 @@ class RankCommunicator:
         """True for rank 0, which acts and reports for all."""
         return self.rank == 0
 
-    def all_gather(self, what: str, payload: bytes = b"", timeout_s: float = TIMEOUT_S) -> tuple[bytes, ...]:
+    def all_gather(self, what: str, payload: bytes = b"", timeout_s: float = GATHER_S) -> tuple[bytes, ...]:
         """Wait until every rank has called this for ``what``. Return the payloads by rank. Raises
         DeadlineExceeded with the missing ranks, LeaseLost if another process became this rank."""
         if self._queue is None or self.world_size == 1:

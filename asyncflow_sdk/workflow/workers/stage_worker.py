@@ -18,7 +18,7 @@ from ...queue import AsyncLeasedBatch, QueueClient
 from ...queue.error_text import error_text
 from ...types import Batch, Ragged
 from ...types.columns import find_invalid_entry, pack
-from ...types.defaults import NEXT_S
+from ...types.defaults import CONCURRENCY, NEXT_S
 from ..rollout.completion_batcher import ResponseColumns
 from ..rollout.prompt_lease import PromptReader
 from ..rollout.rollout_worker import RolloutWorker
@@ -40,7 +40,7 @@ def run_stage(
     needs: tuple[str, ...],
     gives: tuple[str, ...],
     batch: int,
-    concurrency: int = 8,
+    concurrency: int = CONCURRENCY,
     groups: bool = False,
 ) -> None:
     """Work on the rows of a declared task until the stream ends. ``groups``: pass group ids, too.
