@@ -57,36 +57,51 @@ if TYPE_CHECKING:
     from .interfaces import Completion as Completion
     from .interfaces import Completions as Completions
     from .interfaces import Consumer as Consumer
+    from .interfaces import Fetched as Fetched
+    from .interfaces import FilePlace as FilePlace
+    from .interfaces import Host as Host
     from .interfaces import Launcher as Launcher
     from .interfaces import LeasedBatch as LeasedBatch
+    from .interfaces import LoadableUpdate as LoadableUpdate
     from .interfaces import PackedTokens as PackedTokens
     from .interfaces import Placement as Placement
     from .interfaces import Producer as Producer
     from .interfaces import Publication as Publication
+    from .interfaces import PutRows as PutRows
     from .interfaces import Request as Request
+    from .interfaces import RollbackResult as RollbackResult
     from .interfaces import RolloutEngine as RolloutEngine
+    from .interfaces import Room as Room
     from .interfaces import Sampler as Sampler
     from .interfaces import StalenessPolicy as StalenessPolicy
     from .interfaces import StepResult as StepResult
     from .interfaces import StepWindow as StepWindow
+    from .interfaces import TensorType as TensorType
     from .interfaces import TrackedRun as TrackedRun
     from .interfaces import Tracker as Tracker
     from .interfaces import TrainEngine as TrainEngine
     from .interfaces import TransferQueue as TransferQueue
     from .interfaces import WeightPublisher as WeightPublisher
+    from .interfaces import WeightReceiver as WeightReceiver
+    from .interfaces import WeightSender as WeightSender
     from .interfaces import WeightSubscriber as WeightSubscriber
     from .interfaces import WeightSync as WeightSync
+    from .interfaces import WeightTransport as WeightTransport
     from .interfaces import WeightUpdate as WeightUpdate
     from .interfaces import WorkerExit as WorkerExit
     from .interfaces import WorkerHandle as WorkerHandle
+    from .interfaces import WorkerSettings as WorkerSettings
     from .interfaces import WorkerSpec as WorkerSpec
+    from .ledger import Audit as Audit
     from .plugins import AdapterSpec as AdapterSpec
+    from .plugins import HookSpecs as HookSpecs
     from .plugins import hookimpl as hookimpl
     from .queue import StreamDataLoader as StreamDataLoader
     from .queue.replay import replay as replay
     from .service import Trainer as Trainer
     from .types import Batch as Batch
     from .types import Checkpoint as Checkpoint
+    from .types import Manifest as Manifest
     from .types import Probe as Probe
     from .types import Ragged as Ragged
     from .types import Sampling as Sampling
@@ -94,6 +109,8 @@ if TYPE_CHECKING:
     from .types import TokenAges as TokenAges
     from .types import VersionSpan as VersionSpan
     from .types import Weights as Weights
+    from .weights import Restoration as Restoration
+    from .weights import TransportPublisher as TransportPublisher
     from .workflow import Agent as Agent
     from .workflow import EngineProducer as EngineProducer
     from .workflow import Generate as Generate
@@ -130,12 +147,16 @@ _NAMES = {
         " PackedTokens Placement Producer Publication Request RolloutEngine Sampler StalenessPolicy StepResult"
         " StepWindow TrackedRun Tracker TrainEngine TransferQueue WeightPublisher WeightSubscriber WeightSync"
         " WeightUpdate WorkerExit WorkerHandle WorkerSpec"
+        " Fetched FilePlace Host LoadableUpdate PutRows RollbackResult Room TensorType"
+        " WeightReceiver WeightSender WeightTransport WorkerSettings"
     ),
-    "plugins": "AdapterSpec hookimpl",
+    "ledger": "Audit",
+    "plugins": "AdapterSpec HookSpecs hookimpl",
     "queue": "StreamDataLoader",
     "queue.replay": "replay",
     "service": "Trainer",
-    "types": "Batch Checkpoint Probe Ragged Sampling Staleness TokenAges VersionSpan Weights",
+    "types": "Batch Checkpoint Manifest Probe Ragged Sampling Staleness TokenAges VersionSpan Weights",
+    "weights": "Restoration TransportPublisher",
     "workflow": (
         "Agent EngineProducer Generate Logprobs Result Rollout Run Stage Train Turn Turns Workflow ages_of "
         "connect load_prompts load_workflow read_steps resume run_worker serve staleness_of"

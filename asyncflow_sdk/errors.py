@@ -23,6 +23,8 @@ AsyncFlowError
 │   └── EngineGone         an engine died and answers no more requests; its worker ends
 ├── WorkerFailed           a worker ended for good; carries its name and traceback
 └── Interrupted            the run was stopped by request
+
+Other modules have subclasses for their own use. Their docstrings begin with "Internal:".
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
         [interfaces.WeightUpdate, interfaces.TensorType, interfaces.FilePlace],
     ),
     "Weight transports": (
-        'kind "transport"; in `asyncflow_sdk.interfaces`',
+        'kind "transport"',
         [
             interfaces.WeightTransport,
             interfaces.WeightSender,
@@ -128,6 +128,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
             interfaces.Room,
             interfaces.Fetched,
             interfaces.Host,
+            types.Manifest,
         ],
     ),
     "Samplers": ('kind "sampler"', [interfaces.Sampler, interfaces.Candidates]),

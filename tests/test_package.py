@@ -1,9 +1,13 @@
 """The package as people import it."""
 
+import importlib
+import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import asyncflow_sdk as af
+from asyncflow_sdk import errors
 
 
 def test_importing_it_loads_no_torch_no_sockets_and_no_engine() -> None:
@@ -31,3 +35,21 @@ def test_every_public_name_loads_and_the_list_is_sorted() -> None:
     assert dir(af) == af.__all__
     for name in af.__all__:
         assert getattr(af, name) is not None
+
+
+def subclasses(cls: type) -> Iterator[type]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+def test_every_error_is_public_or_internal() -> None:
+    for module in pkgutil.walk_packages(af.__path__, "asyncflow_sdk."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    raised = {af.AsyncFlowError, *subclasses(af.AsyncFlowError)}
+    ours = {cls for cls in raised if cls.__module__.startswith("asyncflow_sdk.")}
+
+    public = {cls for cls in ours if cls.__module__ == errors.__name__}
+    assert [cls.__name__ for cls in public if cls.__name__ not in af.__all__] == []
+    assert [cls for cls in ours - public if not (cls.__doc__ or "").startswith("Internal: ")] == []

@@ -47,6 +47,13 @@ def test_everything_that_users_call_is_in_it() -> None:
     assert [name for name in names if f"### `{name}`" not in page] == []
 
 
+def test_names_of_sections_without_a_module_are_in_the_package() -> None:
+    sections = runpy.run_path(str(DOCS / "reference.py"))["PARTS"].values()
+    names = [each.__name__ for where, things in sections if "`asyncflow_sdk." not in where for each in things]
+
+    assert [name for name in names if name not in af.__all__] == []
+
+
 def test_every_error_is_in_it_and_in_the_tree() -> None:
     page = (DOCS / "reference.md").read_text()
     names = [name for name, value in vars(errors).items() if isinstance(value, type)]

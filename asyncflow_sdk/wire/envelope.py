@@ -122,7 +122,7 @@ _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 class ProtocolMismatch(ProtocolError):
-    """A request of another protocol version. ``reply``: readable in every version."""
+    """Internal: a request of another protocol version. ``reply``: readable in every version."""
 
     def __init__(self, protocol: int, seq: int) -> None:
         text = f"this server speaks protocol {PROTOCOL}, you {protocol}; install the same asyncflow-sdk on both sides"

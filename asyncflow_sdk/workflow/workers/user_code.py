@@ -10,8 +10,8 @@ from ...queue.error_text import user_trace
 
 
 class FunctionFailed(ConfigError):
-    """Raised if a user's function raised or returned a wrong value. Its message holds the function's
-    frames, and is shown without the SDK's."""
+    """Internal: raised if a user's function raised or returned a wrong value. Its message holds the
+    function's frames, and is shown without the SDK's. Users see a ConfigError."""
 
 
 def user_error_text(what: str, error: BaseException) -> str:
