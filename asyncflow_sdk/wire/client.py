@@ -2,7 +2,7 @@
 
     client = Client("ipc:///run/x/queue")
     answer = client.request(body, timeout_s=30.0)            # threads: one socket each
-    answer = await client.arequest(body, timeout_s=30.0)     # event loops: one socket each
+    reply = await client.aexchange(body, timeout_s=30.0)     # event loops: one socket each
 
 A request without an answer is sent again, of a large one only the missing fragments: see
 ``exchange``. All requests end when the server closes for good.
@@ -198,10 +198,6 @@ class Client:
             seq = self._numbers.begin()
             channel.send(RequestExchange(self._numbers, seq, body).begin())
             self._numbers.drop(seq)
-
-    async def arequest(self, body: bytes, timeout_s: float) -> bytes:
-        """Like ``request``, on the running event loop. Cancelling it cancels the server's work."""
-        return (await self.aexchange(body, timeout_s)).body
 
     async def aexchange(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         """Like ``exchange``, on the running event loop. Cancelling it cancels the server's work."""

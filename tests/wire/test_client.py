@@ -42,7 +42,8 @@ def test_over_a_connection_that_breaks_all_the_time_each_request_is_carried_out_
     joins = [in_thread(lambda part=part: [client.request(b, 60) for b in bodies[part::3]]) for part in range(2)]
 
     async def request() -> list[bytes]:
-        return await asyncio.gather(*(client.arequest(body, 60) for body in bodies[2::3]))
+        replies = await asyncio.gather(*(client.aexchange(body, 60) for body in bodies[2::3]))
+        return [reply.body for reply in replies]
 
     answers = [*asyncio.run(request()), *joins[0](), *joins[1]()]
     # then
@@ -57,15 +58,15 @@ def test_over_a_connection_that_breaks_all_the_time_each_request_is_carried_out_
 def test_a_cancelled_request_is_taken_back_before_and_after_its_answer(parrot: Parrot, client: Client) -> None:
     async def scenario() -> list[object]:
         # given one request that waits, and one whose answer arrives about when it is cancelled
-        parked = asyncio.create_task(client.arequest(b"park", 30))
-        answered = asyncio.create_task(client.arequest(b"lease", 30))
+        parked = asyncio.create_task(client.aexchange(b"park", 30))
+        answered = asyncio.create_task(client.aexchange(b"lease", 30))
         await asyncio.sleep(0)  # both are sent
         until(lambda: len(parrot.carried_out) == 2, "both requests")  # while this loop reads nothing
         # when
         parked.cancel()
         answered.cancel()
         outcome = await asyncio.gather(parked, answered, return_exceptions=True)
-        await client.arequest(b"next", 30)
+        await client.aexchange(b"next", 30)
         return [type(each) for each in outcome]
 
     # then
@@ -104,7 +105,7 @@ def test_closing_ends_what_other_threads_wait_for(parrot: Parrot, client: Client
     # given a thread and an event loop of another thread that wait
     waits = [
         in_thread(lambda: client.request(b"park1", 1000)),
-        in_thread(lambda: asyncio.run(client.arequest(b"park2", 1000))),
+        in_thread(lambda: asyncio.run(client.aexchange(b"park2", 1000))),
     ]
     until(lambda: len(parrot.parked) == 2, "both requests")
     # when
@@ -132,14 +133,14 @@ def test_sockets_go_with_their_threads_and_loops(parrot: Parrot, client: Client)
         thread = threading.Thread(target=client.request, args=(b"x", 5))
         thread.start()
         thread.join()
-        asyncio.run(client.arequest(b"x", 5))
+        asyncio.run(client.aexchange(b"x", 5))
     # then only those of the last are open
     until(lambda: connections(parrot) <= 3, "the others' connections to close")
 
     async def tidy() -> None:
-        await client.arequest(b"x", 5)
+        await client.aexchange(b"x", 5)
         await client.aclose_loop()
-        await client.arequest(b"x", 5)  # opened again where needed
+        await client.aexchange(b"x", 5)  # opened again where needed
         await client.aclose_loop()
 
     asyncio.run(tidy())
@@ -155,16 +156,16 @@ def test_a_loop_may_begin_while_another_looks_for_those_that_have_ended(client: 
         def is_closed(self) -> bool:
             if not begun:
                 begun.append(b"")
-                begun.append(in_thread(lambda: asyncio.run(client.arequest(b"x", 5)))())
+                begun.append(in_thread(lambda: asyncio.run(client.aexchange(b"x", 5)).body)())
             return super().is_closed()
 
     # given a loop that the client knows
     known = Another()
     begun.append(b"not yet")
-    known.run_until_complete(client.arequest(b"x", 5))
+    known.run_until_complete(client.aexchange(b"x", 5))
     begun.clear()
     # when a further one begins
-    answer = asyncio.run(client.arequest(b"x", 5))
+    answer = asyncio.run(client.aexchange(b"x", 5)).body
     # then so could the one that came meanwhile
     assert {answer.split()[0], begun[1].split()[0]} == {b"x"}
     known.close()

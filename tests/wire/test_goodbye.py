@@ -37,13 +37,14 @@ def test_who_waits_hears_what_was_said_before_and_then_goodbye(served: tuple[Par
     parrot, client = served
     # given threads and a loop that wait, and two of them whose answers leave just before the end
 
-    async def request() -> list[object]:
-        return await asyncio.gather(
-            *(client.arequest(b"park-loop-%d" % n, 1000) for n in range(2)), return_exceptions=True
-        )
+    async def request(body: bytes) -> bytes:
+        return (await client.aexchange(body, 1000)).body
+
+    async def requests() -> list[object]:
+        return await asyncio.gather(*(request(b"park-loop-%d" % n) for n in range(2)), return_exceptions=True)
 
     waits = [in_thread(client.request, b"park-%d" % n, 1000) for n in range(2)]
-    loop = in_thread(lambda: asyncio.run(request()))
+    loop = in_thread(lambda: asyncio.run(requests()))
     until(lambda: len(parrot.parked) == 4, "all requests")
     parrot.let_go(b"park-0")
     parrot.let_go(b"park-loop-0")
@@ -68,7 +69,7 @@ def test_who_asks_later_learns_so_on_any_thread_and_any_loop(served: tuple[Parro
     with pytest.raises(ServerLost, match="was closed by"):
         client.request(b"z", 1000)
     with pytest.raises(ServerLost, match="was closed by"):
-        asyncio.run(client.arequest(b"z", 1000))
+        asyncio.run(client.aexchange(b"z", 1000))
     assert parrot.carried_out == [b"x"]
 
 
@@ -76,10 +77,10 @@ def test_a_loop_that_asked_before_learns_so_at_its_next_request(served: tuple[Pa
     parrot, client = served
 
     async def scenario() -> None:
-        await client.arequest(b"x", 10)
+        await client.aexchange(b"x", 10)
         close_for_good(parrot)  # while this loop reads nothing
         with pytest.raises(ServerLost, match="was closed by"):
-            await client.arequest(b"y", 1000)
+            await client.aexchange(b"y", 1000)
 
     asyncio.run(scenario())
     assert client.server_closed

@@ -183,18 +183,18 @@ def test_what_is_cancelled_over_a_connection_that_breaks_is_not_carried_out_or_t
         answered: list[bytes] = []
 
         async def request(number: int) -> None:
-            asking = asyncio.create_task(client.arequest(b"request-%d" % number, 60))
+            asking = asyncio.create_task(client.aexchange(b"request-%d" % number, 60))
             await asyncio.sleep(0.01 * numbers.random())
             if number % 2:
                 asking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                answered.append(await asking)
+                answered.append((await asking).body)
 
         async def scenario() -> None:
             # when every other one is cancelled, before or after its answer
             await asyncio.gather(*(request(number) for number in range(40)))
             proxy.steady = True
-            await client.arequest(b"last", 60)
+            await client.aexchange(b"last", 60)
 
         asyncio.run(scenario())
         # then each was carried out once at most, and the answers that nobody had were taken back
