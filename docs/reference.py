@@ -169,7 +169,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
 KIT = (
     testing.Conformance,
     testing.Report,
-    testing.Result,
+    testing.CheckResult,
     testing.Check,
     testing.CheckFailed,
     testing.checks_of,

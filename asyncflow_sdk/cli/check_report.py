@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from ..testing.kit import ProbableCause, Report, Result, checks_of
+from ..testing.kit import CheckResult, ProbableCause, Report, checks_of
 
 _MARKS = {
     "passed": ("✓", "ok", "green"), "failed": ("✗", "FAILED", "bold red"),
@@ -19,7 +19,7 @@ _MARKS = {
 _CONSEQUENCE = ("↳", "follows", "red")
 
 
-def print_result(result: Result, console: Console, *, consequence: bool) -> None:
+def print_result(result: CheckResult, console: Console, *, consequence: bool) -> None:
     """Print one line. ``consequence``: a check that this one presupposes has failed, too."""
     sign, plain, style = _CONSEQUENCE if consequence and result.outcome == "failed" else _MARKS[result.outcome]
     mark = plain.ljust(8) if console.options.ascii_only or not console.is_terminal else f" {sign} "

@@ -22,7 +22,7 @@ from typing import Any
 from .. import errors
 from .._guard import Guarded, stack_of
 from ..errors import PluginError
-from ..testing.kit import Check, Result
+from ..testing.kit import Check, CheckResult
 
 START_S, CLOSE_S, GRACE_S = 600.0, 30.0, 5.0
 """Limits for importing the engine's library and making the engine, for closing it, and for its own
@@ -52,29 +52,31 @@ class SubprocessRunner:
         self.kind = str(hello["kind"])
         return str(hello["unknowable"])
 
-    def ask(self, check: Check) -> Result:
+    def ask(self, check: Check) -> CheckResult:
         """Run one check. It fails, too, if its process ended or had to be killed."""
         if len(self._start_errors) > 1 and self._start_errors[-2] == self._start_errors[-1]:
             cause = f"the engine cannot be made: {self._start_errors[-1]}"
-            return Result(check, "failed", self._start_errors[-1], cause=cause)  # making it may take minutes
+            return CheckResult(check, "failed", self._start_errors[-1], cause=cause)  # making it may take minutes
         used = self._process is not None and self._process.made
         result = self._ask(check)
         if used and check.alone and result.outcome == "failed":
             result = self._ask(check)  # some engines can be made only once in a process
         return result
 
-    def _ask(self, check: Check) -> Result:
+    def _ask(self, check: Check) -> CheckResult:
         process, began = self._started(), time.monotonic()
         try:
             reply = process.ask(check, how=not self.asked)
         except _ProcessEnded as ended:
             cause = "" if process.made else f"the engine cannot be made: {ended}"
-            result = Result(check, "failed", str(ended), time.monotonic() - began, cause)
+            result = CheckResult(check, "failed", str(ended), time.monotonic() - began, cause)
             self.left += process.left
             self._kill()
         else:
             self.asked = self.asked or reply["asked"]
-            result = Result(check, reply["outcome"], reply["detail"], reply["seconds"], reply["cause"], reply["hint"])
+            result = CheckResult(
+                check, reply["outcome"], reply["detail"], reply["seconds"], reply["cause"], reply["hint"]
+            )
             if result.outcome == "failed":
                 self.close()
         if result.outcome == "failed" and not process.made:

@@ -1,7 +1,7 @@
 """Test engines, an in-process transport, and conformance checks for authors of plugins."""
 
 from .echo import EchoRollout, EchoTrain
-from .kit import TIERS, Check, CheckFailed, Conformance, EchoPolicy, Policy, Report, Result, checks_of
+from .kit import TIERS, Check, CheckFailed, CheckResult, Conformance, EchoPolicy, Policy, Report, checks_of
 from .latency import Decoding, RolloutLatency
 from .memory import MemoryTransport
 from .samplers import check_sampler
@@ -13,6 +13,7 @@ __all__ = [
     "TIERS",
     "Check",
     "CheckFailed",
+    "CheckResult",
     "Conformance",
     "Decoding",
     "EchoPolicy",
@@ -21,7 +22,6 @@ __all__ = [
     "MemoryTransport",
     "Policy",
     "Report",
-    "Result",
     "RolloutLatency",
     "TimedRollout",
     "TimedTrain",

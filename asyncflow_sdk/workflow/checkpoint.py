@@ -50,7 +50,7 @@ class File(msgspec.Struct, frozen=True):
     digest: str
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """``step``: the first that the engine's state was not trained with, which trains
     ``version``. ``rows_put``: the prompt cursor, in rows. ``digest``: of all of this without it."""
 
@@ -225,7 +225,7 @@ def write(
             save(engine)
         if not ranks.first:
             return
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             format=FORMAT, sdk=__version__, step=step, version=version, rows_put=rows_put, files=_synced(engine)
         )
         manifest = msgspec.structs.replace(manifest, digest=_digest_of(manifest))
@@ -246,10 +246,10 @@ def write(
         raise
 
 
-def check(path: Path) -> Manifest:
+def check(path: Path) -> CheckpointManifest:
     """What a checkpoint says of itself, if it is what was written. Raises Damaged."""
     try:
-        manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=CheckpointManifest)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Damaged(f"its manifest cannot be read: {error}") from None
     if manifest.format != FORMAT:
@@ -293,7 +293,7 @@ def _digest(path: Path) -> str:
     return total.hexdigest()
 
 
-def _digest_of(manifest: Manifest) -> str:
+def _digest_of(manifest: CheckpointManifest) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(manifest, digest="")))
 
 

@@ -12,7 +12,7 @@ from own_engine import NumpyPolicy, NumpyRollout
 from wrong_rollouts import MADE, WrongRollout
 
 import asyncflow_sdk as af
-from asyncflow_sdk.testing import Conformance, EchoRollout, Result
+from asyncflow_sdk.testing import CheckResult, Conformance, EchoRollout
 from asyncflow_sdk.testing.kit.rollout.machine import LEAST
 
 pytest.importorskip("hypothesis")
@@ -28,7 +28,7 @@ def policy() -> NumpyPolicy:
 
 def tried(
     policy: NumpyPolicy, fault: str, *, limit_s: float = LIMIT_S, tolerance: float | None = None, **options: object
-) -> Result:
+) -> CheckResult:
     kit = Conformance(
         "rollout", WrongRollout if fault else NumpyRollout, options={**({"fault": fault} if fault else {}), **options},
         policy=policy, only=["any_order"], limit_s=limit_s, tolerance=tolerance,
@@ -37,7 +37,7 @@ def tried(
     return result
 
 
-def steps_of(result: Result) -> int:
+def steps_of(result: CheckResult) -> int:
     told = re.fullmatch(r"(\d+) steps in \d+ sequences", result.detail)
     assert told, result.detail
     return int(told[1])

@@ -10,7 +10,7 @@ from wrong_rollouts import WrongRollout
 from wrong_trainers import WrongTrain
 
 import asyncflow_sdk as af
-from asyncflow_sdk.testing import Conformance, Report, Result, checks_of
+from asyncflow_sdk.testing import CheckResult, Conformance, Report, checks_of
 from asyncflow_sdk.testing.kit.causes import probable_causes
 from asyncflow_sdk.testing.kit.diagnosis import diagnose_numbers
 
@@ -116,8 +116,8 @@ def test_fail_fast_stops_at_the_first_failure(policy: NumpyPolicy) -> None:
 def test_independent_failures_are_causes_of_their_own() -> None:
     checks = {check.name: check for check in checks_of("rollout")}
 
-    def failed(name: str, cause: str = "") -> Result:
-        return Result(checks[name], "failed", f"{name} is wrong", 0.0, cause)
+    def failed(name: str, cause: str = "") -> CheckResult:
+        return CheckResult(checks[name], "failed", f"{name} is wrong", 0.0, cause)
 
     results = [
         failed("greedy"),

@@ -1,7 +1,7 @@
 """The conformance kit: checks of engines and other plugins, and the explanation of their failures."""
 
 from .causes import ProbableCause
-from .check import TIERS, Check, CheckFailed, Result
+from .check import TIERS, Check, CheckFailed, CheckResult
 from .conformance import Conformance, Report, checks_of
 from .policy import EchoPolicy, Policy
 
@@ -9,11 +9,11 @@ __all__ = [
     "TIERS",
     "Check",
     "CheckFailed",
+    "CheckResult",
     "Conformance",
     "EchoPolicy",
     "Policy",
     "ProbableCause",
     "Report",
-    "Result",
     "checks_of",
 ]

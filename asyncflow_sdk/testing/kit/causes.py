@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .check import Check, Result
+from .check import Check, CheckResult
 
 
 @dataclass
@@ -17,19 +17,19 @@ class ProbableCause:
     """
 
     title: str
-    evidence: Result
-    same: list[Result] = field(default_factory=list)
-    consequences: list[Result] = field(default_factory=list)
+    evidence: CheckResult
+    same: list[CheckResult] = field(default_factory=list)
+    consequences: list[CheckResult] = field(default_factory=list)
 
 
-def title_of(result: Result) -> str:
+def title_of(result: CheckResult) -> str:
     """Return the cause of a failure in a line: the diagnosis, or the check's name and the last line of its detail."""
     return (
         result.cause or f"{result.check.name}: {result.detail.splitlines()[-1] if result.detail else result.outcome}"
     )
 
 
-def probable_causes(results: Sequence[Result], checks: Sequence[Check]) -> list[ProbableCause]:
+def probable_causes(results: Sequence[CheckResult], checks: Sequence[Check]) -> list[ProbableCause]:
     """Explain all failures. ``checks``: all checks of the kind, run or not.
 
     A failure of a check is a consequence if a check presupposed by it, also indirectly, failed. All
@@ -40,7 +40,7 @@ def probable_causes(results: Sequence[Result], checks: Sequence[Check]) -> list[
     broken = {name for name, result in failed.items() if result.outcome == "failed"}
     causes: dict[str, ProbableCause] = {}
     owner: dict[str, ProbableCause] = {}
-    dependent: list[Result] = []
+    dependent: list[CheckResult] = []
     for name, result in failed.items():
         if broken.intersection(prerequisites(name, table)):
             dependent.append(result)
@@ -55,7 +55,7 @@ def probable_causes(results: Sequence[Result], checks: Sequence[Check]) -> list[
     return sorted(causes.values(), key=lambda cause: -len(cause.same) - len(cause.consequences))
 
 
-def follows(check: Check, results: Sequence[Result], checks: Sequence[Check]) -> bool:
+def follows(check: Check, results: Sequence[CheckResult], checks: Sequence[Check]) -> bool:
     """Return True if a check presupposed by ``check`` has failed."""
     table, failed = {each.name: each for each in checks}, {r.check.name for r in results if r.outcome == "failed"}
     return any(name in failed for name in prerequisites(check.name, table))
@@ -71,7 +71,7 @@ def prerequisites(name: str, table: Mapping[str, Check]) -> Iterator[str]:
         yield from new
 
 
-def _add(causes: dict[str, ProbableCause], result: Result) -> ProbableCause:
+def _add(causes: dict[str, ProbableCause], result: CheckResult) -> ProbableCause:
     """File a failure under its title. The check named in the title is the best evidence: `logprobs`
     of "logprobs: ..."."""
     title = title_of(result)

@@ -69,7 +69,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """The result of one check. ``seconds``: its duration, for people; no verdict depends on it.
 
     ``detail``: of a failure the observation, of an expected failure the given reason, of a check

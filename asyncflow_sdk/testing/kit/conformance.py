@@ -32,11 +32,11 @@ from ...plugins import Kind, import_name, registry
 from ...types.defaults import CHECK_S
 from ...types.dtypes import check_floating
 from .causes import ProbableCause, probable_causes
-from .check import TIERS, Check, CheckFailed, DoesNotApply, NotAsked, Result, known_checks
+from .check import TIERS, Check, CheckFailed, CheckResult, DoesNotApply, NotAsked, known_checks
 from .plain_lab import PlainLab
 from .policy import Policy
 from .precision import dtype_of, tolerance_of
-from .ranks import Ranks
+from .ranks import RankProcesses
 from .rollout.lab import RolloutLab
 from .train.lab import TrainLab
 
@@ -90,7 +90,7 @@ class Report:
 
     kind: str
     engine: str
-    results: tuple[Result, ...]
+    results: tuple[CheckResult, ...]
     asked: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -173,7 +173,7 @@ class Conformance:
         if world_size != 1 and (kind != "train" or world_size < 1):
             raise ConfigError(f"world_size={world_size} is not for {kind} engines: train engines have 1 rank or more")
         self._world_size = world_size
-        self._ranks: Ranks | None = None
+        self._ranks: RankProcesses | None = None
         self._lab: Lab | None = None
         self._known: dict[str, Any] = {}
         self.waits: Callable[[float], Any] = lambda _: None
@@ -188,10 +188,10 @@ class Conformance:
         )
         return "it answers as no model does: its conformance_policy is empty" if empty else ""
 
-    def run(self, on_result: Callable[[Result], Any] = lambda _: None, *, fail_fast: bool = False) -> Report:
+    def run(self, on_result: Callable[[CheckResult], Any] = lambda _: None, *, fail_fast: bool = False) -> Report:
         """Run all checks in turn; ``on_result`` is called with each result. ``fail_fast``: stop
         after the first failure."""
-        results: list[Result] = []
+        results: list[CheckResult] = []
         try:
             for each in self.checks:
                 results.append(self.ask(each))
@@ -202,7 +202,7 @@ class Conformance:
         finally:
             self.close()
 
-    def ask(self, check: Check, *, renew: bool = True) -> Result:
+    def ask(self, check: Check, *, renew: bool = True) -> CheckResult:
         """Run one check. ``renew``: use a new engine after a failure. Raises ConfigError and
         PluginError if there can be no engine."""
         if self._lab is None:
@@ -211,9 +211,9 @@ class Conformance:
         try:
             said = self._lab.ask(check.body, f"check {check.name!r}")
         except DoesNotApply as why:
-            return Result(check, "does not apply", str(why))
+            return CheckResult(check, "does not apply", str(why))
         except NotAsked as why:
-            return Result(check, "not asked", str(why))
+            return CheckResult(check, "not asked", str(why))
         except Exception as error:
             spent, text = time.monotonic() - began, _said(error)
             cause, hint = (error.cause, error.hint) if isinstance(error, CheckFailed) else ("", "")
@@ -221,10 +221,10 @@ class Conformance:
                 cause = f"the engine cannot be made: {text}"
             if renew:
                 self._lab.renew()
-            return self.judged(Result(check, "failed", text, spent, cause, hint))
-        return self.judged(Result(check, "passed", said or "", time.monotonic() - began))
+            return self.judged(CheckResult(check, "failed", text, spent, cause, hint))
+        return self.judged(CheckResult(check, "passed", said or "", time.monotonic() - began))
 
-    def judged(self, result: Result) -> Result:
+    def judged(self, result: CheckResult) -> CheckResult:
         """Return a result with the expectation for its check applied."""
         reason = self.expected.get(result.check.name)
         if reason is None or result.outcome not in ("passed", "failed"):
@@ -290,7 +290,7 @@ class Conformance:
         tolerance = tolerance_of(dtype) if self._tolerance is None else self._tolerance
         self._known = {"policy": _name_of(type(policy)), "dtype": dtype, "tolerance": tolerance}
         if self._world_size > 1:
-            factory = self._ranks = Ranks(factory, self._world_size)
+            factory = self._ranks = RankProcesses(factory, self._world_size)
             self._ranks.begin()
         return _LABS[self.kind](factory, policy, self._options, tolerance=tolerance, limit_s=self._limit_s)
 

@@ -1,6 +1,6 @@
-"""Ranks: a train engine of several processes, checked like one engine.
+"""RankProcesses: a train engine of several processes, checked like one engine.
 
-    made = Ranks(Mine, world_size=2)
+    made = RankProcesses(Mine, world_size=2)
     engine = made(model=PATH, algorithm=af.GRPO())       # one engine in each process, and a proxy for all here
 
 Each call goes to all ranks at once. Each gets whole groups of a batch, or none; their results are
@@ -38,7 +38,7 @@ AFTER_AN_ERROR_S = 15.0
 """Seconds for the other ranks to return from a call after one raised."""
 
 
-class Ranks:
+class RankProcesses:
     """Make engines of ``world_size`` ranks by an importable factory. Closed by ``close``. Raises
     ConfigError.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncflow_sdk.plugins import registry
-from asyncflow_sdk.testing.kit.ranks import Ranks
+from asyncflow_sdk.testing.kit.ranks import RankProcesses
 
 
 def options(stage: int, **more: Any) -> dict[str, Any]:
@@ -19,5 +19,5 @@ def engine_of(**given: Any) -> Any:
     return make(**given)
 
 
-RANKS = Ranks(engine_of, 2)
+RANKS = RankProcesses(engine_of, 2)
 """Two processes, for all tests: each takes ten seconds to start."""
