@@ -1,12 +1,16 @@
 """RolloutEngine: the interface of inference engines.
 
-class Mine(af.RolloutEngine):
-    capabilities = af.Capabilities(swap={"drain"}, token_versions=False)
-    async def generate(self, request):
-        async for c in self.llm.stream(request.prompt_ids, n=request.n):
-            yield af.Completion(c.index, token_ids=c.ids, logprobs=c.lps, finish_reason=c.why)
-    async def load_weights(self, update):
-        return {name for name, tensor in update if self.llm.assign(name, tensor)}
+A plugin implements it, and a worker of the run calls it:
+
+    class Mine(af.RolloutEngine):                                   # in a plugin
+        async def generate(self, request):
+            async for c in self.llm.stream(request.prompt_ids, n=request.n):
+                yield af.Completion(c.index, token_ids=c.ids, logprobs=c.lps, finish_reason=c.why)
+        async def load_weights(self, update):
+            return {name for name, tensor in update if self.llm.assign(name, tensor)}
+
+    async for response in engine.generate(af.Request(ids, af.Sampling(), n=8)): ...  # in a worker
+    assert await engine.load_weights(update) == set(update.tensors)
 """
 
 from __future__ import annotations

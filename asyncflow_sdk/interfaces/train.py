@@ -1,4 +1,16 @@
-"""TrainEngine: the interface of training engines."""
+"""TrainEngine: the interface of training engines.
+
+A plugin implements it, and a worker of the run calls it:
+
+    class Mine(af.TrainEngine):                                     # in a plugin
+        def train_step(self, batch):                                # whole groups, TRAIN_COLUMNS
+            return af.StepResult({"loss": self.model.step(batch)})
+        def named_weights(self):
+            return self.model.named_parameters()
+
+    result = engine.train_step(batch)                               # in the trainer's worker
+    publisher.publish(version + 1, engine.named_weights())
+"""
 
 from __future__ import annotations
 
