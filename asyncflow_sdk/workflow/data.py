@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -25,24 +25,35 @@ _OTHER_FILES = {
     ".parquet": ("Parquet", 'pandas.read_parquet(FILE).to_dict("records")'),
 }
 """Other formats by suffix: their name, and an expression to read their records."""
-Prompts = str | Path | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """A list of records in another class, such as ``datasets.Dataset``."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Prompts = str | Path | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Dataset
 
 
 def load_prompts(prompts: Prompts, column: str = "prompt") -> Batch:
-    """Return a batch with one row a prompt. Takes a list of texts, a list of records, columns by
-    name, or the path of a .jsonl file of records. Raises ConfigError for no data and for records
-    without the prompt column."""
+    """Return a batch with one row a prompt. Takes a list of texts, a list or ``Dataset`` of records,
+    columns by name, or the path of a .jsonl file of records. Raises ConfigError for no data and for
+    records without the prompt column."""
     if isinstance(prompts, (str, Path)):
         prompts = _read_jsonl(Path(prompts))
     if not isinstance(prompts, Mapping):
         try:
-            rows = list(prompts)
+            rows: list[Any] = list(prompts)  # type: ignore[arg-type]  # __getitem__ is enough
         except TypeError:
             raise ConfigError(f"{_PROMPTS}, not {type(prompts).__name__}: {prompts!r:.80}") from None
         if all(isinstance(row, str) for row in rows):
             prompts = {column: rows}
         else:
-            prompts = _columns(rows)  # type: ignore[arg-type]
+            prompts = _columns(rows)
     if column not in prompts:
         raise ConfigError(f"the data has no column {column!r}; it has: {', '.join(prompts) or 'none'}")
     try:

@@ -299,6 +299,24 @@ def test_a_file_of_another_format_is_named_with_how_its_records_are_read(
     assert "malformed" not in str(error.value)
 
 
+class Records:
+    """A data set with the methods of ``datasets.Dataset``."""
+
+    def __init__(self, prompts: list[list[int]]) -> None:
+        self._prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"prompt_ids": self._prompts[index]}
+
+
+def test_a_data_set_of_another_class_is_taken_as_prompts() -> None:
+    data = echo_workflow(prompts=Records([[1, 2], [3]])).plan.data
+    assert [list(ids) for ids in data["prompt_ids"]] == [[1, 2], [3]]
+
+
 CHAT = [{"role": "user", "content": "2+3="}]
 
 
