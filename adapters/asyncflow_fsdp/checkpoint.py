@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncflow_torch.checkpoint import RANDOM_STATE, open_checkpoint, write_checkpoint
+from asyncflow_torch.checkpoint import RANDOM_STATE, open_checkpoint, state_by_name, write_checkpoint
 from asyncflow_torch.export import FILE_BYTES, export_together
 from asyncflow_torch.policy import named_weights
 from asyncflow_torch.ranks import Ranks
@@ -22,10 +22,7 @@ from .shards import local
 def save(path: Path, model: Any, optimizer: Any, ranks: Ranks, *, bucket_bytes: int) -> None:
     """Write model, optimizer, and the random state of rank 0 below ``path``, a directory visible
     to all ranks. A collective."""
-    state = {RANDOM_STATE: torch.get_rng_state()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            state[f"{key}/{name}"] = value
+    state = state_by_name(optimizer, model.named_parameters())
     weights = _parts(dict(named_weights(model)), ranks)
     write_checkpoint(path, weights, _parts(state, ranks), ranks, bucket_bytes=bucket_bytes)
 

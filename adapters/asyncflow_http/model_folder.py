@@ -70,16 +70,16 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def check_version(
     update: WeightUpdate, tensors: Mapping[str, TensorType], dtypes: Callable[[str], tuple[str, ...]], *,
-    holder: str = "the model", tied: Callable[[str], bool] = lambda name: False,
+    holder: str = "the model", tied: Callable[[str], bool] = lambda name: False, shown: int = _SHOWN,
 ) -> None:  # fmt: skip
     """Raise WeightMismatch for tensors that are missing, unknown, or of another shape or dtype; the
     message lists them.
 
     ``tensors``: of the model. ``dtypes``: accepted dtypes for one of theirs, the engine's own
     first. ``holder``: in the message. ``tied``: True for names that may be additional or missing,
-    since they share memory with another tensor.
+    since they share memory with another tensor. ``shown``: at most this many problems are listed.
     """
-    problems = []
+    problems, hint = [], ""
     for name, given in update.tensors.items():
         held = tensors.get(name)
         if held is None:
@@ -89,16 +89,18 @@ def check_version(
         accepted = dtypes(held.dtype)
         if given.shape != held.shape or given.dtype not in accepted:
             wanted = f"{accepted[0]}{list(held.shape)}"
+            if given.dtype not in accepted:
+                hint = "\nThe publisher's dtype and the engine's must be the same."
             problems.append(f"{name}: the version has {given.dtype}{list(given.shape)}, {holder} {wanted}")
     missing = tensors.keys() - update.tensors.keys()
     problems += [f"{name}: missing from the version" for name in missing if not tied(name)]
     if problems:
         raise WeightMismatch(
-            f"version {update.version} does not fit this model, nothing was loaded:\n  {listed(problems)}"
+            f"version {update.version} does not fit this model, nothing was loaded:\n  {listed(problems, shown)}{hint}"
         )
 
 
-def listed(problems: list[str]) -> str:
-    """Return the sorted problems, one per line, at most 20."""
-    more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return "\n  ".join(sorted(problems)[:_SHOWN]) + more
+def listed(problems: list[str], shown: int = _SHOWN) -> str:
+    """Return the sorted problems, one per line, at most ``shown``."""
+    more = f"\n  and {len(problems) - shown} more" if len(problems) > shown else ""
+    return "\n  ".join(sorted(problems)[:shown]) + more

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow_sdk.errors import MemoryFull, WeightMismatch
+from asyncflow_sdk.errors import MemoryFull
 from asyncflow_sdk.interfaces import WeightUpdate
-from asyncflow_sdk.types import dtype_name
 from asyncflow_sdk.types.safetensors import plan
+from asyncflow_sdk.weights.handover import announced_arrays
 from asyncflow_sdk.weights.transports import VersionMemory
 
 _ALIGN = 64
@@ -46,18 +46,9 @@ class SafetensorsHandoff:
         layout = plan({name: (kind.dtype, kind.shape) for name, kind in update.tensors.items()}, align=_ALIGN)
         memory = self._memory(layout.nbytes)
         memory[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
-        left = set(layout.offsets)
-        for name, array in update.arrays():
-            given, wanted = (dtype_name(array.dtype), array.shape), update.tensors.get(name)
-            if wanted is None or given != tuple(wanted):
-                raise WeightMismatch(
-                    f"version {update.version}: {name} came as {given[0]}{list(given[1])}, not as announced"
-                )
+        for name, array in announced_arrays(update, layout.offsets):
             place = layout.offsets[name]
             memory[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            left.discard(name)
-        if left:
-            raise WeightMismatch(f"version {update.version} did not bring {', '.join(sorted(left)[:10])}")
 
     def forget(self) -> None:
         """Give the next version other memory: SGLang may still read this one."""

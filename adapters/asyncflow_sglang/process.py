@@ -106,13 +106,6 @@ class SGLangProcess:
         return "\n".join([line for line in text.splitlines() if not _NOISE.match(line)][-TAIL_LINES:])
 
 
-def free_port() -> int:
-    """Return a free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _is_ready(port: int) -> bool:
     """Return True if GET /ready, which needs no key, returns status 200."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as line:

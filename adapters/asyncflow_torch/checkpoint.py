@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,7 @@ RANDOM_STATE = "random_state"
 
 def save(path: Path, model: Any, masters: Masters, optimizer: Any) -> None:
     """Write a model of one process, its optimizer, and torch's random state below ``path``."""
-    state = {RANDOM_STATE: torch.get_rng_state()}
-    for name, parameter in masters.named.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            state[f"{key}/{name}"] = value
+    state = state_by_name(optimizer, masters.named.items())
     weights = {name: tensor.detach() for name, tensor in _weights(model, masters).items()}
     write_checkpoint(path, FileParts.whole(weights), FileParts.whole(state), Ranks.alone())
 
@@ -52,6 +49,15 @@ def load(path: Path, model: Any, masters: Masters, optimizer: Any) -> None:
             key, _, parameter = name.partition("/")
             target = masters.named[parameter]
             optimizer.state[target][key] = state.whole(name).to(target.device)
+
+
+def state_by_name(optimizer: Any, named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return torch's random state, and the optimizer's values as "key/parameter name"."""
+    state: dict[str, Any] = {RANDOM_STATE: torch.get_rng_state()}
+    for name, parameter in named:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            state[f"{key}/{name}"] = value
+    return state
 
 
 def write_checkpoint(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from asyncflow_http.model_folder import check_version
+from asyncflow_http.model_folder import check_version, listed
 from asyncflow_sdk.errors import ConfigError, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
 from asyncflow_sdk.types.dtypes import FLOATS
@@ -159,32 +159,16 @@ def _targets(model: Any, update: WeightUpdate) -> tuple[dict[str, Any], set[str]
     WeightMismatch with all problems."""
     canonical = dict(named_weights(model))
     alias = _aliases(model)
-    targets: dict[str, Any] = {}
+    given = {name: alias.get(name, name) for name in update.tensors}
+    targets = {name: canonical[weight] for name, weight in given.items() if weight in canonical}
+    lacking = {name: canonical[name] for name in canonical.keys() - set(given.values())}
+    held = {name: TensorType(_dtype_of(weight), tuple(weight.shape)) for name, weight in (targets | lacking).items()}
+    check_version(update, held, lambda dtype: (dtype,), shown=len(held) + len(given))
     first: dict[str, str] = {}
-    second: dict[str, str] = {}
-    problems: list[str] = []
-    converted = False
-    for name, (dtype, shape) in update.tensors.items():
-        weight = alias.get(name, name)
-        if weight not in canonical:
-            problems.append(f"{name}: the model has no such weight")
-            continue
-        if first.setdefault(weight, name) != name:
-            second[name] = first[weight]
-        given, held = f"{dtype}{list(shape)}", _type_of(canonical[weight])
-        if given != held:
-            problems.append(f"{name}: the version has {given}, the model {held}")
-            converted |= not held.startswith(f"{dtype}[")
-        targets[name] = canonical[weight]
-    problems += [f"{name}: missing from the version" for name in canonical if name not in first]
-    if not problems and second:
-        problems = _unequal(update, second)
-    if problems:
-        hint = "\nThe publisher's dtype and the engine's must be the same." if converted else ""
+    second = {name: first[weight] for name, weight in given.items() if first.setdefault(weight, name) != name}
+    if second and (problems := _unequal(update, second)):
         raise WeightMismatch(
-            f"version {update.version} does not fit this model, nothing was loaded:\n  "
-            + "\n  ".join(problems)
-            + hint
+            f"version {update.version} does not fit this model, nothing was loaded:\n  {listed(problems)}"
         )
     return targets, set(second)
 
@@ -217,7 +201,11 @@ def _aliases(model: Any) -> dict[str, str]:
 
 
 def _type_of(tensor: Any) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{_dtype_of(tensor)}{list(tensor.shape)}"
+
+
+def _dtype_of(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def element(name: str) -> Any:

@@ -16,7 +16,7 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
@@ -99,20 +99,33 @@ class Handover:
         if self._memory is None:
             self._memory = VersionMemory.private("handover")
         room = self._memory.room(max(size, 1))
-        left = set(names)
-        for name, array in update.arrays():
-            if name in left:
-                _check(update, name, array)
-                raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                room.memory[offsets[name] : offsets[name] + raw.nbytes] = raw
-                left.remove(name)
-        if left:
-            raise WeightMismatch(
-                f"version {update.version} announced {', '.join(sorted(left)[:10])}, and did not bring it"
-            )
+        for name, array in announced_arrays(update, names):
+            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            room.memory[offsets[name] : offsets[name] + raw.nbytes] = raw
         (place,) = self._memory.seal(update.version)
         path = str(self._memory.directory / place.segment)
         return {name: FilePlace(path, place.start + HEADER_BYTES + offset) for name, offset in offsets.items()}
+
+
+def announced_arrays(update: WeightUpdate, names: Collection[str]) -> Iterator[tuple[str, Array]]:
+    """Yield (name, array) of these tensors of an update, each once. Raises WeightMismatch for an
+    array unlike its announcement, and after the last one if any is missing."""
+    left = set(names)
+    for name, array in update.arrays():
+        if name not in left:
+            continue
+        wanted, given = update.tensors[name], (dtype_name(array.dtype), array.shape)
+        if given != tuple(wanted):
+            raise WeightMismatch(
+                f"version {update.version}: {name} came as {given[0]}{list(given[1])}, and was announced as"
+                f" {wanted.dtype}{list(wanted.shape)}"
+            )
+        left.remove(name)
+        yield name, array
+    if left:
+        raise WeightMismatch(
+            f"version {update.version} announced {', '.join(sorted(left)[:10])}, and did not bring it"
+        )
 
 
 def map_handover(message: str) -> Iterator[tuple[str, Array]]:
@@ -169,12 +182,3 @@ def _named_place(update: WeightUpdate, name: str) -> FilePlace | None:
 def _nbytes(update: WeightUpdate, name: str) -> int:
     dtype, shape = update.tensors[name]
     return math.prod(shape) * carrier(dtype).itemsize
-
-
-def _check(update: WeightUpdate, name: str, array: Array) -> None:
-    wanted, given = update.tensors[name], (dtype_name(array.dtype), array.shape)
-    if given != tuple(wanted):
-        raise WeightMismatch(
-            f"version {update.version}: {name} came as {given[0]}{list(given[1])}, and was announced as"
-            f" {wanted.dtype}{list(wanted.shape)}"
-        )

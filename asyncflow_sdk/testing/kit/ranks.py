@@ -30,6 +30,7 @@ from ...errors import AsyncFlowError, ConfigError, error_from_name
 from ...interfaces import StepResult, TrainEngine, WeightUpdate
 from ...plugins import import_path
 from ...types import Batch, Ragged
+from ...workflow.workers.ranks import free_port
 from .check import CheckFailed
 from .rank_files import WeightPiece, read_pieces, write_batch, write_pieces
 
@@ -135,7 +136,7 @@ class _Together(TrainEngine):
     ) -> None:  # fmt: skip
         self._ranks, self._files = ranks, files
         made = self._all(
-            "make", factory=factory, model=model, algorithm=_told(algorithm), options=options, port=_free_port()
+            "make", factory=factory, model=model, algorithm=_told(algorithm), options=options, port=free_port()
         )
         self.computes, self.restores = tuple(made[0]["computes"]), made[0]["restores"]
 
@@ -267,9 +268,3 @@ def _error(said: Mapping[str, str]) -> Exception:
         return NotImplementedError(said["text"])
     error = error_from_name(said["error"], said["text"])
     return error if type(error) is not AsyncFlowError else RuntimeError(str(error))
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

@@ -164,7 +164,7 @@ def _put_exit(exits: queue.SimpleQueue[tuple[int, WorkerExit]], rank: int, handl
 def rank_specs(spec: WorkerSpec, world_size: int) -> list[WorkerSpec]:
     """Return the spec of each rank: its share of the CPUs, all GPUs (its local rank selects one), the
     address of the ranks' rendezvous, and no restarts of its own."""
-    placement, port = spec.placement, _free_port()
+    placement, port = spec.placement, free_port()
     share = len(placement.cpus) // world_size
     specs = []
     for rank in range(world_size):
@@ -184,7 +184,8 @@ def rank_specs(spec: WorkerSpec, world_size: int) -> list[WorkerSpec]:
     return specs
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a free port of the loopback interface."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -53,8 +53,9 @@ _started: dict[bytes, Server] = {}
 def _server(config: bytes, folder: str) -> Server:
     if config in _started:
         return _started[config]
+    from asyncflow_sdk.workflow.workers.ranks import free_port
     from asyncflow_sglang.arguments import own_arguments, own_environment
-    from asyncflow_sglang.process import SGLangProcess, free_port
+    from asyncflow_sglang.process import SGLangProcess
 
     kept = tempfile.TemporaryDirectory(prefix="asyncflow-sglang-served-")  # whoever attaches looks at what is served
     atexit.register(kept.cleanup)
