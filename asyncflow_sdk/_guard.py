@@ -1,11 +1,13 @@
-"""A process that ends with whoever started it, and with it everything that was started below it, however either ends.
+"""Guarded: a child process that ends together with its starter, as do all processes started below
+it.
 
-with Guarded("package.module:function") as child:        # function(line, stacks), in a process of its own
-    child.line.sendall(b"...")                           # a socket; its end tells the function to end
+    with Guarded("package.module:function") as child:        # function(line, stacks), in a process of its own
+        child.line.sendall(b"...")                           # a socket; its end stops the function
 
-Between the two stands a process that does nothing but wait, so that no engine can keep it from seeing either end: the
-starter's by the socket, which the kernel closes also after kill -9, the function's as its parent. What the function's
-process leaves behind becomes this one's child, is named, and is killed. It loads nothing, since it forks.
+A guard process stands between the two and only waits, so that no engine can keep it from detecting
+either end: the starter's by the socket, which the kernel closes also after kill -9, the function's
+as its parent. Processes that the function leaves behind become children of the guard, are named,
+and are killed. The guard imports little, since it forks.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ _END_WITH_THEIR_PROCESS = (
 
 
 class Guarded:
-    """A process that runs ``function(line, stacks)``: the other end of ``line``, and a file for its stacks.
+    """A process that runs ``function(line, stacks)``: the other end of ``line``, and a file for its
+    stacks.
 
-    ``line``: a socket; the last line that comes on it, of JSON, says how it ended: ``ended`` (its
-    wait status; None: it was ended since this end was closed), ``left`` (processes that it left, as
-    "pid command", killed since), ``stacks``.
+    ``line``: a socket. Its last line, as JSON, tells how the process ended: ``ended`` (its wait
+    status; None: it was stopped because this end was closed), ``left`` (its remaining processes, as
+    "pid command", now killed), ``stacks``.
     """
 
     def __init__(self, function: str) -> None:
@@ -56,7 +59,7 @@ class Guarded:
             )  # fmt: skip
 
     def kill(self) -> None:
-        """End it, and all below it."""
+        """End it, and all processes below it."""
         self.line.close()
         try:
             self.process.wait(2 * KILL_S)
@@ -105,7 +108,8 @@ def main() -> None:
 
 
 def _watch(pid: int, line: socket.socket, woken: socket.socket) -> int | None:
-    """The wait status of the process; None when the other end of ``line`` was closed before."""
+    """Return the wait status of the process; None if the other end of ``line`` was closed before
+    its end."""
     poller = select.poll()
     poller.register(line, 0)  # POLLHUP alone: what comes on it is for the process
     poller.register(woken, select.POLLIN)
@@ -120,7 +124,7 @@ def _watch(pid: int, line: socket.socket, woken: socket.socket) -> int | None:
 
 
 def _left_over() -> list[str]:
-    """What is still there a moment after."""
+    """Return the processes that are still there a moment after."""
     until = time.monotonic() + SETTLE_S
     while (left := living_below()) and time.monotonic() < until:
         list(_reaped())
@@ -145,7 +149,7 @@ def _reaped() -> Iterator[tuple[int, int]]:
 
 
 def adopt_orphans(on: bool) -> bool:
-    """Whether processes below this one become its children when their parent ends. Returns how it was."""
+    """Set whether this process becomes the parent of orphans below it. Return the previous setting."""
     prctl: Any = ctypes.CDLL(None, use_errno=True).prctl
     before = ctypes.c_int(0)
     prctl(_IS_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -154,7 +158,7 @@ def adopt_orphans(on: bool) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below a process, as far as they are still to be seen."""
+    """Return the visible processes below a process."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -164,7 +168,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def living_below() -> dict[int, str]:
-    """The processes below this one that run, with their commands; without those that only wait for its end."""
+    """Return the running processes below this one, with their commands, without those that only
+    wait for its end."""
     living: dict[int, str] = {}
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError, IndexError):
@@ -176,8 +181,8 @@ def living_below() -> dict[int, str]:
 
 
 def stack_of(stacks: str, within: str) -> str:
-    """Where the thread stood that a fault was in, or those that did not only wait, the innermost
-    call first, down to the files of folder ``within`` that called it; "" if unknown."""
+    """Return the stack of the thread with the fault, or of the threads that did not only wait: the
+    innermost call first, down to its callers in folder ``within``; "" if unknown."""
     last = stacks[max(stacks.rfind("Timeout ("), stacks.rfind("Fatal Python error"), 0) :]
     threads = [part.splitlines() for part in last.split("\n\n") if " (most recent call first):" in part]
     faulty = [part for part in threads if any(line.startswith("Current thread") for line in part)]
@@ -191,12 +196,13 @@ def stack_of(stacks: str, within: str) -> str:
 
 
 def _of_python(frame: str) -> bool:
-    """Whether it is the standard library's, as all are of a thread that waits, for the interpreter's lock too."""
+    """True for code of the standard library: all waiting threads are in it, also those that wait for
+    the interpreter's lock."""
     return f'"{Path(os.__file__).parent}/' in frame and "/site-packages/" not in frame
 
 
 def _call(frame: str) -> str:
-    """'  File "/a/b.py", line 3 in f' as 'f (b.py:3)'."""
+    """Return 'f (b.py:3)' for '  File "/a/b.py", line 3 in f'."""
     path, _, rest = frame.strip().removeprefix('File "').partition('", line ')
     number, _, name = rest.partition(" in ")
     return f"{name} ({path.rsplit('/', 1)[-1]}:{number})"

@@ -10,8 +10,8 @@ with af.serve("runs/mine", max_staleness=1) as run, af.Trainer(run) as trainer:
         trainer.weight_sync_notify(model.named_parameters())
         trainer.put_experience_data(step)
 
-Each is a call or two of ``Run``, its queue and its publisher, which stay at hand as
-``trainer.run``: nothing is done here.
+Each call is one or two calls of ``Run``, its queue and its publisher, which remain available as
+``trainer.run``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from .workflow.data import Prompts
 
 
 class Trainer:
-    """The five calls of the paper's trainer, over ``run``, which may be served here or connected
-    to. ``timeout_s``: the longest that a call waits, where it is not said otherwise; then
-    DeadlineExceeded says for whom. ``transport``, ``options``: of the weights, as
-    ``run.weight_publisher`` takes them. One thread calls it. ``run`` is closed by whoever opened
-    it."""
+    """The five calls of the paper's trainer, over ``run``, which is served here or connected to.
+    ``timeout_s``: default limit of a call; after it DeadlineExceeded names the missing thing.
+    ``transport``, ``options``: of ``run.weight_publisher``. For one thread. The caller closes
+    ``run``."""
 
     def __init__(
         self, run: Run, *, timeout_s: float = SERVICE_CALL_S, transport: str = "auto", **options: Any
@@ -54,10 +53,10 @@ class Trainer:
         weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         **task: Any,
     ) -> None:
-        """Start engines, and declare the task "train" of steps of ``batch_size`` rows with
-        ``columns`` (None: somebody else does). ``weights``: published as version 0, from which
-        rollouts then start; without them rollouts start from the model they were given.
-        ``task``: of ``queue.declare``, such as ``sampler``. Raises ConfigError, PluginError."""
+        """Start engines, and declare the task "train" with steps of ``batch_size`` rows and
+        ``columns`` (None: it is declared elsewhere). ``weights``: published as version 0, with
+        which rollouts then start; without them, rollouts start with their own model. ``task``:
+        arguments of ``queue.declare``, such as ``sampler``. Raises ConfigError, PluginError."""
         if batch_size is not None:
             self.run.queue.declare("train", needs=columns, batch_rows=batch_size, **{"lease_s": STEP_LEASE_S, **task})
         elif task:
@@ -76,9 +75,9 @@ class Trainer:
         key: str = "",
         timeout_s: float | None = None,
     ) -> PutRows:
-        """Put each prompt ``group_size`` times: columns by name, records, or the path of a file
-        of them, with ``column``. The same ``key`` adds nothing the second time. Waits while the
-        queue is full. Raises what ``queue.put`` raises."""
+        """Put each prompt ``group_size`` times: columns by name, records, or the path of a file of
+        records, with ``column``. Repeating a ``key`` adds nothing. Waits while the queue is full.
+        Raises the errors of ``queue.put``."""
         data = load_prompts(prompts, column)
         return self.run.queue.put(dict(data), group_size=group_size, key=key, timeout_s=self._left(timeout_s))
 
@@ -90,10 +89,11 @@ class Trainer:
         *,
         timeout_s: float | None = None,
     ) -> LeasedBatch:
-        """Lease rows of ``task`` that have all it needs: of "train" one whole step, of others up
-        to ``count``. ``columns``: those to be read. They come again, to whoever asks, unless
-        ``put_experience_data`` follows. Raises what ``queue.get`` raises: Ended after the last;
-        and what made a worker of this run fail."""
+        """Lease rows of ``task`` that have all needed columns: one whole step of "train", up to
+        ``count`` rows of other tasks. ``columns``: the columns to read. Without a following
+        ``put_experience_data`` the rows are leased again, by any client. Raises the errors of
+        ``queue.get``, such as Ended after the last row, and the error of a failed worker of this
+        run."""
         try:
             batch = self.run.queue.get(task, count, columns=columns, timeout_s=self._left(timeout_s))
         except (Ended, DeadlineExceeded):
@@ -111,10 +111,9 @@ class Trainer:
         index: npt.ArrayLike | None = None,
         filtered: npt.ArrayLike | None = None,
     ) -> None:
-        """Write ``columns`` of rows that were got, and be done with them; without columns, be
-        done with them. ``index``, ``filtered``: as of ``batch.complete``. Columns have the types
-        of the first that were written: SchemaError for others. Raises SchemaError also for a
-        batch that is none."""
+        """Write ``columns`` of leased rows and complete them; without columns, only complete them.
+        ``index``, ``filtered``: as in ``batch.complete``. Raises SchemaError for columns of other
+        types than the first ones written, and for an object that is no batch."""
         if not isinstance(batch, LeasedBatch):
             raise SchemaError(
                 f"put_experience_data takes the batch that get_experience_data gave, not {type(batch).__name__}"
@@ -124,16 +123,17 @@ class Trainer:
     def weight_sync_notify(
         self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]], *, version: int | None = None
     ) -> int:
-        """Make ``weights`` the current version; rollouts fetch it while they generate, and load
-        it at their next safe point. Returns its number: by default the one that the last step
-        trained towards, and 0 before a step. Blocks for one copy; waits for nobody who loads.
-        Raises what ``TransportPublisher.publish`` raises."""
+        """Make ``weights`` the current version. Rollouts fetch it while they generate, and load it
+        at their next safe point. Return its number: by default the version that the last step
+        trained towards, and 0 before a step. Blocks for one copy, not for loads. Raises the errors
+        of ``TransportPublisher.publish``."""
         if self._publisher is None:
             self._publisher = self.run.weight_publisher(self._transport, **self._options)
         return self._publisher.publish(self._trained + 1 if version is None else version, weights).version
 
     def close(self) -> None:
-        """Wait until what was published is current, and give the publisher's role up. Idempotent."""
+        """Wait until the published version is current, and release the publisher's role.
+        Idempotent."""
         if self._publisher is not None:
             self._publisher.close()
 

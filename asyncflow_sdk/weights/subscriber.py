@@ -64,12 +64,12 @@ class StagedUpdate(LoadableUpdate):
         return place
 
     def took(self, names: Iterable[str]) -> None:
-        """Name the tensors that the engine reports as loaded."""
+        """Record the tensors that the engine reports as loaded."""
         self._reported = names_taken(self.version, names, "took() was given", "give it")
 
     @property
     def taken(self) -> Set[str]:
-        """Return the names that the engine took: the reported ones, else all that were read."""
+        """Return the loaded names: the reported ones, else all that were read."""
         return self._read if self._reported is None else self._reported
 
     def release(self) -> None:

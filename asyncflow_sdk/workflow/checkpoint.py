@@ -1,4 +1,4 @@
-"""Checkpoints: a training engine's state on disk, each whole or not there, and which of them to go on from.
+"""Checkpoints: the state of a training engine on disk, each complete or absent.
 
 point = run.resume()                                # at the start of one's own loop
 if point.path is not None:
@@ -11,10 +11,10 @@ for step in run.consumer("train", batch_size=256):
     if step.index % 50 == 49:
         run.checkpoint(engine.save)
 
-checkpoints/step-000050/manifest.json   the step that comes next, its version, and every file with size and digest
-checkpoints/step-000050/engine/         what ``save`` wrote
-checkpoints/.step-000050-PID/           one that is being written; what a killed trainer left, the next one removes
-checkpoints/lost-step-000060/           one that training did not go on from; the next checkpoint removes it
+checkpoints/step-000050/manifest.json   the next step, its version, and each file with size and digest
+checkpoints/step-000050/engine/         the files written by ``save``
+checkpoints/.step-000050-PID/           being written; a killed trainer's is removed by the next trainer
+checkpoints/lost-step-000060/           discarded by a resume; removed by the next checkpoint
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class File(msgspec.Struct, frozen=True):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``step``: the first that the engine's state was not trained with, which trains
-    ``version``. ``rows_put``: the prompt cursor, in rows. ``digest``: of all of this without it."""
+    """``step``: the next step to train, which trains ``version``. ``rows_put``: the prompt cursor,
+    in rows. ``digest``: of the other fields."""
 
     format: int
     sdk: str
@@ -65,9 +65,9 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where training goes on. ``path``: what ``load`` takes; None: there is no checkpoint, so
-    from the start. ``step``: the next one leased. ``version``: the number to publish the
-    engine's weights under before it; None: they are current."""
+    """The point where training continues. ``path``: the argument for ``load``; None: from the
+    start. ``step``: leased next. ``version``: publish the engine's weights under this number
+    before; None: they are current."""
 
     path: Path | None
     step: int
@@ -75,13 +75,13 @@ class ResumePoint:
 
 
 class Damaged(Exception):
-    """Raised when a checkpoint is not what was written; says how."""
+    """Raised when a checkpoint differs from the written one; says how."""
 
 
 class Checkpoints:
-    """Those of one run, for its one trainer. ``keep``: so many, the newest; rows are kept for
-    the oldest of them. ``ranks``: of a trainer of several, which all call the same at the same
-    time, in a directory that all of them see. Not thread-safe."""
+    """The checkpoints of one run, for its one trainer. ``keep``: number of newest checkpoints kept;
+    rows are kept for the oldest of them. ``ranks``: of a trainer with several, which make the same
+    calls at the same time in a directory visible to all. Not thread-safe."""
 
     def __init__(
         self, queue: QueueClient, directory: Path, keep: int = 2, ranks: RankCommunicator | None = None
@@ -91,8 +91,8 @@ class Checkpoints:
         self._ranks = ranks or RankCommunicator()
 
     def resume(self) -> ResumePoint:
-        """Go on from the newest checkpoint that is whole; without any from the start. Raises
-        ConfigError where rows that would have to be trained again are gone."""
+        """Continue from the newest intact checkpoint; from the start without any. Raises
+        ConfigError if rows that must be trained again are gone."""
         found = self._ranks.by_first("where training goes on", lambda: _packed(self._resume()))
         path, step, version = msgspec.json.decode(found, type=tuple[str | None, int, int | None])
         return ResumePoint(None if path is None else Path(path), step, version)
@@ -120,10 +120,10 @@ class Checkpoints:
         return self._went_on(None, self._send(cmd.Resume(step=0)))
 
     def save(self, save: Callable[[Path], None], *, last: bool = False) -> Path:
-        """Have ``save`` write the engine's state of now, after the last acknowledged step.
-        ``last``: no step follows, so none will be trained again. Raises MemoryFull when the disk
-        is full, ConfigError after a rollback before the trainer has loaded its version, and what
-        ``save`` raises; then nothing has changed."""
+        """Save the engine's state after the last acknowledged step by ``save``. ``last``: no step
+        follows, so none will be trained again. Raises MemoryFull if the disk is full, ConfigError
+        after a rollback until the trainer has loaded its version, and the errors of ``save``; then
+        nothing has changed."""
         self._ranks.all_gather("the acknowledgement of a step")
         cut = self._cut()
         path = self._path(cut.step)
@@ -135,12 +135,12 @@ class Checkpoints:
         return path / "engine"
 
     def at(self, step: int) -> Path:
-        """The engine's state before ``step``, whole. Raises Damaged."""
+        """Return the engine's intact state before ``step``. Raises Damaged."""
         check(self._path(step))
         return self._path(step) / "engine"
 
     def _there(self, cut: cmd.TrainingPosition, last: bool) -> bytes:
-        """b"there" if the last checkpoint need not be written again."""
+        """Return b"there" if the last checkpoint need not be written again."""
         if cut.restore >= 0:  # the engine still has weights that were given up
             raise ConfigError(
                 "no checkpoint can be made: the run was rolled back, and the trainer has not loaded version"
@@ -149,7 +149,7 @@ class Checkpoints:
         return b"there" * (last and cut.step in self.steps())
 
     def _count(self, cut: cmd.TrainingPosition, path: Path, last: bool) -> None:
-        """A checkpoint is there: it counts, and older ones need not."""
+        """Register a checkpoint, and release older ones."""
         steps = [step for step in self.steps() if step <= cut.step][-self._keep :]
         covers = cut.step if last else steps[0] if len(steps) == self._keep else cut.covered
         self._send(cmd.AddCheckpoint(step=cut.step, covers=max(covers, cut.covered), version=cut.version))
@@ -159,7 +159,7 @@ class Checkpoints:
             shutil.rmtree(lost, ignore_errors=True)
 
     def steps(self) -> list[int]:
-        """The steps that checkpoints go on with, in order; whole or not."""
+        """Return the next steps of the checkpoints in order, intact or not."""
         return sorted(int(path.name[5:]) for path in self.directory.glob("step-*") if path.name[5:].isdigit())
 
     def _went_on(self, path: Path | None, reply: cmd.Resumed) -> ResumePoint:
@@ -206,9 +206,9 @@ def write(
     rows_put: int,
     ranks: RankCommunicator | None = None,
 ) -> None:
-    """A checkpoint that is whole or not there, also when the host dies. Of several ``ranks``
-    each writes its part in the same directory, and the first one the rest. Raises MemoryFull,
-    and what ``save`` raises."""
+    """Write a checkpoint atomically, also if the host dies. Each of several ``ranks`` writes its
+    part in the same directory, and the first one the rest. Raises MemoryFull, and the errors of
+    ``save``."""
     ranks = ranks or RankCommunicator()
 
     def begin() -> bytes:
@@ -247,7 +247,7 @@ def write(
 
 
 def check(path: Path) -> CheckpointManifest:
-    """What a checkpoint says of itself, if it is what was written. Raises Damaged."""
+    """Return the manifest of an intact checkpoint. Raises Damaged."""
     try:
         manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=CheckpointManifest)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -272,7 +272,7 @@ def check(path: Path) -> CheckpointManifest:
 
 
 def _synced(directory: Path) -> dict[str, File]:
-    """Every file below a directory, once all of it is on the disk."""
+    """Sync all files below a directory to the disk, and return them."""
     files: dict[str, File] = {}
     for path in sorted(directory.rglob("*")):
         if path.is_dir():
@@ -298,7 +298,7 @@ def _digest_of(manifest: CheckpointManifest) -> str:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Whether a disk was full: some libraries keep the number to themselves, and say it in words."""
+    """True if a disk was full: some libraries report no errno, but a text."""
     if isinstance(error, OSError) and error.errno in FULL:
         return True
     return any(os.strerror(number).lower() in str(error).lower() for number in FULL)

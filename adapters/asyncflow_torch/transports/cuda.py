@@ -1,14 +1,16 @@
-"""Weights between processes of one host by CUDA IPC: they stay on the GPU, copied by whoever takes them.
+"""Weights between processes of one host by CUDA IPC: versions stay on the GPU, and receivers copy
+them.
 
     publisher = run.weight_publisher("cuda-ipc")
 
-The sender holds every version that may still be asked for, and the one being written, in device
-memory: (keep + 1) × model, which is 2 × with keep=1; a receiver holds its own copy, and one bucket
-in host memory for digests. Handles are made anew for each receiver, since torch counts who has
-opened one; events order the copies as in torch.multiprocessing. A version's memory may be written
-again while a receiver copies it: it asks afterwards whether it was.
+The sender holds all kept versions and the one being written in device memory: (keep + 1) × model,
+which is 2 × with keep=1. A receiver holds its own copy, and one bucket in host memory for digests.
+Handles are made for each receiver, because torch counts openings of a handle; events order the
+copies as in torch.multiprocessing. The memory of a version may be rewritten during a receiver's
+copy, so the receiver checks afterwards that the version is still there.
 
-This has been written after torch.multiprocessing and not been run on a GPU: without CUDA both ends refuse.
+This is written after torch.multiprocessing and has not been run on a GPU: without CUDA both ends
+refuse.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class HandleRequest(msgspec.Struct, frozen=True, array_like=True):
-    """For handles of a version; ``copied``: whether it was there to the end of the copy."""
+    """Request for the handles of a version. ``copied``: the copy is done; was the version there
+    until now?"""
 
     version: int
     root: str
@@ -40,7 +43,7 @@ class HandleRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CudaHandle(msgspec.Struct, frozen=True, array_like=True):
-    """A storage of ``nbytes`` on the GPU with this uuid, as ``_share_cuda_`` describes it."""
+    """A storage of ``nbytes`` on the GPU with this uuid: the fields of ``_share_cuda_``."""
 
     gpu: str
     memory: bytes
@@ -52,7 +55,7 @@ class CudaHandle(msgspec.Struct, frozen=True, array_like=True):
     event_sync: bool
 
     def fits(self, chunk_bytes: int) -> bool:
-        """Whether it can hold a chunk of so many bytes and names nothing but its own."""
+        """True if the storage can hold a chunk of ``chunk_bytes``, and its fields are valid."""
         sizes = 0 < len(self.memory) <= 4096 and len(self.event) <= 4096
         return (
             sizes
@@ -64,10 +67,10 @@ class CudaHandle(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceMemory:
-    """What the transport asks of CUDA: the device that is current, and memory of it that other processes open."""
+    """The uses of CUDA: the current device, and its memory shared with other processes."""
 
     def check(self) -> None:
-        """Raises ConfigError where this process has no CUDA device."""
+        """Raise ConfigError if this process has no CUDA device."""
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"cuda-ipc: torch {torch.__version__} finds no CUDA device in this process; use shm on one host,"
@@ -78,7 +81,7 @@ class DeviceMemory:
         return torch.device("cuda", torch.cuda.current_device())
 
     def settle(self, device: Any) -> None:
-        """Wait until all that was begun on a device is done."""
+        """Wait for all operations begun on a device."""
         torch.cuda.synchronize(device)
 
     def share(self, whole: Any, device: Any) -> CudaHandle:
@@ -86,7 +89,8 @@ class DeviceMemory:
         return CudaHandle(str(torch.cuda.get_device_properties(device).uuid), *shared)
 
     def opened(self, handle: CudaHandle) -> Any:
-        """A tensor over a storage of another process. Raises ConfigError where its GPU is not visible."""
+        """Return a tensor over a storage of another process. Raises ConfigError if its GPU is not
+        visible."""
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         if handle.gpu not in visible:
             raise ConfigError(
@@ -107,7 +111,7 @@ class CudaRoom(Room):
 
 
 class CudaTransport(WeightTransport):
-    """Both ends, by the name ``cuda-ipc``. ``memory``: of the devices; a test without a GPU has another."""
+    """Both ends, named ``cuda-ipc``. ``memory``: replaced by tests without a GPU."""
 
     memory: ClassVar[DeviceMemory] = DeviceMemory()
 
@@ -124,7 +128,8 @@ class CudaTransport(WeightTransport):
 
 
 class CudaSender(WeightSender):
-    """Holds versions on the GPU that is current where it is made, and answers receivers with handles of them."""
+    """Holds versions on the GPU that is current at its creation, and answers receivers with
+    handles."""
 
     def __init__(self, host: Host, memory: DeviceMemory) -> None:
         self._memory, self._device = memory, memory.current()
@@ -137,7 +142,7 @@ class CudaSender(WeightSender):
 
     @property
     def nbytes(self) -> int:
-        """None of the host's memory."""
+        """No host memory."""
         return 0
 
     def room(self, nbytes: int) -> CudaRoom:
@@ -208,7 +213,7 @@ class CudaSender(WeightSender):
 
 
 class CudaReceiver(WeightReceiver):
-    """Copies versions of a sender on this host to the GPU that is current where it fetches."""
+    """Copies versions of a sender on this host to the GPU that is current during the fetch."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
@@ -255,7 +260,7 @@ class CudaReceiver(WeightReceiver):
 
 
 def handles_of(body: bytes, manifest: Manifest) -> list[CudaHandle]:
-    """One for each chunk that is not empty. Raises ProtocolError for what no sender of such a version would say."""
+    """Return one handle for each chunk that is not empty. Raises ProtocolError for invalid handles."""
     try:
         handles = msgspec.msgpack.decode(body, type=list[CudaHandle])
     except _BAD as error:

@@ -1,11 +1,11 @@
-"""Weights by broadcast of torch.distributed: one publisher to many receivers at once, in a group
-that is nobody else's.
+"""Weights by broadcast of torch.distributed: one publisher sends to many receivers at once, in a
+process group of its own.
 
     publisher = run.weight_publisher("dist")                                 # gloo, on one host
     publisher = run.weight_publisher("dist", backend="nccl", insecure=True)  # several hosts, on a network of one's own
 
-Versions are staged in host memory; a round broadcasts one, bucket by bucket, into the receivers'
-host memory, where each bucket is verified as it comes. Neither end copies or holds more than the
+Versions are staged in host memory. A round broadcasts one version, bucket by bucket, into the
+receivers' host memory, where each bucket is verified on arrival. Neither end holds more than the
 version itself. ``nccl`` moves buckets through device memory; it is written after torch's
 documentation and has not been run on a GPU.
 """
@@ -31,13 +31,13 @@ from .dist_rounds import RoundServer
 
 
 class DistTransport(WeightTransport):
-    """Both ends, by the name ``dist``.
+    """Both ends, named ``dist``.
 
-    ``backend``: gloo, or nccl. The sockets of a broadcast are torch's and have no keys, on loopback
-    either; the calls that arrange it have. ``insecure``: also beyond loopback, where everyone on
-    the network may read broadcasts. ``stall_s``: a member that holds up the others for longer is
-    left behind. ``gather_s``: how long a round waits for receivers that are likely to ask for the
-    same version.
+    ``backend``: "gloo" or "nccl". The sockets of a broadcast belong to torch and have no keys, not
+    even on loopback; the calls that arrange a broadcast have keys. ``insecure``: allow broadcasts
+    beyond loopback, readable by everyone on the network. ``stall_s``: a member that delays the
+    others for longer is excluded. ``gather_s``: wait this long for receivers that probably request
+    the same version.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class DistSender(WeightSender):
 
 
 def works(backend: str) -> None:
-    """Raises ConfigError where this torch and this machine cannot work with a backend."""
+    """Raise ConfigError if this torch or this machine does not support a backend."""
     if backend not in BACKENDS:
         raise ConfigError(f"dist has no backend {backend!r}; it has {' and '.join(BACKENDS)}")
     if why := missing(backend):
@@ -124,7 +124,7 @@ def works(backend: str) -> None:
 
 
 def fits(backend: str, insecure: bool, address: str) -> None:
-    """Raises ConfigError where this process cannot take part in rounds of a publisher at ``address``."""
+    """Raise ConfigError if this process cannot take part in rounds of a publisher at ``address``."""
     works(backend)
     if not insecure and not _on_loopback(address):
         raise ConfigError(

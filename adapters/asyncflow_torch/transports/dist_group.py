@@ -1,9 +1,8 @@
-"""A group of torch.distributed that is nobody else's: one publisher, its receivers, and broadcasts
-from the first to the others.
+"""A private group of torch.distributed: one publisher, its receivers, and broadcasts from the
+publisher.
 
-It is made from the process group's own class over a store of ours, never by ``init_process_group``:
-that one belongs to the training loop of this process, which may have a group of its own, or none,
-and never meets this one.
+It is made from the process group's own class over a private store, not by ``init_process_group``:
+the default group belongs to the training loop of this process, which may have a group or none.
 """
 
 from __future__ import annotations
@@ -38,9 +37,10 @@ if not dist.is_available():  # a build of torch without it, as on some platforms
 
 
 class StoreProxy(dist.Store):  # type: ignore[misc]
-    """A store in Python: what members must know of each other to connect.
+    """A store in Python, with the addresses that members exchange to connect.
 
-    ``put`` and ``look`` carry it; ``look`` waits until all keys are there, or raises at its deadline.
+    ``put`` and ``look`` implement it; ``look`` waits until all keys are set, or raises at its
+    deadline.
     """
 
     def __init__(self, put: Callable[[str, bytes], None], look: Callable[[list[str]], list[bytes]]) -> None:
@@ -68,9 +68,8 @@ class StoreProxy(dist.Store):  # type: ignore[misc]
 
 
 class BroadcastGroup:
-    """Broadcasts from rank 0. ``limit_s()`` is asked for the seconds that making the group waits
-    for each member, and for those that each bucket may take when it begins. It may be set anew
-    for each round."""
+    """Broadcasts from rank 0. ``limit_s()``: returns the current limit, in seconds, of the wait for
+    each member, and of each bucket. It may be replaced for each round."""
 
     def __init__(
         self, backend: str, store: StoreProxy, rank: int, size: int, address: str, limit_s: Callable[[], float]
@@ -96,8 +95,8 @@ class BroadcastGroup:
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
 
     def stream(self, chunks: list[Any], buckets: Iterable[Bucket], arrived: Callable[[Bucket], None]) -> None:
-        """Send or receive buckets of flat uint8 tensors in host memory, in order; ``arrived`` is
-        told of each, in order."""
+        """Send or receive buckets of flat uint8 tensors in host memory, in order. ``arrived`` is
+        called with each, in order."""
         under_way: deque[tuple[Bucket, Callable[[], None]]] = deque()
         try:
             for bucket in buckets:
@@ -116,23 +115,23 @@ class BroadcastGroup:
             raise
 
     def word(self, word: int = 0) -> int:
-        """Rank 0 says it, the others hear it."""
+        """Send a byte from rank 0 to all others, and return it."""
         byte = torch.tensor([word], dtype=torch.uint8)
         self._start(byte)()
         return int(byte[0])
 
     def close(self) -> None:
-        """Cut the connections; nothing may be under way."""
+        """Cut the connections. No broadcast may be running."""
         if self._device is not None:
             self._group.abort()
         self._group = self._bucket = None
 
     def _limit(self, factor: int = 1) -> timedelta:
-        """What to say to torch, which waits ``factor`` times as long."""
+        """Return the timeout for torch: ``factor`` times the current limit."""
         return timedelta(seconds=max(self.limit_s() / factor, LEAST_S))
 
     def _start(self, memory: Any) -> Callable[[], None]:
-        """Begin to broadcast ``memory``; what is returned waits for the end of it."""
+        """Begin to broadcast ``memory``; return a function that waits for its end."""
         self._options.timeout = self._limit()
         if self._device is None:
             work = self._group.broadcast([memory], self._options)
@@ -155,21 +154,21 @@ class BroadcastGroup:
 
 
 def _first(under_way: deque[tuple[Bucket, Callable[[], None]]]) -> Bucket:
-    """Wait for the oldest."""
+    """Wait for the oldest broadcast."""
     bucket, finish = under_way.popleft()
     finish()
     return bucket
 
 
 def _wait(work: Any, memory: Any) -> None:
-    """``memory`` lives until the work is done, whatever becomes of it."""
+    """Wait for a broadcast. ``memory`` lives until it is done, also after an error."""
     work.wait()
     del memory
 
 
 def flat(array: Bytes) -> Any:
-    """A tensor over the bytes of an array that has to outlive it. Of a read-only array too, without torch's warning:
-    a broadcast only reads what its root sends."""
+    """Return a tensor over the bytes of an array, which must outlive it. Read-only arrays are
+    accepted without torch's warning: a broadcast only reads the root's memory."""
     if not len(array):
         return torch.empty(0, dtype=torch.uint8)
     raw = (ctypes.c_uint8 * len(array)).from_address(array.ctypes.data)
@@ -177,7 +176,7 @@ def flat(array: Bytes) -> Any:
 
 
 def missing(backend: str) -> str:
-    """Why this torch and this machine cannot work with a backend; "" if they can."""
+    """Return why this torch or this machine does not support a backend; "" if it does."""
     if backend == "gloo":
         return "" if dist.is_gloo_available() else "this torch is built without gloo"
     if not torch.cuda.is_available():
@@ -187,8 +186,8 @@ def missing(backend: str) -> str:
 
 @contextlib.contextmanager
 def _waits_have_deadlines() -> Iterator[None]:
-    """A group of NCCL made inside raises at its deadline. As torch sets them up, they end the process instead, which
-    would be the trainer's."""
+    """Make NCCL groups created inside raise at their deadline. By default they end the process,
+    which would be the trainer."""
     wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

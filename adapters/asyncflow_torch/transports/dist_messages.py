@@ -1,4 +1,4 @@
-"""What the ends of the transport ``dist`` say to each other, beside the broadcasts themselves."""
+"""Messages between the ends of the transport ``dist``, beside the broadcasts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from asyncflow_sdk.types.manifest import Bucket
 
 
 class DistAddress(msgspec.Struct, frozen=True, array_like=True):
-    """How receivers reach a publisher's rounds. ``insecure``: beyond loopback too. ``stall_s``:
-    how long one member may hold up the others. ``rank``: of the publisher."""
+    """The address of a publisher's rounds. ``insecure``: allowed beyond loopback. ``stall_s``:
+    limit of a member's delay. ``rank``: of the publisher."""
 
     service: bytes
     backend: str
@@ -24,8 +24,8 @@ class DistAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JoinRound(msgspec.Struct, frozen=True, array_like=True, tag="join"):
-    """A receiver asks for a version; answered with RoundStart. ``ask`` counts up. ``root``: of the manifest it has.
-    ``wait_s``: how long it waits for the whole version, from now."""
+    """Request of a receiver for a version; the answer is RoundStart. ``ask``: its request number,
+    counted up. ``root``: of its manifest. ``wait_s``: from now, for the whole version."""
 
     ask: int
     version: int
@@ -35,13 +35,13 @@ class JoinRound(msgspec.Struct, frozen=True, array_like=True, tag="join"):
 
 
 class LeaveRound(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
-    """It wants no more what it asked for last, by ``ask`` or before."""
+    """Cancel the receiver's requests up to number ``ask``."""
 
     ask: int
 
 
 class PutKey(msgspec.Struct, frozen=True, array_like=True, tag="put"):
-    """For the members of a group that is being made."""
+    """Set a key of the store, for the members of a group that is being made."""
 
     group: int
     key: str
@@ -49,22 +49,23 @@ class PutKey(msgspec.Struct, frozen=True, array_like=True, tag="put"):
 
 
 class GetKeys(msgspec.Struct, frozen=True, array_like=True, tag="look"):
-    """Answered with a list of bytes once all of them are there."""
+    """Request keys of the store. The answer, a list of bytes, comes when all of them are set."""
 
     group: int
     keys: tuple[str, ...]
 
 
 class EndRound(msgspec.Struct, frozen=True, array_like=True, tag="over"):
-    """A member is through with a round. ``error``: what broke it; answered, once it is known, with who did (a text)."""
+    """A member has ended its round. ``error``: the fault it saw. The answer to an error is the name
+    of the faulty member, once it is known."""
 
     round: int
     error: str = ""
 
 
 class RoundStart(msgspec.Struct, frozen=True, array_like=True):
-    """A round begins: ``names`` of its members by rank, and the receiver's own rank. A ``group``
-    it knows is used again."""
+    """A round begins. ``names``: of its members by rank; then the receiver's own rank. A receiver
+    that knows ``group`` uses it again."""
 
     round: int
     group: int
@@ -82,7 +83,7 @@ BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def decode_address(raw: bytes) -> DistAddress:
-    """Raises ProtocolError for what no sender wrote."""
+    """Decode a sender's address. Raises ProtocolError for invalid bytes."""
     try:
         where = msgspec.msgpack.decode(raw, type=DistAddress)
     except BAD as error:
@@ -93,7 +94,7 @@ def decode_address(raw: bytes) -> DistAddress:
 
 
 def bucket_batches(manifest: Manifest) -> Iterator[list[Bucket]]:
-    """All buckets of a manifest, in lists of about BATCH_BYTES."""
+    """Return all buckets of a manifest, in lists of about BATCH_BYTES."""
     many = max(1, BATCH_BYTES // manifest.bucket_bytes)
     batch: list[Bucket] = []
     for bucket in manifest.buckets():

@@ -1,4 +1,5 @@
-"""The fetching end of the transport ``dist``: takes part in rounds of publishers, and verifies buckets as they come."""
+"""DistReceiver: the fetching end of the transport ``dist``. It takes part in rounds of publishers,
+and verifies buckets on arrival."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ MAX_LINKS = 64
 
 
 class DistReceiver(WeightReceiver):
-    """``fits(backend, insecure, address)`` raises ConfigError for a publisher at that address
-    this end cannot work with."""
+    """``fits(backend, insecure, address)``: raises ConfigError if this end cannot work with a
+    publisher at that address."""
 
     def __init__(self, host: Host, fits: Callable[[str, bool, str], None]) -> None:
         self._host, self._fits = host, fits
@@ -77,7 +78,8 @@ class DistReceiver(WeightReceiver):
         return Fetched(manifest, chunks, manifest.nbytes, "full")
 
     def interrupt(self) -> None:
-        """A round that others want goes on to its end, and so does this ``fetch``: leaving would break it for them."""
+        """A round with other members goes on to its end, and so does this ``fetch``: leaving would
+        break the round for them."""
         asking = self._asking
         if asking is not None:
             link, ask = asking
@@ -90,13 +92,13 @@ class DistReceiver(WeightReceiver):
         self._memory.close()
 
     def _gave(self, rank: int, raw: bytes) -> None:
-        """Links to publishers whose place another has taken are not kept: a replica may outlive many trainers."""
+        """Remove links to replaced publishers: a replica may outlive many trainers."""
         self._places[rank] = raw
         for former in set(self._links) - set(self._places.values()):
             self._drop(former)
 
     def _drop(self, raw: bytes, *, under_way: bool = False) -> None:
-        """A close and the fetch that it ends both do this."""
+        """Close a link. Called by ``close``, and by the fetch that it ends."""
         link = self._links.pop(raw, None)
         if link is not None:
             link.close(under_way)
@@ -117,7 +119,8 @@ class DistReceiver(WeightReceiver):
 
 
 class _PublisherLink:
-    """To one publisher, at the IP address ``publisher``: the calls, and the group of the last round."""
+    """A connection to one publisher, at the IP address ``publisher``: its calls, and the group of
+    the last round."""
 
     def __init__(self, where: DistAddress) -> None:
         self.where = where
@@ -129,7 +132,7 @@ class _PublisherLink:
         self._number = 0
 
     def join(self, join: JoinRound, until: float) -> RoundStart:
-        """Returns when a round of that version begins, with this receiver in it."""
+        """Wait for a round of that version with this receiver as a member, and return it."""
         what = f"version {join.version} from {self.where.name}"
         try:
             body = self._client.call(encode(join), _left(until), what).body
@@ -145,8 +148,8 @@ class _PublisherLink:
         return start
 
     def leave(self, ask: int, still_asks: Callable[[], bool]) -> None:
-        """Tell it that a version is wanted no more, without waiting here. A publisher that does
-        not answer is given up."""
+        """Cancel the request for a version, without waiting. A publisher that does not answer is
+        dropped."""
 
         def give_up() -> None:
             if still_asks():
@@ -164,7 +167,8 @@ class _PublisherLink:
         threading.Thread(target=tell, name="weights dist leave", daemon=True).start()
 
     def group(self, start: RoundStart, until: float) -> BroadcastGroup:
-        """That of a round; the last one if it is the same. It waits for nothing past ``until``."""
+        """Return the group of a round: the last one if it is the same. Waits until ``until`` at
+        most."""
 
         def limit_s() -> float:
             return min(self.where.stall_s, _left(until))
@@ -194,8 +198,8 @@ class _PublisherLink:
         return bytes(self._client.call(encode(over), timeout_s, what).body).decode(errors="replace")
 
     def close(self, under_way: bool = False) -> None:
-        """``under_way``: another thread is in a round, and lets go of the group itself once
-        nothing of it is on its way."""
+        """``under_way``: another thread is in a round, and closes the group after its last
+        broadcast."""
         self.closed = True
         if not under_way:
             self.drop_group()
@@ -203,7 +207,7 @@ class _PublisherLink:
 
 
 class _RoundMember:
-    """What one receiver does in one round."""
+    """One receiver's part in one round."""
 
     def __init__(
         self, link: _PublisherLink, start: RoundStart, manifest: Manifest, chunks: list[Bytes], until: float
@@ -213,7 +217,7 @@ class _RoundMember:
         self._damage: WeightError | None = None
 
     def take(self) -> None:
-        """Raises what ``fetch`` does."""
+        """Receive the version. Raises the errors of ``fetch``."""
         try:
             word = self._receive(self._link.group(self._start, self._until))
         except Exception as error:
@@ -253,8 +257,8 @@ class _RoundMember:
                 self._damage = error
 
     def _verdict(self, error: Exception) -> AsyncFlowError:
-        """Who broke the round: known when all were asked, or were silent for long; or at the
-        deadline, what was seen here."""
+        """Return the error of a broken round, with its faulty member: known when all members have
+        reported or were silent for long. At the deadline, return the error seen here."""
         where, saw = self._link.where, f"{type(error).__name__}: {error}"[:1000]
         if self._link.closed:
             return WireError(f"{self._what}: this receiver was closed before it had it")

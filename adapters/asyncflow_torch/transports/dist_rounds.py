@@ -1,11 +1,11 @@
 """RoundServer: the publishing end of the transport ``dist``, in a thread of its own, so that
 training never waits for it.
 
-Receivers that ask for one version are served together: those who ask while a round runs, and those
-who ask within ``gather_s`` of each other, since all hear of a version at about the same time. A
-round whose member dies or stops ends for all of its members with an error that names it; they ask
-again, and the next round is without it. No round goes on once the deadlines of all its members have
-passed.
+Receivers of one version are served together: those that request it during a round, and those that
+request it within ``gather_s`` of each other, since all learn of a version at about the same time.
+If a member dies or stops, its round ends for all members with an error that names it; they request
+the version again, and the next round is without it. A round ends when the deadlines of all its
+members have passed.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class _Joined:
 
 @dataclass
 class _Round:
-    """``members``: names by peer; ``asks``: by which of their calls; ``until``: the last of
-    their deadlines. ``told``: what they said at the end of it; ``parked``: tickets of those who
-    wait for a verdict."""
+    """``members``: names by peer. ``asks``: their request numbers. ``until``: the last of their
+    deadlines. ``told``: their reports at the end. ``parked``: tickets of members that wait for the
+    verdict."""
 
     number: int
     version: int
@@ -80,8 +80,8 @@ class _Round:
         return [peer for peer in self.members if peer not in self.told and peer not in self.dead]
 
     def blame(self, own: str) -> str:
-        """What went wrong; "" if nothing did. ``own``: what the publisher saw. Those who fell
-        silent are the cause of what others saw."""
+        """Return the fault of the round; "" if none. ``own``: the error seen by the publisher.
+        Silent members are the cause of the errors of others."""
         if self.dead:
             return f"{_names(self.members[p] for p in self.dead)} died or left"
         if self.silent:
@@ -91,7 +91,8 @@ class _Round:
 
 
 class RoundServer:
-    """A handler of ``Service``. ``manifest`` gives that of a version, ``chunks`` its bytes; both raise VersionGone."""
+    """A handler of ``Service``. ``manifest``, ``chunks``: return manifest and bytes of a version;
+    both raise VersionGone."""
 
     service: Service
 
@@ -121,7 +122,8 @@ class RoundServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End the round under way, at its next batch. Waits for it, but never longer than a member may stall it."""
+        """End the running round at its next batch. Waits for it, but not longer than a member may
+        stall it."""
         with self._changed:
             self._closed = True
             self._board.fail(self._closing(0))
@@ -202,7 +204,8 @@ class RoundServer:
             self.service.answer(ticket, b"")
 
     def _board_of(self, group: int, peer: str) -> KeyValueStore:
-        """That of the round under way, for its members alone: whoever reaches the port may ask."""
+        """Return the store of the running round, for its members only: anyone may connect to the
+        port."""
         with self._changed:
             if self._round is None or group != self._groups:
                 raise WireError("that round is over")
@@ -224,7 +227,7 @@ class RoundServer:
         self._drop_group()
 
     def _gather(self) -> tuple[_Round, list[_Joined]] | None:
-        """The next round, and who is served in it; None when closed."""
+        """Return the next round and its requests; None when closed."""
         with self._changed:
             while not self._closed:
                 if not self._asking:
@@ -256,7 +259,7 @@ class RoundServer:
         return None
 
     def _drop_late(self) -> None:
-        """Forget those whose deadline has passed."""
+        """Remove requests whose deadline has passed."""
         now = time.monotonic()
         for asking in [asking for asking in self._asking.values() if asking.until <= now]:
             del self._asking[asking.peer]
@@ -313,7 +316,7 @@ class RoundServer:
             group.stream(chunks, batch, lambda bucket: None)
 
     def _end(self, round_: _Round, why: str) -> None:
-        """Wait until all have said how it ended, and tell those who want to know."""
+        """Wait for the reports of all members, and answer those that wait for the verdict."""
         with self._changed:
             if why:
                 self._board.fail(why)

@@ -1,4 +1,4 @@
-"""KeyValueStore: what the members of a process group tell each other before they are connected,
+"""KeyValueStore: the values that members of a process group exchange before they are connected,
 kept by the publisher."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Found = Callable[[list[bytes] | None], Any]
 
 
 class KeyValueStore:
-    """Values by key, and who waits for them. Thread-safe."""
+    """Values by key, and the requests that wait for them. Thread-safe."""
 
     def __init__(self) -> None:
         self.failed = ""
@@ -27,7 +27,7 @@ class KeyValueStore:
         self._lock = threading.Lock()
 
     def put(self, key: str, value: bytes) -> None:
-        """Raises ProtocolError for more than members have to say."""
+        """Set a key. Raises ProtocolError for more keys or bytes than a group needs."""
         if len(key) + len(value) > MAX_BYTES:
             raise ProtocolError(
                 f"a word of {len(key) + len(value)} bytes; a group is made with less than {MAX_BYTES}"
@@ -39,7 +39,8 @@ class KeyValueStore:
         self._tell()
 
     def look(self, keys: Sequence[str], found: Found) -> None:
-        """``found`` is called once, with all values, or with None when the board has failed. Raises ProtocolError."""
+        """Request keys. ``found`` is called once, with all values, or with None when the store has
+        failed. Raises ProtocolError."""
         if len(keys) > MAX_KEYS:
             raise ProtocolError(f"{len(keys)} words are looked for; a board has {MAX_KEYS}")
         with self._lock:
@@ -53,7 +54,8 @@ class KeyValueStore:
         self._tell()
 
     def store(self, limit_s: Callable[[], float]) -> StoreProxy:
-        """For a member in this process, which waits for words of others as many seconds as ``limit_s`` says."""
+        """Return a store for a member in this process. It waits up to ``limit_s()`` seconds for
+        values of other members."""
 
         def look(keys: list[str]) -> list[bytes]:
             found: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()

@@ -118,11 +118,11 @@ def _tiles(record: RunRecord) -> list[tuple[str, str, str]]:
     parts, of = "versions at most", summary.get("staleness")
     if isinstance(of, dict) and of.get("in_flight", {}).get("mean") is not None:
         parts = f"at most; mean {of['in_flight']['mean']:.2f} in flight, {of['in_queue']['mean']:.2f} in queue"
-    pace = f"{number(whole_s / len(record.steps))} s a step" if record.steps else ""
+    step_time = f"{number(whole_s / len(record.steps))} s a step" if record.steps else ""
     return [
         ("Reward", number(float(last), 3), f"from {number(float(first), 3)}"),
         ("Steps", f"{steps:,}", f"of {summary['steps_wanted']:,}" if "steps_wanted" in summary else "trained"),
-        ("Wall time", duration(float(summary.get("wall_s", whole_s))), pace),
+        ("Wall time", duration(float(summary.get("wall_s", whole_s))), step_time),
         ("Staleness", number(float(most), 0), parts),
         ("Rows", f"{sum(_ended(record).values()):,}", accounting(summary)[2]),
         ("Generated", f"{tokens / whole_s if whole_s > 0 else 0:,.0f}", "tokens/s overall"),

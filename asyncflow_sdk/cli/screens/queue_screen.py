@@ -124,8 +124,8 @@ def _tasks(report: StatusReport, rates: QueueRates, width: int, most: int) -> li
     below = table("", "", first=first)
     ended = [f"{state} {count:,}" for state, count in sorted(report.ended.items(), key=lambda e: -e[1]) if count]
     if ended:
-        pace = [f"{rate(rates.ended)}/s"] if math.isfinite(rates.ended) else []
-        below.add_row(Text("ended", "dim"), Clipped(" · ".join([*ended, *pace]), lines=2))
+        ended_rate = [f"{rate(rates.ended)}/s"] if math.isfinite(rates.ended) else []
+        below.add_row(Text("ended", "dim"), Clipped(" · ".join([*ended, *ended_rate]), lines=2))
     none = [] if names else [Text("none is declared yet", "dim")]
     return [made, *more(len(names) - len(shown), "task"), *none, *([below] if ended else [])]
 

@@ -1,4 +1,4 @@
-"""AccelerateEngine: trains a Hugging Face model with Accelerate, which brings devices, mixed precision and its own checkpoints.
+"""AccelerateEngine: trains a Hugging Face model with Accelerate.
 
 af.Train("accelerate", model="models/mine", lr=1e-5, mixed_precision="bf16", algorithm=af.GRPO())
 """
@@ -20,11 +20,12 @@ from asyncflow_sdk.types import loss_mask
 
 
 class AccelerateEngine(af.TrainEngine):
-    """One process. ``model``: a Hugging Face folder; ``lr``: of AdamW; ``mixed_precision``: "no", "bf16" or "fp16", as Accelerate
-    takes it, of what is computed; weights and optimizer are float32, and published in the folder's dtypes. ``micro_batch_rows``: of a
-    forward pass. ``temperature``: the rollouts'.
+    """An engine of one process. ``model``: a Hugging Face folder. ``lr``: of AdamW.
+    ``mixed_precision``: "no", "bf16" or "fp16", as in Accelerate, for computations; weights and
+    optimizer are float32, and are published in the folder's dtypes. ``micro_batch_rows``: rows of a
+    forward pass. ``temperature``: of the rollouts.
 
-    `save` writes what Accelerate does, with pickled parts: a checkpoint is as trusted as code.
+    `save` writes Accelerate's checkpoint, which has pickled parts: trust it only as much as code.
     """
 
     restores = True
@@ -98,7 +99,8 @@ class AccelerateEngine(af.TrainEngine):
         return af.Ragged(values, batch.ragged("response_ids").offsets)
 
     def _logprobs(self, batch: af.Batch) -> Any:
-        """Of all response tokens, row after row: float32 (tokens,). Rows are padded on the right, which a causal model does not see."""
+        """Return the log-probs of all response tokens, row after row: float32 (tokens,). Rows are
+        padded on the right, which does not affect a causal model."""
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         ends = prompts.lengths + responses.lengths
         ids = np.zeros((batch.rows, int(ends.max())), np.int64)
@@ -173,7 +175,7 @@ class AccelerateEngine(af.TrainEngine):
 
 
 def _of_tokens(values: Any, batch: af.Batch) -> af.Ragged:
-    """Numbers of rows, or of their response tokens: of tokens, float32."""
+    """Return a float32 number for each response token, from numbers of rows or tokens."""
     lengths = batch.ragged("response_ids").lengths
     packed = values.values if isinstance(values, af.Ragged) else np.repeat(np.asarray(values), lengths)
     return af.Ragged.from_lengths(packed.astype(np.float32), lengths)

@@ -2,9 +2,10 @@
 
     af.Rollout("ctranslate2", model="models/mine", intra_threads=4)
 
-CTranslate2 loads models from files of its own and takes no new weights: each version is converted in memory (the names and
-shapes of the checkpoint are compared on the way), written below /dev/shm, and loaded beside the old one, which is then dropped.
-So a load takes twice the model's memory, and one that breaks off leaves the old version.
+CTranslate2 loads models from its own files and accepts no new weights. So each version is converted
+in memory, where names and shapes are compared with the checkpoint, written below /dev/shm, and
+loaded beside the old model, which is then freed. A load needs twice the model's memory, and a
+failed one leaves the old version.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ import asyncflow_sdk as af
 
 
 class CTranslate2Engine(af.RolloutEngine):
-    """``model``: a Hugging Face folder of a decoder that CTranslate2 can convert (Llama, Mistral, Qwen, GPT-2, ...).
-    ``compute_type``: "float32" and others of CTranslate2; ``intra_threads``: of each generation; ``max_rows``: responses at once.
+    """``model``: a Hugging Face folder of a decoder supported by CTranslate2 (Llama, Mistral, Qwen,
+    GPT-2, ...). ``compute_type``: "float32" or another type of CTranslate2. ``intra_threads``:
+    threads of a generation. ``max_rows``: responses at once.
 
-    Requests run one after another, the responses of a request together. Log-probs come from reading each response once more,
-    over the whole vocabulary, with the temperature applied.
+    Requests run one after another, the responses of a request together. Log-probs are computed by
+    scoring each response once more, over the whole vocabulary, at the request's temperature.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ SHM = Path("/dev/shm")
 
 
 class _InMemory(TransformersConverter):  # type: ignore[misc]
-    """Converts a model that is loaded already. Tokens are called by their numbers, so that nothing is tokenised."""
+    """Converts a loaded model. Tokens are named by their numbers, so nothing is tokenized."""
 
     def __init__(self, folder: str, model: Any) -> None:
         super().__init__(folder)

@@ -1,4 +1,4 @@
-"""The launcher "ray": a worker is an actor, in a placement group where it needs CPUs or GPUs."""
+"""RayLauncher: a worker is a Ray actor, in a placement group if it needs CPUs or GPUs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import asyncflow_sdk as af
+from asyncflow_sdk.interfaces import FATAL_STATUS
 
 WAIT_S = float(os.environ.get("ASYNCFLOW_RAY_WAIT_S", "60"))
-GIVEN_UP = 3
-"""The status of a worker that the SDK does not start again: Ray has, as often as it may."""
 
 
 class _Worker:
-    """The actor. ``run`` is carried out again by Ray in the process that takes a dead one's place."""
+    """The actor. After its process dies, Ray runs ``run`` again in the process that replaces it."""
 
     def where(self) -> tuple[int, str]:
         return os.getpid(), socket.gethostname()
@@ -32,7 +31,8 @@ class _Worker:
 
 
 class RayLauncher(af.Launcher):
-    """Actors of the Ray that runs already, else of one that is started with the first worker and ends with the run."""
+    """Starts actors in the running Ray, or in one that starts with the first worker and ends with
+    the run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -97,8 +97,8 @@ class _Actor(af.WorkerHandle):
     def wait(self) -> af.WorkerExit:
         try:
             status, text = ray.get(self._result)
-        except RayActorError as error:
-            status, text = (0, "") if self._stopped else (GIVEN_UP, str(error))
+        except RayActorError as error:  # after all restarts by Ray
+            status, text = (0, "") if self._stopped else (FATAL_STATUS, str(error))
         self.kill()
         _free(self._group)
         return af.WorkerExit(status, text)
@@ -115,7 +115,7 @@ class _Actor(af.WorkerHandle):
 
 
 def _needs(place: af.Placement) -> dict[str, int]:
-    """What Ray reserves: numbers of CPUs and GPUs are Ray's to give."""
+    """Return the numbers of CPUs and GPUs to reserve; Ray chooses which."""
     needs = {"CPU": len(place.cpus), "GPU": len(place.gpus)}
     return {kind: count for kind, count in needs.items() if count}
 

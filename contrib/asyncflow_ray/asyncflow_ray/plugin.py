@@ -1,4 +1,4 @@
-"""What the SDK finds. Imports no Ray."""
+"""The plugin registered with the SDK. Imports no Ray."""
 
 import asyncflow_sdk as af
 

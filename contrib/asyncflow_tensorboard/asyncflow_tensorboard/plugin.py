@@ -1,4 +1,4 @@
-"""What this package adds to AsyncFlow."""
+"""The plugin registered with the SDK."""
 
 import asyncflow_sdk as af
 

@@ -1,4 +1,4 @@
-"""TensorBoardTracker: the numbers of a run as TensorBoard shows them.
+"""TensorBoardTracker: writes the metrics of a run for TensorBoard.
 
 af.Workflow(..., trackers=["tensorboard"])               # then: tensorboard --logdir runs
 """
@@ -15,10 +15,12 @@ import asyncflow_sdk as af
 
 
 class TensorBoardTracker(af.Tracker):
-    """``directory``: where the event files go; by default "tensorboard" in the run's. ``flush_s``: how often they are written.
+    """``directory``: of the event files; default: "tensorboard" in the run's directory.
+    ``flush_s``: seconds between two writes.
 
-    Names are "train/reward" and so on; "version" is the version trained. The run's description is a text.
-    A step that is trained again after a resume replaces what was shown of it and of later ones.
+    Metrics are named "train/reward" etc.; "version" is the trained version. The run's description
+    is a text. A step trained again after a resume replaces its earlier metrics and those of later
+    steps.
     """
 
     def __init__(self, directory: str | None = None, flush_s: float = 5.0) -> None:
@@ -45,7 +47,8 @@ class TensorBoardTracker(af.Tracker):
             self._writer.close()
 
     def _new(self, purge_step: int | None) -> SummaryWriter:
-        """Another file. Its name has the second in it, so two of one second would be one."""
+        """Begin another file. Its name has the time in seconds, so two of one second would be one
+        file."""
         self.close()
         files = len(list(self._place.glob("*tfevents*")))
         self._writer = SummaryWriter(

@@ -38,7 +38,7 @@ def asked(lab: TrainLab) -> None:
     batch = masked(batch, mask)
     with lab.folder() as into:
         try:
-            lab.start(algorithm=Asking(asks=names, into=str(into)))
+            lab.start(algorithm=InputRecorder(asks=names, into=str(into)))
         except CheckFailed:
             raise
         except Exception as error:
@@ -53,7 +53,7 @@ def asked(lab: TrainLab) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asking(Algorithm):
+class InputRecorder(Algorithm):
     """An algorithm with a unique number for each token: twice its column "halved".
 
     Each call of its loss, in any process, writes its inputs to a file in ``into``.

@@ -1,4 +1,4 @@
-"""Meeting: ranks wait for each other, and each hears the words of all."""
+"""Rank barrier: ranks wait for each other, and each gets the payloads of all."""
 
 from __future__ import annotations
 

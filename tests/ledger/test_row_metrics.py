@@ -1,4 +1,4 @@
-"""What the ledger notes of rows and decides nothing by: when they were completed, and how long their responses are."""
+"""Metrics of rows, by which the ledger decides nothing: times of completion, lengths of responses."""
 
 from __future__ import annotations
 

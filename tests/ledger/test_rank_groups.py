@@ -1,4 +1,4 @@
-"""Teams: the k-th lease of each rank is a shard of one; a step is all ranks' or nobody's."""
+"""Rank groups: the k-th lease of each rank is a shard of one; a step is all ranks' or nobody's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Crews: replicas join and leave while a run goes on, and some fail for good."""
+"""Worker pools: replicas join and leave while a run goes on, and some fail for good."""
 
 import os
 import signal
