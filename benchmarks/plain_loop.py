@@ -12,9 +12,10 @@ import time
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from asyncflow_torch.demo.task import exact_match, prompts
+from asyncflow_torch.generation import kv
 
 PROMPTS, GROUP, NEW, PAD, EOS = 32, 8, 7, 0, 2
 CLIP_LOW, CLIP_HIGH, LR = 0.2, 0.28, 2e-4
@@ -27,10 +28,9 @@ def generate(model: torch.nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, t
     tokens = torch.full((rows, NEW), PAD)
     logprobs, mask = torch.zeros(rows, NEW), torch.zeros(rows, NEW)
     done = torch.zeros(rows, dtype=torch.bool)
-    past, step = None, ids
+    cache, step = DynamicCache(config=model.config), ids
     for t in range(NEW):
-        out = model(input_ids=step, past_key_values=past, use_cache=True, logits_to_keep=1)
-        past = out.past_key_values
+        out = model(input_ids=step, use_cache=True, logits_to_keep=1, **kv.as_argument(model, cache))
         logp = out.logits[:, -1].float().log_softmax(-1)
         drawn = torch.multinomial(logp.exp(), 1)[:, 0]
         tokens[:, t] = torch.where(done, PAD, drawn)

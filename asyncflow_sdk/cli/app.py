@@ -203,7 +203,7 @@ def serve(
     staleness_policy: Annotated[str, option("Policy for slow rows: wait, drop, count, ...")] = "wait",
     capacity_rows: Annotated[int, option("Maximum number of live rows.", min=1)] = CAPACITY_ROWS,
     durability: Annotated[
-        str | None, option("'process' survives a killed process, 'host' also a reboot.")
+        str | None, option("'process' survives a killed process, 'host' also a reboot; default: neither.")
     ] = None,
     tracker: Annotated[Texts, repeatable("Tracker of the run.", "NAME")] = None,
     no_plugin: NoPlugin = None,
@@ -257,7 +257,9 @@ def top(
 @app.command()
 def evict(
     where: Queue,
-    session: Annotated[int, typer.Argument(min=1, help="The client's session, from `asyncflow top --json`.")],
+    session: Annotated[
+        int, typer.Argument(metavar="SESSION", min=1, help="The client's session, from `asyncflow top --json`.")
+    ],
     reason: Annotated[str, option("Reason for the log.")] = "its host is gone",
     key: Key = None,
     insecure: Insecure = False,

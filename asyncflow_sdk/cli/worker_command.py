@@ -69,7 +69,7 @@ def _group(
     python: Annotated[MaybeText, option("Interpreter of an environment with the engine.", "PATH")] = None,
     cpus: Annotated[list[int] | None, option("CPU to run on. Repeatable.")] = None,
     gpus: Annotated[list[int] | None, option("GPU to use. Repeatable.")] = None,
-    max_restarts: Annotated[int | None, option("Maximum restarts of a dead worker.", min=0)] = None,
+    max_restarts: Annotated[int | None, option("Maximum restarts of a dead worker; default: 3, of a trainer 0.", min=0)] = None,
     no_plugin: NoPlugin = None,
 ) -> None:  # fmt: skip
     """Join a running run as rollout worker, stage or trainer.

@@ -37,9 +37,9 @@ class DecodeBatch:
             input_ids=self.slots.token[:, None],
             attention_mask=self.mask,
             position_ids=self.slots.position[:, None],
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **kv.as_argument(model, self.cache),
         )
         self.slots.position += self.slots.live
         return output.logits[:, -1]

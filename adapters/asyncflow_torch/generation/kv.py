@@ -8,6 +8,8 @@ more: requests arriving one by one decode four times as fast in one batch as alo
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 from transformers import DynamicCache
@@ -115,3 +117,13 @@ def _stacked(upper: Any, lower: Any, width: int) -> Any:
     room[:rows, :, width - upper.shape[-2] : width] = upper
     room[rows:, :, width - lower.shape[-2] : width] = lower
     return room
+
+
+def as_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """Return the cache as keyword argument of ``model``: transformers 5.24 renamed it."""
+    return {_argument_name(type(model)): cache}
+
+
+@functools.lru_cache
+def _argument_name(model_class: type[Any]) -> str:
+    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"

@@ -37,9 +37,9 @@ def prefill(model: Any, prompts: Sequence[_Ids]) -> tuple[Any, Any, Any]:
         input_ids=ids,
         attention_mask=mask,
         position_ids=columns.clamp(min=0),
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **kv.as_argument(model, cache),
     )
     rows = torch.tensor(prompt_of, device=model.device)
     kv.keep(cache, rows, 0)
@@ -59,9 +59,9 @@ def extend(model: Any, cache: Any, mask: Any, lengths: Sequence[int], tokens: Se
         input_ids=ids,
         attention_mask=None if mask.all() else mask,
         position_ids=torch.tensor(lengths, device=model.device)[:, None] + columns.clamp(min=0),
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **kv.as_argument(model, cache),
     )
     width = int(mask.sum(1).max())
     if width < mask.shape[1]:  # rows of different lengths were padded in their middle
