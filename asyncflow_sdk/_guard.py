@@ -196,8 +196,8 @@ def stack_of(stacks: str, within: str) -> str:
 
 
 def _of_python(frame: str) -> bool:
-    """True for code of the standard library: all waiting threads are in it, also those that wait for
-    the interpreter's lock."""
+    """True for code of the standard library: all waiting threads are in it, also those that wait
+    for the interpreter's lock."""
     return f'"{Path(os.__file__).parent}/' in frame and "/site-packages/" not in frame
 
 

@@ -21,8 +21,8 @@ UPDATE_S = 600.0
 
 
 class RequestLimits:
-    """``vocabulary``: token ids are below it. ``context``: maximum of tokens of prompt and response, None if unknown.
-    ``rows``: maximum of responses per request."""
+    """``vocabulary``: token ids are below it. ``context``: maximum of tokens of prompt and
+    response, None if unknown. ``rows``: maximum of responses per request."""
 
     def __init__(self, *, vocabulary: int, context: int | None, rows: int) -> None:
         self.vocabulary, self.context, self.rows = vocabulary, context, rows

@@ -1,4 +1,5 @@
-"""HttpServer: an inference server of one engine: a running one that it has claimed, or a process that it started.
+"""HttpServer: an inference server of one engine: a running one that it has claimed, or a process
+that it started.
 
 server = HttpServer.running(url, key_env, "vLLM", health="/health")
 info = server.wait_for(server.describe("/server_info", Info, "vLLM"))    # in a constructor
@@ -95,7 +96,8 @@ class HttpServer:
             os.close(lock)
 
     async def describe(self, path: str, kind: type[AnswerType], product: str) -> AnswerType:
-        """Return the server's description of itself. Raises ConfigError if it is not a known ``product``."""
+        """Return the server's description of itself. Raises ConfigError if it is not a known
+        ``product``."""
         raw = cast(bytes, await self.client.get(path, object, timeout_s=INFO_S, most_bytes=INFO_BYTES))
         try:
             return msgspec.json.decode(raw, type=kind)

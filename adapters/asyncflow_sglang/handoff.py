@@ -1,4 +1,5 @@
-"""SafetensorsHandoff: a version's bytes as a safetensors file in shared memory, read by SGLang on this host.
+"""SafetensorsHandoff: a version's bytes as a safetensors file in shared memory, read by SGLang on
+this host.
 
     handoff = SafetensorsHandoff()
     handoff.write(update)                   # then SGLang loads handoff.folder; the next version overwrites the file
@@ -28,8 +29,8 @@ _ALIGN = 64
 
 
 class SafetensorsHandoff:
-    """``directory``: visible to SGLang; None: shared memory of this host. ``close`` removes the files; after a kill the next handoff does
-    (shared memory only)."""
+    """``directory``: visible to SGLang; None: shared memory of this host. ``close`` removes the
+    files; after a kill the next handoff does (shared memory only)."""
 
     def __init__(self, directory: str | None = None) -> None:
         self._staging = VersionMemory.private("sglang") if directory is None else None

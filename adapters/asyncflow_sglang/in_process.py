@@ -128,7 +128,8 @@ class InProcessLink:
         return engine
 
     def _processes(self) -> list[Any]:
-        """Return SGLang's running processes: nothing else in a worker starts processes by multiprocessing."""
+        """Return SGLang's running processes: nothing else in a worker starts processes by
+        multiprocessing."""
         return [each for each in multiprocessing.active_children() if each not in self._others]
 
     def _died(self, process: Any) -> None:

@@ -27,7 +27,8 @@ class ServerInfo(msgspec.Struct):
     enable_deterministic_inference: bool = False
 
     def check(self, name: str) -> None:
-        """Raise ConfigError, with all reasons, if versions cannot be loaded or tokens carry no version."""
+        """Raise ConfigError, with all reasons, if versions cannot be loaded or tokens carry no
+        version."""
         try:
             old = Version(self.version) < Version(OLDEST)
         except InvalidVersion:

@@ -43,7 +43,8 @@ def in_group(group: int) -> set[int]:
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
-    """Return files of shared memory mapped by these processes of SGLang, which leave them when killed."""
+    """Return files of shared memory mapped by these processes of SGLang, which leave them when
+    killed."""
     found: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:

@@ -9,7 +9,8 @@ CAN = {"swap": ["drain", "partial", "in_flight"], "has": ["token_versions", "log
 
 @hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
-    """Return the rollout engines ``sglang``, over a server, and ``sglang-engine``, in the worker's process."""
+    """Return the rollout engines ``sglang``, over a server, and ``sglang-engine``, in the worker's
+    process."""
     return [
         AdapterSpec(
             kind="rollout",

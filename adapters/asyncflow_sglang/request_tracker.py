@@ -1,4 +1,5 @@
-"""RequestTracker: requests of one engine to SGLang, each followed to its end, even if its caller is gone.
+"""RequestTracker: requests of one engine to SGLang, each followed to its end, even if its caller is
+gone.
 
 SGLang ignores an abort of a request that it has not received yet, and continues requests without
 listeners. So a request is never dropped: the tracker aborts it until it is answered.
@@ -31,7 +32,8 @@ class TrackedRequest:
 
 
 class RequestTracker:
-    """``most``: maximum of requests in SGLang at once; others wait in order. Used on one event loop."""
+    """``most``: maximum of requests in SGLang at once; others wait in order. Used on one event
+    loop."""
 
     def __init__(self, link: Link, most: int, timeout_s: float) -> None:
         self._link, self._timeout_s = link, timeout_s
@@ -68,7 +70,8 @@ class RequestTracker:
             self.abort(request)
 
     async def wait_aborted(self) -> None:
-        """Wait until all aborted requests are answered. Raises EngineGone if none is answered within 60 s."""
+        """Wait until all aborted requests are answered. Raises EngineGone if none is answered
+        within 60 s."""
         while left := [each.answer for each in self._running if each.abort is not None]:
             done, _ = await asyncio.wait(left, timeout=ABORT_S)
             if not done:

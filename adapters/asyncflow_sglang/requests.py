@@ -16,7 +16,8 @@ _ANSWER_BYTES, _TOKEN_BYTES = 64 << 10, 160
 
 
 def generate_body(prompt: Sequence[int], sampling: Sampling, *, seed: int | None = None) -> Body:
-    """Return the request for one response. It sets all sampling options: defaults of server and model have no effect."""
+    """Return the request for one response. It sets all sampling options: defaults of server and
+    model have no effect."""
     return {
         "input_ids": prompt, "return_logprob": True, "logprob_start_len": -1, "stream": False,
         "sampling_params": {
@@ -63,7 +64,8 @@ def answer_bytes(tokens: int) -> int:
 
 
 def response_seed(seed: int | None, number: int) -> int:
-    """Return the seed of one response; a random one without ``seed``, since SGLang would give all responses the same."""
+    """Return the seed of one response; a random one without ``seed``, since SGLang would give all
+    responses the same."""
     if seed is None:
         return random.getrandbits(63)
     return int(np.random.SeedSequence([seed & (2**63 - 1), number]).generate_state(1, np.uint64)[0] >> 1)

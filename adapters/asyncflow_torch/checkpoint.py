@@ -4,7 +4,8 @@ PATH/weights.safetensors      named as in named_weights, float32 masters where w
 PATH/optimizer.safetensors    "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME" and "random_state"
 PATH/state.json               written last: without it the checkpoint is incomplete
 
-One format for all engines and any number of ranks: each rank writes and reads only its own elements.
+One format for all engines and any number of ranks: each rank writes and reads only its own
+elements.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def save(path: Path, model: Any, masters: Masters, optimizer: Any) -> None:
 
 
 def load(path: Path, model: Any, masters: Masters, optimizer: Any) -> None:
-    """Restore a checkpoint in place. Raises ConfigError, before any change, if it is not one of this model."""
+    """Restore a checkpoint in place. Raises ConfigError, before any change, if it is not one of
+    this model."""
     weights = _weights(model, masters)
     kinds = {name: kind_of(tensor) for name, tensor in weights.items()}
     with open_checkpoint(path, kinds, Ranks.alone()) as (saved, state), torch.no_grad():
@@ -63,7 +65,8 @@ def state_by_name(optimizer: Any, named: Iterable[tuple[str, Any]]) -> dict[str,
 def write_checkpoint(
     path: Path, weights: FileParts, optimizer: FileParts, ranks: Ranks, *, bucket_bytes: int = RANK_BUCKET_BYTES
 ) -> None:
-    """Write the files of a checkpoint below ``path``, a directory visible to all ranks. A collective."""
+    """Write the files of a checkpoint below ``path``, a directory visible to all ranks. A
+    collective."""
 
     def begin() -> None:
         """Create the directory; the old checkpoint is now incomplete."""

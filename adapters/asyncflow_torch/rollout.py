@@ -160,7 +160,8 @@ class TransformersEngine(RolloutEngine):
             raise EngineError(self._thread.refusal)
 
     def _work(self, request: Request) -> DecodeWork:
-        """Return the request as DecodeWork. Raises EngineError for a request that cannot be answered."""
+        """Return the request as DecodeWork. Raises EngineError for a request that cannot be
+        answered."""
         prompt = np.asarray(self._limits.check(request), np.int32)
         seed = request.sampling.seed if request.seed is None else request.seed
         return DecodeWork(next(self._ids), prompt, request.n, request.sampling, seed, request.drawn, request.first)

@@ -23,7 +23,8 @@ class VllmAnswer:
 
 
 class Access(abc.ABC):
-    """Used on one event loop. All methods raise EngineGone if vLLM is dead, EngineError if it refuses the call."""
+    """Used on one event loop. All methods raise EngineGone if vLLM is dead, EngineError if it
+    refuses the call."""
 
     @abc.abstractmethod
     async def prepare(self) -> bool:

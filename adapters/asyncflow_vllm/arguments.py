@@ -50,7 +50,8 @@ def check_installed() -> None:
 def arguments(
     model: str, *, dtype: str, tensor_parallel: int, max_rows: int, context: int | None, options: Mapping[str, Any]
 ) -> Any:
-    """Return vLLM's AsyncEngineArgs. Raises ConfigError for options unknown to vLLM and for options set by the SDK."""
+    """Return vLLM's AsyncEngineArgs. Raises ConfigError for options unknown to vLLM and for options
+    set by the SDK."""
     for name, reason in _REASONS.items():
         if name in options:
             raise ConfigError(f"option {name!r} of vLLM cannot be set here: {reason}")

@@ -1,4 +1,5 @@
-"""Weights of a model folder: as a version for vLLM's workers to map, and as the measure of later versions."""
+"""Weights of a model folder: as a version for vLLM's workers to map, and as the measure of later
+versions."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class FolderWeights(WeightUpdate):
         self._places = folder.places
 
     def place(self, name: str) -> FilePlace | None:
-        """Return the place of a tensor; None if it is not aligned to its dtype, which safetensors allows."""
+        """Return the place of a tensor; None if it is not aligned to its dtype, which safetensors
+        allows."""
         place = self._places[name]
         return None if place.offset % carrier(self.tensors[name].dtype).itemsize else place
 

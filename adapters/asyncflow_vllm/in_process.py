@@ -39,7 +39,8 @@ class InProcessAccess(Access):
         self._threads = [each for each in threading.enumerate() if each not in before and each.name == _MONITOR]
 
     async def prepare(self) -> bool:
-        """Start vLLM's output loop, and return log-probs under the whole vocabulary if its workers can."""
+        """Start vLLM's output loop, and return log-probs under the whole vocabulary if its workers
+        can."""
         await self._call(self._llm.get_supported_tasks())
         return all(await self._call(self._llm.collective_rpc("asyncflow_whole_logprobs")))
 

@@ -30,7 +30,8 @@ class VllmEngine(VllmRollout):
     with top-k or top-p. A request with a seed repeats its tokens up to rounding, which in vLLM
     depends on concurrent requests.
 
-    A version must be whole: all tensors of the folder, in its shapes, in its dtypes or the engine's.
+    A version must be whole: all tensors of the folder, in its shapes, in its dtypes or the
+    engine's.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""WorkerExtension: calls of the rollout engine to vLLM's workers, mixed into their class (``worker_extension_cls``)."""
+"""WorkerExtension: calls of the rollout engine to vLLM's workers, mixed into their class
+(``worker_extension_cls``)."""
 
 from __future__ import annotations
 
@@ -19,5 +20,6 @@ class WorkerExtension:
         return {"failure": loaded.failure, "taken": sorted(loaded.taken)}
 
     def asyncflow_whole_logprobs(self) -> bool:
-        """Make the sampler return log-probs under the whole vocabulary with top-k or top-p. Return True on success."""
+        """Make the sampler return log-probs under the whole vocabulary with top-k or top-p. Return
+        True on success."""
         return return_whole_logprobs(self.model_runner)

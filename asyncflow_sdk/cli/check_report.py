@@ -1,4 +1,5 @@
-"""Print the results of ``asyncflow check``: a line for each check, then the probable causes of failures."""
+"""Print the results of ``asyncflow check``: a line for each check, then the probable causes of
+failures."""
 
 from __future__ import annotations
 

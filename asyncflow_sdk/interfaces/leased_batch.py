@@ -18,9 +18,9 @@ from ..types import Batch
 
 
 class LeasedBatch(Batch, AbstractContextManager["LeasedBatch"], abc.ABC):
-    """Rows leased to this client until it completes them, gives them back, or the lease ends. The end
-    of its ``with`` block gives the remaining rows back; an exception there counts as an attempt. One
-    thread at a time.
+    """Rows leased to this client until it completes them, gives them back, or the lease ends. The
+    end of its ``with`` block gives the remaining rows back; an exception there counts as an
+    attempt. One thread at a time.
 
     ``token``: fencing token of the lease. ``index``: number of the step, or -1. ``version``: loaded
     by the replica (rollout) or being trained (train), or -1. ``lease_s``: seconds until the lease
@@ -49,10 +49,10 @@ class LeasedBatch(Batch, AbstractContextManager["LeasedBatch"], abc.ABC):
     ) -> npt.NDArray[np.int64]:
         """Write columns and acknowledge the rows, all or nothing.
 
-        ``index``: positions, or a bool mask, of the rows to complete now (default: all); ``columns``
-        have one entry for each. ``filtered``: bool, one for each, True for rows to drop. Returns the
-        ids of rows already ended with their group, for which nothing was written. Raises LeaseLost,
-        SchemaError, WriteOnceError, without any effect.
+        ``index``: positions, or a bool mask, of the rows to complete now (default: all);
+        ``columns`` have one entry for each. ``filtered``: bool, one for each, True for rows to
+        drop. Returns the ids of rows already ended with their group, for which nothing was written.
+        Raises LeaseLost, SchemaError, WriteOnceError, without any effect.
         """
 
     @abc.abstractmethod
@@ -64,9 +64,9 @@ class LeasedBatch(Batch, AbstractContextManager["LeasedBatch"], abc.ABC):
         filtered: npt.ArrayLike | None = None,
     ) -> None:
         """Like ``complete``, with the next request: ``get(..., ack=batch)``, the next one of its
-        ``stream``, or the end of its ``with`` block. That request raises the server's errors. Call it
-        once, as the last completion of a batch. Copies the values; raises SchemaError at once for
-        invalid ones.
+        ``stream``, or the end of its ``with`` block. That request raises the server's errors. Call
+        it once, as the last completion of a batch. Copies the values; raises SchemaError at once
+        for invalid ones.
         """
 
     @property

@@ -155,9 +155,9 @@ class RolloutEngine(abc.ABC):
         waits, or is answered entirely by the old version; an engine without ``in_flight`` may
         refuse it with EngineError.
 
-        On an exception the caller loads the previous version again; if that is gone, the worker ends.
-        The worker also ends on WeightMismatch: the engine must raise it for missing or extra tensors,
-        and the caller raises it if the returned names are not the update's.
+        On an exception the caller loads the previous version again; if that is gone, the worker
+        ends. The worker also ends on WeightMismatch: the engine must raise it for missing or extra
+        tensors, and the caller raises it if the returned names are not the update's.
         """
 
     async def interrupt(self) -> None:

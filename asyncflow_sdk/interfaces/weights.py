@@ -111,8 +111,8 @@ class WeightTransport(abc.ABC):
         """Return the fetching end. Raises ConfigError as ``sender`` does."""
 
     def check(self) -> None:
-        """Raise, before there is a run, the ConfigError that ``sender`` would raise in a process like
-        this one, as far as it is known. Optional."""
+        """Raise, before there is a run, the ConfigError that ``sender`` would raise in a process
+        like this one, as far as it is known. Optional."""
 
 
 class Room(abc.ABC):
@@ -126,8 +126,8 @@ class Room(abc.ABC):
         """Shorten ``memory`` to its first ``nbytes``: the rest is not used."""
 
     def full(self) -> None:
-        """Called, in any thread, when all bytes are written and final: for each room of a version in
-        order, before it is sent. Optional."""
+        """Called, in any thread, when all bytes are written and final: for each room of a version
+        in order, before it is sent. Optional."""
 
 
 class WeightSender(abc.ABC):
@@ -141,22 +141,23 @@ class WeightSender(abc.ABC):
 
     def adopt(self, kept: Sequence[tuple[Manifest, bytes]]) -> None:
         """Take over the ``kept`` versions of earlier publishers with this transport, oldest first.
-        Called once, first of all. Anything else that they left may be removed, because a run has one
-        publisher at a time. Optional."""
+        Called once, first of all. Anything else that they left may be removed, because a run has
+        one publisher at a time. Optional."""
 
     @abc.abstractmethod
     def room(self, nbytes: int) -> Room:
         """Return room for the next chunk. Never waits for receivers. Raises MemoryFull."""
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Get memory, ahead of time, for a next version with chunks of these sizes: one step at each
-        ``next``. The caller may stop after any step. Raises MemoryFull. Optional."""
+        """Get memory, ahead of time, for a next version with chunks of these sizes: one step at
+        each ``next``. The caller may stop after any step. Raises MemoryFull. Optional."""
         return iter(())
 
     @abc.abstractmethod
     def send(self, manifest: Manifest) -> bytes:
-        """Make the version in the rooms since the last one, in order, available. Return ``where`` for
-        receivers. Raises MemoryFull, WireError, OSError; the caller then abandons the version."""
+        """Make the version in the rooms since the last one, in order, available. Return ``where``
+        for receivers. Raises MemoryFull, WireError, OSError; the caller then abandons the
+        version."""
 
     @abc.abstractmethod
     def abandon(self) -> None:
@@ -178,10 +179,10 @@ class WeightSender(abc.ABC):
 
 @dataclass
 class Fetched:
-    """A version's bytes at the fetching end, verified. ``chunks``: uint8 (nbytes,) each, contiguous;
-    writing into them changes nothing elsewhere. ``moved``: bytes moved by ``encoding``: mapped (0
-    bytes), full or delta. ``places``: of each chunk in a file, if other processes of this host can
-    map it until ``release``; else empty."""
+    """A version's bytes at the fetching end, verified. ``chunks``: uint8 (nbytes,) each,
+    contiguous; writing into them changes nothing elsewhere. ``moved``: bytes moved by ``encoding``:
+    mapped (0 bytes), full or delta. ``places``: of each chunk in a file, if other processes of this
+    host can map it until ``release``; else empty."""
 
     manifest: Manifest
     chunks: Sequence[Any]
@@ -199,8 +200,9 @@ class Fetched:
 
 
 class WeightReceiver(abc.ABC):
-    """The fetching end. Blocking; called in a thread, one call at a time, while the engine generates.
-    ``keeps_base``: True if it fetches less given the loaded version, which is then kept for it.
+    """The fetching end. Blocking; called in a thread, one call at a time, while the engine
+    generates. ``keeps_base``: True if it fetches less given the loaded version, which is then kept
+    for it.
     """
 
     keeps_base: ClassVar[bool] = False
@@ -211,8 +213,8 @@ class WeightReceiver(abc.ABC):
         earlier version from the same rank, still held here; the result shares no memory with it.
 
         Raises VersionGone (not kept any more: fetch the newest), DigestMismatch naming bucket and
-        tensors, WireError or DeadlineExceeded naming the peer, MemoryFull. Can be called again after
-        any of them.
+        tensors, WireError or DeadlineExceeded naming the peer, MemoryFull. Can be called again
+        after any of them.
         """
 
     def interrupt(self) -> None:

@@ -35,13 +35,13 @@ class Producer(abc.ABC):
 
 
 class Consumer(AbstractContextManager["Consumer"], abc.ABC):
-    """Iterates over leased batches of a task until the stream ends, in one thread; after an error it
-    can be iterated over again.
+    """Iterates over leased batches of a task until the stream ends, in one thread; after an error
+    it can be iterated over again.
 
-    The request for the next batch also sends the ``finish`` of the last one, and raises the server's
-    error about it. It gives an unfinished batch back, and the attempt counts. Leaving the loop sends
-    an unsent ``finish``, or gives the rows back. As a context manager, the consumer counts an
-    exception in the loop as an attempt.
+    The request for the next batch also sends the ``finish`` of the last one, and raises the
+    server's error about it. It gives an unfinished batch back, and the attempt counts. Leaving the
+    loop sends an unsent ``finish``, or gives the rows back. As a context manager, the consumer
+    counts an exception in the loop as an attempt.
     """
 
     @property

@@ -30,9 +30,9 @@ class StreamDataLoader(Generic[T]):
 
     ``columns``: columns to read, among the task's needs (None: all); others are not mapped or
     copied. ``collate``: turns a batch into the yielded value, in the loop's thread (default:
-    ``Batch.to_torch()``, unpinned). ``rank`` of ``world_size``: each rank of ``group`` (default: the
-    task's name) iterates over its own loader, and the k-th batches of all ranks are the shards, of
-    ``count`` rows each, of one lease. ``shards``: as of ``get``, fewer if several ranks need the
+    ``Batch.to_torch()``, unpinned). ``rank`` of ``world_size``: each rank of ``group`` (default:
+    the task's name) iterates over its own loader, and the k-th batches of all ranks are the shards,
+    of ``count`` rows each, of one lease. ``shards``: as of ``get``, fewer if several ranks need the
     same rows. ``prefetch`` 1: lease the next batch while this one is in use; its lease time
     (``lease_s`` of the task) starts again when it is yielded. ``at_least``, ``partition``: as of
     ``get``. ``timeout_s``: the longest wait for a batch.
@@ -75,7 +75,8 @@ class StreamDataLoader(Generic[T]):
 
     @property
     def lease(self) -> LeasedBatch | None:
-        """The current batch, to complete, renew or give back parts of it directly; None outside the loop."""
+        """The current batch, to complete, renew or give back parts of it directly; None outside the
+        loop."""
         return self._batches.current
 
     def __iter__(self) -> Iterator[T]:

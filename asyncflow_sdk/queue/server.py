@@ -154,8 +154,8 @@ class QueueServer:
             _log.log(logging.WARNING if level == "warning" else logging.INFO, text)
 
     def close(self) -> None:
-        """Stop serving, and remove the run's segments, unless a journal needs them: until the stream
-        and all rows have ended. Views of other processes stay valid."""
+        """Stop serving, and remove the run's segments, unless a journal needs them: until the
+        stream and all rows have ended. Views of other processes stay valid."""
         journal = self._durability.path
         self._wire.stop(for_good=lambda: journal is None or self._is_over())
         self._payloads.close()

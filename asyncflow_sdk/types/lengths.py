@@ -35,7 +35,8 @@ def bin_middle(number: int) -> float:
 
 @dataclass
 class LengthHistogram:
-    """A histogram with exact mean and deviation. ``tokens``, ``squares``: sums of lengths and squares."""
+    """A histogram with exact mean and deviation. ``tokens``, ``squares``: sums of lengths and
+    squares."""
 
     rows: float = 0
     tokens: float = 0

@@ -112,8 +112,8 @@ class Client:
             )
 
     def watch(self, pid: int, key: str) -> None:
-        """End requests with ServerLost when the server's process ends, if it is visible here. Call at
-        most once."""
+        """End requests with ServerLost when the server's process ends, if it is visible here. Call
+        at most once."""
         self._server.watch(pid, key)
 
     def request(self, body: bytes, timeout_s: float, grace_s: float | None = None) -> bytes:

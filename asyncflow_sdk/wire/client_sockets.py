@@ -25,8 +25,8 @@ FINAL_MESSAGES_MS = 100
 
 
 class ServerWatch:
-    """The server of a client. ``closed``: True once it has closed for good. ``pid``: its process, if
-    it is visible here and ``watch`` was called; ``fd``: readable once it has ended, else -1;
+    """The server of a client. ``closed``: True once it has closed for good. ``pid``: its process,
+    if it is visible here and ``watch`` was called; ``fd``: readable once it has ended, else -1;
     ``ended``: True if it had ended before."""
 
     def __init__(self, address: str) -> None:

@@ -1,4 +1,5 @@
-"""Addresses of a run: the file ``address`` in its directory, one address a line, while it is served."""
+"""Addresses of a run: the file ``address`` in its directory, one address a line, while it is
+served."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ JOURNAL = "journal"
 
 
 def write_addresses(directory: Path, addresses: list[str]) -> None:
-    """Write the addresses of a run; an inproc address is left out. Raises OSError if the disk is full."""
+    """Write the addresses of a run; an inproc address is left out. Raises OSError if the disk is
+    full."""
     with contextlib.suppress(OSError):
         if (directory / FILE).read_text() == _text(addresses):  # left by a server of the same run that was killed
             return
@@ -45,8 +47,8 @@ def _text(addresses: list[str]) -> str:
 def find_address(directory: Path, timeout_s: float) -> str:
     """Return the address of a directory's run.
 
-    Waits up to ``timeout_s`` for the next server of an unfinished durable run. Raises ConfigError for
-    a directory without a served run, ServerLost if nobody listens any more.
+    Waits up to ``timeout_s`` for the next server of an unfinished durable run. Raises ConfigError
+    for a directory without a served run, ServerLost if nobody listens any more.
     """
     until = time.monotonic() + timeout_s
     while True:

@@ -40,9 +40,9 @@ Prompts = str | Path | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str
 
 
 def load_prompts(prompts: Prompts, column: str = "prompt") -> Batch:
-    """Return a batch with one row a prompt. Takes a list of texts, a list or ``Dataset`` of records,
-    columns by name, or the path of a .jsonl file of records. Raises ConfigError for no data and for
-    records without the prompt column."""
+    """Return a batch with one row a prompt. Takes a list of texts, a list or ``Dataset`` of
+    records, columns by name, or the path of a .jsonl file of records. Raises ConfigError for no
+    data and for records without the prompt column."""
     if isinstance(prompts, (str, Path)):
         prompts = _read_jsonl(Path(prompts))
     if not isinstance(prompts, Mapping):
@@ -102,8 +102,8 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 class Feeder:
-    """Puts prompts while the steps lack rows, in a new order each epoch, at most a chunk ahead of the
-    queue's room. The next prompt replaces a failed or filtered group.
+    """Puts prompts while the steps lack rows, in a new order each epoch, at most a chunk ahead of
+    the queue's room. The next prompt replaces a failed or filtered group.
 
     ``epochs``: end the stream after this many; None: continue while steps want rows. Runs in a
     thread; ``on_failure`` is called there with its error. ``key``: prefix of the keys of its puts.

@@ -1,7 +1,8 @@
 """Serialization of workflows and their parts as JSON, to resume a run and to start its workers.
 
 A ``Serializable`` object records its constructor's arguments and is made again from them. Arguments
-are plain values, dataclasses, msgspec Structs, Serializable objects, and objects with an import path.
+are plain values, dataclasses, msgspec Structs, Serializable objects, and objects with an import
+path.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Serializable:
 
 
 def to_json(thing: Any, where: str) -> Any:
-    """Convert a value to JSON types. Raises ConfigError with the path ``where`` of a value without a
-    JSON form."""
+    """Convert a value to JSON types. Raises ConfigError with the path ``where`` of a value without
+    a JSON form."""
     if isinstance(thing, float) and not math.isfinite(thing):  # JSON has none
         return {FLOAT: str(thing)}
     if thing is None or isinstance(thing, (bool, int, float, str)):

@@ -1,4 +1,5 @@
-"""The demo model: 0.6 M parameters and a character tokenizer, warmed up until rewards are not all zero.
+"""The demo model: 0.6 M parameters and a character tokenizer, warmed up until rewards are not all
+zero.
 
 steps, accuracy = warm_up(Path("runs/demo/model"), seed=0)     # a Hugging Face folder, in about 10 s
 """
@@ -34,7 +35,8 @@ _TOKENS = DIGITS + 2  # room for one digit too many before the end token
 
 
 def tokenizer() -> Any:
-    """43 entries, one token a character; unknown characters are an error, nothing is added around a text."""
+    """43 entries, one token a character; unknown characters are an error, nothing is added around a
+    text."""
     vocabulary = {token: i for i, token in enumerate(_VOCABULARY)}
     made = Tokenizer(models.WordLevel(vocabulary))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -76,8 +78,9 @@ def warm_up(
 ) -> tuple[int, float]:
     """Train supervised until the sampled accuracy is ``target``, then write a model folder.
 
-    Calls ``on_progress(step, accuracy, target)`` at every check. Returns the last step and accuracy, the
-    same for the same seed with one thread. Raises EngineError if the target is not reached.
+    Calls ``on_progress(step, accuracy, target)`` at every check. Returns the last step and
+    accuracy, the same for the same seed with one thread. Raises EngineError if the target is not
+    reached.
     """
     tokens = tokenizer()
     with _seeded(seed, threads):

@@ -8,7 +8,8 @@ DIGITS = 5
 
 
 def prompts(n: int, seed: int) -> dict[str, list[str]]:
-    """``n`` rows: columns ``prompt`` ("31425=") and ``answer`` ("52413"); the same for the same seed."""
+    """``n`` rows: columns ``prompt`` ("31425=") and ``answer`` ("52413"); the same for the same
+    seed."""
     rng = random.Random(seed)
     numbers = ["".join(rng.choices("0123456789", k=DIGITS)) for _ in range(n)]
     return {"prompt": [f"{number}=" for number in numbers], "answer": [number[::-1] for number in numbers]}

@@ -1,1 +1,2 @@
-"""Generation by the engine `transformers`: prefill, batches of sequences, sampling, and the thread of both."""
+"""Generation by the engine `transformers`: prefill, batches of sequences, sampling, and the thread
+of both."""

@@ -1,4 +1,5 @@
-"""Causes: group the failures of an engine by probable cause, the one with the most consequences first."""
+"""Causes: group the failures of an engine by probable cause, the one with the most consequences
+first."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class ProbableCause:
     """Failures with one cause, and their consequences.
 
     ``title``: the cause in a line. ``evidence``: the failure with the best evidence. ``same``:
-    further failures with this title or detail. ``consequences``: other failures of checks dependent on these.
+    further failures with this title or detail. ``consequences``: other failures of checks dependent
+    on these.
     """
 
     title: str
@@ -23,7 +25,8 @@ class ProbableCause:
 
 
 def title_of(result: CheckResult) -> str:
-    """Return the cause of a failure in a line: the diagnosis, or the check's name and the last line of its detail."""
+    """Return the cause of a failure in a line: the diagnosis, or the check's name and the last line
+    of its detail."""
     return (
         result.cause or f"{result.check.name}: {result.detail.splitlines()[-1] if result.detail else result.outcome}"
     )

@@ -33,18 +33,21 @@ class DoesNotApply(Exception):
 
 
 class NotAsked(Exception):
-    """Raised by a check that applies but cannot run because something it needs is missing; the text names it."""
+    """Raised by a check that applies but cannot run because something it needs is missing; the text
+    names it."""
 
 
 def expect(condition: object, message: str, cause: str = "") -> None:
-    """Raise CheckFailed unless ``condition`` is true. Unlike an assertion, it also works under ``python -O``."""
+    """Raise CheckFailed unless ``condition`` is true. Unlike an assertion, it also works under
+    ``python -O``."""
     if not condition:
         raise CheckFailed(message, cause)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question. ``impact``: the harm to a run if the check fails. ``hint``: where the fault usually is.
+    """One question. ``impact``: the harm to a run if the check fails. ``hint``: where the fault
+    usually is.
 
     ``tier``: "basic": every run needs it; "full": long runs need it; "chaos": rare orders of
     events, killed processes. ``body``: takes the lab of its kind, which holds the engine; a

@@ -35,7 +35,8 @@ class EventSink(abc.ABC):
         """Called for each event."""
 
     def step(self, step: int, read: ReadRows) -> None:
-        """Called for each acknowledged step. ``read`` returns its rows, once, in any thread, at any time."""
+        """Called for each acknowledged step. ``read`` returns its rows, once, in any thread, at any
+        time."""
 
     def settle(self, before: int) -> None:
         """Called before a checkpoint makes the steps below ``before`` final: a resumed run does not
@@ -46,7 +47,8 @@ class EventSink(abc.ABC):
 
 
 def call_all(functions: Iterable[Callable[..., None] | None]) -> Callable[..., None] | None:
-    """Return a function that calls each of these, except None, with its arguments; None without any."""
+    """Return a function that calls each of these, except None, with its arguments; None without
+    any."""
     given = [function for function in functions if function is not None]
 
     def call(*arguments: Any) -> None:

@@ -50,8 +50,8 @@ class _RecordedStep(msgspec.Struct):
 
 class Recorder(EventThread):
     """Writes events and steps in its own thread, so that neither the queue nor a trainer waits for
-    the disk. Only ``StepTrained`` is written before the step's acknowledgement, so that a killed and
-    resumed run has every step.
+    the disk. Only ``StepTrained`` is written before the step's acknowledgement, so that a killed
+    and resumed run has every step.
 
     ``again``: continue the files of an earlier process. After an error of the disk a file is not
     written any more; ``errors`` names it once.
@@ -99,7 +99,8 @@ class Recorder(EventThread):
         self.put(event)
 
     def step(self, step: int, read: ReadRows) -> None:
-        """Have the rows of a step written by the recorder's thread; by this one if ``MOST_WAITING`` wait."""
+        """Have the rows of a step written by the recorder's thread; by this one if ``MOST_WAITING``
+        wait."""
         self._steps.append((step, read))
         while len(self._steps) > MOST_WAITING:
             with self._writing:
@@ -160,7 +161,8 @@ class Recorder(EventThread):
                 self.errors.append(f"events.jsonl is not whole: {error}")
 
     def _recall(self) -> None:
-        """Read the history of an earlier process. Its last line may be torn, and a step may lack a file."""
+        """Read the history of an earlier process. Its last line may be torn, and a step may lack a
+        file."""
         line = b"\n"
         newest: deque[bytes] = deque(maxlen=2)  # a torn last line may have no time
         with (self._directory / "events.jsonl").open("rb") as lines:

@@ -53,7 +53,8 @@ class _Ages:
 
 @dataclass
 class _Lag:
-    """Publish lag of one replica over its time in the run. ``loaded``: its version; None while it is absent."""
+    """Publish lag of one replica over its time in the run. ``loaded``: its version; None while it
+    is absent."""
 
     loaded: int | None = None
     since: float = 0.0
@@ -80,8 +81,8 @@ class _Lag:
 
 @dataclass
 class LengthStatistics:
-    """Response lengths by (state, reason) of their rows' end: of whole responses, and of unfinished ones
-    so far."""
+    """Response lengths by (state, reason) of their rows' end: of whole responses, and of unfinished
+    ones so far."""
 
     whole: dict[tuple[str, str], LengthHistogram] = field(default_factory=dict)
     unfinished: dict[tuple[str, str], LengthHistogram] = field(default_factory=dict)
@@ -102,8 +103,8 @@ class LengthStatistics:
 
     @property
     def generated(self) -> LengthHistogram:
-        """Lengths of all rows except cancelled ones; an estimate if some ended unfinished. Without dropped
-        rows these would be trained."""
+        """Lengths of all rows except cancelled ones; an estimate if some ended unfinished. Without
+        dropped rows these would be trained."""
         whole, unfinished = (
             self._of(ends, lambda state: state != "cancelled") for ends in (self.whole, self.unfinished)
         )
@@ -208,7 +209,8 @@ class RunStatistics:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Staleness in versions by tokens trained, publish lag by replica over time, lengths in tokens."""
+        """Staleness in versions by tokens trained, publish lag by replica over time, lengths in
+        tokens."""
         self._until(self._last_s)
         total = {"total": _Ages(), "in_flight": _Ages(), "in_queue": _Ages()}
         for step in self._steps.values():
@@ -228,7 +230,8 @@ class RunStatistics:
         self._last_s = max(self._last_s, time_s)
 
     def _begin(self, event: ev.Begun) -> None:
-        """A new driver process: earlier replicas are gone, and the time between the processes does not count."""
+        """A new driver process: earlier replicas are gone, and the time between the processes does
+        not count."""
         self._until(self._last_s)
         for lag in self._lags.values():
             lag.loaded = None

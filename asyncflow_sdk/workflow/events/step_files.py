@@ -1,4 +1,5 @@
-"""Step files: the rows of a trained step in one safetensors file, each column with its dtype and offsets.
+"""Step files: the rows of a trained step in one safetensors file, each column with its dtype and
+offsets.
 
 write_batch(path, batch, publish_lag=lags)                # atomic: complete or absent
 for step, batch in read_steps("runs/first"): ...
@@ -81,7 +82,8 @@ def ages_of(directory: str | Path) -> Iterator[tuple[int, TokenAges]]:
 
 
 def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Write a file atomically. A dtype without a safetensors name is stored as bytes, with one more dimension."""
+    """Write a file atomically. A dtype without a safetensors name is stored as bytes, with one more
+    dimension."""
     plain = {name: _plain(array) for name, array in arrays.items()}
     layout = plan({name: (array.dtype.name, array.shape) for name, array in plain.items()}, metadata={})
     whole = path.with_name(f"{path.name}.part")
@@ -93,7 +95,8 @@ def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Non
 
 
 class _Arrays(Mapping[str, np.ndarray[Any, Any]]):
-    """The arrays of a file by name, each read on access. Raises ValueError for a torn file or a foreign format."""
+    """The arrays of a file by name, each read on access. Raises ValueError for a torn file or a
+    foreign format."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -84,7 +84,8 @@ def _is_pair(given: Any) -> bool:
 
 
 class Trackers(EventSink):
-    """All trackers of a run. ``start`` and ``close`` are called once; ``event`` at any time, in any thread."""
+    """All trackers of a run. ``start`` and ``close`` are called once; ``event`` at any time, in any
+    thread."""
 
     def __init__(self, trackers: Sequence[tuple[str, Tracker]]) -> None:
         self._threads = [_TrackerThread(name, tracker) for name, tracker in trackers]

@@ -1,8 +1,9 @@
-"""Plan: a whole workflow with its settings, its dataflow, and the choices made for it with their reasons.
+"""Plan: a whole workflow with its settings, its dataflow, and the choices made for it with their
+reasons.
 
 ``checks.check_plan`` finds its problems; ``plan_text`` prints it. Choices use the declarations of
-engines, transports and launchers (``can`` of an AdapterSpec). An engine without a declaration is asked
-in its worker, before its first prompt.
+engines, transports and launchers (``can`` of an AdapterSpec). An engine without a declaration is
+asked in its worker, before its first prompt.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Plan:
     """The settings of ``Workflow`` with all defaults filled in.
 
     ``reward``: True if the first stage is the workflow's ``reward``. ``problems``: found so far.
-    ``transport``: of the weights. ``swaps``: the swap policy of each rollout; "auto": its worker asks
-    the engine. ``choices``: all choices, with reasons.
+    ``transport``: of the weights. ``swaps``: the swap policy of each rollout; "auto": its worker
+    asks the engine. ``choices``: all choices, with reasons.
     """
 
     data: Batch

@@ -1,4 +1,5 @@
-"""Positions of the keys of a TOML text. The parsers keep none; this one reads a text after they accepted it.
+"""Positions of the keys of a TOML text. The parsers keep none; this one reads a text after they
+accepted it.
 
 positions('a = 1\\n[b]\\nc.d = [{e = 2}]\\n')      # {("a",): (1, 1), ("b",): (2, 2), ("b", "c"): (3, 1), ("b", "c", "d"): ...}
 """
@@ -60,8 +61,8 @@ class _Walk:
         return table
 
     def _keys(self, path: Key, array: bool = False) -> Key:
-        """Read a dotted key and record its parts. In an array of tables it is the last table's. ``array``: begin
-        another table."""
+        """Read a dotted key and record its parts. In an array of tables it is the last table's.
+        ``array``: begin another table."""
         while True:
             self._space()
             start, raw = self._at, self._take(_KEY)

@@ -39,7 +39,8 @@ Observed = str | Sequence[int] | npt.NDArray[np.int32]
 
 
 class AgentFailed(AsyncFlowError):
-    """Internal: raised when a user's agent raised an error, took too long, or returned an invalid value."""
+    """Internal: raised when a user's agent raised an error, took too long, or returned an invalid
+    value."""
 
 
 class Turn(NamedTuple):

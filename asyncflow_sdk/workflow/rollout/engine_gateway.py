@@ -27,8 +27,9 @@ RESPONSE_S = 3600.0
 
 
 class Generated(NamedTuple):
-    """One response or several. ``version``: of tokens without spans. ``mask``: bool (length,), False
-    for observed tokens; None if all were generated. ``columns``: further ones, of an agent."""
+    """One response or several. ``version``: of tokens without spans. ``mask``: bool (length,),
+    False for observed tokens; None if all were generated. ``columns``: further ones, of an
+    agent."""
 
     completion: Completion | Completions
     version: int

@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 class LogFolder:
-    """``folder``: of the files; None: a temporary one, readable by this user only, made for the first
-    worker. Thread-safe."""
+    """``folder``: of the files; None: a temporary one, readable by this user only, made for the
+    first worker. Thread-safe."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder

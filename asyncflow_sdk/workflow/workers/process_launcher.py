@@ -1,7 +1,7 @@
 """ProcessLauncher: workers in processes of this host, each with its own interpreter.
 
-A worker's standard input is a socket: its first line is the WorkerSpec, its end stops the worker, and
-the worker's last report returns on it (``worker_process`` is the other end).
+A worker's standard input is a socket: its first line is the WorkerSpec, its end stops the worker,
+and the worker's last report returns on it (``worker_process`` is the other end).
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             signal.signal(number, handler)
 
     def closing(self, *hurry: Callable[[], None]) -> None:
-        """Call each of ``hurry`` in a thread of its own for every further signal, and now if one has
-        arrived since the work was stopped. They must not raise."""
+        """Call each of ``hurry`` in a thread of its own for every further signal, and now if one
+        has arrived since the work was stopped. They must not raise."""
         self._hurry = hurry
         if self.hurried:
             self._call()

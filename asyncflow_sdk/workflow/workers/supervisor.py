@@ -1,4 +1,5 @@
-"""Supervision of a worker, the same for every launcher: restarts with back-off and a limit, and a named failure."""
+"""Supervision of a worker, the same for every launcher: restarts with back-off and a limit, and a
+named failure."""
 
 from __future__ import annotations
 
@@ -98,8 +99,8 @@ class Worker:
             self._handle.stop()
 
     def leave(self, grace_s: float) -> None:
-        """Stop the worker after ``grace_s``, and restart it no more. The caller dismissed it from the
-        queue. Does not wait."""
+        """Stop the worker after ``grace_s``, and restart it no more. The caller dismissed it from
+        the queue. Does not wait."""
         self.finish()
         threading.Thread(target=self._stop_after, args=(grace_s,), name=f"leave-{self.name}", daemon=True).start()
 
@@ -109,7 +110,8 @@ class Worker:
         self._last.set()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the worker's end, and kill it after ``timeout_s``. Returns True if it ended by itself."""
+        """Wait for the worker's end, and kill it after ``timeout_s``. Returns True if it ended by
+        itself."""
         if self.ended.wait(timeout_s):
             return True
         self.kill()

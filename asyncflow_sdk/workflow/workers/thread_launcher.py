@@ -1,4 +1,5 @@
-"""ThreadLauncher: workers in threads of the driver, for tests, notebooks, and functions without an import path.
+"""ThreadLauncher: workers in threads of the driver, for tests, notebooks, and functions without an
+import path.
 
 They share the driver's interpreter and its GIL. A thread cannot be killed: it is abandoned.
 """

@@ -1,7 +1,7 @@
 """A worker's own process: ``python -m asyncflow_sdk.workflow``, started by the launcher "process".
 
-Standard input is a socket to the driver. Its first line is the WorkerSpec. The process ends when the
-socket ends, so a worker never outlives its driver, and writes its last report to the socket.
+Standard input is a socket to the driver. Its first line is the WorkerSpec. The process ends when
+the socket ends, so a worker never outlives its driver, and writes its last report to the socket.
 
 Exit status: 0: the stream ended; 3: an error that would recur, no restart; 1: any other error.
 """
@@ -51,8 +51,8 @@ def _first_line() -> bytes:
 
 
 def _end_with_driver(worker: WorkerRuntime) -> None:
-    """End this process when the driver asks for it or is gone. If it is gone, remove the run's memory
-    and this worker's children; a living driver does so itself."""
+    """End this process when the driver asks for it or is gone. If it is gone, remove the run's
+    memory and this worker's children; a living driver does so itself."""
     while os.read(0, 4096):
         pass
     if _is_gone(0):
@@ -64,7 +64,8 @@ def _end_with_driver(worker: WorkerRuntime) -> None:
 
 
 def _is_gone(line: int) -> bool:
-    """True if no process holds the other end of a socket: a driver that only asks for the end still does."""
+    """True if no process holds the other end of a socket: a driver that only asks for the end still
+    does."""
     poll = select.poll()
     poll.register(line, 0)
     return any(what & select.POLLHUP for _, what in poll.poll(0))

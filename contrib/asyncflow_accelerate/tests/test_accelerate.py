@@ -1,4 +1,5 @@
-"""Accelerate passes the conformance kit, and trains in a run with an engine that knows nothing of it."""
+"""Accelerate passes the conformance kit, and trains in a run with an engine that knows nothing of
+it."""
 
 from __future__ import annotations
 

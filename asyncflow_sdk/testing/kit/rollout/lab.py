@@ -236,7 +236,8 @@ class RolloutLab:
             )
 
     async def blame_cache(self, failed: CheckFailed) -> CheckFailed:
-        """Blame a cache if prompts never used before are answered correctly; else return the failure as it is."""
+        """Blame a cache if prompts never used before are answered correctly; else return the
+        failure as it is."""
         try:
             await self.check_greedy(self.policy.prompts(2, seed=1009))
         except Exception:
