@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from transformers import DynamicCache
@@ -121,9 +122,9 @@ def _stacked(upper: Any, lower: Any, width: int) -> Any:
 
 def as_argument(model: Any, cache: Any) -> dict[str, Any]:
     """Return the cache as keyword argument of ``model``: transformers 5.24 renamed it."""
-    return {_argument_name(type(model)): cache}
+    return {_argument_name(type(model).forward): cache}
 
 
 @functools.lru_cache
-def _argument_name(model_class: type[Any]) -> str:
-    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"
+def _argument_name(forward: Callable[..., Any]) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
