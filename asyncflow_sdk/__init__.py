@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .interfaces import Consumer as Consumer
     from .interfaces import Launcher as Launcher
     from .interfaces import LeasedBatch as LeasedBatch
+    from .interfaces import LeasedStep as LeasedStep
     from .interfaces import PackedTokens as PackedTokens
     from .interfaces import Placement as Placement
     from .interfaces import Producer as Producer
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
     from .interfaces import RolloutEngine as RolloutEngine
     from .interfaces import Sampler as Sampler
     from .interfaces import StalenessPolicy as StalenessPolicy
+    from .interfaces import StepConsumer as StepConsumer
+    from .interfaces import StepPart as StepPart
     from .interfaces import StepResult as StepResult
     from .interfaces import StepWindow as StepWindow
     from .interfaces import TrackedRun as TrackedRun
@@ -127,8 +130,8 @@ _NAMES = {
     ),
     "interfaces": (
         "TRAIN_COLUMNS Algorithm Candidates Capabilities Completion Completions Consumer Launcher LeasedBatch"
-        " PackedTokens Placement Producer Publication Request RolloutEngine Sampler StalenessPolicy StepResult"
-        " StepWindow TrackedRun Tracker TrainEngine TransferQueue WeightPublisher WeightSubscriber WeightSync"
+        " LeasedStep PackedTokens Placement Producer Publication Request RolloutEngine Sampler StalenessPolicy"
+        " StepConsumer StepPart StepResult StepWindow TrackedRun Tracker TrainEngine TransferQueue WeightPublisher WeightSubscriber WeightSync"
         " WeightUpdate WorkerExit WorkerHandle WorkerSpec"
     ),
     "plugins": "AdapterSpec hookimpl",

@@ -13,6 +13,7 @@ from .launcher import (
     check_on_failure,
 )
 from .leased_batch import LeasedBatch
+from .leased_step import LeasedStep, StepConsumer, StepPart
 from .queue import PutRows, TransferQueue
 from .rollout import Capabilities, Completion, Completions, Request, RolloutEngine
 from .sampler import Candidates, Sampler
@@ -56,6 +57,7 @@ __all__ = [
     "Host",
     "Launcher",
     "LeasedBatch",
+    "LeasedStep",
     "LoadableUpdate",
     "OnFailure",
     "PackedTokens",
@@ -69,6 +71,8 @@ __all__ = [
     "Room",
     "Sampler",
     "StalenessPolicy",
+    "StepConsumer",
+    "StepPart",
     "StepResult",
     "StepWindow",
     "TensorType",

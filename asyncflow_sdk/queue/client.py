@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AsyncFlowError, ConfigError, LeaseLost, SchemaError, VersionNeeded
-from ..interfaces import LeasedBatch, PutRows, TransferQueue
+from ..interfaces import LeasedBatch, PutRows, StepConsumer, TransferQueue
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
 from ..types.columns import empty
@@ -308,6 +308,20 @@ class QueueClient(QueueVerbs[BlockingBatch], TransferQueue):
             lambda last: self._lease(request, last, acknowledge=False),
             lease_on_a_loop if ahead else None,
         )
+
+    def steps(
+        self,
+        task: str,
+        *,
+        part_rows: int = 1,
+        columns: Sequence[str] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        group: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> StepConsumer:
+        """See ``TransferQueue.steps``."""
+        raise NotImplementedError
 
     def send(self, command: cmd.AnyCommand) -> Any:
         """Send a ledger command for another client of this server. Raises the ledger's error."""
