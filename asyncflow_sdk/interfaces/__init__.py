@@ -1,6 +1,6 @@
 """Interfaces for plugins: abstract classes with their contracts, and the values they exchange."""
 
-from .algorithm import Advantages, Algorithm, PackedTokens
+from .algorithm import NORMALISERS, Advantages, Algorithm, PackedTokens
 from .launcher import (
     FATAL_STATUS,
     Launcher,
@@ -44,6 +44,7 @@ from .workers import Consumer, Producer
 
 __all__ = [
     "FATAL_STATUS",
+    "NORMALISERS",
     "TRAIN_COLUMNS",
     "Advantages",
     "Algorithm",
