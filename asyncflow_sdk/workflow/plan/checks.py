@@ -163,8 +163,7 @@ def _check_stream(train: Train) -> None:
     updates = train.options.get("updates", 1)
     if isinstance(updates, int) and updates > 1:
         reason = reason or f"updates={updates} goes over the rows of a whole step more than once"
-    adapter = registry().find("train", train.engine)
-    if adapter is not None and train.place.python is None and getattr(adapter.load(), "streams", None) is False:
+    if train.place.python is None and getattr(registry().get("train", train.engine).load(), "streams", None) is False:
         reason = reason or f"engine {train.engine!r} has no accumulate (TrainEngine.streams)"
     if reason:
         raise ConfigError(whole_step_text(train.engine, reason))

@@ -1,8 +1,8 @@
 """Steps of a trainer, leased whole or in parts: either way one call trains a step, also again.
 
-    for step in trainer_steps(queue, engine, log, task="train", part_rows=32):
-        work = step.train(version)                # a step in parts: raises StepLost, and the engine has aborted it
-        step.ack(work)
+for step in trainer_steps(queue, engine, log, task="train", part_rows=32):
+    work = step.train(version)                # a step in parts: raises StepLost, and the engine has aborted it
+    step.ack(work)
 """
 
 from __future__ import annotations
@@ -110,10 +110,12 @@ def trainer_steps(
 ) -> Iterator[TrainerStep]:
     """Lease one step after another until the stream ends: whole, or with ``part_rows`` in parts of at
     least so many rows. Raises the errors of ``TransferQueue.get``, except Ended."""
-    rank = {"timeout_s": NEXT_S, "group": task, "rank": ranks.rank, "world_size": ranks.world_size}
+    rank, size = ranks.rank, ranks.world_size
     if part_rows:
-        for step in queue.steps(task, part_rows=part_rows, **rank):
+        parts = queue.steps(task, part_rows=part_rows, timeout_s=NEXT_S, group=task, rank=rank, world_size=size)
+        for step in parts:
             yield StepInParts(step, engine, log)
     else:
-        for batch in queue.stream(task, ahead=True, **rank):
+        batches = queue.stream(task, timeout_s=NEXT_S, group=task, rank=rank, world_size=size, ahead=True)
+        for batch in batches:
             yield WholeStep(batch, engine, log)
