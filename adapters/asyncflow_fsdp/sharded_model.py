@@ -47,6 +47,12 @@ class ShardedModel:
         self._max_grad_norm, self._parameters = options.max_grad_norm, list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self._parameters, lr=lr, **options.adamw)
 
+    def divide_gradients(self, number: float) -> None:
+        """Divide this rank's shards of the gradients."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(number)
+
     def norm(self) -> Any:
         """Return the norm of the gradients of all ranks: a scalar tensor, the same on all. A collective."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
