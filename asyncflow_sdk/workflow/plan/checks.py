@@ -162,7 +162,7 @@ def _check_stream(train: Train) -> None:
     reason = train.algorithm.whole_step if train.algorithm is not None else ""
     updates = train.options.get("updates", 1)
     if isinstance(updates, int) and updates > 1:
-        reason = reason or f"updates={updates} goes over the rows of a whole step more than once"
+        reason = reason or f"updates={updates}: each optimizer step takes random rows of the whole batch"
     if train.place.python is None and getattr(registry().get("train", train.engine).load(), "streams", None) is False:
         reason = reason or f"engine {train.engine!r} has no accumulate (TrainEngine.streams)"
     if reason:
