@@ -208,7 +208,7 @@ class _Trainer:
         rows, work = self._sim.ledger.state.rows, self._sim.plan.train
         self._ages.append(lease.version - rows.version[rows.at(cmd.unpack_ids(lease.ids))])
         took = work.seconds(*self._sim.tokens(lease.ids))
-        if lease.part < 0 or lease.last:
+        if not isinstance(lease, cmd.LeasedPart) or lease.last:
             self._sim.after(took + self._sim.plan.copy_s, lambda: self._trained(lease))
         else:
             self._sim.after(took - work.call_s, lambda: self.ask(lease.token))
