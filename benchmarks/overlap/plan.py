@@ -20,7 +20,7 @@ from asyncflow_sdk.types.config import SwapPolicy
 GROUP = 4
 PROMPT_TOKENS = 256
 MICRO_BATCHES = 8
-"""Calls that a stage needs for the rows of a step, where it is not held until all are there; also parts of a streamed step."""
+"""Calls that a stage needs for the rows of a step, where it is not held until all are there."""
 
 Mode = Literal["synchronous", "streaming", "asynchronous", "streaming and asynchronous", "staggered", "in flight"]
 SWAPS: dict[str, SwapPolicy] = {
@@ -170,8 +170,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def part_rows(self) -> int:
-        """Least rows of a part of a step; 0: steps are trained whole."""
-        return self.rows // MICRO_BATCHES if self.mode.startswith("streaming") else 0
+        """Least rows of a part of a step: a group; 0: steps are trained whole."""
+        return GROUP if self.mode.startswith("streaming") else 0
 
     @property
     def train_needs(self) -> tuple[str, ...]:
