@@ -242,7 +242,7 @@ class TwoParts(EchoTrain):
 
 def put_group(run: af.Run) -> None:
     """Rows of version 0, which no rollback removes."""
-    run.queue.put({"version_spans": one_version(0, np.full(GROUP, 3))}, group_size=GROUP)
+    run.queue.put({"version_spans": one_version(0, np.full(1, 3))}, group_size=GROUP)
 
 
 def test_a_rollback_that_removes_no_row_has_the_same_parts_trained_again_from_the_restored_weights() -> None:

@@ -99,10 +99,9 @@ class StepInParts(TrainerStep):
 
     def _parts(self) -> Iterator[StepPart]:
         yield from self._delivered
-        if not self._step.complete:
-            for part in self._step.parts():
-                self._delivered.append(part)
-                yield part
+        for part in self._step.parts():
+            self._delivered.append(part)
+            yield part
 
 
 def trainer_steps(
