@@ -90,6 +90,7 @@ class RankGroups:
         others = {rank: request for rank, request in asking.items() if rank != command.rank}
         members = [session.id if r == command.rank else others[r].session for r in range(command.world_size)]
         shards = ShardedLease(command.group, members, part.bounds, finished=np.zeros(len(part.ids), bool))
+        leased: cmd.Leased
         if command.parts:
             leased = self._part_delivery.deliver(session, task, grant, step, part, shards)
         else:

@@ -49,6 +49,7 @@ class Lease:
     unsure: bool = False  # something happened that may have ended it
     parts: dict[int, list[list[int]]] = field(default_factory=dict)  # rank → rows of each part; none of a whole lease
     shards: int = 1
+    group: str = ""
     last: bool = False  # it has all parts of its step
 
     def rows(self, every: int = 1) -> list[int]:
@@ -331,7 +332,7 @@ class CheckedLedger:
             assert reply.token > max(self.leases, default=0), "fencing tokens rise"
             assert not getattr(command, "token", 0), "a part of another lease"
             lease = Lease(task.name, reply.version, self.now + task.lease_s, reply.world_size, reply.step)
-            lease.shards = reply.shards
+            lease.shards, lease.group = reply.shards, command.group
             self.leases[reply.token] = self.open[reply.token] = lease
         assert reply.rank == command.rank
         assert isinstance(reply, cmd.LeasedPart) == command.parts
