@@ -192,20 +192,20 @@ def test_a_killed_rank_takes_the_step_from_all_and_each_gets_its_shares_again(ru
         return [child.hear() for child in children]
 
     begins = [STEP.format(rows=4, more=more) for more in ranks]
-    with ClientProcess(run.address) as first:
+    with ClientProcess(run.address, "first") as first:
         # given two ranks, of which one is killed after the first part
         put(queue, 9, 1)
-        with ClientProcess(run.address) as second:
+        with ClientProcess(run.address, "second") as second:
             (token, _), (same, _) = both(begins, first, second)
             before = both([PART] * 2, first, second)
             put(queue, 1)
             second.kill()
         until(lambda: queue.status().lease_count == 0, "its death")
         reason = first("step.renew()")
-        assert reason.startswith(f"LeaseLost: lease {token} is not held by child: process"), reason
+        assert reason.startswith(f"LeaseLost: lease {token} is not held by first: rank 1 of group 'dp' (second): "), reason
 
         # when it is started again
-        with ClientProcess(run.address) as second:
+        with ClientProcess(run.address, "second") as second:
             tokens = [token for token, _ in both(begins, first, second)]
             again = both([PART] * 2, first, second)
             put(queue, 9)
