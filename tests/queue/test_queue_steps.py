@@ -202,7 +202,9 @@ def test_a_killed_rank_takes_the_step_from_all_and_each_gets_its_shares_again(ru
             second.kill()
         until(lambda: queue.status().lease_count == 0, "its death")
         reason = first("step.renew()")
-        assert reason.startswith(f"LeaseLost: lease {token} is not held by first: rank 1 of group 'dp' (second): "), reason
+        assert reason.startswith(f"LeaseLost: lease {token} is not held by first: rank 1 of group 'dp' (second): "), (
+            reason
+        )
 
         # when it is started again
         with ClientProcess(run.address, "second") as second:
