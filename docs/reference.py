@@ -31,7 +31,14 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
     "A run": ("", [workflow.serve, workflow.connect, workflow.Run]),
     "The queue": (
         "`run.queue`; `run.queue.aio` has the same verbs as coroutines. What follows the queue is what its verbs return",
-        [interfaces.TransferQueue, interfaces.PutRows, interfaces.LeasedBatch, Audit],
+        [
+            interfaces.TransferQueue,
+            interfaces.PutRows,
+            interfaces.LeasedBatch,
+            interfaces.LeasedStep,
+            interfaces.StepPart,
+            Audit,
+        ],
     ),
     "Versions of the weights": (
         "what `run.weight_publisher`, `run.weight_updates`, `run.rollback` and `run.restoration` return",
@@ -68,6 +75,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
             interfaces.Producer,
             workflow.EngineProducer,
             interfaces.Consumer,
+            interfaces.StepConsumer,
             queue.StreamDataLoader,
             service.Trainer,
         ],

@@ -90,6 +90,7 @@ class RankGroups:
         others = {rank: request for rank, request in asking.items() if rank != command.rank}
         members = [session.id if r == command.rank else others[r].session for r in range(command.world_size)]
         shards = ShardedLease(command.group, members, part.bounds, finished=np.zeros(len(part.ids), bool))
+        leased: cmd.Leased
         if command.parts:
             leased = self._part_delivery.deliver(session, task, grant, step, part, shards)
         else:
@@ -158,12 +159,13 @@ class RankGroups:
     def session_closed(self, session: Session, reason: str, *, blame: bool) -> None:
         """Return the leases of a session, except those whose shards its ranks have completed."""
         for grant in list(session.leases.values()):
-            shards = grant.shards
+            shards, why = grant.shards, reason
             if shards is not None:
                 mine = {rank for rank, number in enumerate(shards.members) if number == session.id}
                 if mine <= shards.done:
                     continue
-            self._completion.void(grant, reason, blame=blame)
+                why = f"rank {min(mine - shards.done)} of group {shards.group!r} ({session.name}): {reason}"
+            self._completion.void(grant, why, blame=blame)
 
     def _of_rank(self, task: Task, command: cmd.LeaseRows) -> tuple[list[ParkedRequest], list[tuple[int, Grant]]]:
         """Return requests and leases under a rank, each lease with its session."""

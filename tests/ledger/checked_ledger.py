@@ -49,6 +49,7 @@ class Lease:
     unsure: bool = False  # something happened that may have ended it
     parts: dict[int, list[list[int]]] = field(default_factory=dict)  # rank → rows of each part; none of a whole lease
     shards: int = 1
+    group: str = ""
     last: bool = False  # it has all parts of its step
 
     def rows(self, every: int = 1) -> list[int]:
@@ -331,7 +332,7 @@ class CheckedLedger:
             assert reply.token > max(self.leases, default=0), "fencing tokens rise"
             assert not getattr(command, "token", 0), "a part of another lease"
             lease = Lease(task.name, reply.version, self.now + task.lease_s, reply.world_size, reply.step)
-            lease.shards = reply.shards
+            lease.shards, lease.group = reply.shards, command.group
             self.leases[reply.token] = self.open[reply.token] = lease
         assert reply.rank == command.rank
         assert isinstance(reply, cmd.LeasedPart) == command.parts
@@ -386,7 +387,9 @@ class CheckedLedger:
         part = [lease.parts[rank][-1] for rank in range(0, reply.world_size, reply.world_size // reply.shards)]
         rows, known = [i for shard in part for i in shard], self._known_parts(step)
         assert rows, "a part has rows"
-        assert all(self._groups(shard) == set(shard) for shard in part), "groups are whole, and of one shard"
+        for shard in part:  # rows that a whole lease acknowledged are not in it
+            whole = {i for i in self._groups(shard) if task.name not in self.rows[i].done}
+            assert whole == set(shard), "groups are whole, and of one shard"
         if reply.part < len(known):
             before = known[reply.part]
             assert sorted(i for shard in before for i in shard) == sorted(rows), "a part comes again with its rows"
