@@ -1,20 +1,20 @@
-"""Steps in parts, whose order is certain: a reward that gives a group only when the trainer has every part before it, so that each part
-is one group; and trainers that note the parts that they were given, and wait at some of them.
+"""Steps in parts, whose order is certain: a reward that gives a group only when the trainer holds all that were given before, so that
+each part is one group; and trainers that note the parts that they were given, and wait at some of them.
 
-All use the folder that the variable GATES names.
+The variable RUN names the directory of the run, and GATES the folder of the notes.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import functions
 from echo_runs import echo_workflow
 from gates import Gated, wait_at
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing.echo_ranks import EchoRanks
@@ -22,17 +22,18 @@ from asyncflow_sdk.types import Batch
 
 STEPS, ROWS, GROUP = 3, 16, 4
 NOTES = "parts.jsonl"
-_given: dict[str, int] = {}
 
 
 def paced(response_ids: Any, groups: Any) -> Any:
-    """The lengths of a group's responses, once the trainer has a part for each group before."""
-    folder = os.environ["GATES"]
-    _given.setdefault(folder, 0)
-    while len([note for note in parts_of(Path(folder)) if not note["rank"]]) < _given[folder]:
-        time.sleep(0.01)
-    _given[folder] += 1
+    """The lengths of a group's responses, once no other group waits for the trainer."""
+    with af.connect(os.environ["RUN"], name="pacer") as run:
+        until(lambda: not {"ready", "selected"} & _states(run), "that the trainer holds the groups before")
     return functions.length(response_ids)
+
+
+def _states(run: af.Run) -> set[str]:
+    """The states of rows in the trainer's task."""
+    return {state for state, rows in run.queue.status().rows["train"].items() if rows}
 
 
 def parts_of(folder: Path) -> list[dict[str, Any]]:
