@@ -40,7 +40,8 @@ class Diagnostics:
         """Return how long a request has waited, and why; for a part of a step, with its unfinished
         groups. The cost may depend on the number of live rows."""
         text = f"after {self._state.context.now - request.since:.1f} s: {self.why(request)}"
-        if isinstance(request.command, cmd.LeaseRows) and request.command.parts:
+        command = request.command
+        if isinstance(command, cmd.LeaseRows) and command.parts and self._full_step(command) is None:
             text += self._unfinished_groups()
         return text
 
@@ -126,12 +127,21 @@ class Diagnostics:
     def _what_there_is_of_a_step(self, command: cmd.LeaseRows) -> str:
         """Describe the rows selected for the next part of a step."""
         window, grant = self._state.steps.window, self._state.leases.by_token.get(command.token)
+        if (full := self._full_step(command)) is not None:
+            return f"rows of step {full}, which is full"
         selected = window.batch_rows - window.free - (0 if grant is None else grant.left)
         other = next((each for each in self._state.steps.task.leases.values() if each.step == window.step), None)
         if grant is None and other is not None:
             who = self._state.sessions.name(other.session)
             return f"nothing to give: {who} has step {window.step}, the one being filled, in parts"
         return f"{selected} of {max(command.at_least, 1)} rows for the next part of step {window.step}"
+
+    def _full_step(self, command: cmd.LeaseRows) -> int | None:
+        """Return the step of a request for a part if it is full."""
+        steps, grant = self._state.steps, self._state.leases.by_token.get(command.token)
+        if grant is not None:
+            return grant.step if grant.step != steps.window.step else None
+        return steps.closed[0][0] if steps.closed else None
 
     def _unfinished_groups(self) -> str:
         """List groups that may fill the open step and are not finished, earliest deadline first, and

@@ -47,7 +47,7 @@ class Terminations:
         """End rows. ``through``: their partition, if all tasks that take it have completed them."""
         rows, context = self._state.rows, self._state.context
         at = rows.at(ids)
-        reason = self.shortened(TERMINAL[state - 1], reason)
+        given, reason = reason, self.shortened(TERMINAL[state - 1], reason)
         event = self._state.metrics.ended_event(ids, state, reason)
         broken: list[tuple[Grant, Ids]] = []
         for name, task in self._state.tasks.by_name.items():
@@ -78,7 +78,7 @@ class Terminations:
         context.publish(event)
         context.wake("put", "wanted")
         for grant, gone in broken:  # what was computed from a step in parts includes them
-            self._step_leases.give_back(grant, f"{_named(gone)} of its step ended ({event.state}): {reason}")
+            self._step_leases.give_back(grant, f"{_named(gone)} of its step ended ({event.state}): {given}")
 
     def shortened(self, state: str, reason: str) -> str:
         """Return the first line of a reason, or "other reasons" once there are too many."""

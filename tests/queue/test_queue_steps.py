@@ -87,16 +87,21 @@ def test_a_step_comes_in_parts_while_the_rest_of_it_is_made(kind: str) -> None:
         assert (audit.consumed, audit.filtered, audit.live, step.held) == (7, 1, 0, False)
 
 
-def test_the_steps_of_a_stream_come_one_after_another_until_it_ends(run: Served) -> None:
-    queue = declared(run.queue())
-    put(queue, *[2] * 12)
-    queue.end()
-    seen = []
-    for step in queue.steps("train", part_rows=3, timeout_s=60):
-        seen += [(part.index, part.part, part.rows) for part in step.parts()]
-        step.ack()
-    assert seen == [(0, 0, 8), (1, 0, 8), (2, 0, 8)]
-    assert queue.audit().consumed == 24
+def test_the_steps_of_a_stream_come_one_after_another_and_each_is_told_once() -> None:
+    told: list[tuple[int, list[int]]] = []
+    with running(on_step=lambda step, read: told.append((step, read().ids.tolist()))) as run:
+        queue, seen = declared(run.queue()), []
+        put(queue, *[2] * 6)
+        for step in queue.steps("train", part_rows=3, timeout_s=60):
+            for part in step.parts():
+                seen.append((part.index, part.part, part.ids.tolist()))
+                if not part.last:  # the rest of the last step
+                    put(queue, 2, 2)
+            step.ack()
+            if step.index == 1:
+                queue.end()
+    assert seen == [(0, 0, list(range(8))), (1, 0, list(range(8, 12))), (1, 1, list(range(12, 16)))]
+    assert told == [(0, list(range(8))), (1, list(range(8, 16)))]
 
 
 def test_an_event_loop_gets_the_same_parts(run: Served) -> None:
