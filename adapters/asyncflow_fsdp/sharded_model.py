@@ -31,7 +31,7 @@ class ShardedModel:
         self, model: Any, mesh: Any, options: ShardedOptions, *, lr: float, compute: Any, reshard: bool
     ) -> None:  # fmt: skip
         precision = MixedPrecisionPolicy()
-        if compute != torch.float32:
+        if compute.itemsize < torch.float32.itemsize:
             precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.offload else OffloadPolicy()
         given: dict[str, Any] = {

@@ -87,7 +87,7 @@ class DataParallelEngine(TrainEngine):
         self._vocabulary, self._context = vocabulary, context
         self._temperature, self._tokens, self._packed = options.temperature, options.micro_batch_tokens, packed
         self._updates, self._critic, self._optimizer = options.updates, critic, optimizer
-        self._normaliser = algorithm.normaliser or "constant"
+        self._normaliser, self._whole_step = algorithm.normaliser or "constant", algorithm.whole_step
         self._open: OpenStep | None = None
         self._schedule = make_schedule(
             optimizer, options.schedule, warmup_steps=options.warmup_steps, decay_steps=options.decay_steps
@@ -162,7 +162,7 @@ class DataParallelEngine(TrainEngine):
         """The reason why a step cannot be trained in parts, "" if it can."""
         if self._updates > 1:
             return f"updates={self._updates}: each optimizer step takes random rows of the whole batch"
-        return self._algorithm.whole_step
+        return self._whole_step
 
     def begin_step(self, step: int) -> None:
         """Begin a step in parts. No collective."""
@@ -180,7 +180,8 @@ class DataParallelEngine(TrainEngine):
             step.add(share.used, counts)
             part = Whole.of(counts)
             if part.trained.rows:
-                step.choose_scale(part.trained.of(self._normaliser))
+                if self._normaliser != "constant":
+                    step.choose_scale(part.trained.of(self._normaliser))
                 self._add_passes(share, part.passes, step.update, last=False)
 
     def end_step(self) -> StepResult:

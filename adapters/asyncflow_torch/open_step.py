@@ -34,6 +34,7 @@ class Totals(NamedTuple):
 
 
 UNDIVIDED = Totals(1, 1, 1)
+EXPECTED_PARTS = 8
 
 
 class Update:
@@ -81,10 +82,11 @@ class OpenStep:
         self.counts += counts
 
     def choose_scale(self, number: int) -> None:
-        """Set the scale by the first part with trained rows: 1 / ``number``, rounded to a power of
-        two. Sums of losses would overflow in float16, and a power of two changes no digit."""
+        """Set the scale by the first part with trained rows, which has ``number`` of them: about 1
+        over that of a step of EXPECTED_PARTS such parts. Gradients of sums would overflow in float16;
+        a power of two changes no digit."""
         if not self._scaled:
-            self._scaled, self.update.scale = True, 2.0 ** -math.ceil(math.log2(number))
+            self._scaled, self.update.scale = True, 2.0 ** -math.ceil(math.log2(number * EXPECTED_PARTS))
 
     def check(self) -> None:
         """Raise EngineError for a step without rows."""
