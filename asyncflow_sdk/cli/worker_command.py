@@ -165,7 +165,7 @@ def train(
         _start_from_file(group, "train")
         return
     _require_engine("train", engine)
-    parts = {"stream": True, "part_rows": part_rows} if part_rows else {}
+    parts: dict[str, Any] = {"stream": True, "part_rows": part_rows} if part_rows else {}
     spec = Train(
         engine, model=model, weights=Weights(transport=transport), world_size=world_size, **parts, **group.place,
         **named_options(options),

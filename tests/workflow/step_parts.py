@@ -99,4 +99,6 @@ def streamed_workflow(*, processes: bool = False, train: dict[str, Any] | None =
 
 def resumable_workflow() -> af.Workflow:
     """All its workers are processes, and its trainer begins anew after each death."""
-    return streamed_workflow(processes=True, train={"max_restarts": 3}, checkpoint=af.Checkpoint(every=1, history=True))
+    return streamed_workflow(
+        processes=True, train={"max_restarts": 3}, checkpoint=af.Checkpoint(every=1, history=True)
+    )
