@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from .interfaces import Host as Host
     from .interfaces import Launcher as Launcher
     from .interfaces import LeasedBatch as LeasedBatch
+    from .interfaces import LeasedStep as LeasedStep
     from .interfaces import LoadableUpdate as LoadableUpdate
     from .interfaces import PackedTokens as PackedTokens
     from .interfaces import Placement as Placement
@@ -74,6 +75,8 @@ if TYPE_CHECKING:
     from .interfaces import Room as Room
     from .interfaces import Sampler as Sampler
     from .interfaces import StalenessPolicy as StalenessPolicy
+    from .interfaces import StepConsumer as StepConsumer
+    from .interfaces import StepPart as StepPart
     from .interfaces import StepResult as StepResult
     from .interfaces import StepWindow as StepWindow
     from .interfaces import TensorType as TensorType
@@ -144,8 +147,8 @@ _NAMES = {
     ),
     "interfaces": (
         "TRAIN_COLUMNS Algorithm Candidates Capabilities Completion Completions Consumer Launcher LeasedBatch"
-        " PackedTokens Placement Producer Publication Request RolloutEngine Sampler StalenessPolicy StepResult"
-        " StepWindow TrackedRun Tracker TrainEngine TransferQueue WeightPublisher WeightSubscriber WeightSync"
+        " LeasedStep PackedTokens Placement Producer Publication Request RolloutEngine Sampler StalenessPolicy"
+        " StepConsumer StepPart StepResult StepWindow TrackedRun Tracker TrainEngine TransferQueue WeightPublisher WeightSubscriber WeightSync"
         " WeightUpdate WorkerExit WorkerHandle WorkerSpec"
         " Fetched FilePlace Host LoadableUpdate PutRows RollbackResult Room TensorType"
         " WeightReceiver WeightSender WeightTransport WorkerSettings"

@@ -20,7 +20,8 @@ AsyncFlowError
 │   ├── DigestMismatch     bytes differ from the published bytes
 │   └── VersionGone        the version is no longer kept
 ├── EngineError            an engine refused or failed a request
-│   └── EngineGone         an engine died and answers no more requests; its worker ends
+│   ├── EngineGone         an engine died and answers no more requests; its worker ends
+│   └── StepAborted        another rank aborted the step that this rank was training in parts
 ├── WorkerFailed           a worker ended for good; carries its name and traceback
 └── Interrupted            the run was stopped by request
 
@@ -112,6 +113,10 @@ class EngineError(AsyncFlowError):
 
 class EngineGone(EngineError):
     """Raised when an engine, or a process required by it, has died and answers no more requests."""
+
+
+class StepAborted(EngineError):
+    """Raised when another rank aborted the step. The step is discarded; the engine can begin it again."""
 
 
 class WorkerFailed(AsyncFlowError):

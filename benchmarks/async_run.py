@@ -1,7 +1,8 @@
 """The demo's asynchronous run, timed from its own events.
 
 ``python -m benchmarks.async_run MODEL STEPS SEED MAX_STALENESS`` prints one JSON object. ``--weight``: the off-policy correction, as
-``af.OffPolicy`` takes it; without it there is none. ``--train``: the engine that trains, as JSON of what `DemoTrainer` takes.
+``af.OffPolicy`` takes it; without it there is none. ``--train``, ``--rollout``: the engines, as JSON of what `DemoTrainer` and
+`DemoGenerator` take.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rich.console import Console
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types import events as ev
-from asyncflow_torch.demo.run import DemoTrainer, demo_workflow
+from asyncflow_torch.demo.run import DemoGenerator, DemoTrainer, demo_workflow
 
 FROM_STEP = 10  # what comes before is start-up
 BEFORE_END = 5  # rollouts end some steps before training does
@@ -36,8 +37,10 @@ class Meter:
         self.record: list[dict[str, float]] = []
         self.generate_s: list[float] = []
         self.train_s: list[float] = []
+        """Of each step: of one in parts, the sum of its spans."""
         self.engine_cpu: dict[str, float] = {}
         self.total_cpu: dict[str, float] = {}
+        self._train_s = 0.0
         self._began: float | None = None
         self._start_cpu: dict[str, float] | None = None
         self._last = steps - BEFORE_END
@@ -60,9 +63,15 @@ class Meter:
             self._began = event.time_s if self._began is None else self._began
             if self._start_cpu is not None and not self.total_cpu:
                 self.engine_cpu[event.worker] = self.engine_cpu.get(event.worker, 0.0) + event.cpu_s
-                (self.generate_s if event.kind == "generate" else self.train_s).append(event.seconds)
+                if event.kind == "generate":
+                    self.generate_s.append(event.seconds)
+                else:
+                    self._train_s += event.seconds
         if isinstance(event, ev.StepTrained):
             assert self._began is not None
+            if self._train_s:
+                self.train_s.append(self._train_s)
+                self._train_s = 0.0
             said = {name: event.metrics[name] for name in SAID if name in event.metrics}
             self.record.append(said | {"at_s": event.time_s - self._began})
             if event.step == FROM_STEP:
@@ -88,10 +97,18 @@ def main() -> None:
         parser.add_argument(name, type=int)
     parser.add_argument("--weight")
     parser.add_argument("--train", type=json.loads, default={})
+    parser.add_argument("--rollout", type=json.loads, default={})
     given = parser.parse_args()
     algorithm = af.GRPO(off_policy=af.OffPolicy(weight=given.weight)) if given.weight else None
     trainer = DemoTrainer(algorithm=algorithm, **given.train)
-    workflow = demo_workflow(given.model, given.steps, given.seed, given.max_staleness, trainer=trainer)
+    workflow = demo_workflow(
+        given.model,
+        given.steps,
+        given.seed,
+        given.max_staleness,
+        generator=DemoGenerator(**given.rollout),
+        trainer=trainer,
+    )
     with tempfile.TemporaryDirectory() as out, Meter(given.steps) as meter:
         summary = workflow.run(Path(out) / "run", on_event=meter).summary
     print(

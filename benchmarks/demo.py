@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from .streamed import streamed_commands, streamed_rows
 from .table import Row, show
 
 TRL = Path(".venv-trl/bin/python")
@@ -85,6 +86,7 @@ def main() -> None:
             "async": [sys.executable, "-m", "benchmarks.async_run", model, steps, seed, "1"],
             "plain, 2 threads": [sys.executable, "-m", "benchmarks.plain_loop", model, steps, seed, "2"],
             "trl": [str(TRL), "benchmarks/trl_loop.py", model, steps, seed, str(data)],
+            **streamed_commands([sys.executable, "-m", "benchmarks.async_run", model, steps, seed]),
         }
         if arguments.no_trl or not TRL.exists():
             del commands["trl"]
@@ -168,7 +170,8 @@ def summarise(results: dict[str, list[dict[str, Any]]]) -> list[Row]:
         rows.append(
             Row(f"time to reward {GOAL}, against TRL", "s", goal["async"], goal["trl"], goal["trl"] / goal["async"])
         )
-    return rows + share_rows(results["async"])
+    seconds = {name: median(name, step_s) for name in results}
+    return rows + streamed_rows(seconds, plain) + share_rows(results["async"])
 
 
 def share_rows(results: list[dict[str, Any]]) -> list[Row]:

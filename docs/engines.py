@@ -73,11 +73,11 @@ def _rollouts(specs: list[AdapterSpec]) -> Iterator[str]:
 
 def _trainers(specs: list[AdapterSpec]) -> Iterator[str]:
     yield "## Train engines\n"
-    yield "| engine | processes | tested with |"
-    yield "|---|---|---|"
+    yield "| engine | processes | steps | tested with |"
+    yield "|---|---|---|---|"
     for spec in specs:
         if spec.kind == "train":
-            yield _row(_name(spec), _text(spec, "ranks"), spec.tested_text)
+            yield _row(_name(spec), _text(spec, "ranks"), _text(spec, "steps"), spec.tested_text)
 
 
 def _name(spec: AdapterSpec) -> str:

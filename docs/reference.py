@@ -31,7 +31,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
     "A run": ("", [workflow.serve, workflow.connect, workflow.Run]),
     "The queue": (
         "`run.queue`; `run.queue.aio` has the same methods as coroutines. The classes after the queue are results of its methods",
-        [interfaces.TransferQueue, interfaces.PutRows, interfaces.LeasedBatch, Audit],
+        [interfaces.TransferQueue, interfaces.PutRows, interfaces.LeasedBatch, interfaces.LeasedStep, interfaces.StepPart, Audit],
     ),
     "Versions of the weights": (
         "results of `run.weight_publisher`, `run.weight_updates`, `run.rollback` and `run.restoration`",
@@ -68,6 +68,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
             interfaces.Producer,
             workflow.EngineProducer,
             interfaces.Consumer,
+            interfaces.StepConsumer,
             queue.StreamDataLoader,
             service.Trainer,
         ],

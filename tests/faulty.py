@@ -16,6 +16,7 @@ class Faulty(GRPO):
     """At these ``calls`` of its loss, counted from 1, the gradient is infinite, or the loss ``raises``; and wherever a row has an advantage
     ``above`` a number, which is so on one of several ranks."""
 
+    normaliser = "tokens"
     calls: tuple[int, ...] = ()
     above: float = INFINITE
     raises: bool = False

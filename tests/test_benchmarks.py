@@ -65,6 +65,7 @@ def test_the_updates_of_a_model_are_encoded_and_decoded() -> None:
     [
         ("synchronous", "wait", 0),
         ("streaming", "wait", 0),
+        ("streaming and asynchronous", "wait", 1),
         ("staggered", "wait", 2),
         ("in flight", "count", 4),
     ],

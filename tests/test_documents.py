@@ -232,7 +232,7 @@ def test_an_example_that_is_given_too_little_says_what_it_takes(tmp_path: Path) 
     assert "python examples/whole_workflow.py MODEL_FOLDER DATA.jsonl OUT_DIRECTORY [STEPS]" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["own_loop", "own_parts", "service_loop", "remote_workers"])
+@pytest.mark.parametrize("name", ["own_loop", "streamed_step", "own_parts", "service_loop", "remote_workers"])
 def test_an_example_with_a_loop_of_its_own(tmp_path: Path, start: Path, name: str) -> None:
     out = trained(name, tmp_path, start)
 

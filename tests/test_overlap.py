@@ -49,13 +49,6 @@ class Handy(Plan, frozen=True, kw_only=True):
             StagePlan(task="reward", needs=("response_ids",), gives="reward", **a_call),
             StagePlan(task="reference", needs=("reward",), gives="ref_logprobs", **a_call),
         ]
-        if self.mode == "streaming":
-            gradient = Work(row_s=self.train_row_s)
-            stages.append(
-                StagePlan(
-                    task="gradient", needs=("ref_logprobs",), gives="gradient", work=gradient, rows=GROUP, groups=True
-                )
-            )
         return tuple(stages) if self.held else tuple(stages[:1])
 
     @property
@@ -63,8 +56,8 @@ class Handy(Plan, frozen=True, kw_only=True):
         return tuple(stage.gives for stage in self.stages)
 
     @property
-    def step_work(self) -> Work:
-        return Work(call_s=1.0, row_s=0.0 if self.mode == "streaming" else self.train_row_s)
+    def train(self) -> Work:
+        return Work(call_s=1.0, row_s=self.train_row_s)
 
 
 def test_synchronous_steps_are_sums() -> None:
@@ -76,7 +69,8 @@ def test_synchronous_steps_are_sums() -> None:
 
 
 def test_streaming_hides_what_is_done_before_the_last_response() -> None:
-    # the first group, at 5: reward to 7, reference to 9, gradient to 12. The second, at 10: to 12, to 14, to 17. 1 + 1 more.
+    # The first group, at 5: reward to 7, reference to 9, its part of the step to 12. The second, at 10: to 12, to 14, to 17.
+    # The end of the step and the copy take 1 each.
     plan = Handy(mode="streaming", max_staleness=0, tokens=(5, 10), held=True, train_row_s=0.75, copy=1.0, load_s=2.0)
     assert simulate(plan).trained_s == [19.0, 40.0, 61.0]
 

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow_sdk.interfaces import WeightUpdate
+from asyncflow_torch.collate import no_rows
 from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import local_device
+from asyncflow_torch.open_step import UNDIVIDED, Update
 from asyncflow_torch.policy import context_of, load_policy
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.recomputation import recompute_activations
@@ -43,6 +45,8 @@ class DeepSpeedEngine(DataParallelEngine):
     """Train engine under ZeRO. The optimizer steps on float32, gradients are summed over ranks
     in float32. The critic is a second model under the same stage and configuration. Options:
     `DeepSpeedOptions`, `ShardedOptions`, `TrainOptions`."""
+
+    marks_last_pass = True
 
     @keywords_of(DeepSpeedOptions)
     def __init__(self, options: DeepSpeedOptions) -> None:
@@ -110,6 +114,18 @@ class DeepSpeedEngine(DataParallelEngine):
         """Add the gradients of ``loss``. DeepSpeed averages over ranks, so the loss is multiplied by their number."""
         assert self._policy is not None
         self._policy.backward(loss * self._ranks.size, last=last)
+
+    def divide_gradients(self, number: float) -> None:
+        """Divide the gradients of policy and critic in their next step."""
+        for each in self._models():
+            each.divide_gradients(number)
+
+    def discard_gradients(self) -> None:
+        """Complete the step without a change of weights: DeepSpeed clears gradients only then."""
+        if all(each.can_discard for each in self._models()):
+            self._pass(no_rows(device=self._device), None, Update(UNDIVIDED), last=True)
+            for each in self._models():
+                each.step(lambda: False)
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip the gradients and step. Return their norms before clipping."""

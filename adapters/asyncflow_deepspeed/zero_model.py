@@ -48,7 +48,8 @@ class ZeroModel:
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=self.optimizer, config=copy.deepcopy(dict(settings))
         )
-        self._in_step, self._norm = False, math.nan
+        self._in_step, self._in_backward = False, False
+        self._norm, self._has_scale = math.nan, self.engine.optimizer is not self.optimizer
         self._allow_step: Callable[[], bool] = lambda: False  # refuses the step of zeros of stage 0
         self.optimizer.norm = self._checked_norm
 
@@ -62,9 +63,25 @@ class ZeroModel:
     def backward(self, loss: Any, *, last: bool) -> None:
         """Add the gradients of ``loss``, averaged over ranks by DeepSpeed. ``last``: True for
         the last pass of the step."""
-        self._in_step = True
+        self._in_step = self._in_backward = True
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss)
+        self._in_backward = False
+
+    @property
+    def can_discard(self) -> bool:
+        """True if there are gradients, all of completed passes."""
+        return self._in_step and not self._in_backward
+
+    def divide_gradients(self, number: float) -> None:
+        """Divide the gradients before they are clipped, by DeepSpeed's loss scale of the next step.
+        The optimizer of stage 0 in float32 has none."""
+        if self._has_scale:
+            self.engine.optimizer.loss_scale = number
+            return
+        for weight in self.engine.module.parameters():
+            if weight.grad is not None:
+                weight.grad.div_(number)
 
     def step(self, allow: Callable[[], bool]) -> float:
         """Step if the norm of the gradients is finite and ``allow()`` is true, called only then
@@ -75,6 +92,8 @@ class ZeroModel:
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
         self._in_step = False
+        if self._has_scale:
+            self.engine.optimizer.loss_scale = 1.0
         return self._current_norm()
 
     def _checked_norm(self) -> float:
@@ -90,7 +109,8 @@ class ZeroModel:
         """Return the norm at stage 0: every rank has all gradients, and DeepSpeed keeps no norm."""
         gradients = [weight.grad for weight in self.engine.module.parameters() if weight.grad is not None]
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+        norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+        return norm / self.engine.optimizer.loss_scale if self._has_scale else norm
 
 
 class DeepSpeedCritic(ValueCritic):

@@ -84,6 +84,11 @@ class FsdpEngine(DataParallelEngine):
         """Add the gradients of ``loss``. FSDP averages over ranks, so the loss is multiplied by their number."""
         (loss * self._ranks.size).backward()
 
+    def divide_gradients(self, number: float) -> None:
+        """Divide the gradients of policy and critic, each rank its shards."""
+        for each in self._models().values():
+            each.divide_gradients(number)
+
     def optimizer_step(self) -> dict[str, float]:
         """Clip the gradients and step. Return their norms before clipping."""
         models = self._models()

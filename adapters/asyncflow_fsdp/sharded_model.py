@@ -31,7 +31,7 @@ class ShardedModel:
         self, model: Any, mesh: Any, options: ShardedOptions, *, lr: float, compute: Any, reshard: bool
     ) -> None:  # fmt: skip
         precision = MixedPrecisionPolicy()
-        if compute != torch.float32:
+        if compute.itemsize < torch.float32.itemsize:
             precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.offload else OffloadPolicy()
         given: dict[str, Any] = {
@@ -46,6 +46,12 @@ class ShardedModel:
         self.model = fully_shard(model, **given)
         self._max_grad_norm, self._parameters = options.max_grad_norm, list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self._parameters, lr=lr, **options.adamw)
+
+    def divide_gradients(self, number: float) -> None:
+        """Divide this rank's shards of the gradients."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(number)
 
     def norm(self) -> Any:
         """Return the norm of the gradients of all ranks: a scalar tensor, the same on all. A collective."""

@@ -89,6 +89,10 @@ class TorchCritic(ValueCritic):
         values.backward(gradient)
         self._masters.take_gradients()
 
+    def divide_gradients(self, number: float) -> None:
+        """Divide the gradients of the masters."""
+        self._masters.divide_gradients(number)
+
     def clip(self) -> float:
         """Clip the gradients. Return their norm before clipping."""
         return float(torch.nn.utils.clip_grad_norm_(self._masters.named.values(), self._max_grad_norm))

@@ -9,6 +9,7 @@ their gradients.
 
         def zero_gradients(self): ...
         def backward(self, loss, *, last): ...
+        def divide_gradients(self, number): ...
         def optimizer_step(self): ...                          # {"grad_norm": ...}
         # and named_weights, save_policy, restore_policy, replace_weights, export_folder
 
@@ -20,9 +21,9 @@ and updates to 2e-2, since Adam divides by gradients near 0.
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,14 +33,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError
+from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError, StepAborted
 from asyncflow_sdk.interfaces import PackedTokens, StepResult, TrainEngine, WeightUpdate
 from asyncflow_sdk.types import Batch, Ragged
 
 from .collate import MicroBatch, check_tokens, check_training, collate, no_rows, split
 from .critic import ValueCritic
-from .drift import Drift
 from .logprobs import TokenStats, logprobs_of_parts, of_parts, response_logprobs
+from .open_step import OpenStep, Update, divisor_of
 from .per_token import PerToken
 from .ranks import Ranks
 from .schedules import go_to, make_schedule, steps_made
@@ -67,6 +68,9 @@ class DataParallelEngine(TrainEngine):
 
     computes: tuple[str, ...] = (PROXIMAL, ENTROPY, STALENESS, VALUES)
     restores = True
+    streams = True
+    marks_last_pass = False
+    """True if `backward` must know the last pass: a step in parts ends with a pass without rows."""
 
     def __init__(
         self, model: Any, options: TrainOptions, optimizer: Any, *, ranks: Ranks, vocabulary: int, context: int | None,
@@ -83,6 +87,8 @@ class DataParallelEngine(TrainEngine):
         self._vocabulary, self._context = vocabulary, context
         self._temperature, self._tokens, self._packed = options.temperature, options.micro_batch_tokens, packed
         self._updates, self._critic, self._optimizer = options.updates, critic, optimizer
+        self._normaliser, self._whole_step = algorithm.normaliser or "constant", algorithm.whole_step
+        self._open: OpenStep | None = None
         self._schedule = make_schedule(
             optimizer, options.schedule, warmup_steps=options.warmup_steps, decay_steps=options.decay_steps
         )
@@ -97,6 +103,11 @@ class DataParallelEngine(TrainEngine):
     def backward(self, loss: Any, *, last: bool) -> None:
         """Add the gradients of ``loss`` to the step's: the sum, not the mean, over all passes
         and ranks. ``last``: True for the last pass of the step."""
+
+    @abc.abstractmethod
+    def divide_gradients(self, number: float) -> None:
+        """Divide the step's gradients, including the critic's. Called after the last pass of a
+        step in parts, before `optimizer_step`."""
 
     @abc.abstractmethod
     def optimizer_step(self) -> dict[str, float]:
@@ -135,24 +146,117 @@ class DataParallelEngine(TrainEngine):
         updates_skipped: number of updates left out for gradients that are not finite. Raises
         EngineError if all were left out: the weights are unchanged.
         """
+        self._refuse_open("train_step")
         with self._ranks.calling("train_step"):
-            if BEFORE & {*self._algorithm.asks}:
-                batch = self._ranks.together(partial(self._prepared, batch))
-            if self._critic is not None:
-                batch = _with(batch, VALUES, of_parts(self._critic.values, batch, self._passes(batch)))
-            share = self._ranks.together(
-                lambda: share_of(
-                    batch, self._algorithm, vocabulary=self._vocabulary, context=self._context, tokens=self._tokens,
-                    packed=self._packed,
-                )
-            )  # fmt: skip
-            whole = Whole.of(self._ranks.gather(share.counts))
+            share, counts = self._share(batch)
+            whole = Whole.of(counts)
             if not whole.rows:
                 raise self._ranks.agreed(SchemaError("the batch has no rows"))
             metrics = dict(whole.metrics)
-            if whole.used:
+            if whole.trained.rows:
                 metrics |= self._step(standardised_over(share, whole, self._algorithm.standardise), whole)
         return StepResult(metrics, None if share.used.all() else ~share.used)
+
+    @property
+    def whole_step(self) -> str:
+        """The reason why a step cannot be trained in parts, "" if it can."""
+        if self._updates > 1:
+            return f"updates={self._updates}: each optimizer step takes random rows of the whole batch"
+        return self._whole_step
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step in parts. No collective."""
+        if self.whole_step:
+            raise EngineError(f"begin_step() is not possible: {self.whole_step}; use train_step()")
+        self._refuse_open("begin_step")
+        self.zero_gradients()
+        self._open = OpenStep(step)
+
+    def accumulate(self, batch: Batch) -> None:
+        """Add the gradients of rows, whole groups, to those of the step. A collective. A rank may
+        have no rows."""
+        with self._in_step("accumulate") as step:
+            share, counts = self._share(batch)
+            step.add(share.used, counts)
+            part = Whole.of(counts)
+            if part.trained.rows:
+                if self._normaliser != "constant":
+                    step.choose_scale(part.trained.of(self._normaliser))
+                self._add_passes(share, part.passes, step.update, last=False)
+
+    def end_step(self) -> StepResult:
+        """Divide the gradients of all parts by the number of tokens, rows or groups of the whole
+        step, as the algorithm declares, and make one optimizer step. A collective. The result is
+        that of `train_step`."""
+        with self._in_step("end_step") as step:
+            self._ranks.together(step.check)
+            whole = Whole.of(step.counts)
+            metrics = dict(whole.metrics)
+            if whole.trained.rows:
+                if self.marks_last_pass:
+                    self._pass(no_rows(device=self._device), None, step.update, last=True)
+                self.divide_gradients(whole.trained.of(self._normaliser) * step.update.scale)
+                norms, made = self._optimize(
+                    step.update, partial(divisor_of, totals=whole.trained, algorithm=self._algorithm)
+                )
+                if made is None:
+                    raise self._no_step(norms)
+                metrics |= made
+            self._open = None
+        return StepResult(metrics, step.filtered)
+
+    def abort_step(self) -> None:
+        """Discard the open step on all ranks, and restore the random state. The other ranks'
+        `accumulate` or `end_step` raises StepAborted."""
+        if self._open is None:
+            return
+
+        def gave_up() -> None:
+            raise StepAborted(f"step {number} was aborted")
+
+        number = self._open.number
+        with contextlib.suppress(StepAborted), self._in_step("abort_step"):
+            self._ranks.together(gave_up)
+
+    @contextlib.contextmanager
+    def _in_step(self, call: str) -> Iterator[OpenStep]:
+        """Return the open step. An error discards it."""
+        step = self._open
+        if step is None:
+            raise EngineError(f"{call}() is not possible: no step is open, call begin_step() first")
+        with self._ranks.calling(call):
+            try:
+                yield step
+            except Exception as error:
+                self._open = None
+                torch.set_rng_state(step.random_state)
+                if self._ranks.on_all(error):
+                    self.discard_gradients()
+                raise
+
+    def discard_gradients(self) -> None:
+        """Clear the gradients of an aborted step. All ranks call it together."""
+        self.zero_gradients()
+
+    def _refuse_open(self, call: str) -> None:
+        if self._open is not None:
+            raise EngineError(
+                f"{call}() is not possible: step {self._open.number} is open, call end_step() or abort_step() first"
+            )
+
+    def _share(self, batch: Batch) -> tuple[Share, list[dict[str, float]]]:
+        """Return this rank's share of the rows, and the counts of all ranks."""
+        if BEFORE & {*self._algorithm.asks}:
+            batch = self._ranks.together(partial(self._prepared, batch))
+        if self._critic is not None:
+            batch = _with(batch, VALUES, of_parts(self._critic.values, batch, self._passes(batch)))
+        share = self._ranks.together(
+            lambda: share_of(
+                batch, self._algorithm, vocabulary=self._vocabulary, context=self._context, tokens=self._tokens,
+                packed=self._packed,
+            )
+        )  # fmt: skip
+        return share, self._ranks.gather(share.counts)
 
     def _prepared(self, batch: Batch) -> Batch:
         """Check the batch and add columns needed for advantages."""
@@ -167,19 +271,23 @@ class DataParallelEngine(TrainEngine):
     def _step(self, share: Share, whole: Whole) -> dict[str, float]:
         """Make all updates. An update without finite gradients is left out; earlier ones stay."""
         made: list[dict[str, float]] = []
-        skipped: list[str] = []
+        skipped: list[dict[str, float]] = []
         for piece, part in self._updates_of(share, whole):
             norms, metrics = self._update(piece, part)
             if metrics is None:
-                skipped.append(", ".join(f"{name} is {value}" for name, value in norms.items()))
+                skipped.append(norms)
             else:
                 made.append(metrics)
         if not made:
-            raise self._ranks.agreed(EngineError(f"{skipped[0]}; no step was made, the weights are as before"))
+            raise self._no_step(skipped[0])
         if self._updates == 1:
             return made[0]
         means = {name: sum(each[name] for each in made) / len(made) for name in made[0]}
         return means | {"updates_skipped": float(len(skipped))}
+
+    def _no_step(self, norms: dict[str, float]) -> Exception:
+        said = ", ".join(f"{name} is {value}" for name, value in norms.items())
+        return self._ranks.agreed(EngineError(f"{said}; no step was made, the weights are as before"))
 
     def _updates_of(self, share: Share, whole: Whole) -> Iterator[tuple[Share, Whole]]:
         """Yield the rows of each update, here and on all ranks."""
@@ -193,7 +301,7 @@ class DataParallelEngine(TrainEngine):
         order = np.array_split(torch.randperm(share.batch.rows, generator=drawn).numpy(), self._updates)
         for piece in pieces(share, order, tokens=self._tokens, packed=self._packed):
             part = Whole.of(self._ranks.gather(piece.counts))
-            if part.used:
+            if part.trained.rows:
                 yield piece, part
 
     def _proximal(self, share: Share, whole: Whole) -> Share:
@@ -204,40 +312,50 @@ class DataParallelEngine(TrainEngine):
 
     def _update(self, share: Share, whole: Whole) -> tuple[dict[str, float], dict[str, float] | None]:
         """Return the norms of the gradients and the metrics of the update, None if it was left out."""
-        sums: dict[str, Any] = defaultdict(float)
-        drift, with_entropy = Drift(), ENTROPY in self._algorithm.asks
+        update = Update(whole.trained)
         self.zero_gradients()
-        for number in range(whole.passes):
-            part, last = self._part(share.batch, share.parts, number, share.mask), number == whole.passes - 1
-            stats = response_logprobs(self._model, part, temperature=self._temperature, entropy_gradient=with_entropy)
-            values = None if self._critic is None else self._critic.values(part)
-            given = None if values is None else values.detach().requires_grad_()
-            if len(part.rows):
-                loss, measured = self._loss(share, whole, part, stats, given, drift)
-                for name, value in measured.items():
-                    sums[name] += value
-            else:
-                loss = stats.logprobs.sum()  # a sum of no terms: its gradient is 0
-            self.backward(loss, last=last)
-            if self._critic is not None and values is not None and given is not None:
-                gradient = torch.zeros_like(values) if given.grad is None else given.grad
-                self._critic.backward(values, gradient, last=last)
+        self._add_passes(share, whole.passes, update, last=True)
+        return self._optimize(update, lambda _: 1)
+
+    def _add_passes(self, share: Share, passes: int, update: Update, *, last: bool) -> None:
+        """Add the gradients and metrics of a share. ``last``: True if the update has no further passes."""
+        for number in range(passes):
+            part = self._part(share.batch, share.parts, number, share.mask)
+            self._pass(part, share, update, last=last and number == passes - 1)
+
+    def _pass(self, part: MicroBatch, share: Share | None, update: Update, *, last: bool) -> None:
+        """Add one forward and backward pass. ``share``: None for a pass without rows."""
+        with_entropy = ENTROPY in self._algorithm.asks
+        stats = response_logprobs(self._model, part, temperature=self._temperature, entropy_gradient=with_entropy)
+        values = None if self._critic is None else self._critic.values(part)
+        given = None if values is None else values.detach().requires_grad_()
+        if share is not None and len(part.rows):
+            loss, measured = self._loss(share, update, part, stats, given)
+            update.add(measured)
+        else:
+            loss = stats.logprobs.sum()  # a sum of no terms: its gradient is 0
+        self.backward(loss * update.scale, last=last)
+        if self._critic is not None and values is not None and given is not None:
+            gradient = torch.zeros_like(values) if given.grad is None else given.grad
+            self._critic.backward(values, gradient, last=last)
+
+    def _optimize(
+        self, update: Update, divisor: Callable[[str], int]
+    ) -> tuple[dict[str, float], dict[str, float] | None]:
+        """Make an optimizer step. Return the norms of the gradients and the metrics, None if the
+        step was left out. ``divisor``: of the sums of a metric."""
         rate = float(self._optimizer.param_groups[0]["lr"])
         norms = self.optimizer_step()
         if not all(map(math.isfinite, norms.values())):
             return norms, None
         self._schedule.step()
-        said = self._ranks.gather(
-            {"sums": {name: float(value) for name, value in sums.items()}, "drift": drift.counts}
-        )
-        added = _added([each["sums"] for each in said])
-        return norms, added | Drift.metrics([each["drift"] for each in said]) | norms | {"lr": rate}
+        return norms, Update.metrics(self._ranks.gather(update.counts), divisor) | norms | {"lr": rate}
 
     def _loss(
-        self, share: Share, whole: Whole, part: MicroBatch, stats: TokenStats, values: Any, drift: Drift
+        self, share: Share, update: Update, part: MicroBatch, stats: TokenStats, values: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Return the loss of one pass, and its part of the metrics."""
-        lengths = share.behaviour.lengths[part.rows]
+        lengths, totals = share.behaviour.lengths[part.rows], update.totals
         behaviour = self._tensor(share.behaviour.of_rows(part.rows))
         columns = {name: self._tensor(each.of_rows(part.rows)) for name, each in share.columns.items()}
         if PROXIMAL in self._algorithm.asks:  # with a single update, the weights before the step
@@ -246,12 +364,12 @@ class DataParallelEngine(TrainEngine):
             PackedTokens(
                 logprobs=stats.logprobs, behaviour=behaviour, advantages=self._tensor(share.advantages.of_rows(part.rows)),
                 rows=torch.from_numpy(np.repeat(np.arange(len(part.rows)), lengths)).to(self._device),
-                row_count=len(part.rows), total_tokens=whole.tokens, total_rows=whole.used, columns=columns,
-                entropy=stats.entropy if ENTROPY in self._algorithm.asks else None, values=values,
+                row_count=len(part.rows), total_tokens=totals.tokens, total_rows=totals.rows, total_groups=totals.groups,
+                columns=columns, entropy=stats.entropy if ENTROPY in self._algorithm.asks else None, values=values,
             )
         )  # fmt: skip
-        drift.add(stats.logprobs, behaviour)
-        entropy = stats.entropy.detach().sum() / whole.tokens
+        update.drift.add(stats.logprobs, behaviour)
+        entropy = stats.entropy.detach().sum() / totals.tokens
         return loss, {**measured, "loss": loss.detach(), "entropy": entropy}
 
     def logprobs(self, batch: Batch) -> Ragged:
@@ -271,6 +389,7 @@ class DataParallelEngine(TrainEngine):
 
     def load(self, path: Path) -> None:
         """Restore a saved state. Learning rate and other options stay this engine's."""
+        self._refuse_open("load")
         with self._ranks.calling("load"):
             if self._critic is not None:
                 self._critic.load(path / "critic")
@@ -280,6 +399,7 @@ class DataParallelEngine(TrainEngine):
     def load_weights(self, update: WeightUpdate) -> None:
         """Replace the policy's weights by a version. Optimizer and learning-rate schedule start
         anew. The critic is unchanged: it is not published."""
+        self._refuse_open("load_weights")
         with self._ranks.calling("load_weights"):
             self.replace_weights(update)
             go_to(self._schedule, 0)
@@ -316,8 +436,3 @@ class DataParallelEngine(TrainEngine):
 
 def _with(batch: Batch, name: str, column: Ragged) -> Batch:
     return Batch(batch.ids, batch.groups, {**batch.columns, **Batch.of({name: column}).columns})
-
-
-def _added(each: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Sum the measurements of all ranks; a rank without rows has none."""
-    return {name: sum(one.get(name, 0.0) for one in each) for name in sorted({name for one in each for name in one})}

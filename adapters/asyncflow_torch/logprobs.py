@@ -16,7 +16,7 @@ from .collate import MicroBatch, micro_batches
 
 class TokenStats(NamedTuple):
     """Of each response token, packed: its log-prob (with gradient), and the entropy of the distribution it
-    was drawn from (with gradient where it was asked for); float32 (tokens,), natural logarithm."""
+    was drawn from (with gradient where it was asked for); float32, or float64 for a model in float64, (tokens,), natural logarithm."""
 
     logprobs: Any
     entropy: Any
@@ -32,7 +32,8 @@ def response_logprobs(
     """
     places = {} if part.position_ids is None else {"position_ids": part.position_ids}
     with _output_layer_at(model, part.predicted_at):
-        logits = model(input_ids=part.input_ids, use_cache=False, **places).logits[0].float()
+        logits = model(input_ids=part.input_ids, use_cache=False, **places).logits[0]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         logits = logits / temperature
     log_total = logits.logsumexp(-1)
@@ -62,7 +63,7 @@ def of_parts(numbers: Callable[[MicroBatch], Any], batch: Batch, parts: Iterable
     with torch.no_grad():
         for part in parts:
             rows.append(part.rows)
-            values.append(numbers(part).cpu().numpy())
+            values.append(numbers(part).float().cpu().numpy())
     order = np.concatenate(rows)
     lengths = batch.ragged("response_ids").lengths
     return Ragged.from_lengths(np.concatenate(values), lengths[order]).take(np.argsort(order))

@@ -39,6 +39,12 @@ class Masters:
                 master.grad = part if master.grad is None else master.grad.add_(part)
                 weight.grad = None
 
+    def divide_gradients(self, number: float) -> None:
+        """Divide the gradients of all masters."""
+        for master in self.named.values():
+            if master.grad is not None:
+                master.grad.div_(number)
+
     def take_weights(self) -> None:
         """Copy the weights to their twins."""
         with torch.no_grad():

@@ -7,7 +7,7 @@ from asyncflow_sdk.plugins import AdapterSpec, hookimpl
 
 _REQUIRES = ["torch>=2.6", "transformers>=5"]
 _INSTALL = "pip install 'asyncflow-sdk[torch]'"
-_TESTED = ["torch==2.13.*", "transformers==5.23.*"]
+_TESTED = ["torch==2.13.*", "transformers==5.24.*"]
 
 
 @hookimpl
@@ -34,7 +34,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES,
             install=_INSTALL,
             tested=_TESTED,
-            can={"ranks": "one", "dtype": "option"},
+            can={"ranks": "one", "dtype": "option", "steps": ["whole", "parts"]},
         ),
         AdapterSpec(
             kind="transport",

@@ -123,6 +123,10 @@ class Ranks:
         self._agreed = error
         return error
 
+    def on_all(self, error: Exception) -> bool:
+        """True if all ranks raise ``error`` or an equal one at this place."""
+        return self.size == 1 or error is self._agreed
+
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
         """End the call on all ranks, and the engine, at an error not ``agreed`` upon: EngineError
@@ -132,7 +136,7 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            if self.size == 1 or error is self._agreed:
+            if self.on_all(error):
                 raise
             self._broken = self._ended(call, error)
             raise EngineError(self._broken) from error

@@ -22,6 +22,7 @@ from asyncflow_sdk.interfaces import Algorithm
 from asyncflow_sdk.types import VERSION_SPANS, Batch, Ragged, loss_mask, token_steps, token_versions
 
 from .collate import check_tokens, check_training, split
+from .open_step import Totals
 from .per_token import PerToken, checked_advantages, extra_columns
 
 VALUES, STALENESS = "values", "staleness"
@@ -53,7 +54,7 @@ def share_of(
     EngineError for invalid advantages."""
     if not batch.rows:
         none = PerToken(np.zeros(0, np.float32), np.zeros(0, np.int64), by_row=True)
-        return Share(np.zeros(0, np.bool_), batch, None, none, none, {}, (), _counts(batch, 0, 0, 0))
+        return Share(np.zeros(0, np.bool_), batch, None, none, none, {}, (), _counts(batch, batch, 0, 0))
     check_tokens(batch, vocabulary=vocabulary, context=context)
     check_training(batch)
     whole = algorithm.standardise is None
@@ -70,7 +71,7 @@ def share_of(
     columns = extra_columns([*algorithm.needs, *asked], chosen) | {n: each.take(rows) for n, each in further.items()}
     columns = {name: each.masked(mask) for name, each in columns.items()}
     parts = split(chosen, tokens=tokens, packed=packed)
-    counts = _counts(batch, len(rows), int(behaviour.lengths.sum()), len(parts))
+    counts = _counts(batch, chosen, int(behaviour.lengths.sum()), len(parts))
     worth = advantages.take(rows).masked(mask)
     if not whole:
         moments = Moments.of(worth.of_rows(np.arange(len(rows))).astype(np.float64))
@@ -105,16 +106,16 @@ def pieces(share: Share, order: Sequence[npt.NDArray[np.int64]], *, tokens: int 
     for rows in order:
         batch, mask = share.batch.take(rows), None if share.mask is None else share.mask.take(rows)
         behaviour, parts = share.behaviour.take(rows), split(batch, tokens=tokens, packed=packed)
-        counts = _counts(batch, len(rows), int(behaviour.lengths.sum()), len(parts))
+        counts = _counts(batch, batch, int(behaviour.lengths.sum()), len(parts))
         columns = {name: each.take(rows) for name, each in share.columns.items()}
         used = np.ones(len(rows), np.bool_)
         made.append(Share(used, batch, mask, share.advantages.take(rows), behaviour, columns, parts, counts))
     return made
 
 
-def _counts(batch: Batch, used: int, tokens: int, passes: int) -> dict[str, float]:
-    found: dict[str, float] = {"rows": batch.rows, "used": used, "tokens": tokens, "passes": passes}
-    found |= {"worth": 0.0, "apart": 0.0}
+def _counts(batch: Batch, used: Batch, tokens: int, passes: int) -> dict[str, float]:
+    found: dict[str, float] = {"rows": batch.rows, "used": used.rows, "tokens": tokens, "passes": passes}
+    found |= {"groups": len(np.unique(used.groups)), "worth": 0.0, "apart": 0.0}
     if not batch.rows:
         return found | {"length": 0, "reward": 0.0, "spread": 0.0}
     rewards = batch.array("reward").astype(np.float64)
@@ -125,14 +126,13 @@ def _counts(batch: Batch, used: int, tokens: int, passes: int) -> dict[str, floa
 
 @dataclass(frozen=True)
 class Whole:
-    """Totals of a step. ``tokens``: trained tokens; ``rows``: all rows; ``used``: trained rows.
+    """Totals of a step. ``rows``: all rows; ``trained``: trained tokens, rows and groups.
     ``passes``: of the rank with most; all ranks make as many, since the layers of a sharded
     model run collectives in each. ``moments``: of the advantages of all tokens, if they are
     standardised."""
 
     rows: int
-    used: int
-    tokens: int
+    trained: Totals
     passes: int
     metrics: dict[str, float]
     moments: Moments
@@ -147,7 +147,7 @@ class Whole:
         # of all rows: within ranks, and between them
         spread = total["spread"] + sum(c["rows"] * (c["reward"] / c["rows"] - mean) ** 2 for c in counts if c["rows"])
         return cls(
-            rows, int(total["used"]), int(total["tokens"]), max(int(each["passes"]) for each in counts),
+            rows, Totals(int(total["tokens"]), int(total["used"]), int(total["groups"])), max(int(each["passes"]) for each in counts),
             {
                 "reward": mean, "reward_std": math.sqrt(spread / max(rows, 1)),
                 "response_tokens": total["length"] / max(rows, 1),

@@ -53,6 +53,12 @@ class TorchEngine(DataParallelEngine):
         loss.backward()
         self._masters.take_gradients()
 
+    def divide_gradients(self, number: float) -> None:
+        """Divide the gradients of the float32 masters."""
+        self._masters.divide_gradients(number)
+        if self._values is not None:
+            self._values.divide_gradients(number)
+
     def optimizer_step(self) -> dict[str, float]:
         """Clip the gradients and step. Returns their norms before clipping."""
         norms = {

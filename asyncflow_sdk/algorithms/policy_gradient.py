@@ -50,6 +50,9 @@ class PolicyGradient(UserConfig, Algorithm):
     the forward pass of rows with advantage 0 and count them as filtered; KL and entropy then leave
     them out too. ``off_policy``: correction for tokens of older weights; see each class.
     ``entropy``: weight of the entropy bonus.
+
+    A step can be trained in parts unless a critic's advantages are normalised. A subclass with an
+    `advantages` or `loss` of its own declares its own ``normaliser``.
     """
 
     ratio: Literal["token", "sequence"] = "token"
@@ -91,6 +94,12 @@ class PolicyGradient(UserConfig, Algorithm):
         object.__setattr__(
             self, "standardise", self.epsilon if self.critic and self.normalize_std and whole else None
         )
+        base = all(
+            getattr(type(self), name) is getattr(PolicyGradient, name)
+            for name in ("advantages", "advantages_of_share", "loss")
+        )
+        if base and self.normaliser is None:
+            object.__setattr__(self, "normaliser", "tokens" if self.mean == "tokens" else "rows")
 
     def check(self, *, group_size: int) -> None:
         if group_size == 1 and self.critic is None:

@@ -148,6 +148,9 @@ def train(
     world_size: Annotated[
         int, option("Ranks to start here. Under torchrun each process is one of its ranks.", min=1)
     ] = 1,
+    part_rows: Annotated[
+        int, option("Train each step in parts of at least these rows, while it is being generated; 0: whole.", min=0)
+    ] = 0,
     options: _Set = None,
 ) -> None:
     """Train, and publish each version.
@@ -162,8 +165,9 @@ def train(
         _start_from_file(group, "train")
         return
     _require_engine("train", engine)
+    parts: dict[str, Any] = {"stream": True, "part_rows": part_rows} if part_rows else {}
     spec = Train(
-        engine, model=model, weights=Weights(transport=transport), world_size=world_size, **group.place,
+        engine, model=model, weights=Weights(transport=transport), world_size=world_size, **parts, **group.place,
         **named_options(options),
     )  # fmt: skip
     _train(group, spec, batch_size, export=export)

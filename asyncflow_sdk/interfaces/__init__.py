@@ -1,6 +1,6 @@
 """Interfaces for plugins: abstract classes with their contracts, and the values they exchange."""
 
-from .algorithm import Advantages, Algorithm, PackedTokens
+from .algorithm import NORMALISERS, Advantages, Algorithm, PackedTokens
 from .launcher import (
     FATAL_STATUS,
     Launcher,
@@ -13,6 +13,7 @@ from .launcher import (
     check_on_failure,
 )
 from .leased_batch import LeasedBatch
+from .leased_step import LeasedStep, StepConsumer, StepPart
 from .queue import PutRows, TransferQueue
 from .rollout import Capabilities, Completion, Completions, Request, RolloutEngine
 from .sampler import Candidates, Sampler
@@ -43,6 +44,7 @@ from .workers import Consumer, Producer
 
 __all__ = [
     "FATAL_STATUS",
+    "NORMALISERS",
     "TRAIN_COLUMNS",
     "Advantages",
     "Algorithm",
@@ -56,6 +58,7 @@ __all__ = [
     "Host",
     "Launcher",
     "LeasedBatch",
+    "LeasedStep",
     "LoadableUpdate",
     "OnFailure",
     "PackedTokens",
@@ -69,6 +72,8 @@ __all__ = [
     "Room",
     "Sampler",
     "StalenessPolicy",
+    "StepConsumer",
+    "StepPart",
     "StepResult",
     "StepWindow",
     "TensorType",

@@ -23,11 +23,13 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError
 from ..types import Batch, Ragged
 
 
@@ -42,8 +44,10 @@ class PackedTokens:
     token, from 0 to ``row_count`` - 1; sums over rows are
     ``tensor.new_zeros(row_count).index_add(0, rows, tensor)``. ``columns``, by name: the
     algorithm's ``needs`` beside TRAIN_COLUMNS, its ``asks``, and its arrays beside the advantages;
-    a number per row is repeated for each token. ``total_tokens``, ``total_rows``: of the whole
-    step.
+    a number per row is repeated for each token. ``total_tokens``, ``total_rows``,
+    ``total_groups``: trained tokens, rows and groups of the whole step; all 1 if the step is
+    trained in parts, see ``Algorithm.normaliser``. ``total_groups`` is 0 if the engine does not
+    count groups.
 
     ``entropy``: of the distribution of each token, with gradient. ``values``: of the critic being
     trained, with gradient. Both None unless in ``asks``.
@@ -56,6 +60,7 @@ class PackedTokens:
     row_count: int
     total_tokens: int
     total_rows: int
+    total_groups: int = 0
     columns: Mapping[str, Any] = field(default_factory=dict)
     entropy: Any = None
     values: Any = None
@@ -64,6 +69,10 @@ class PackedTokens:
 Advantages = npt.NDArray[np.floating[Any]] | Ragged | Mapping[str, npt.NDArray[np.floating[Any]] | Ragged]
 """Floating point: one a row, (rows,), or ragged with one a response token. Or a mapping with
 "advantages" and further arrays of either form, passed to the loss as columns."""
+
+
+NORMALISERS = ("tokens", "rows", "groups", "constant")
+"""Values of ``Algorithm.normaliser`` beside None."""
 
 
 class Algorithm(abc.ABC):
@@ -83,12 +92,35 @@ class Algorithm(abc.ABC):
     ``standardise``: scale advantages over the tokens of a whole step to mean 0 and spread 1, with
     this number added to the spread; None: no scaling. An engine of several ranks calls
     `advantages_of_share` for each rank's rows and scales itself.
+
+    ``normaliser``: declares that a step can be trained in parts, of whole groups: the advantages of
+    a part equal those in the whole step, and the loss is a sum over tokens divided once, by
+    ``total_tokens`` ("tokens"), ``total_rows`` ("rows"), ``total_groups`` ("groups") or nothing of
+    the step ("constant"). The engine then passes totals of 1, adds up the parts, and divides by the
+    number of the whole step at its end. None: the engine needs whole steps.
+    ``metric_normalisers``: the same by name of metric; default of a metric: "tokens".
     """
 
     needs: tuple[str, ...] = ()
     asks: tuple[str, ...] = ()
     drop_zero_advantage: bool = False
     standardise: float | None = None
+    normaliser: str | None = None
+    metric_normalisers: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def whole_step(self) -> str:
+        """The reason why a step cannot be trained in parts, in plain words; "" if it can. Raises
+        ConfigError for an unknown normaliser."""
+        name = type(self).__name__
+        for each in (self.normaliser, *self.metric_normalisers.values()):
+            if each is not None and each not in NORMALISERS:
+                raise ConfigError(f"{name}: normaliser {each!r} is none of {', '.join(NORMALISERS)}")
+        if self.standardise is not None:
+            return f"{name} scales advantages by their mean and spread over the whole step (standardise)"
+        if self.normaliser is None:
+            return f"{name} declares no normaliser, by which the losses of a step's parts could be divided at its end"
+        return ""
 
     def check(self, *, group_size: int) -> None:
         """Raise ConfigError, before anything starts, for a run it cannot train. Optional."""

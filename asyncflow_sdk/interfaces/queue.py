@@ -33,6 +33,7 @@ from ..types.defaults import LEASE_S, MAX_ATTEMPTS, TIMEOUT_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.tasks import PolicySpec, SamplerSpec
 from .leased_batch import LeasedBatch
+from .leased_step import StepConsumer
 from .workers import Consumer
 
 
@@ -185,6 +186,28 @@ class TransferQueue(abc.ABC):
         """Iterate over the batches of a task until the stream ends. ``timeout_s``: limit of the wait for
         one batch. ``ahead``: lease the next batch during the work on this one; its lease time
         restarts when the loop gets it. Other arguments: see ``get``."""
+
+    @abc.abstractmethod
+    def steps(
+        self,
+        task: str,
+        *,
+        part_rows: int = 1,
+        columns: Sequence[str] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        group: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> StepConsumer:
+        """Iterate over the steps of a task with batch_rows until the stream ends, each delivered in parts
+        while the rest of it is still being generated; see ``LeasedStep``.
+
+        ``part_rows``: least rows of a part, over all ranks; only the last part of a step may have
+        fewer. A part contains whole groups. ``timeout_s``: limit of the wait for one part.
+        ``group``, ``rank``, ``world_size``: as of ``get``; each part is dealt to all ranks together,
+        and a rank may get none of its rows. One client, or one rank group, leases the open step at
+        a time; ``get`` takes whole steps.
+        """
 
     @abc.abstractmethod
     def loaded(self, version: int) -> None:

@@ -48,11 +48,26 @@ class TrainEngine(abc.ABC):
     The plugin's factory makes it in the worker's process, as ``factory(model=PATH,
     algorithm=ALGORITHM, **options)`` with an ``Algorithm``. Not thread-safe: one thread calls it.
     ``computes``: supported values of ``Algorithm.asks``. ``restores``: True if it implements
-    ``load_weights``.
+    ``load_weights``. ``streams``: True if it implements ``begin_step``, ``accumulate``,
+    ``end_step`` and ``abort_step``.
+
+    A step can be trained in parts, while the rest of its rows is still being generated:
+
+        engine.begin_step(7)
+        for part in parts:
+            engine.accumulate(part)                          # gradients are added up
+        result = engine.end_step()                           # the weights change here
     """
 
     computes: tuple[str, ...] = ()
     restores: bool = False
+    streams: bool = False
+
+    @property
+    def whole_step(self) -> str:
+        """The reason why this engine, with its algorithm and options, needs whole steps, in plain
+        words; "" if it can train a step in parts."""
+        return "" if self.streams else f"{type(self).__name__} trains whole steps only"
 
     @abc.abstractmethod
     def train_step(self, batch: Batch) -> StepResult:
@@ -61,6 +76,41 @@ class TrainEngine(abc.ABC):
 
         Raises SchemaError for invalid rows (NaN rewards, a response without log-probs) and then
         leaves the weights unchanged.
+        """
+
+    def begin_step(self, step: int) -> None:
+        """Begin step number ``step`` in parts. Optional, declared by ``streams``.
+
+        Raises EngineError if a step is open, or with the reason if ``whole_step`` is not "".
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot train a step in parts")
+
+    def accumulate(self, batch: Batch) -> None:
+        """Add the gradients of one part of the open step: whole groups (TRAIN_COLUMNS), possibly
+        no rows on some ranks. All ranks call it together. The weights do not change.
+
+        Raises SchemaError for invalid rows, as ``train_step``, and EngineError without an open
+        step. An error on one rank is raised on all, and ends the step as ``abort_step`` does. If
+        another rank has aborted the step: StepAborted.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot train a step in parts")
+
+    def end_step(self) -> StepResult:
+        """Do one optimizer step with the gradients of all parts. Weights and result equal those of
+        ``train_step`` on all rows, up to rounding; ``filtered`` is over the rows of all
+        ``accumulate`` calls, in order.
+
+        Raises EngineError without an open step or without rows, StepAborted as ``accumulate``. The
+        step is closed after an error, too.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot train a step in parts")
+
+    def abort_step(self) -> None:
+        """Discard the open step: its gradients; random state and loss scale are as before
+        ``begin_step``. Without an open step: no effect.
+
+        Ranks need not call it at the same place: the ``accumulate`` or ``end_step`` of the others
+        raises StepAborted.
         """
 
     @abc.abstractmethod

@@ -120,13 +120,14 @@ class StepAssembly:
                 if not window.free:
                     self._close_step()
                     break
+                if any(request.command.parts for request in self._state.parked.at(steps.task.place)):
+                    self._state.context.wake(steps.task.place)
 
     def _close_step(self) -> None:
         steps, window = self._state.steps, self._state.steps.window
-        steps.closed.append((window.step, np.concatenate(steps.open_rows)))
         if self._state.limits.checkpoints:
-            steps.uncovered[window.step] = steps.closed[-1][1]
-        steps.open_rows = []
+            steps.uncovered[window.step] = np.concatenate(steps.open_rows)
+        steps.close()
         window.close()
         bounded = self._staleness.rule.bounded
         steps.ready = {

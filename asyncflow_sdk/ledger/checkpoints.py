@@ -121,11 +121,12 @@ class StepCheckpoints:
     def _cover(self, covers: int) -> None:
         """Make the steps before ``covers`` final."""
         rows, steps = self._state.rows, self._state.steps
-        parts = [steps.uncovered.pop(step) for step in sorted(steps.uncovered) if step < covers]
+        final = [steps.uncovered.pop(step) for step in sorted(steps.uncovered) if step < covers]
         steps.covered = covers
-        if not parts:
+        steps.parts = {step: parts for step, parts in steps.parts.items() if step >= covers}
+        if not final:
             return
-        ids = np.concatenate(parts)
+        ids = np.concatenate(final)
         at = rows.at(ids)
         self._state.budget.held -= int(np.count_nonzero(rows.todo[at] == 0))
         steps.lost_rows = np.setdiff1d(steps.lost_rows, ids)

@@ -211,6 +211,11 @@ class LeaseRows(Command, frozen=True, tag="lease"):
     ``most``: for a replica of a task that admits and receives versions in the background, the most
     rows it may hold; 0 for other clients. It gets rows up to ``count``, or up to ``most`` in all if
     that is more, and waits where others get ``LoadFirst``.
+
+    ``parts``: lease one step in parts, also the open one: whole groups selected for it so far, at
+    least ``at_least`` rows or the rest of a full step. ``token``: of the lease whose next part is
+    wanted; 0 begins a step. The ranks of a group get each part together. The lease does not expire
+    while all its holders wait for a part.
     """
 
     task: str
@@ -224,6 +229,8 @@ class LeaseRows(Command, frozen=True, tag="lease"):
     world_size: int = 1
     shards: int = 0
     most: int = 0
+    parts: bool = False
+    token: int = 0
 
 
 class Leased(Reply, frozen=True, tag="leased"):
@@ -252,6 +259,14 @@ class Leased(Reply, frozen=True, tag="leased"):
     imbalance: float = 0.0
     version_step_offsets: tuple[tuple[int, int], ...] = ()
     completed_at: bytes = b""
+
+
+class LeasedPart(Leased, frozen=True, tag="leased_part"):
+    """A part of a step, leased in parts. ``part``: its number, from 0. ``last``: True if the step has
+    no further part. All parts of a lease have the same ``token`` and ``version``."""
+
+    part: int = 0
+    last: bool = False
 
 
 class LoadFirst(Reply, frozen=True, tag="load_first"):
@@ -615,7 +630,7 @@ AnyCommand: TypeAlias = (
     | CloseSession | GetAudit | GetFailed | GetStatus | AddCheckpoint | Resume | GetTrainingPosition | AllGather | GetPut
 )  # fmt: skip
 AnyReply: TypeAlias = (
-    Done | SessionOpened | PutDone | Leased | LoadFirst | Completed | Lost | Cancelled | Dismissed | Failed | Publisher
+    Done | SessionOpened | PutDone | Leased | LeasedPart | LoadFirst | Completed | Lost | Cancelled | Dismissed | Failed | Publisher
     | PublishReply | RollbackDone | RestoreTarget | Permitted | Version | RowsWanted | Audit | StatusReport | Resumed
     | TrainingPosition | AllGathered | LastPut
 )  # fmt: skip

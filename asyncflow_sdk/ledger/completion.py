@@ -13,10 +13,11 @@ from .commands import Ids, pack_ids
 from .state import LedgerState
 from .state.grants import Grant
 from .state.leases import positions
-from .state.rows import DONE, LEASED, LIVE, NONE, READY, SELECTED, WAITING
+from .state.rows import DONE, LEASED, LIVE, NONE, READY, WAITING
 from .state.tasks import Task
+from .step_leases import StepLeases, publish_return
 from .step_versions import StepVersions
-from .terminations import CONSUMED, FAILED, FILTERED, Terminations, publish_return
+from .terminations import CONSUMED, FAILED, FILTERED, Terminations
 
 NO_GRADIENT = "no gradient in the step"
 
@@ -25,9 +26,14 @@ class RowCompletion:
     """Ends the work on leased rows."""
 
     def __init__(
-        self, state: LedgerState, step_versions: StepVersions, terminations: Terminations, assembly: StepAssembly
+        self,
+        state: LedgerState,
+        step_versions: StepVersions,
+        step_leases: StepLeases,
+        terminations: Terminations,
+        assembly: StepAssembly,
     ) -> None:
-        self._state, self._step_versions = state, step_versions
+        self._state, self._step_versions, self._step_leases = state, step_versions, step_leases
         self._terminations, self._assembly = terminations, assembly
 
     def complete(self, grant: Grant, part: Ids, command: cmd.Complete) -> cmd.Completed:
@@ -36,6 +42,8 @@ class RowCompletion:
         ids = part if command.index is None else part[positions(command.index, len(part))]
         whole = grant.left == len(grant.ids)  # no row was lost since
         held = None if whole else self._state.leases.having(grant, ids)
+        if grant.parts != NONE:
+            self._check_whole(grant, ids, part, command)
         filtered = self._check(grant, task, ids, command)
         mine = ids if held is None else ids[held]
         pick = slice(None) if held is None else held
@@ -69,6 +77,8 @@ class RowCompletion:
         self.consume(mine, at)
         if grant.step != NONE:
             self._step_versions.acknowledge(grant)
+            if not grant.left:
+                self._state.steps.finish(grant.step)
         return cmd.Completed(revoked=b"" if held is None else pack_ids(ids[~held]))
 
     def consume(self, ids: Ids, at: Ids) -> None:
@@ -92,35 +102,51 @@ class RowCompletion:
         """Return rows to their task; a step returns whole. With ``blame``, rows that lost too many
         leases fail with their groups."""
         task, rows, name = self._state.tasks[grant.task], self._state.rows, grant.task
-        makes_steps = task.spec.batch_rows is not None
-        if makes_steps:
-            ids = self._state.leases.outstanding(grant)
+        if task.spec.batch_rows is not None:
+            self._step_leases.give_back(grant, reason)
+            return
         if not len(ids):
             return
         publish_return(self._state.context, self._state.sessions.name(grant.session), name, len(ids), reason)
         at = rows.at(ids)
         rows.task(name, "token")[at] = NONE
         self._state.leases.release(grant, len(ids))
-        task.move(len(ids), LEASED, SELECTED if makes_steps else READY)
-        rows.task(name, "state")[at] = SELECTED if makes_steps else READY
-        if makes_steps:
-            self._state.steps.take_back(grant.step, ids)
+        task.move(len(ids), LEASED, READY)
+        rows.task(name, "state")[at] = READY
+        self._state.tasks.count_fit(task, ids, 1)
+        rows.task(name, "attempts")[at] += blame
+        if blame:
+            self._state.dead_letters.blame(rows.first[at], f"{name}: {reason}")
+        ids = self._fail_spent(task, ids, reason)
+        if task.spec.admits:
+            self._return_admitted(task, ids)
         else:
-            self._state.tasks.count_fit(task, ids, 1)
-            rows.task(name, "attempts")[at] += blame
-            if blame:
-                self._state.dead_letters.blame(rows.first[at], f"{name}: {reason}")
-            ids = self._fail_spent(task, ids, reason)
-            if task.spec.admits:
-                self._return_admitted(task, ids)
-            else:
-                self._state.tasks.return_to_queue(task, ids)
+            self._state.tasks.return_to_queue(task, ids)
         self._state.context.wake(task.place)
 
     def void(self, grant: Grant, reason: str, *, blame: bool) -> None:
         """Return all rows of a lease and end it."""
         self.give_back(grant, self._state.leases.outstanding(grant), reason, blame=blame)
         self._state.leases.remove(grant)
+
+    def check_delivered(self, grant: Grant) -> None:
+        """Raise SchemaError unless all parts of a step in parts are delivered."""
+        if not self._state.steps.delivered_whole(grant):
+            raise SchemaError(
+                f"step {grant.step} is not delivered whole: lease {grant.token} has {len(grant.ids)} rows of it, in"
+                f" {grant.parts} parts; get the others before it is acknowledged"
+            )
+
+    def _check_whole(self, grant: Grant, ids: Ids, part: Ids, command: cmd.Complete) -> None:
+        """Raise SchemaError unless a step in parts is acknowledged whole."""
+        if command.columns:
+            raise SchemaError("a step in parts is acknowledged without columns; write them before")
+        self.check_delivered(grant)
+        if len(ids) != len(part):
+            raise SchemaError(
+                f"{len(ids)} of {len(part)} rows of step {grant.step} are acknowledged; a step in parts is"
+                " acknowledged whole"
+            )
 
     def _check(
         self, grant: Grant, task: Task, ids: Ids, command: cmd.Complete

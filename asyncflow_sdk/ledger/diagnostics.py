@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from . import commands as cmd
+from .commands import Ids
 from .publication import VersionPublication
 from .replica_updates import ReplicaUpdates
 from .replicas import Replicas
 from .staleness import StalenessControl
 from .state import LedgerState
 from .state.parked import ParkedRequest
-from .state.rows import LEASED, READY, SELECTED
+from .state.rows import LEASED, NONE, READY, SELECTED, WAITING
 from .state.sessions import Session
 from .state.tasks import Task
 
@@ -34,8 +37,13 @@ class Diagnostics:
         self._publication, self._replicas, self._updates = publication, replicas, updates
 
     def explain(self, request: ParkedRequest) -> str:
-        """Return how long a request has waited, and why."""
-        return f"after {self._state.context.now - request.since:.1f} s: {self.why(request)}"
+        """Return how long a request has waited, and why; for a part of a step, with its unfinished
+        groups. The cost may depend on the number of live rows."""
+        text = f"after {self._state.context.now - request.since:.1f} s: {self.why(request)}"
+        command = request.command
+        if isinstance(command, cmd.LeaseRows) and command.parts and self._full_step(command) is None:
+            text += self._unfinished_groups()
+        return text
 
     def why(self, request: ParkedRequest) -> str:
         """Return what a request waits for, who should provide it, and since when."""
@@ -97,6 +105,8 @@ class Diagnostics:
     def _what_there_is(self, command: cmd.LeaseRows) -> str:
         """Describe the ready rows, if the request needs more."""
         task, limits = self._state.tasks[command.task], self._state.limits
+        if command.parts:
+            return self._what_there_is_of_a_step(command)
         where = None if command.partition is None else self._state.partitions.number(command.partition)
         fit = max((n for partition, n in task.fit.items() if where in (None, partition)), default=0)
         if not fit:
@@ -113,6 +123,56 @@ class Diagnostics:
         if command.at_least > limits.capacity_rows - self._state.budget.occupied + fit:
             return f"{text}, and capacity_rows={limits.capacity_rows} leaves no room for the others"
         return text
+
+    def _what_there_is_of_a_step(self, command: cmd.LeaseRows) -> str:
+        """Describe the rows selected for the next part of a step."""
+        window, grant = self._state.steps.window, self._state.leases.by_token.get(command.token)
+        if (full := self._full_step(command)) is not None:
+            return f"rows of step {full}, which is full"
+        selected = window.batch_rows - window.free - (0 if grant is None else grant.left)
+        other = next((each for each in self._state.steps.task.leases.values() if each.step == window.step), None)
+        if grant is None and other is not None:
+            who = self._state.sessions.name(other.session)
+            return f"nothing to give: {who} has step {window.step}, the one being filled, in parts"
+        return f"{selected} of {max(command.at_least, 1)} rows for the next part of step {window.step}"
+
+    def _full_step(self, command: cmd.LeaseRows) -> int | None:
+        """Return the step of a request for a part if it is full."""
+        steps, grant = self._state.steps, self._state.leases.by_token.get(command.token)
+        if grant is not None:
+            return grant.step if grant.step != steps.window.step else None
+        return steps.closed[0][0] if steps.closed else None
+
+    def _unfinished_groups(self) -> str:
+        """List groups that may fill the open step and are not finished, earliest deadline first, and
+        who works on them."""
+        steps, rows = self._state.steps, self._state.rows
+        live = rows.live_ids()
+        at = rows.at(live)
+        late = steps.unselected_at(at) & (rows.task(steps.name, "state")[at] == WAITING)
+        live, at = live[late], at[late]
+        deadlines = np.where(rows.deadline[at] == NONE, np.iinfo(np.int64).max, rows.deadline[at])
+        firsts = list(dict.fromkeys(rows.first[at][np.lexsort((live, deadlines))].tolist()))
+        if not firsts:
+            return ""
+        groups = join_some(self._unfinished_group(live[rows.first[at] == first]) for first in firsts[:MAX_NAMED])
+        more = f" and {len(firsts) - MAX_NAMED} more" if len(firsts) > MAX_NAMED else ""
+        return f". Unfinished groups of step {steps.window.step}: {groups}{more}"
+
+    def _unfinished_group(self, ids: Ids) -> str:
+        """Name the rows of a group, and for each task its holders or the number of ready rows."""
+        rows, now, parts = self._state.rows, self._state.context.now, []
+        at = rows.at(ids)
+        for task in self._state.tasks:
+            states, tokens = (rows.task(task.spec.name, field)[at] for field in ("state", "token"))
+            ready = int((states == READY).sum())
+            parts += [f"{ready} ready for task {task.spec.name!r}"] if ready else []
+            for token, count in zip(*np.unique(tokens[states == LEASED], return_counts=True), strict=True):
+                grant = self._state.leases.by_token[int(token)]
+                who = self._state.sessions.name(grant.session)
+                parts.append(f"{count} leased in task {task.spec.name!r} by {who} for {now - grant.since:.1f} s")
+        span = f"row {ids[0]}" if len(ids) == 1 else f"{len(ids)} rows from {ids[0]} on"
+        return f"{span} ({', '.join(parts) or 'in no task'})"
 
     def _why_no_room(self, put: cmd.AddRows) -> str:
         limits, budget, steps = self._state.limits, self._state.budget, self._state.steps
@@ -146,7 +206,7 @@ class Diagnostics:
     def _why_no_rows(self, request: ParkedRequest) -> str:
         command, task, steps = request.command, self._state.tasks[request.command.task], self._state.steps
         if command.world_size > 1:
-            asking = self._state.parked.of_group(command.task, command.group)
+            asking = self._state.parked.alike(command)
             absent = sorted(set(range(command.world_size)) - {command.rank, *asking})
             if absent:
                 return f"{_ranks(absent)} of {command.world_size} of group {command.group!r} have not asked"

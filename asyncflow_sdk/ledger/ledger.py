@@ -13,9 +13,10 @@ Not thread-safe: one thread owns it.
 the rules above it, never those below:
 
     StalenessControl, TaskSamplers             user code that decides
+    StepLeases                                 steps return from their leases
     Terminations, StepAssembly                 rows end, become ready, and fill steps
     StepVersions, LeaseAdmission,
-      RowCompletion                            rows are leased, completed and returned
+      PartDelivery, RowCompletion              rows are leased, completed and returned
     RankGroups, RankBarrier                    the ranks of one job act as one
     QueueConfiguration, Puts                   limits, tasks and rows are added
     Replicas, VersionPublication,
@@ -42,6 +43,7 @@ from .completion import RowCompletion
 from .configuration import QueueConfiguration
 from .diagnostics import Diagnostics
 from .factory import make_policy, make_sampler
+from .part_delivery import PartDelivery
 from .payload_loss import PayloadLoss
 from .publication import VersionPublication
 from .puts import Puts
@@ -55,8 +57,10 @@ from .state.context import Effects
 from .state.idempotency import MAX_KEYS
 from .state.leases import positions
 from .state.parked import ParkedRequest, place_of
+from .state.rows import NONE
 from .state.sessions import Preparation, Session
 from .status import StatusReporter
+from .step_leases import StepLeases
 from .step_versions import StepVersions
 from .task_samplers import TaskSamplers
 from .terminations import Terminations
@@ -84,12 +88,14 @@ class Ledger:
         state = self.state = LedgerState(initial_rows, kept_keys)
         self.staleness = StalenessControl(state, make_policy)
         self.samplers = TaskSamplers(state, make_sampler)
-        self.terminations = Terminations(state)
+        self.step_leases = StepLeases(state)
+        self.terminations = Terminations(state, self.step_leases)
         self.assembly = StepAssembly(state, self.staleness, self.terminations)
         self.step_versions = StepVersions(state)
         self.admission = LeaseAdmission(state, self.step_versions, self.staleness, self.samplers)
-        self.completion = RowCompletion(state, self.step_versions, self.terminations, self.assembly)
-        self.rank_groups = RankGroups(state, self.admission, self.completion)
+        self.part_delivery = PartDelivery(state, self.staleness, self.admission)
+        self.completion = RowCompletion(state, self.step_versions, self.step_leases, self.terminations, self.assembly)
+        self.rank_groups = RankGroups(state, self.admission, self.part_delivery, self.completion)
         self.barrier = RankBarrier(state)
         self.configuration = QueueConfiguration(state, self.staleness, self.samplers, self.assembly)
         self.puts = Puts(state, self.terminations, self.assembly)
@@ -97,7 +103,7 @@ class Ledger:
         self.publication = VersionPublication(state, self.step_versions, self.replicas)
         self.replica_updates = ReplicaUpdates(state, self.replicas, self.terminations, self.completion)
         self.rollback = Rollbacks(state, self.terminations, self.publication)
-        self.payload_loss = PayloadLoss(state, self.terminations)
+        self.payload_loss = PayloadLoss(state, self.step_leases, self.terminations)
         self.checkpoints = StepCheckpoints(
             state, self.terminations, self.completion, self.publication, self.payload_loss
         )
@@ -182,7 +188,11 @@ class Ledger:
         """Expire leases and parked requests past their deadline."""
         self.state.context.now = now
         for grant in self.state.leases.deadlines.due(now):
-            if grant.token in self.state.leases.by_token:  # it may have ended with another one in this loop
+            if grant.token not in self.state.leases.by_token:
+                continue  # it ended with another one in this loop
+            if grant.parts != NONE and self.part_delivery.waits(grant):
+                self.state.leases.renew(grant)
+            else:
                 limit = self.state.tasks[grant.task].spec.lease_s
                 self.completion.void(grant, f"the lease expired after {limit:g} s", blame=True)
         self._settle()
@@ -266,6 +276,8 @@ class Ledger:
     def _park(self, request: ParkedRequest) -> None:
         self.state.parked.add(request)
         command = request.command
+        if isinstance(command, cmd.LeaseRows) and command.token:
+            self.part_delivery.parked(command.token)
         if isinstance(command, cmd.LeaseRows) and command.world_size > 1:
             self.rank_groups.parked(request)
         elif isinstance(command, cmd.AwaitVersion | cmd.Swap):
@@ -317,13 +329,18 @@ class Ledger:
     def _lease(self, session: Session, command: cmd.LeaseRows) -> cmd.Reply | None:
         task = self.state.tasks.find(command.task)
         self.admission.check(task, command)
+        grant = self.part_delivery.check(session, task, command)
         self.rank_groups.check(session, task, command)
-        self.admission.check_open(session, task, command)
+        if grant is None:
+            self.admission.check_open(session, task, command)
         if task.spec.admits:
             swapping = session.id in self.replica_updates.swapping
             return self.admission.lease_prompts(session, task, command, swapping=swapping)
         if command.world_size > 1:
-            return self.rank_groups.lease(session, task, command)
+            return self.rank_groups.lease(session, task, command, grant)
+        if command.parts:
+            part = self.part_delivery.find(command, grant, 1)
+            return None if part is None else self.part_delivery.deliver(session, task, grant, *part)
         found = self.admission.find(task, command, 1)
         return None if found is None else self.admission.grant(session, task, *found)
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from .commands import Ids
 from .state import LedgerState
-from .state.rows import DONE, LEASED, LIVE, NONE, READY, SELECTED
-from .terminations import FAILED, Terminations, publish_return
+from .state.rows import DONE, LIVE, NONE, READY, SELECTED
+from .step_leases import StepLeases
+from .terminations import FAILED, Terminations
 
 LOST_REASON = "payload lost"
 """The failure reason of rows with lost payload."""
@@ -26,8 +27,8 @@ class PayloadLoss:
     """Ends unreadable rows. A repeated put adds them again, except rows of an acknowledged step:
     these must not be trained twice."""
 
-    def __init__(self, state: LedgerState, terminations: Terminations) -> None:
-        self._state, self._terminations = state, terminations
+    def __init__(self, state: LedgerState, step_leases: StepLeases, terminations: Terminations) -> None:
+        self._state, self._step_leases, self._terminations = state, step_leases, terminations
 
     def lose(self, ids: Ids, reason: str) -> None:
         """Fail rows with their groups; trained rows fail alone."""
@@ -67,8 +68,9 @@ class PayloadLoss:
     def _remove_from_steps(self, ids: Ids, reason: str) -> list[Ids]:
         """Reopen full steps with missing rows. Return rows of overtaken steps, which fail whole."""
         steps, failed = self._state.steps, []
-        held = {grant.step: self._state.leases.outstanding(grant) for grant in self._state.leases.of_step(0)}
-        full = dict(steps.closed) | held
+        leases = self._state.leases
+        held = {grant.step: leases.outstanding(grant) for grant in leases.of_step(0) if grant.parts == NONE}
+        full = dict(steps.closed) | held | steps.held
         since = steps.window.step
         while since - 1 in full:  # no step from here on is acknowledged
             since -= 1
@@ -78,6 +80,8 @@ class PayloadLoss:
                 break
             steps.uncovered.pop(step, None)
             steps.closed = deque((number, part) for number, part in steps.closed if number != step)
+            steps.held.pop(step, None)
+            steps.parts.pop(step, None)
             failed.append(self._live(full[step]))
             self._terminations.finish(failed[-1], FAILED, f"{reason} in a step that a later one overtook")
         return failed
@@ -85,34 +89,30 @@ class PayloadLoss:
     def _open_again(self, first: int) -> None:
         """Unselect the rows of this step and later ones, and end their leases."""
         steps = self._state.steps
-        parts: list[tuple[int, Ids, int]] = [(steps.window.step, part, SELECTED) for part in steps.open_rows]
-        parts += [(step, ids, SELECTED) for step, ids in steps.closed if step >= first]
         for grant in self._state.leases.of_step(first):
-            ids = self._state.leases.outstanding(grant)
-            parts.append((grant.step, ids, LEASED))
-            self._state.leases.release(grant, len(ids))
-            worker = self._state.sessions.name(grant.session)
-            publish_return(self._state.context, worker, grant.task, len(ids), f"payload of step {grant.step} is lost")
+            self._step_leases.give_back(grant, f"payload of step {grant.step} is lost")
+        chunks: list[tuple[int, Ids]] = [(steps.window.step, chunk) for chunk in steps.open_rows]
+        chunks += [(step, ids) for step, ids in steps.closed if step >= first]
         steps.closed = deque((step, ids) for step, ids in steps.closed if step < first)
         steps.uncovered = {step: ids for step, ids in steps.uncovered.items() if step < first}
+        steps.parts = {step: parts for step, parts in steps.parts.items() if step < first}
         steps.open_rows = []
         back: Counter[int] = Counter()
-        for _, ids, state in sorted(parts, key=lambda part: -part[0]):
-            back.update(self._unselect(ids, state))
+        for _, ids in sorted(chunks, key=lambda chunk: -chunk[0]):
+            back.update(self._unselect(ids))
         steps.window.open_again(first, back)
         if not self._state.partitions.end_requested:  # it had ended with the last step
             self._state.partitions.ended = False
         steps.reselect = True
         self._state.parked.wake_all()
 
-    def _unselect(self, ids: Ids, state: int) -> Counter[int]:
+    def _unselect(self, ids: Ids) -> Counter[int]:
         """Make rows ready for a step again, before others. Return their number by deadline."""
         rows, steps = self._state.rows, self._state.steps
         at = rows.at(ids)
         rows.task(steps.name, "state")[at] = READY
-        rows.task(steps.name, "token")[at] = NONE
         rows.step[at] = NONE
-        steps.task.move(len(ids), state, READY)
+        steps.task.move(len(ids), SELECTED, READY)
         steps.unselected += len(ids)
         steps.push(ids, front=True)
         deadlines = rows.deadline[at]

@@ -11,17 +11,19 @@ Trainer ranks also wait for each other at barriers before a step, a checkpoint o
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from ..errors import ConfigError, LeaseLost, SchemaError
 from ..types import events as ev
 from . import commands as cmd
 from .admission import LeaseAdmission
-from .balance import balance, imbalance, split
 from .commands import Ids, pack_ids, unpack_ids
 from .completion import RowCompletion
+from .part_delivery import PartDelivery
+from .shards import deal, imbalance_of
 from .state import LedgerState
-from .state.grants import Grant, ShardedLease
+from .state.grants import DealtPart, Grant, ShardedLease
 from .state.leases import positions
 from .state.parked import ParkedRequest, place_of
 from .state.rows import NONE
@@ -32,8 +34,11 @@ from .state.tasks import Task
 class RankGroups:
     """Grants, completes and returns leases of rank groups."""
 
-    def __init__(self, state: LedgerState, admission: LeaseAdmission, completion: RowCompletion) -> None:
-        self._state, self._admission, self._completion = state, admission, completion
+    def __init__(
+        self, state: LedgerState, admission: LeaseAdmission, part_delivery: PartDelivery, completion: RowCompletion
+    ) -> None:
+        self._state, self._admission, self._part_delivery = state, admission, part_delivery
+        self._completion = completion
 
     def check(self, session: Session, task: Task, command: cmd.LeaseRows) -> None:
         """Raise SchemaError or ConfigError for a request that no group can make."""
@@ -58,40 +63,55 @@ class RankGroups:
             for other in asked.values():
                 if rank == command.rank and other.session < session.id:
                     continue  # this session replaces it
+                if other.command.token != command.token:
+                    continue  # for a part of another lease
                 _check_alike(who, command, other.command, self._state.sessions.name(other.session))
                 return  # the others are alike
 
-    def lease(self, session: Session, task: Task, command: cmd.LeaseRows) -> cmd.Reply | None:
-        """Lease to all ranks once each has asked. Return the shard of this one."""
-        asking = self._state.parked.of_group(command.task, command.group)
+    def lease(self, session: Session, task: Task, command: cmd.LeaseRows, grant: Grant | None) -> cmd.Reply | None:
+        """Lease to all ranks once each has asked. Return the shard of this one. ``grant``: the lease
+        whose next part is requested."""
+        asking = self._state.parked.alike(command)
         if self._replaces(session, task, command) or len({command.rank, *asking}) < command.world_size:
             return None
         number = command.shards or command.world_size
-        found = self._admission.find(task, command, number)
-        if found is None:
-            return None
-        ids, step = found
-        ids, bounds, off = self._shard(task, ids, number)
-        others = {rank: next(iter(asked.values())) for rank, asked in asking.items() if rank != command.rank}
+        if command.parts:
+            next_part = self._part_delivery.find(command, grant, number)
+            if next_part is None:
+                return None
+            step, part = next_part
+        else:
+            found = self._admission.find(task, command, number)
+            if found is None:
+                return None
+            ids, step = found
+            whole_groups = task.sampling.whole_groups and task.sampling.balanced and bool(task.sampling.measure)
+            part = deal(self._state.rows, task, ids, number, whole_groups=whole_groups)
+        others = {rank: request for rank, request in asking.items() if rank != command.rank}
         members = [session.id if r == command.rank else others[r].session for r in range(command.world_size)]
-        shards = ShardedLease(command.group, members, bounds, finished=np.zeros(len(ids), bool))
-        spans = [shards.span(rank) for rank in range(command.world_size)]
-        shards.done.update(rank for rank, span in enumerate(spans) if span.start == span.stop)  # they have no rows
-        whole = self._admission.grant(session, task, ids, step, shards=shards)
+        shards = ShardedLease(command.group, members, part.bounds, finished=np.zeros(len(part.ids), bool))
+        leased: cmd.Leased
+        if command.parts:
+            leased = self._part_delivery.deliver(session, task, grant, step, part, shards)
+        else:
+            spans = [shards.span(rank) for rank in range(command.world_size)]
+            shards.done.update(rank for rank, span in enumerate(spans) if span.start == span.stop)  # no rows
+            leased = self._admission.grant(session, task, part.ids, step, shards=shards)
+        off = imbalance_of(self._state.rows, task, part)
         self._state.context.publish(
             ev.Balanced(
                 time_s=self._state.context.now,
                 task=task.spec.name,
                 shards=number,
-                rows=len(ids),
+                rows=len(part.ids),
                 imbalance=off,
                 step=step,
             )
         )
         for rank, request in others.items():
             self._state.parked.remove(request)
-            self._state.context.answer(request.ticket, _shard_of(whole, shards, rank, off))
-        return _shard_of(whole, shards, command.rank, off)
+            self._state.context.answer(request.ticket, _shard_of(leased, part, rank, command.world_size, off))
+        return _shard_of(leased, part, command.rank, command.world_size, off)
 
     def parked(self, request: ParkedRequest) -> None:
         """Void requests and leases of earlier sessions under the rank of a newly parked request."""
@@ -139,12 +159,13 @@ class RankGroups:
     def session_closed(self, session: Session, reason: str, *, blame: bool) -> None:
         """Return the leases of a session, except those whose shards its ranks have completed."""
         for grant in list(session.leases.values()):
-            shards = grant.shards
+            shards, why = grant.shards, reason
             if shards is not None:
                 mine = {rank for rank, number in enumerate(shards.members) if number == session.id}
                 if mine <= shards.done:
                     continue
-            self._completion.void(grant, reason, blame=blame)
+                why = f"rank {min(mine - shards.done)} of group {shards.group!r} ({session.name}): {reason}"
+            self._completion.void(grant, why, blame=blame)
 
     def _of_rank(self, task: Task, command: cmd.LeaseRows) -> tuple[list[ParkedRequest], list[tuple[int, Grant]]]:
         """Return requests and leases under a rank, each lease with its session."""
@@ -169,23 +190,6 @@ class RankGroups:
             )
         return min(sessions, default=session.id) < session.id
 
-    def _shard(self, task: Task, ids: Ids, shards: int) -> tuple[Ids, list[int], float]:
-        """Return rows in order of shards, the bounds of the shards, and their imbalance (max / mean
-        - 1)."""
-        at, sampling = self._state.rows.at(ids), task.sampling
-        weights = np.ones(len(ids))
-        shard = split(len(ids), shards)
-        if sampling.balanced and sampling.measure:
-            weights = self._state.rows.measures[sampling.measure][at]
-            if sampling.whole_groups:
-                _, group = np.unique(self._state.rows.first[at], return_inverse=True)
-                shard = balance(np.bincount(group, np.nan_to_num(weights)).astype(np.float64), shards)[group]
-            else:
-                shard = balance(weights, shards)
-        order = np.argsort(shard, kind="stable")
-        bounds = np.concatenate([[0], np.cumsum(np.bincount(shard, minlength=shards))])
-        return ids[order], bounds.tolist(), imbalance(weights, shard, shards)
-
     def _acknowledge(self, grant: Grant, shards: ShardedLease, command: cmd.Complete) -> cmd.Completed:
         """Acknowledge a rank's shard of a step. The last rank acknowledges the step."""
         span = shards.span(command.rank)
@@ -201,6 +205,8 @@ class RankGroups:
         dropped = named[:0] if command.filtered is None else named[positions(command.filtered, count)]
         if command.rank in shards.done:
             return cmd.Completed(revoked=b"")
+        if grant.parts != NONE:
+            self._completion.check_delivered(grant)
         shards.filtered.setdefault(shards.shard(command.rank), dropped + span.start)
         shards.done.add(command.rank)
         if len(shards.done) < shards.size:
@@ -263,19 +269,18 @@ class RankBarrier:
                 self._state.context.answer(request.ticket, LeaseLost(f"{who} is {session.name} now"))
 
 
-def _shard_of(whole: cmd.Leased, shards: ShardedLease, rank: int, off: float) -> cmd.Leased:
-    span = shards.span(rank)
-    return cmd.Leased(
-        token=whole.token, task=whole.task, ids=pack_ids(unpack_ids(whole.ids)[span]),
-        groups=pack_ids(unpack_ids(whole.groups)[span]), step=whole.step, version=whole.version, lease_s=whole.lease_s,
-        partition=whole.partition, rank=rank, world_size=shards.size, shard=shards.shard(rank),
-        shards=len(shards.bounds) - 1, imbalance=off, version_step_offsets=whole.version_step_offsets,
+def _shard_of(whole: cmd.Leased, part: DealtPart, rank: int, world_size: int, off: float) -> cmd.Leased:
+    shard = rank * part.shards // world_size
+    span = slice(part.bounds[shard], part.bounds[shard + 1])
+    return msgspec.structs.replace(
+        whole, ids=pack_ids(unpack_ids(whole.ids)[span]), groups=pack_ids(unpack_ids(whole.groups)[span]), rank=rank,
+        world_size=world_size, shard=shard, shards=part.shards, imbalance=off,
         completed_at=pack_ids(unpack_ids(whole.completed_at)[span]) if whole.step != NONE else b"",
     )  # fmt: skip
 
 
 def _check_alike(who: str, one: cmd.LeaseRows, other: cmd.LeaseRows, name: str) -> None:
-    for field in ("world_size", "shards", "count", "at_least", "partition"):
+    for field in ("world_size", "shards", "count", "at_least", "partition", "parts"):
         if getattr(one, field) != getattr(other, field):
             raise ConfigError(
                 f"{who} asks with {field}={getattr(one, field)!r}, and rank {other.rank} ({name}) with"

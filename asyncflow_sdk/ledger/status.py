@@ -92,7 +92,14 @@ class StatusReporter:
             max_staleness=limits.max_staleness if window else NONE,
             promise=rule.promise,
             ages=self._state.metrics.ages,
+            in_parts=self._in_parts(),
         )
+
+    def _in_parts(self) -> tuple[tuple[int, int], ...]:
+        """Return step and delivered rows of each step leased in parts."""
+        steps = self._state.steps
+        leases = steps.task.leases.values() if steps.declared else ()
+        return tuple((grant.step, grant.left) for grant in leases if grant.parts != NONE)
 
     def _works_meanwhile(self, request: ParkedRequest) -> bool:
         """True if the client works while it waits, for lost rows or for a newer version."""

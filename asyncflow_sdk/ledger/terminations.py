@@ -6,24 +6,25 @@ from collections import Counter
 
 import numpy as np
 
-from ..types import events as ev
 from ..types.reports import TERMINAL
 from .commands import Ids
 from .state import LedgerState
-from .state.context import Context
+from .state.grants import Grant
 from .state.rows import DONE, LEASED, LIVE, NONE, READY, TASK_STATES, WAITING
+from .step_leases import StepLeases
 
 CONSUMED, FILTERED, EXPIRED, FAILED, CANCELLED = range(1, 1 + len(TERMINAL))
 MAX_REASONS, REASON_LENGTH = 200, 300
 """Number of reasons counted separately, and of characters of their first lines."""
+MAX_NAMED_ROWS = 8
 
 
 class Terminations:
     """``reasons``: rows by terminal state and reason. ``excused``: by task with whole groups, rows
     that ended before they became ready; their groups need not wait for them."""
 
-    def __init__(self, state: LedgerState) -> None:
-        self._state = state
+    def __init__(self, state: LedgerState, step_leases: StepLeases) -> None:
+        self._state, self._step_leases = state, step_leases
         self.reasons: Counter[str] = Counter()
         self.excused: list[tuple[str, Ids]] = []
 
@@ -46,8 +47,9 @@ class Terminations:
         """End rows. ``through``: their partition, if all tasks that take it have completed them."""
         rows, context = self._state.rows, self._state.context
         at = rows.at(ids)
-        reason = self.shortened(TERMINAL[state - 1], reason)
+        given, reason = reason, self.shortened(TERMINAL[state - 1], reason)
         event = self._state.metrics.ended_event(ids, state, reason)
+        broken: list[tuple[Grant, Ids]] = []
         for name, task in self._state.tasks.by_name.items():
             if through is not None:
                 task.counts[DONE] -= len(ids) * self._state.tasks.takes(task, through)
@@ -61,7 +63,8 @@ class Terminations:
             if task.sampling.whole_groups and counts[WAITING]:
                 self.excused.append((name, ids[states == WAITING]))
             if counts[LEASED]:
-                self._state.leases.lose_rows(ids, np.where(states == LEASED, rows.task(name, "token")[at], NONE))
+                tokens = np.where(states == LEASED, rows.task(name, "token")[at], NONE)
+                broken += self._state.leases.lose_rows(ids, tokens)
         self._state.columns.count(at, -1)
         if self._state.steps.declared:
             self._state.steps.unselected -= int(self._state.steps.unselected_at(at).sum())
@@ -74,6 +77,8 @@ class Terminations:
             self.reasons[f"{event.state}: {reason}"] += len(ids)
         context.publish(event)
         context.wake("put", "wanted")
+        for grant, gone in broken:  # what was computed from a step in parts includes them
+            self._step_leases.give_back(grant, f"{_named(gone)} of its step ended ({event.state}): {given}")
 
     def shortened(self, state: str, reason: str) -> str:
         """Return the first line of a reason, or "other reasons" once there are too many."""
@@ -91,6 +96,7 @@ class Terminations:
         return self.end_groups(live, CANCELLED, reason)
 
 
-def publish_return(context: Context, worker: str, task: str, count: int, reason: str) -> None:
-    """Publish the event of rows returned from a lease."""
-    context.publish(ev.LeaseReturned(time_s=context.now, worker=worker, task=task, count=count, reason=reason))
+def _named(ids: Ids) -> str:
+    """Name the first rows, and count the others."""
+    more = f" and {len(ids) - MAX_NAMED_ROWS} more" if len(ids) > MAX_NAMED_ROWS else ""
+    return f"row{'s' * (len(ids) > 1)} {', '.join(map(str, ids[:MAX_NAMED_ROWS].tolist()))}{more}"

@@ -9,16 +9,17 @@ with queue.get("reward", count=64, timeout_s=30) as batch:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import AsyncFlowError, ConfigError, LeaseLost, SchemaError, VersionNeeded
-from ..interfaces import LeasedBatch, PutRows, TransferQueue
+from ..interfaces import LeasedBatch, PutRows, StepPart, TransferQueue
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
+from ..types import Batch
 from ..types.columns import empty
 from ..types.defaults import LEASE_S, MAX_ATTEMPTS, TIMEOUT_S
 from ..types.reports import Audit, FailedGroup, StatusReport
@@ -28,12 +29,14 @@ from .batches import AsyncLeasedBatch, BatchVerbs, BlockingBatch
 from .checks import check_arguments, check_columns, check_name, check_names
 from .connection import BlockingPort, Connection, LoopPort, Port
 from .coroutines import run_blocking, sync
+from .leased_steps import AsyncStepStream, BlockingStepStream
 from .protocol import CallResult
 from .streams import AsyncStream, BlockingStream
 
 _READ_TRIES = 8
 """Most requests for one batch: rows can end between their lease and the read."""
 B = TypeVar("B", bound=BatchVerbs)
+R = TypeVar("R", bound=Batch)
 S = TypeVar("S", SamplerSpec, PolicySpec)
 
 
@@ -137,11 +140,27 @@ class QueueVerbs(Generic[B]):
         return await self._lease(request, ack)
 
     async def _lease(self, request: cmd.LeaseRows, last: BatchVerbs | None = None, *, acknowledge: bool = True) -> B:
-        """Send a lease request with the last message about batch ``last``; return the new batch.
+        """Send a lease request with the last message about batch ``last``; return the new batch."""
+        answer = None if last is None else await last._send_last(request, acknowledge=acknowledge)
+        batch, lease = await self._lease_rows(request, answer, self._batch)
+        batch._bind(self._port, lease)
+        return batch
+
+    async def _lease_part(self, request: cmd.LeaseRows) -> tuple[StepPart, cmd.LeasedPart]:
+        """Send the request for a part of a step; return it."""
+        part, lease = await self._lease_rows(request, None, StepPart)
+        assert isinstance(lease, cmd.LeasedPart)
+        part.index, part.version, part.part, part.last = lease.step, lease.version, lease.part, lease.last
+        part.version_step_offsets, part.completed_at = lease.version_step_offsets, unpack_ids(lease.completed_at)
+        return part, lease
+
+    async def _lease_rows(
+        self, request: cmd.LeaseRows, answer: CallResult | None, kind: type[R]
+    ) -> tuple[R, cmd.Leased]:
+        """Send a lease request, unless it has its ``answer``; return the rows, and the lease.
 
         A lease with rows that cannot be read goes back; if they had ended, the request is repeated.
         """
-        answer = None if last is None else await last._send_last(request, acknowledge=acknowledge)
         for left in reversed(range(_READ_TRIES)):
             if answer is None:
                 answer = await self._port.call(request)
@@ -153,7 +172,7 @@ class QueueVerbs(Generic[B]):
                 )
             assert isinstance(lease, cmd.Leased)
             try:
-                batch = self._read(answer, lease)
+                return self._read(answer, lease, kind), lease
             except BaseException as error:
                 with contextlib.suppress(AsyncFlowError):
                     await self._port.send(
@@ -162,15 +181,12 @@ class QueueVerbs(Generic[B]):
                             unread=isinstance(error, LeaseLost),
                         )
                     )  # fmt: skip
-                if not (left and isinstance(error, LeaseLost)):
+                if request.token or not (left and isinstance(error, LeaseLost)):
                     raise
                 answer = None  # rows ended before they were read
-                continue
-            batch._bind(self._port, lease)
-            return batch
         raise AssertionError("the last try returns or raises")
 
-    def _read(self, answer: CallResult, lease: cmd.Leased) -> B:
+    def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R]) -> R:
         """Return the leased rows as a batch of views and copies."""
         ids, reader = unpack_ids(lease.ids), self.connection.reader
         columns = self.connection.columns(answer)
@@ -182,7 +198,7 @@ class QueueVerbs(Generic[B]):
             """Return a column's values in a copy-on-write mapping, or None."""
             return reader.writable(where[name], name, answer.schema)
 
-        return self._batch(ids, unpack_ids(lease.groups), columns, writable if where else None)
+        return kind(ids, unpack_ids(lease.groups), columns, writable if where else None)
 
     async def _loaded(self, version: int) -> None:
         await self._port.send(cmd.ReportLoaded(version=version))
@@ -254,6 +270,11 @@ class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch]):
         request = _lease_request(task, count, **options)
         return AsyncStream(lambda last: self._lease(request, last, acknowledge=False))
 
+    def steps(self, task: str, *, part_rows: int = 1, **options: Any) -> AsyncStepStream:
+        """Iterate over the steps of a task, each in parts; see ``TransferQueue.steps``."""
+        request = _lease_request(task, 1, parts=True, at_least=part_rows, **options)
+        return AsyncStepStream(self._port, self._lease_part, request)
+
 
 class _LoopQueue(QueueVerbs[BlockingBatch]):
     """Leases batches on an event loop for use in a thread."""
@@ -308,6 +329,26 @@ class QueueClient(QueueVerbs[BlockingBatch], TransferQueue):
             lambda last: self._lease(request, last, acknowledge=False),
             lease_on_a_loop if ahead else None,
         )
+
+    def steps(
+        self,
+        task: str,
+        *,
+        part_rows: int = 1,
+        columns: Sequence[str] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        group: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        check: Callable[[], None] | None = None,
+    ) -> BlockingStepStream:
+        """See ``TransferQueue.steps``. ``check``: called before each wait for a part, and every few
+        seconds of it; its exception ends the wait."""
+        request = _lease_request(
+            task, 1, columns=columns, at_least=part_rows, timeout_s=timeout_s, group=group, rank=rank,
+            world_size=world_size, parts=True,
+        )  # fmt: skip
+        return BlockingStepStream(self._port, self._lease_part, request, check)
 
     def send(self, command: cmd.AnyCommand) -> Any:
         """Send a ledger command for another client of this server. Raises the ledger's error."""

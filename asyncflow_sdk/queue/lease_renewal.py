@@ -18,6 +18,7 @@ from .coroutines import run_blocking
 
 if TYPE_CHECKING:
     from .batches import BatchVerbs
+    from .leased_steps import StepVerbs
 
 _PARTS = 3
 """A lease is renewed after this fraction (1/3) of its time, so two renewals may be missed."""
@@ -35,7 +36,7 @@ class LeaseRenewer:
 
     def __init__(self, connection: Connection, patience_s: float) -> None:
         self._port, self._patience_s = BlockingPort(connection), patience_s
-        self._held: dict[tuple[int, int], weakref.ref[BatchVerbs]] = {}
+        self._held: dict[tuple[int, int], weakref.ref[BatchVerbs | StepVerbs]] = {}
         self._left: dict[tuple[int, int], int] = {}
         self._progress_at = time.monotonic()  # last progress that was seen
         self._changed = threading.Condition()
@@ -57,7 +58,7 @@ class LeaseRenewer:
             self._closed = True
             self._changed.notify()
 
-    def _leased(self, lease: BatchVerbs) -> None:
+    def _leased(self, lease: BatchVerbs | StepVerbs) -> None:
         with self._changed:
             self._held[lease.token, lease.rank] = weakref.ref(lease)
             self._progress_at = time.monotonic()
@@ -97,7 +98,7 @@ class LeaseRenewer:
                     return [(lease.token, lease.rank) for lease in due]
             del held, due, lease
 
-    def _update(self) -> list[BatchVerbs]:
+    def _update(self) -> list[BatchVerbs | StepVerbs]:
         """Return the leases still held. Fewer rows left than before count as progress."""
         alive = {key: lease for key, ref in self._held.items() if (lease := ref()) is not None and lease.left > 0}
         left = {key: lease.left for key, lease in alive.items()}

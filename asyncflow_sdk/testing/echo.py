@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -212,16 +214,24 @@ def _answer(request: Request) -> npt.NDArray[np.int32]:
     return ids[request.drawn :][: request.sampling.max_tokens]
 
 
+@dataclass
+class _OpenStep:
+    """The parts of a step so far. ``version``: the one it trains, where its batches say so."""
+
+    rewards: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    version: int = -1
+
+
 class EchoTrain(TrainEngine):
     """Add one to every weight in each step, and report the mean reward. Refuse rows of wrong
-    weights.
+    weights. Trains a step whole or in parts.
 
     The log-probs of a version trained or loaded here must be minus its steps; for other versions
     the first row decides. ``delay_s``: seconds a step. ``fail_at``: raise at this step.
     """
 
     conformance_policy = "asyncflow_sdk.testing:EchoPolicy"
-    restores = True
+    restores = streams = True
 
     def __init__(
         self,
@@ -236,13 +246,55 @@ class EchoTrain(TrainEngine):
         self._version = -1  # of these weights, where a leased step or a load has said so
         self._told = True  # leased steps say so
         self._steps_of: dict[int, float] = {}  # by version
+        self._open: _OpenStep | None = None
 
     def train_step(self, batch: Batch) -> StepResult:
         """Verify the rows' log-probs against their versions, then count a step."""
-        import time
+        self.begin_step(-1)
+        self.accumulate(batch)
+        return self.end_step()
 
+    def begin_step(self, step: int) -> None:
+        """Begin a step."""
+        if self._open is not None:
+            raise EngineError("a step is open: end or abort it before the next")
         if self.steps == self._fail_at:
             raise RuntimeError(f"told to fail at step {self.steps}")
+        self._open = _OpenStep()
+
+    def accumulate(self, batch: Batch) -> None:
+        """Verify the rows of a part as of a whole step. An error ends the step."""
+        if self._open is None:
+            raise EngineError("no step is open: begin one before its parts")
+        try:
+            self._verify(batch)
+        except Exception:
+            self._open = None
+            raise
+        self._open.rewards.append(np.array(batch.array("reward")))
+        self._open.version = max(self._open.version, getattr(batch, "version", -1))
+
+    def end_step(self) -> StepResult:
+        """Count the step, whose reward is the mean over the rows of all parts."""
+        step, self._open = self._open, None
+        if step is None or not sum(map(len, step.rewards)):
+            raise EngineError("no step is open" if step is None else "the step has no rows")
+        time.sleep(self._delay_s)
+        self._count(step)
+        return StepResult({"reward": float(np.concatenate(step.rewards).mean())})
+
+    def abort_step(self) -> None:
+        """Discard the open step."""
+        self._open = None
+
+    def _count(self, step: _OpenStep) -> None:
+        self.steps += 1
+        trained = max(self._version, step.version) if self._told else -1
+        if trained >= 0:
+            self._version = trained + 1
+            self._steps_of[self._version] = self.steps
+
+    def _verify(self, batch: Batch) -> None:
         if not np.isfinite(batch.array("reward")).all():
             raise SchemaError("rows have a reward that is no finite number")
         if (batch.ragged("logprobs").lengths != batch.ragged("response_ids").lengths).any():
@@ -259,13 +311,6 @@ class EchoTrain(TrainEngine):
                     f"rows say they were made by version {version}, which has had {self._steps_of[version]:g}"
                     f" steps; they were made by weights that have had {steps:g}"
                 )
-        time.sleep(self._delay_s)
-        self.steps += 1
-        trained = max(self._version, getattr(batch, "version", -1)) if self._told else -1
-        if trained >= 0:
-            self._version = trained + 1
-            self._steps_of[self._version] = self.steps
-        return StepResult({"reward": float(batch.array("reward").mean())})
 
     def logprobs(self, batch: Batch) -> Ragged:
         """Return minus the number of steps for each response token."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import AsyncFlowError, error_from_name
+from ..errors import AsyncFlowError, EngineError, error_from_name
 from ..interfaces import StepResult
 from ..types import Batch, Shard
 from .echo import EchoTrain, weights
@@ -95,8 +95,8 @@ def _reached(at: tuple[str, int]) -> socket.socket:
 
 
 class EchoRanks(EchoTrain):
-    """`EchoTrain` in ``world_size`` processes: each rank verifies its own rows; all train a step,
-    or none.
+    """`EchoTrain` in ``world_size`` processes: each rank verifies its own rows; all train a step or
+    one of its parts, or none.
 
     Large tensors are given as one piece a rank. ``die_at``: rank ``die`` kills itself with SIGKILL
     in this step. ``deaf``: see `Gather`.
@@ -115,27 +115,51 @@ class EchoRanks(EchoTrain):
         """The number of this rank."""
         return self._gather.rank
 
-    def train_step(self, batch: Batch) -> StepResult:
-        """Train this rank's rows. Raises on all ranks if one raised."""
+    def begin_step(self, step: int) -> None:
+        """Begin a step, on all ranks."""
         if self.steps == self._die_at:
             os.kill(os.getpid(), 9)
+        super().begin_step(step)
+
+    def accumulate(self, batch: Batch) -> None:
+        """Verify this rank's rows of a part, perhaps none. Raises on all ranks if one raised."""
         error: Exception | None = None
         try:
-            if batch.rows:
-                super().train_step(batch)
-            else:
-                self.steps += 1
+            super().accumulate(batch)
         except Exception as own:
             error = own
-        word = {"error": None if error is None else [type(error).__name__, str(error)], "rows": batch.rows}
-        every = self._gather(word | {"reward": float(batch.array("reward").sum()) if not error else 0.0})
+        self._agree(error)
+
+    def end_step(self) -> StepResult:
+        """Count the step on all ranks."""
+        if (step := self._open) is None:
+            raise EngineError("no step is open")
+        rewards = np.concatenate(step.rewards) if step.rewards else np.zeros(0)
+        every = self._agree(None, rows=len(rewards), reward=float(rewards.sum()))
+        self._open = None
+        rows = [each["rows"] for each in every]
+        if not sum(rows):
+            raise EngineError("the step has no rows")
+        time.sleep(self._delay_s)
+        self._count(step)
+        reward = sum(each["reward"] for each in every) / sum(rows)
+        return StepResult({"reward": reward, "rows": float(sum(rows)), "rows_most": float(max(rows))})
+
+    def abort_step(self) -> None:
+        """Discard the open step on all ranks: the others' next call for it raises StepAborted."""
+        if self._open is not None:
+            self._open = None
+            self._gather({"error": ["StepAborted", f"rank {self.rank} aborted the step"]})
+
+    def _agree(self, error: Exception | None, **word: Any) -> list[dict[str, Any]]:
+        """Return the words of all ranks. An error of one ends the step and is raised on all."""
+        own = None if error is None else [type(error).__name__, str(error)]
+        every = self._gather({"error": own, **word})
         failed = [each["error"] for each in every if each["error"]]
         if failed:
-            self.steps -= error is None
+            self._open = None
             raise error or _raised(*failed[0])
-        rows = [each["rows"] for each in every]
-        reward = sum(each["reward"] for each in every) / max(sum(rows), 1)
-        return StepResult({"reward": reward, "rows": float(sum(rows)), "rows_most": float(max(rows))})
+        return every
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
         """Yield whole small tensors from rank 0, and a piece of each large one."""

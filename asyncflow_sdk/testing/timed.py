@@ -142,10 +142,11 @@ class TimedRollout(RolloutEngine):
 
 class TimedTrain(TrainEngine):
     """A step takes ``step_s`` plus ``token_s`` a token of prompts and responses, reading all
-    weights ``copy_s``, and log-probs of a batch ``token_s`` a token."""
+    weights ``copy_s``, and log-probs of a batch ``token_s`` a token. In parts, each part takes its
+    tokens' time, and the end of the step ``step_s``."""
 
     conformance_policy = ""
-    restores = True
+    restores = streams = True
 
     def __init__(
         self,
@@ -162,12 +163,39 @@ class TimedTrain(TrainEngine):
             each / check_scale(time_scale) for each in (token_s, step_s, copy_s)
         )
         self._busy = threading.Lock()
+        self._open: list[np.ndarray[Any, Any]] | None = None  # rewards of the parts of the open step
 
     def train_step(self, batch: Batch) -> StepResult:
         """Wait for the step's duration; report the mean reward."""
         self._take(self._step_s + self._token_s * tokens_of(batch))
         self.steps += 1
         return StepResult({"reward": float(batch.array("reward").mean())})
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step in parts, which takes no time."""
+        if self._open is not None:
+            raise EngineError("a step is open: end or abort it before the next")
+        self._open = []
+
+    def accumulate(self, batch: Batch) -> None:
+        """Wait for the duration of a part's tokens."""
+        if self._open is None:
+            raise EngineError("no step is open: begin one before its parts")
+        self._take(self._token_s * tokens_of(batch))
+        self._open.append(np.array(batch.array("reward")))
+
+    def end_step(self) -> StepResult:
+        """Wait for ``step_s``; report the mean reward of all parts."""
+        rewards, self._open = self._open, None
+        if rewards is None or not sum(map(len, rewards)):
+            raise EngineError("no step is open" if rewards is None else "the step has no rows")
+        self._take(self._step_s)
+        self.steps += 1
+        return StepResult({"reward": float(np.concatenate(rewards).mean())})
+
+    def abort_step(self) -> None:
+        """Discard the open step."""
+        self._open = None
 
     def logprobs(self, batch: Batch) -> Ragged:
         """Return zeros after the duration of a pass."""

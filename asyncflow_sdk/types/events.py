@@ -34,7 +34,9 @@ class Span(_Event, frozen=True, tag="span"):
     ``seconds``.
 
     ``cpu_s``: CPU seconds of the worker's process, if measured. ``version``: of the weights used
-    (generate), trained (train), written (publish) or loaded (load); -1 for other kinds.
+    (generate), trained (train), written (publish) or loaded (load); -1 for other kinds. A step in
+    parts has a span of kind train for each part, and a last one without rows for its update;
+    ``detail`` names them.
     """
 
     kind: str
@@ -47,7 +49,8 @@ class Span(_Event, frozen=True, tag="span"):
 
 
 class StepTrained(_Event, frozen=True, tag="step"):
-    """A step was trained. ``metrics``: means over its rows and measurements of the engine, by name."""
+    """A step was trained. ``metrics``: means over its rows and measurements of the engine, by name;
+    ``parts``: their number, of a step trained in parts."""
 
     step: int
     version: int

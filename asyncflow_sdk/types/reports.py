@@ -151,6 +151,7 @@ class StatusReport(Reply, frozen=True, tag="status"):
     ``held``: trained live rows not covered by a checkpoint. ``checkpoint``: the next step after the
     newest checkpoint, or -1. ``staleness``: the policy's name, with its ``promise``.
     ``max_staleness``: -1 without steps. ``ages``: of the step in training, None before the first.
+    ``in_parts``: step and delivered rows of each step leased in parts.
     """
 
     rows: dict[str, dict[str, int]]
@@ -195,3 +196,4 @@ class StatusReport(Reply, frozen=True, tag="status"):
     max_staleness: int = -1
     promise: str = ""
     ages: StepAges | None = None
+    in_parts: tuple[tuple[int, int], ...] = ()

@@ -18,14 +18,16 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded
 from ..interfaces import (
     TRAIN_COLUMNS,
     Consumer,
+    LeasedStep,
     OnFailure,
     RollbackResult,
+    StepConsumer,
     WeightSync,
     WorkerSettings,
 )
@@ -63,7 +65,7 @@ class Run(WeightSync):
         self._trackers = trackers
         self._feeds: set[str] = set()
         self._updates: list[TransportSubscriber] = []
-        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
+        self._consumers: weakref.WeakSet[Consumer | StepConsumer] = weakref.WeakSet()
         self.failure: BaseException | None = None
         mark = (
             "" if server is not None else f"{connection.session}."
@@ -140,11 +142,13 @@ class Run(WeightSync):
             known = ", ".join(f"{each.id} ({each.name})" for each in self.queue.status().sessions)
             raise ConfigError(f"there is no session {session}; there are: {known}")
 
+    @overload
     def consumer(
         self,
         task: str = "train",
         *,
         batch_size: int | None = None,
+        part_rows: None = None,
         count: int = 1,
         needs: tuple[str, ...] = TRAIN_COLUMNS,
         timeout_s: float = NEXT_S,
@@ -154,17 +158,59 @@ class Run(WeightSync):
         rank: int = 0,
         world_size: int = 1,
         shards: int = 0,
-    ) -> Consumer:
+    ) -> Consumer: ...
+
+    @overload
+    def consumer(
+        self,
+        task: str = "train",
+        *,
+        part_rows: int,
+        batch_size: int | None = None,
+        needs: tuple[str, ...] = TRAIN_COLUMNS,
+        timeout_s: float = NEXT_S,
+        lease_s: float = STEP_LEASE_S,
+        sampler: str | tuple[str, Mapping[str, Any]] | None = None,
+        group: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> StepConsumer: ...
+
+    def consumer(
+        self,
+        task: str = "train",
+        *,
+        batch_size: int | None = None,
+        part_rows: int | None = None,
+        count: int = 1,
+        needs: tuple[str, ...] = TRAIN_COLUMNS,
+        timeout_s: float = NEXT_S,
+        lease_s: float = STEP_LEASE_S,
+        sampler: str | tuple[str, Mapping[str, Any]] | None = None,
+        group: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        shards: int = 0,
+    ) -> Consumer | StepConsumer:
         """Iterate over the batches of a task. ``batch_size``: declare the task, with ``sampler``: each
         batch is one whole step of that many rows and starts from the version that the staleness rule
-        counts from. ``timeout_s``: limit of the wait for a batch; ``lease_s``: of the work on it.
+        counts from. ``part_rows``: iterate over its steps instead, each in parts of at least so many
+        rows while the rest of it is still being generated; see ``steps`` of the queue.
+        ``timeout_s``: limit of the wait for a batch, or for a part; ``lease_s``: of the work on it.
         ``rank`` of ``world_size``: lease this rank's shard of each batch; see ``get`` of the queue."""
         if batch_size is not None:
             self.queue.declare(task, needs=needs, batch_rows=batch_size, lease_s=lease_s, sampler=sampler)
-        consumer = CheckingConsumer(
-            self.queue, task, count, timeout_s, self.check, often=not self._ends_by_failure, group=group or task,
-            rank=rank, world_size=world_size, shards=shards,
-        )  # fmt: skip
+        consumer: Consumer | StepConsumer
+        if part_rows is not None:
+            consumer = self.queue.steps(
+                task, part_rows=part_rows, timeout_s=timeout_s, group=group or task, rank=rank, world_size=world_size,
+                check=self.check,
+            )  # fmt: skip
+        else:
+            consumer = CheckingConsumer(
+                self.queue, task, count, timeout_s, self.check, often=not self._ends_by_failure, group=group or task,
+                rank=rank, world_size=world_size, shards=shards,
+            )  # fmt: skip
         self._consumers.add(consumer)
         return consumer
 
@@ -241,7 +287,8 @@ class Run(WeightSync):
         ``save``; earlier checkpoints then stay valid."""
         for consumer in self._consumers:
             step = consumer.current
-            if step is not None and step.index >= 0 and step.left > 0:
+            held = step is not None and (step.held if isinstance(step, LeasedStep) else step.left > 0)
+            if step is not None and step.index >= 0 and held:
                 raise ConfigError(
                     f"step {step.index} is not acknowledged: ack() it before a checkpoint of the weights that it"
                     " trained"

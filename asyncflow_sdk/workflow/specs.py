@@ -45,6 +45,8 @@ SHARES = SamplerSpec("token_balanced", {"column": "response_ids", "whole_groups"
 """Sampler that divides the rows of a step among the ranks of a trainer."""
 TRAINED = ("",)
 """The partition of trained rows."""
+PARTS = 8
+"""Parts of a step that is trained in parts, about, unless ``part_rows`` says otherwise."""
 _BATCH = 256
 _SMALL_BATCH = 32
 """Rows of a call of a coroutine function, and of a lease of an engine."""
@@ -347,6 +349,11 @@ class Train(Serializable):
     ``algorithm``: an installed name ("grpo"), "module:Class", a class, one of these with options
     (("grpo", {"clip_high": 0.3})), or an Algorithm dataclass; default: GRPO. One known only to the
     interpreter ``python`` is made there, and ``needs`` must name its columns.
+
+    ``stream``: train each step in parts while the rest of it is still being generated, with the
+    gradient of the whole step. Needs an engine and an algorithm that can; ``print`` of a workflow
+    and ConfigError say why one cannot. ``part_rows``: least rows of a part, over all ranks; default:
+    in a workflow an eighth of a step, at least one group a rank; elsewhere one group.
     """
 
     kind: Literal["train"] = "train"
@@ -361,9 +368,16 @@ class Train(Serializable):
         world_size: int = 1,
         needs: Sequence[str] = (),
         weights: Weights | None = None,
+        stream: bool = False,
+        part_rows: int | None = None,
         **options: Any,
     ) -> None:
         check_least(1, world_size=world_size)
+        if part_rows is not None:
+            check_least(1, part_rows=part_rows)
+            if not stream:
+                raise ConfigError(f"part_rows={part_rows} is of a step trained in parts: say stream=True, too")
+        self.stream, self.part_rows = stream, part_rows
         self.place, options = _split_placement(options, max_restarts=0)
         self.engine, self.model, self.world_size = engine_name(engine), str(model), world_size
         self.options = plain_options(self.engine, options)
@@ -388,6 +402,15 @@ class Train(Serializable):
         other = copy.copy(self)
         other.needs = tuple(dict.fromkeys((*self.needs, column)))
         other.init_args = {**self.init_args, "needs": other.needs}
+        return other
+
+    def sized(self, batch_size: int, group_size: int) -> Train:
+        """Return a copy with the default ``part_rows`` for steps and groups of these sizes."""
+        if not self.stream or self.part_rows is not None:
+            return self
+        other = copy.copy(self)
+        other.part_rows = max(group_size * self.world_size, batch_size // PARTS)
+        other.init_args = {**self.init_args, "part_rows": other.part_rows}
         return other
 
     def declare(self, batch_rows: int) -> TaskSpec:

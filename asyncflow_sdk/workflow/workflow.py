@@ -115,10 +115,11 @@ class Workflow(Serializable):
         if reward is not None and not isinstance(reward, Stage):
             reward = Stage(reward, task="reward", gives=["reward"])
         ahead = batch_size * (staleness.max_staleness + AHEAD_STEPS)
+        train = train.needing(LOSS_MASK) if masked else train
         self.plan = Plan(
             data=load_prompts(prompts, first.prompt), rollouts=rollouts,
             stages=(*([reward] if reward is not None else []), *stages), reward=reward is not None,
-            train=train.needing(LOSS_MASK) if masked else train, batch_size=batch_size, steps=steps, epochs=epochs,
+            train=train.sized(batch_size, first.group_size), batch_size=batch_size, steps=steps, epochs=epochs,
             seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),
             capacity_rows=ahead if capacity_rows is None else capacity_rows,
             on_failure=Placement(on_failure=on_failure).on_failure or "stop", checkpoint=checkpoint,

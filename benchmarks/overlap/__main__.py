@@ -47,7 +47,7 @@ def measure(plans: list[Plan], jobs: int, rate: float, console: Console) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="seven runs of few steps, faster")
+    parser.add_argument("--quick", action="store_true", help="eight runs of few steps, faster")
     parser.add_argument("--jobs", type=int, default=6, help="runs at a time")
     parser.add_argument("--rate", type=float, help="rows a second that each run trains")
     parser.add_argument("--only", default="", help="runs whose name contains this")

@@ -101,10 +101,10 @@ def _declare(run: Run, plan: Plan) -> None:
 
 
 def _trainer(plan: Plan) -> af.Train:
-    work = plan.step_work
+    work = plan.train
     return af.Train(
         "timed", needs=plan.train_needs, token_s=work.token_s, step_s=work.call_s, copy_s=plan.copy_s,
-        time_scale=plan.time_scale,
+        time_scale=plan.time_scale, stream=plan.part_rows > 0, part_rows=plan.part_rows or None,
     )  # fmt: skip
 
 
@@ -115,18 +115,11 @@ def _start_stage(run: Run, plan: Plan, stage: StagePlan) -> None:
         time.sleep(stage.work.seconds(rows, tokens) / plan.time_scale)
         return np.zeros(rows, np.float32)
 
-    def grouped(groups: Any, **columns: Any) -> Any:
-        return work(**columns)
-
     if stage.whole:
         run.queue.declare(stage.task, needs=stage.needs, gives=(stage.gives,))
         threading.Thread(target=_barrier, args=(run, stage, work), daemon=True).start()
     else:
-        run.start(
-            af.Stage(
-                grouped if stage.groups else work, task=stage.task, needs=stage.needs, gives=(stage.gives,), batch=stage.rows
-            )
-        )  # fmt: skip
+        run.start(af.Stage(work, task=stage.task, needs=stage.needs, gives=(stage.gives,), batch=stage.rows))
 
 
 def _barrier(run: Run, stage: StagePlan, work: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .plan import Plan
-from .plans import MODES, PAPER
+from .plans import ASYNCHRONOUS, MODES, PAPER
 
 COLUMNS = (
     "shape", "rollout:train", "replicas", "mode", "policy", "max staleness", "rows/s", "simulated", "of simulated",
@@ -17,10 +17,8 @@ COLUMNS = (
 )  # fmt: skip
 BOUNDS = {
     "synchronous": "rows / (longest replica + reward + reference + training + copy + load)",
-    "streaming": "rows / max(longest replica + last micro-batch through the stages, each stage) + copy + load",
-    "asynchronous": "rows / max(rollout, training + copy, reward, reference)",
-    "staggered": "rows / max(rollout, training + copy, reward, reference)",
-    "in flight": "rows / max(rollout, training + copy, reward, reference)",
+    "streaming": "rows / (max(longest replica + last part through stages and training, each of them) + copy + load)",
+    **dict.fromkeys(ASYNCHRONOUS, "rows / max(rollout, training + copy, reward, reference)"),
 }
 """What each mode comes to at best. Rollout: rows · (mean length · (step_s / max_rows + step_row_s) + prefill) / replicas."""
 

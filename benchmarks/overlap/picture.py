@@ -38,7 +38,7 @@ def _ablation(axes: plt.Axes, found: list[Measured]) -> None:
     axes.plot(at, simulated, "_", color=SIMULATED, markersize=30, label="simulated, an SDK that costs nothing")
     papers = [i for i, mode in enumerate(modes) if mode in PAPER]
     axes.plot(papers, [PAPER[modes[i]] for i in papers], "D", color=PAPERS, label="the paper's ablation")
-    axes.set_xticks(at, modes)
+    axes.set_xticks(at, [mode.replace(" and ", "\nand ") for mode in modes])
     axes.set_ylim(0, 3.6)
     axes.set_title("Throughput by part, synchronous = 1 (max_staleness 1)", fontsize=10)
     axes.legend(frameon=False, fontsize=8)

@@ -22,9 +22,10 @@ PROMPT_TOKENS = 256
 MICRO_BATCHES = 8
 """Calls that a stage needs for the rows of a step, where it is not held until all are there."""
 
-Mode = Literal["synchronous", "streaming", "asynchronous", "staggered", "in flight"]
+Mode = Literal["synchronous", "streaming", "asynchronous", "streaming and asynchronous", "staggered", "in flight"]
 SWAPS: dict[str, SwapPolicy] = {
-    "synchronous": "drain", "streaming": "drain", "asynchronous": "boundary", "staggered": "drain", "in flight": "in_flight",
+    "synchronous": "drain", "streaming": "drain", "asynchronous": "boundary", "streaming and asynchronous": "boundary",
+    "staggered": "drain", "in flight": "in_flight",
 }  # fmt: skip
 
 
@@ -74,7 +75,6 @@ class StagePlan:
     work: Work
     rows: int
     whole: bool = False
-    groups: bool = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -150,37 +150,28 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def train(self) -> Work:
-        """Of a step on rows of which nothing was computed before."""
+        """Of a step; ``call_s`` is that of its end."""
         return Work(call_s=0.1 * self.train_s, token_s=0.9 * self.train_s / self.step_tokens)
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:
-        """Reward, then log-probs of a reference; streaming also computes gradients of micro-batches as they come."""
+        """Reward, then log-probs of a reference."""
         whole = self.mode == "synchronous"
         rows = self.rows if whole else self.rows // MICRO_BATCHES
         reward = Work(row_s=0.1 * self.rollout_s / self.rows)
         reference = Work(token_s=self.train.token_s / 3)
-        stages = [
+        return (
             StagePlan(task="reward", needs=("response_ids",), gives="reward", work=reward, rows=rows, whole=whole),
             StagePlan(
                 task="reference", needs=("prompt_ids", "response_ids", "reward"), gives="ref_logprobs", work=reference,
                 rows=rows, whole=whole,
             ),
-        ]  # fmt: skip
-        if self.mode == "streaming":
-            gradient = Work(token_s=self.train.token_s)
-            stages.append(
-                StagePlan(
-                    task="gradient", needs=("prompt_ids", "response_ids", "ref_logprobs"), gives="gradient",
-                    work=gradient, rows=rows, groups=True,
-                )
-            )  # fmt: skip
-        return tuple(stages)
+        )  # fmt: skip
 
     @property
-    def step_work(self) -> Work:
-        """What is left of a step once it is leased."""
-        return Work(call_s=self.train.call_s) if self.mode == "streaming" else self.train
+    def part_rows(self) -> int:
+        """Least rows of a part of a step: a group; 0: steps are trained whole."""
+        return GROUP if self.mode.startswith("streaming") else 0
 
     @property
     def train_needs(self) -> tuple[str, ...]:
@@ -195,7 +186,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         tokens = self.step_tokens
         taken = {"rollout": self.rollout_s, "training": self.train.seconds(self.rows, tokens) + self.copy_s}
-        for stage in self.stages[:2]:
+        for stage in self.stages:
             taken[stage.task] = stage.work.seconds(self.rows, tokens)
         return max(taken.items(), key=lambda item: item[1])
 

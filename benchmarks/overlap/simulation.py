@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncflow_sdk.errors import AsyncFlowError
 from asyncflow_sdk.ledger import Ledger, TaskSpec
@@ -23,9 +24,9 @@ from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.testing import Decoding
 from asyncflow_sdk.types import ColumnSpec
 from asyncflow_sdk.types.reports import Audit
-from asyncflow_sdk.types.tasks import PolicySpec, SamplerSpec
+from asyncflow_sdk.types.tasks import PolicySpec
 
-from .plan import GROUP, PROMPT_TOKENS, Plan, StagePlan, Work
+from .plan import GROUP, PROMPT_TOKENS, Plan, StagePlan
 
 FLOAT, IDS = ColumnSpec("fixed", "float32"), ColumnSpec("ragged", "int32")
 RESPONSE = {
@@ -150,12 +151,8 @@ def specs(plan: Plan) -> list[TaskSpec]:
     """The tasks, as a real run declares them."""
     rollout = TaskSpec(name="rollout", needs=("prompt_ids",), gives=tuple(RESPONSE), lease_s=FOREVER, admits=True)
     stages = [
-        TaskSpec(
-            name=stage.task, needs=stage.needs, gives=(stage.gives,), lease_s=FOREVER,
-            sampler=SamplerSpec("whole_groups") if stage.groups else None,
-        )
-        for stage in plan.stages
-    ]  # fmt: skip
+        TaskSpec(name=stage.task, needs=stage.needs, gives=(stage.gives,), lease_s=FOREVER) for stage in plan.stages
+    ]
     train = TaskSpec(
         name="train", needs=("prompt_ids", *RESPONSE, *plan.train_needs), batch_rows=plan.rows, lease_s=FOREVER
     )
@@ -184,11 +181,11 @@ class _Stage:
 
 
 class _Trainer:
-    """Trains, is held for the copy of the weights, and publishes."""
+    """Trains, whole steps or parts of them, is held for the copy of the weights, and publishes."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._sim, self._session = simulation, simulation.join("train")
-        self._work: Work = simulation.plan.step_work
+        self._ages: list[npt.NDArray[np.int64]] = []  # of the rows of the open step
         simulation.send(self._session, cmd.OpenPublisher())
 
     def publish(self, version: int) -> None:
@@ -198,19 +195,28 @@ class _Trainer:
             cmd.Publish(version=version, part=cmd.VersionPart(manifest=b"", transport="none", where=b"")),
         )
 
-    def ask(self) -> None:
-        self._sim.send(self._session, cmd.LeaseRows(task="train", count=1, timeout_s=FOREVER), self._leased)
+    def ask(self, token: int = 0) -> None:
+        """Ask for a step, or for the next part of the one that ``token`` is of."""
+        rows = self._sim.plan.part_rows
+        lease = cmd.LeaseRows(
+            task="train", count=1, timeout_s=FOREVER, parts=rows > 0, token=token, at_least=rows
+        )  # fmt: skip
+        self._sim.send(self._session, lease, self._leased)
 
     def _leased(self, lease: cmd.Leased) -> None:
         _fine(lease)
-        rows = self._sim.ledger.state.rows
-        made_by = rows.version[rows.at(cmd.unpack_ids(lease.ids))]
-        self._sim.staleness.append(float((lease.version - made_by).mean()))
-        took = self._work.seconds(*self._sim.tokens(lease.ids)) + self._sim.plan.copy_s
-        self._sim.after(took, lambda: self._trained(lease))
+        rows, work = self._sim.ledger.state.rows, self._sim.plan.train
+        self._ages.append(lease.version - rows.version[rows.at(cmd.unpack_ids(lease.ids))])
+        took = work.seconds(*self._sim.tokens(lease.ids))
+        if not isinstance(lease, cmd.LeasedPart) or lease.last:
+            self._sim.after(took + self._sim.plan.copy_s, lambda: self._trained(lease))
+        else:
+            self._sim.after(took - work.call_s, lambda: self.ask(lease.token))
 
     def _trained(self, lease: cmd.Leased) -> None:
         self._sim.trained_s.append(self._sim.now - self._sim.zero)
+        self._sim.staleness.append(float(np.concatenate(self._ages).mean()))
+        self._ages.clear()
         self.publish(lease.version + 1)
         self._sim.send(self._session, cmd.Complete(token=lease.token, columns={}))
         self.ask()

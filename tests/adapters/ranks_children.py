@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from waiting import until
 from asyncflow_sdk.errors import SchemaError
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.sharded_files import FileParts, Reader, write_together
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def words(ranks: Ranks) -> object:

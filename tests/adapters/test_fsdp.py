@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import Child
 from faulty import Faulty, FaultyPPO
+from parts_children import one_of_two
 from rank_runs import check_giving, counting
+from ranks_children import free_port
 from safetensors import safe_open
 from safetensors.torch import load_file
+from step_parts import OfGroups, apart, gradients, groups_of, in_parts, state, step_rows, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncflow_fsdp.checkpoint import export
@@ -22,6 +26,7 @@ from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError
 from asyncflow_sdk.interfaces import TrainEngine
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import Conformance
+from asyncflow_sdk.testing.kit.rank_files import write_batch
 from asyncflow_sdk.testing.kit.ranks import Ranks
 from asyncflow_sdk.testing.kit.train.lab import Tensors, copied, distance
 from asyncflow_sdk.types import Batch, Ragged
@@ -492,3 +497,81 @@ def test_an_update_whose_gradient_is_not_finite_is_left_out_on_all_ranks(
     assert 0 < skipped < 4
     assert {float(step) for name, step in state.items() if name.startswith("step/")} == {4 - skipped}
     assert np.isfinite(list(metrics.values())).all()
+
+
+SPLIT = [[3], [0], [1, 5, 2, 4]]
+"""Groups of each part: of two ranks one has no rows of the first, and of the second no row has a gradient."""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "norm"),
+    [
+        (GRPO(mean="rows", kl=KL(coef=0.1), entropy=0.1), 0.01), (GSPO(clip_low=0.1, clip_high=0.1), 1e6),
+        (OfGroups(), 0.01), (PPO(normalize_std=False, critic=Critic(decay=0.9)), 0.01),
+    ],
+    ids=lambda each: type(each).__name__,
+)  # fmt: skip
+def test_a_step_in_parts_is_the_plain_engines_whole_step_on_one_rank_and_on_two(
+    algorithm: Any, norm: float, tiny: str, two: Any, batch: Batch, tmp_path: Path
+) -> None:
+    rows, options = (
+        step_rows(batch),
+        {"lr": 1e-3, "dtype": "float64", "max_grad_norm": norm, "micro_batch_tokens": 60},
+    )
+    plain = TorchEngine(tiny, algorithm=algorithm, **options)
+    wanted = plain.train_step(rows)
+    saved = state(plain, tmp_path / "plain")
+
+    for name, made in (("one", FsdpEngine), ("two", lambda folder, **given: two(folder, **given))):
+        engine = made(tiny, algorithm=algorithm, **options)
+        found = in_parts(engine, rows, SPLIT)
+        have = state(engine, tmp_path / name)
+        engine.close()
+
+        assert apart(gradients(have), gradients(saved)) < 1e-6
+        assert apart(weights(have), weights(saved)) < 1e-6
+        assert found.metrics == pytest.approx(wanted.metrics, rel=1e-5, abs=1e-9)
+        assert (found.filtered is None) == (wanted.filtered is None)
+        if found.filtered is not None:
+            assert found.filtered.tolist() == [False] * 4 + [True] * 4 + [False] * 16
+
+
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_a_step_in_parts_in_lower_precision_is_the_whole_one_up_to_rounding(
+    dtype: str, near: float, tiny: str, two: Any, batch: Batch, tmp_path: Path
+) -> None:
+    rows, saved = step_rows(batch), []
+    for number in range(2):
+        engine = two(tiny, dtype=dtype, micro_batch_tokens=60, max_grad_norm=0.01)
+        _ = in_parts(engine, rows, SPLIT) if number else engine.train_step(rows)
+        saved.append(state(engine, tmp_path / str(number)))
+        engine.close()
+
+    assert apart(gradients(saved[1]), gradients(saved[0])) < near
+
+
+def test_a_step_that_one_rank_gives_up_is_over_on_all_and_the_next_is_right(
+    tiny: str, batch: Batch, tmp_path: Path
+) -> None:
+    """Whether the other adds a part or ends the step; and rows that one rank refuses are refused by both."""
+    bad = groups_of(batch, [2])
+    rewards = np.full(bad.rows, np.nan, np.float32)
+    shares = [groups_of(batch, [3, 1]), groups_of(batch, [4])]
+    refused = [Batch.of({name: bad[name] for name in bad} | {"reward": rewards}, groups=bad.groups), shares[1]]
+    for rank in range(2):
+        write_batch(tmp_path / f"part-{rank}.npz", shares[rank])
+        write_batch(tmp_path / f"bad-{rank}.npz", refused[rank])
+    port = free_port()
+    files = [(str(tmp_path / f"part-{rank}.npz"), str(tmp_path / f"bad-{rank}.npz")) for rank in range(2)]
+
+    with Child(one_of_two, tiny, 0, port, *files[0]) as first, Child(one_of_two, tiny, 1, port, *files[1]) as second:
+        said = [[rank.hear() for _ in range(6)] for rank in (first, second)]
+        assert [rank.wait() for rank in (first, second)] == [0, 0]
+
+    assert said[0][:4] == ["went on", "went on", "StepAborted: rank 1: step 1 was aborted", "went on"]
+    assert said[1][:4] == ["StepAborted: rank 0: step 1 was aborted", "went on", "went on", "went on"]
+    assert [each[4].partition(" have")[0] for each in said] == [
+        "SchemaError: rows 0, 1, 2, 3", "SchemaError: rank 0: rows 0, 1, 2, 3",
+    ]  # fmt: skip
+    wanted = TorchEngine(tiny, lr=1e-3).train_step(groups_of(batch, [3, 1, 4])).metrics
+    assert said[0][5] == said[1][5] == pytest.approx(wanted, rel=NEAR, abs=NEAR)

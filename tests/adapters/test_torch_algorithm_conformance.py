@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,41 @@ class DividesByNothing(Right):
             return (reward - reward.mean()) / reward.std()
 
 
+class DividedByTokens(Right):
+    normaliser = "rows"
+
+
+class DividedTwice(Right):
+    """By the root of the tokens, which is no normaliser."""
+
+    normaliser = "tokens"
+
+    def loss(self, tokens: af.PackedTokens) -> tuple[Any, dict[str, Any]]:
+        loss, metrics = super().loss(tokens)
+        return loss * tokens.total_tokens**0.5, metrics
+
+
+class CountsRows(Right):
+    """Its metric is a number of rows, no mean over tokens, and it does not say so."""
+
+    normaliser = "tokens"
+
+    def loss(self, tokens: af.PackedTokens) -> tuple[Any, dict[str, Any]]:
+        loss, metrics = super().loss(tokens)
+        return loss, {**metrics, "count": float(tokens.row_count)}
+
+
+class BaselineOfTheStep(Right):
+    normaliser = "tokens"
+
+    def advantages(self, batch: af.Batch) -> Any:
+        return batch.array("reward") - batch.array("reward").mean()
+
+
+class Misspelt(Right):
+    normaliser = "token"
+
+
 WRONG: list[tuple[Callable[..., Any], str, str]] = [
     (MeanOfPart, "parts", "add up to"),
     (MetricsOfPart, "parts", "metric 'likelihood'"),
@@ -90,6 +126,11 @@ WRONG: list[tuple[Callable[..., Any], str, str]] = [
     (Unbounded, "extremes", "give a loss of"),
     (NeighboursAreGroups, "row_order", "in another order"),
     (DividesByNothing, "extremes", "equal rewards"),
+    (DividedByTokens, "normaliser", "the normaliser is not 'rows'"),
+    (DividedTwice, "normaliser", "the normaliser is not 'tokens'"),
+    (CountsRows, "normaliser", "metric 'count'"),
+    (BaselineOfTheStep, "normaliser", "advantages of two groups alone"),
+    (Misspelt, "normaliser", "'token' is none of tokens, rows, groups, constant"),
 ]
 
 
@@ -146,3 +187,29 @@ def test_a_users_own_in_ten_lines_passes() -> None:
     report = Conformance("algorithm", Right).run()
 
     assert report.ok, report.to_dict()
+
+
+class OfGroups(Right):
+    """A mean over groups, and metrics of three kinds."""
+
+    normaliser = "groups"
+    metric_normalisers = MappingProxyType({"groups": "groups", "rows": "constant"})
+
+    def loss(self, tokens: af.PackedTokens) -> tuple[Any, dict[str, Any]]:
+        loss, metrics = super().loss(tokens)
+        total = loss * tokens.total_tokens / tokens.total_groups
+        return total, {**metrics, "groups": total.detach(), "rows": float(tokens.row_count)}
+
+
+def test_a_users_own_that_declares_its_normalisers_passes_and_one_without_is_not_asked() -> None:
+    declared = Conformance("algorithm", OfGroups).run()
+    silent = Conformance("algorithm", Right, only=["normaliser"]).run()
+
+    assert declared.ok, declared.to_dict()
+    assert {result.check.name: result.outcome for result in declared.results}["normaliser"] == "passed"
+    assert [(r.outcome, r.detail) for r in silent.results] == [
+        (
+            "does not apply",
+            "Right declares no normaliser, by which the losses of a step's parts could be divided at its end",
+        )
+    ]

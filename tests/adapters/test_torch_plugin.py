@@ -6,6 +6,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from asyncflow_sdk.plugins import registry
 
 
@@ -37,3 +39,9 @@ def test_the_engine_on_transformers_can_what_its_adapter_declares(tiny: str, rol
     assert set(declared.declared("has") or ()) == {
         flag for flag in ("token_versions", "logprobs", "held_weights") if getattr(has, flag)
     }
+
+
+@pytest.mark.parametrize("name", ["torch", "fsdp"])
+def test_train_engines_take_steps_in_parts_as_their_adapters_declare(name: str) -> None:
+    adapter = registry().get("train", name)
+    assert ("parts" in (adapter.spec.declared("steps") or ())) is adapter.load().streams  # type: ignore[attr-defined]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from children import Child
-from ranks_children import one_of_two
+from ranks_children import free_port, one_of_two
 
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_torch.ranks import Ranks
@@ -27,12 +26,6 @@ def started(folder: Path, dies: int) -> Iterator[list[Child]]:
         Child(one_of_two, str(folder), 1, dies, ports) as second,
     ):
         yield [first, second]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def test_ranks_go_on_together_or_end_together_and_say_who_it_was(tmp_path: Path) -> None:

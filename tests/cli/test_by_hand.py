@@ -15,6 +15,7 @@ from children import warm_python
 from waiting import until
 
 import asyncflow_sdk as af
+from asyncflow_sdk.types.events import Event, StepTrained
 
 PROMPTS = [{"prompt_ids": [1, 2, n]} for n in range(8)]
 
@@ -176,6 +177,18 @@ def test_a_role_as_a_workflows_file_has_it(module: Path) -> None:
             )
         assert run.audit().consumed == 16
         assert len(list((module / "logs").glob("rollout-*.log"))) == 1, "as many as this command was told to start"
+
+
+def test_a_trainer_by_hand_trains_steps_in_parts(module: Path) -> None:
+    events: list[Event] = []
+    with af.serve(module / "run", steps=2, on_event=events.append) as run:
+        run.feed(str(module / "data.jsonl"), group_size=4, column="prompt_ids")
+        run.start(af.Rollout("echo", prompt="prompt_ids", group_size=4, launcher="thread"))
+        run.start(af.Stage(lambda response_ids: [1.0 for _ in response_ids], task="reward"))
+        train = ["train", "--engine", "echo", "--batch-size", "8", "--part-rows", "4"]
+        with Command("worker", str(module / "run"), *train, cwd=module) as trainer:
+            assert trainer.end() == 0, trainer.said
+    assert [event.metrics["parts"] >= 1 for event in events if isinstance(event, StepTrained)] == [True, True]
 
 
 def test_what_other_roles_need_where_they_run_is_not_looked_for_here(module: Path) -> None:

@@ -158,6 +158,17 @@ def picture(
 HALF_WAY = synthetic_run()[:1756]
 
 
+def test_the_picture_shows_the_part_that_a_trainer_is_at() -> None:
+    ready = WorkerState(time_s=0.0, worker="train-0", state="ready")
+    part = Span(
+        time_s=1.0, worker="train-0", kind="train", seconds=1.0, rows=32, version=7, detail="part 3 of step 7"
+    )
+    wait = Span(time_s=2.0, worker="train-0", kind="wait", seconds=1.0)
+    assert "train 50% · wait 50% · part 3 of step 7" in "\n".join(picture([ready, part, wait]))
+    whole = Span(time_s=3.0, worker="train-0", kind="train", seconds=1.0, rows=256, version=8)
+    assert "part 3" not in "\n".join(picture([ready, part, wait, whole]))
+
+
 def test_the_picture_at_80_by_24_shows_everything() -> None:
     lines = picture(HALF_WAY)
     text = "\n".join(lines)

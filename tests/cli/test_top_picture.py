@@ -140,6 +140,14 @@ def test_those_who_wait_for_the_same_are_one_line_and_the_rest_is_counted() -> N
     assert any("of them waiting" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("in_parts", "text"),
+    [(((12, 64),), " 160 of 256 rows · 64 delivered · "), (((11, 256), (12, 64)), "256 delivered of step 11")],
+)
+def test_a_step_in_parts_shows_its_delivered_rows(in_parts: tuple[tuple[int, int], ...], text: str) -> None:
+    assert any(text in line for line in picture(100, 24, in_parts=in_parts))
+
+
 def test_a_queue_without_anything_is_a_picture_too() -> None:
     bare = StatusReport(
         rows={}, ended={}, waiting={}, step=-1, free_slots=0, version=-1, live=0, capacity_rows=1 << 40

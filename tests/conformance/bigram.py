@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from asyncflow_sdk.algorithms import GRPO
-from asyncflow_sdk.errors import ConfigError, SchemaError, WeightMismatch
+from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError, WeightMismatch
 from asyncflow_sdk.interfaces import StepResult, TrainEngine, WeightUpdate
 from asyncflow_sdk.testing import Policy
 from asyncflow_sdk.types import Batch, Ragged, loss_mask
@@ -80,14 +80,25 @@ class Tokens:
     rows: Any
 
 
+@dataclass
+class Part:
+    """Of a step: the gradient of summed losses, the number of trained tokens, rewards, rows without a gradient."""
+
+    gradient: dict[str, Any]
+    count: Any
+    rewards: Any
+    filtered: Any
+
+
 class BigramTrain(TrainEngine):
     conformance_policy = "bigram:BigramPolicy"
-    restores = True
+    restores = streams = True
 
     def __init__(self, model: str, *, algorithm: Any, lr: float = 1.0) -> None:
         if type(algorithm) is not GRPO:
             raise ConfigError(f"this engine trains by GRPO only, not by {algorithm!r}")
         self.algorithm, self.lr = algorithm, lr
+        self.parts: list[Part] | None = None
         first = BigramPolicy(model).tensors(0)
         self.dtypes = {name: array.dtype for name, array in first.items()}
         self.start_from(first.items())
@@ -102,13 +113,47 @@ class BigramTrain(TrainEngine):
     # ---- a step, in parts that wrong engines do otherwise
 
     def train_step(self, batch: Batch) -> StepResult:
-        self.check(batch)
+        self.begin_step(0)
+        self.accumulate(batch)
+        return self.end_step()
+
+    def begin_step(self, step: int) -> None:
+        if self.parts is not None:
+            raise EngineError("a step is open")
+        self.parts = []
+
+    def accumulate(self, batch: Batch) -> None:
+        if self.parts is None:
+            raise EngineError("no step is open")
+        try:
+            self.check(batch)
+            self.parts.append(self.part(batch))
+        except Exception:
+            self.abort_step()
+            raise
+
+    def part(self, batch: Batch) -> Part:
+        """Sums of some groups, divided by nothing."""
         advantages, tokens = self.advantages(batch), self.tokens(batch)
         kept = self.kept(batch, tokens) & (advantages[tokens.rows] != 0)
         coefficients = np.where(kept, self.coefficients(batch, tokens, advantages), 0.0)
-        count = self.summed(np.array(self.count(tokens, kept), np.float64))
-        self.descend(tokens, coefficients / max(float(count), 1.0))
-        return StepResult({"reward": float(batch.array("reward").mean())}, self.filtered(advantages))
+        rewards, filtered = batch.array("reward"), self.filtered(advantages)
+        filtered = np.zeros(batch.rows, bool) if filtered is None else filtered
+        return Part(self.gradient(tokens, coefficients), self.count(tokens, kept), rewards, filtered)
+
+    def end_step(self) -> StepResult:
+        parts, self.parts = self.parts, None
+        if not parts:
+            raise EngineError("no step with rows is open")
+        count = self.summed(np.array(sum(part.count for part in parts), np.float64))
+        gradient = {name: sum(part.gradient[name] for part in parts) for name in self.weights}
+        self.descend({name: array / max(float(count), 1.0) for name, array in gradient.items()})
+        rewards, filtered = (np.concatenate([getattr(part, n) for part in parts]) for n in ("rewards", "filtered"))
+        reward, rows = self.summed(np.array([rewards.sum(), len(rewards)], np.float64))
+        return StepResult({"reward": reward / rows}, filtered if filtered.any() else None)
+
+    def abort_step(self) -> None:
+        self.parts = None
 
     def check(self, batch: Batch) -> None:
         self.check_tokens(batch)
@@ -153,11 +198,14 @@ class BigramTrain(TrainEngine):
     def filtered(self, advantages: Any) -> Any:
         return None if advantages.all() else advantages == 0
 
-    def descend(self, tokens: Tokens, coefficients: Any) -> None:
+    def gradient(self, tokens: Tokens, coefficients: Any) -> dict[str, Any]:
         by_logit = -np.exp(log_softmax(self.weights, tokens.before)) * coefficients[:, None]
         by_logit[np.arange(len(tokens.ids)), tokens.ids] += coefficients
         gradient = {"table.weight": np.zeros((VOCABULARY, VOCABULARY)), "bias": by_logit.sum(0)}
         np.add.at(gradient["table.weight"], tokens.before, by_logit)
+        return gradient
+
+    def descend(self, gradient: dict[str, Any]) -> None:
         for name, array in self.weights.items():
             self.speed[name] = (0.9 * self.speed[name] + self.summed(gradient[name])).astype(np.float32)
             array += np.float32(self.lr) * self.speed[name]

@@ -15,6 +15,7 @@ from asyncflow_sdk.testing.kit import resources
 from asyncflow_sdk.testing.kit.conformance import BoundCheck
 
 CAUGHT = {
+    "aborted_step": ["keeps aborted parts", "begins twice", "ends without rows", "keeps a refused step"],
     "algorithm": ["ignores the algorithm"],
     "asked": ["says that it computes"],
     "bad_batches": ["trains on NaN", "clips tokens", "refuses half-way", "keeps the gradient", "raises whatever comes"],
@@ -38,6 +39,9 @@ CAUGHT = {
     "save_is_whole": ["starts anew without a checkpoint", "keeps the first save", "writes down its folder"],
     "small_updates": ["steps in bfloat16", "publishes float32", "exports float32"],
     "step": ["never moves", "writes into the batch", "reports NaN"],
+    "step_in_parts": [
+        "divides parts by their own tokens", "steps at each part", "filters the last part", "reports the last part",
+    ],
     "token_mean": ["mean over rows"],
 }  # fmt: skip
 
@@ -96,7 +100,7 @@ def test_an_engine_that_hangs_is_left_behind_and_it_is_said_where() -> None:
     assert {result.check.name: result.outcome for result in report.results} == {"names": "passed", "step": "failed"}
     detail = next(result.detail for result in report.results if result.bad)
     assert "check 'step' did not end within 3 s; its thread is in wait" in detail
-    assert "train_step (bigram.py" in detail
+    assert "accumulate (bigram.py" in detail
 
 
 def test_a_factory_that_makes_something_else_is_told() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bigram import VOCABULARY, BigramTrain, Tokens, write
+from bigram import VOCABULARY, BigramTrain, Part, Tokens, write
 from faults import Fault, before, event, leave_descriptor, leave_thread, replace_methods
 
 from asyncflow_sdk.algorithms import GRPO
@@ -124,6 +124,27 @@ FAULTS: dict[str, Fault] = {
     "mean over padding": {"count": lambda self, right, tokens, kept: np.bincount(tokens.rows).max() * tokens.rows[-1]},
     "recomputes behaviour": {"behaviour": lambda self, right, batch, tokens: self.scores(tokens)},
     "steps in bfloat16": {"descend": round_weights},
+    # ---- a step in parts
+    "divides parts by their own tokens": {"part": lambda self, right, batch: (
+        part := right(batch),
+        Part({n: a / max(part.count, 1) for n, a in part.gradient.items()}, 1.0, part.rewards, part.filtered),
+    )[-1]},
+    "steps at each part": {"accumulate": lambda self, right, batch: (
+        right(batch), self.parts and self.descend(self.parts[-1].gradient)
+    )},
+    "filters the last part": {"end_step": lambda self, right: (
+        rows := len(self.parts[-1].rewards) if self.parts else 0, result := right(),
+        StepResult(result.metrics, None if result.filtered is None else result.filtered[-rows:]),
+    )[-1]},
+    "reports the last part": {"end_step": lambda self, right: (
+        last := self.parts[-1].rewards if self.parts else None, StepResult({"reward": float(last.mean())}, right().filtered)
+    )[-1]},
+    "keeps aborted parts": {
+        "abort_step": lambda *_: None, "begin_step": lambda self, right, step: vars(self).update(parts=self.parts or []),
+    },
+    "begins twice": {"begin_step": lambda self, right, step: vars(self).update(parts=[])},
+    "ends without rows": {"end_step": lambda self, right: right() if self.parts else StepResult({})},
+    "keeps a refused step": {"accumulate": lambda self, right, batch: (self.check(batch), right(batch))},
     # ---- what it reports
     "publishes float32": {"named_weights": lambda self, right: self.weights.items()},
     "keeps the wrapper's prefix": {"named_weights": lambda self, right: [(f"module.{n}", a) for n, a in right()]},

@@ -47,6 +47,10 @@ class Lease:
     ids: dict[int, list[int]] = field(default_factory=dict)  # by rank
     done: set[int] = field(default_factory=set)  # ranks that acknowledged a step
     unsure: bool = False  # something happened that may have ended it
+    parts: dict[int, list[list[int]]] = field(default_factory=dict)  # rank → rows of each part; none of a whole lease
+    shards: int = 1
+    group: str = ""
+    last: bool = False  # it has all parts of its step
 
     def rows(self, every: int = 1) -> list[int]:
         """Rows of all ranks, or of every so many."""
@@ -88,6 +92,8 @@ class CheckedLedger:
         self.waiting: dict[int, Request] = {}  # by ticket
         self.steps: dict[int, list[int]] = {}  # rows of each step that was leased, and not dissolved since
         self.acknowledged: set[int] = set()
+        self.begun: set[int] = set()  # steps that were leased in parts
+        self.parts: dict[int, list[list[list[int]]]] = {}  # of each step, the rows of each shard of each part
         self.version = -1
         self._limits = cmd.Configure(max_staleness=1, max_swapping=0, quorum=0)
         self._terminal: Counter[str] = Counter()
@@ -96,6 +102,7 @@ class CheckedLedger:
         self._ended_partitions: set[str | None] = set()
         self._lost: set[int] = set()  # rows without payload
         self._rewound = False  # a rollback or a resume may end leases of replicas
+        self._blurred = False  # payload was lost while a step was in parts: which steps were dissolved is not known
 
     # ---- inputs
 
@@ -119,6 +126,8 @@ class CheckedLedger:
                 lease.unsure |= lease.task == command.task and lease.sessions.get(command.rank, session) < session
         self.waiting[self.tickets] = Request(session, command, self.now + getattr(command, "timeout_s", 0.0))
         assert own is not None or self.waiting[self.tickets].deadline > self.now, "it waits without a deadline"
+        if own is None and isinstance(command, cmd.LeaseRows) and command.token in self.open:
+            self._renew(command.token)
         self._observe(effects, first=self.tickets)
         return self.tickets
 
@@ -133,7 +142,10 @@ class CheckedLedger:
         """Let time pass."""
         self.now = now
         for token in [token for token, lease in self.open.items() if lease.expires <= now]:
-            self._close_lease(token)
+            if self._waits(token):
+                self._renew(token)
+            else:
+                self._close_lease(token)
         self._feed("tick")
         assert all(request.deadline > now for request in self.waiting.values()), "a request outlived its deadline"
 
@@ -192,6 +204,7 @@ class CheckedLedger:
         assert set(ids) <= self.live.keys(), "a row ended twice"
         for i in ids:
             del self.live[i]
+        self._void_steps(ids, effects)
         for ticket, reply in sorted(effects.answers, key=lambda answer: answer[0] != first):
             session, command, _ = self.waiting.pop(ticket)  # answered once, and only if it was asked
             self._on_reply(session, command, reply, len(ids))
@@ -199,6 +212,18 @@ class CheckedLedger:
         self.answers |= effects.answers
         self.events += effects.events
         self.ended += ids
+
+    def _void_steps(self, ids: list[int], effects: Effects) -> None:
+        """A step in parts is void without a delivered row, unless it ends because the step is acknowledged."""
+        done = {
+            self.waiting[ticket].command.token
+            for ticket, reply in effects.answers
+            if isinstance(reply, cmd.Completed)
+        }
+        tokens = {token for i in ids for token in self.rows[i].holder.values()} - done
+        for token in tokens & self.open.keys():
+            if self.leases[token].parts:
+                self._close_lease(token)
 
     def _retire(self, ids: list[int], effects: Effects) -> None:
         states = Counter[str]()
@@ -260,8 +285,8 @@ class CheckedLedger:
             case cmd.LeaseRows(), Ended():
                 self._check_end(session, command)
             case cmd.Renew(), cmd.Done():
-                lease = self._own_lease(session, command)
-                lease.expires = self.now + self.tasks[lease.task].lease_s
+                self._own_lease(session, command)
+                self._renew(command.token)
             case cmd.GiveBack(), cmd.Done():
                 lease = self._own_lease(session, command)
                 whole = self.tasks[lease.task].batch_rows is not None  # a step goes back as a whole
@@ -305,12 +330,16 @@ class CheckedLedger:
         lease = self.leases.get(reply.token)
         if lease is None:
             assert reply.token > max(self.leases, default=0), "fencing tokens rise"
+            assert not getattr(command, "token", 0), "a part of another lease"
             lease = Lease(task.name, reply.version, self.now + task.lease_s, reply.world_size, reply.step)
+            lease.shards, lease.group = reply.shards, command.group
             self.leases[reply.token] = self.open[reply.token] = lease
         assert reply.rank == command.rank
-        assert reply.rank not in lease.ids, "a token is given once"
-        lease.sessions[reply.rank], lease.ids[reply.rank] = session, ids
-        assert len(set(ids)) == len(ids)
+        assert isinstance(reply, cmd.LeasedPart) == command.parts
+        assert command.parts or reply.rank not in lease.ids, "a token is given once"
+        lease.sessions[reply.rank] = session
+        lease.ids[reply.rank] = [*lease.ids.get(reply.rank, []), *ids]
+        assert len(set(lease.ids[reply.rank])) == len(lease.ids[reply.rank]), "a row is delivered once under a token"
         assert ids or reply.world_size > 1
         assert unpack_ids(reply.groups).tolist() == [self.rows[i].group.start for i in ids]
         for i in ids:
@@ -322,6 +351,9 @@ class CheckedLedger:
             holder = row.holder.get(task.name, reply.token)
             assert holder == reply.token or self.leases[holder].unsure, f"row {i} is leased already"
             row.holder[task.name] = reply.token
+        if isinstance(reply, cmd.LeasedPart):
+            self._on_part(task, command, reply, lease, ids)
+            return
         if task.batch_rows is not None:
             if len(lease.ids) == reply.world_size:
                 self._on_step(task, reply, lease.rows(reply.world_size // reply.shards))
@@ -340,24 +372,69 @@ class CheckedLedger:
             left = [self.live[i].priority for i in self._ready(task, reply.partition)]
             assert max(left, default=-(1 << 40)) <= min(self.rows[i].priority for i in ids), "higher priorities first"
 
+    def _on_part(
+        self, task: TaskSpec, command: cmd.LeaseRows, reply: cmd.LeasedPart, lease: Lease, ids: list[int]
+    ) -> None:
+        step, mine = reply.step, lease.parts.setdefault(reply.rank, [])
+        assert step not in self.acknowledged, "a step is trained once"
+        assert (reply.part, reply.step, reply.version) == (len(mine), lease.step, lease.version)
+        assert command.token in (0, reply.token)
+        mine.append(ids)
+        self.begun.add(step)
+        self._renew(reply.token)
+        if {len(parts) for parts in lease.parts.values()} != {reply.part + 1} or len(lease.parts) < reply.world_size:
+            return
+        part = [lease.parts[rank][-1] for rank in range(0, reply.world_size, reply.world_size // reply.shards)]
+        rows, known = [i for shard in part for i in shard], self._known_parts(step)
+        assert rows, "a part has rows"
+        for shard in part:  # rows that a whole lease acknowledged are not in it
+            whole = {i for i in self._groups(shard) if task.name not in self.rows[i].done}
+            assert whole == set(shard), "groups are whole, and of one shard"
+        if reply.part < len(known):
+            before = known[reply.part]
+            assert sorted(i for shard in before for i in shard) == sorted(rows), "a part comes again with its rows"
+            assert len(before) != len(part) or before == part, "a part comes again with its shards"
+        left = task.batch_rows - sum(task.name in self.rows[i].done for i in self.steps.get(step, ()))
+        lease.last = reply.last
+        assert self._blurred or reply.last == (len(lease.rows(reply.world_size // reply.shards)) == left)
+        assert len(rows) >= command.at_least or reply.last or reply.part < len(known)
+        self.parts[step] = [*known[: reply.part], part, *known[reply.part + 1 :]]
+        self._check_ages(reply, rows)
+        if reply.last:
+            self._on_step(task, reply, lease.rows(reply.world_size // reply.shards))
+
+    def _known_parts(self, step: int) -> list[list[list[int]]]:
+        """The parts of a step, without rows that have ended since."""
+        parts = [[[i for i in shard if i in self.live] for shard in part] for part in self.parts.get(step, ())]
+        return [part for part in parts if any(part)]
+
     def _on_step(self, task: TaskSpec, reply: cmd.Leased, ids: list[int]) -> None:
         step = reply.step
         assert step not in self.acknowledged, "a step is trained once"
-        if step in self.steps:
+        if self._blurred:
+            self.steps[step] = ids
+        elif step in self.steps:
             left = [i for i in self.steps[step] if task.name not in self.rows[i].done]
             assert sorted(left) == sorted(ids), "a step comes again with the rows that are left of it"
         else:
             assert len(set(ids)) == len(ids) == task.batch_rows, "a step is whole"
-            assert step == min(set(range(len(self.steps) + 1)) - self.steps.keys()), "steps come in order"
+            known = self.steps.keys() | self.begun
+            assert step in self.begun or step == min(set(range(len(known) + 1)) - known), "steps come in order"
             assert not set(ids) & {i for rows in self.steps.values() for i in rows}, "a row is in one step"
             self.steps[step] = ids
-        for earlier in set(range(step)) - self.acknowledged:
-            held = any(task.name in self.rows[i].holder for i in self.steps[earlier])
-            assert held, "the oldest step comes first"
+        for earlier in set(range(step)) - self.acknowledged if not self._blurred else ():
+            rows = self.steps.get(earlier) or [
+                i for part in self._known_parts(earlier) for shard in part for i in shard
+            ]
+            assert any(task.name in self.rows[i].holder for i in rows), "the oldest step comes first"
+        if not isinstance(reply, cmd.LeasedPart):
+            self._check_ages(reply, ids)
+
+    def _check_ages(self, reply: cmd.Leased, ids: list[int]) -> None:
         for row in [self.rows[i] for i in ids]:
             if row.version is not None and (self._limits.staleness is None or self._limits.staleness.name != "count"):
                 made = steps_of(np.array(sorted(row.versions)), reply.version_step_offsets).max()
-                assert step - made <= (self._limits.max_staleness or 0), "a token is too old"
+                assert reply.step - made <= (self._limits.max_staleness or 0), "a token is too old"
 
     def _on_completed(self, session: int, command: cmd.Complete, reply: cmd.Completed) -> None:
         lease = self._own_lease(session, command)
@@ -368,9 +445,13 @@ class CheckedLedger:
         if command.filtered and not self._trains():
             dropped = {named[at] for at in np.frombuffer(command.filtered, "<i4")} - revoked - again
             assert not self._groups(dropped) & self.live.keys(), "a group is filtered as a whole"
+        if lease.parts:
+            assert lease.last, "a step is acknowledged before it is delivered whole"
+        elif task.batch_rows is not None:
+            self.parts.pop(lease.step, None)  # it may be acknowledged in part
         if task.batch_rows is not None and lease.world_size > 1:
             lease.done.add(command.rank)
-            if not all(rank in lease.done or not ids for rank, ids in lease.ids.items()):
+            if not all(rank in lease.done or not (ids or lease.parts) for rank, ids in lease.ids.items()):
                 return
             named = lease.rows()
         for i in set(named) - again:
@@ -388,6 +469,8 @@ class CheckedLedger:
                 row.version = lease.version
         if task.batch_rows is not None and all(task.name in self.rows[i].done for i in self.steps[lease.step]):
             self.acknowledged.add(lease.step)
+            if not self._limits.checkpoints:
+                self.parts.pop(lease.step, None)
         self._end_leases({command.token})
 
     # ---- what is known of rows and leases
@@ -418,6 +501,15 @@ class CheckedLedger:
                 if lease.world_size == 1:
                     self._close_lease(token)
 
+    def _renew(self, token: int) -> None:
+        lease = self.leases[token]
+        lease.expires = self.now + self.tasks[lease.task].lease_s
+
+    def _waits(self, token: int) -> bool:
+        """True if all ranks of a lease wait for its next part."""
+        asking = [request.command for request in self.waiting.values() if isinstance(request.command, cmd.LeaseRows)]
+        return len({each.rank for each in asking if each.token == token}) == self.leases[token].world_size
+
     def _close_lease(self, token: int) -> None:
         self._release(token, self.open.pop(token).rows())
 
@@ -441,14 +533,20 @@ class CheckedLedger:
         for row in [self.rows[i] for each, ids in self.steps.items() if each >= step for i in ids]:
             row.done -= trains
             row.holder = {task: token for task, token in row.holder.items() if task not in trains}
+        for token in [token for token, lease in self.open.items() if lease.parts and lease.step >= step]:
+            self._close_lease(token)
         self._dissolve(self._lost & self.live.keys())
 
     def _dissolve(self, lost: Iterable[int]) -> None:
         """Forget steps that lack these rows, and later ones, if nobody acknowledged them. Leases of steps may have ended."""
+        if lost := set(lost):
+            self._blurred |= bool(self.begun - self.steps.keys())
+            self.parts.clear()
         groups, waiting = self._groups(lost), self.steps.keys() - self.acknowledged
         first = min((step for step in waiting if groups & set(self.steps[step])), default=1 << 62)
         for step in [step for step in waiting if step >= first]:
             del self.steps[step]
+        self.begun -= {step for step in self.begun if step >= first}
         for lease in self.open.values():
             lease.unsure |= self.tasks[lease.task].batch_rows is not None
 
@@ -494,6 +592,12 @@ class CheckedLedger:
         assert (status.live, status.version) == (len(self.live), self.version)
         assert (status.session_count, status.parked_count) == (len(self.sessions), len(self.waiting))
         sure = not any(lease.unsure for lease in self.open.values())
+        in_parts = [
+            (lease.step, len(lease.rows(lease.world_size // lease.shards)))
+            for token, lease in self.open.items()
+            if lease.parts and any(self._holds(token, i) for i in lease.rows())
+        ]
+        assert not sure or sorted(status.in_parts) == sorted(in_parts)
         for task in self.tasks.values():
             rows = [row for row in self.live.values() if task.takes(row.partition)]
             assert sum(status.rows[task.name].values()) == len(rows)

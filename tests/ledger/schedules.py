@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from checked_ledger import CheckedLedger
@@ -189,8 +190,21 @@ class Worker:
 
     def lease(self) -> Work:
         count = max(self.world.random.randint(1, 6), self._lease.get("at_least", 0))
-        fields = {"count": count, **self._lease}
-        return (yield from self.ask(cmd.LeaseRows(task=self.task, timeout_s=2 * FOR_EVER, **fields)))
+        request = cmd.LeaseRows(task=self.task, timeout_s=2 * FOR_EVER, **{"count": count, **self._lease})
+        lease = yield from self.ask(request)
+        ids = [lease.ids] if isinstance(lease, cmd.LeasedPart) else []
+        while isinstance(lease, cmd.LeasedPart) and not lease.last:
+            yield self.world.soon()
+            self.between_parts()
+            lease = yield from self.ask(msgspec.structs.replace(request, token=lease.token))
+            if isinstance(lease, LeaseLost):
+                return (yield from self.lease())
+            ids.append(lease.ids)
+        return msgspec.structs.replace(lease, ids=b"".join(ids)) if ids else lease
+
+    def between_parts(self) -> None:
+        """What is done before the next part of a step is asked for."""
+        self.die()
 
     def complete(self, lease: cmd.Leased, at: list[int], filtered: list[int]) -> Work:
         """``at``: which rows of the lease; ``filtered``: which of these."""
@@ -282,8 +296,8 @@ class Trainer(Worker):
     """Trains, publishes and acknowledges step after step; rolls back before, between or after these, or dies there.
 
     Weights are the tuple of steps that they were trained with. So what descends from what can be seen, and how old the
-    rows of a step are. ``doubts``: how often it rolls back. ``limit``: of the staleness. ``team``: it is the first of these
-    ranks. ``every``: it makes a checkpoint after so many steps, and goes on from the newest when it has died; it keeps
+    rows of a step are. ``doubts``: how often it rolls back. ``limit``: of the staleness. ``team``: fields of its requests: it
+    is the first of these ranks, or takes its steps in parts. ``every``: it makes a checkpoint after so many steps, and goes on from the newest when it has died; it keeps
     ``keep`` of them, and ``unsound`` is how often the newest turns out to be damaged."""
 
     def __init__(
@@ -305,12 +319,20 @@ class Trainer(Worker):
         self.trained: list[int] = []
         self.dropped: dict[tuple[int, int], list[int]] = {}  # of each step
         self.points: list[tuple[int, int, tuple[int, ...]]] = []  # step, version, weights
-        self.rollbacks = self.expired = 0
+        self.rollbacks = self.seen = self.expired = 0
         super().__init__(world, "train", type(self).life, mortality, team)
 
     def die(self, share: float | None = None, unseen: float = 0.0) -> None:
         if not self.every or self.lives <= 12:  # without a checkpoint, it begins anew
             super().die(share, unseen)
+
+    def lease(self) -> Work:
+        self.seen = self.rollbacks
+        return (yield from super().lease())
+
+    def between_parts(self) -> None:
+        self.die()
+        self.perhaps_roll_back()
 
     def life(self) -> Work:
         self.say(cmd.OpenPublisher())
@@ -342,7 +364,7 @@ class Trainer(Worker):
             self.publish(max(resumed.version, 0))
 
     def train(self, lease: cmd.Leased) -> Work:
-        seen, before = self.rollbacks, self.weights
+        seen, before = self.seen, self.weights
         if lease.step not in self.weights:  # else it is in the version that was published before its trainer died
             self.judge(lease)
         self.perhaps_roll_back()  # the step is dropped then, or trained anew

@@ -84,7 +84,7 @@ class LedgerMachine(RuleBasedStateMachine):
         draw = data.draw
         self.queue = Queue(options={"initial_rows": 8})
         self.size = draw(st.sampled_from([1, 2, 3]), "group size")
-        self.batch = self.size * draw(st.sampled_from([1, 2, 3]), "groups in a batch")
+        self.batch = self.size * draw(st.sampled_from([1, 2, 3, 5]), "groups in a batch")
         self.tasks = make_tasks(draw, self.batch)
         self.sessions = [self.queue.join(f"worker {i}") for i in range(3)]
         limits = cmd.Configure(
@@ -132,12 +132,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def as_admin(self, command: Any) -> Any:
         return self.queue.send(self.queue.admin, command)
 
-    def take_turns(self) -> bool:
-        """One turn of a feeder and of a worker of each task. Returns True if any made progress."""
+    def take_turns(self, *, train: bool = True) -> bool:
+        """One turn of a feeder and of a worker of each task, perhaps not of a trainer. Returns True if any made progress."""
         put = cmd.AddRows(groups=1, group_size=self.size, columns=ORDINARY)
         wanted = isinstance(self.as_admin(cmd.AwaitRowsWanted()), cmd.RowsWanted)
         fed = wanted and isinstance(self.as_admin(put), cmd.PutDone)
-        return any([fed, *(self.queue.take_turn(task) for task in self.tasks if task.name in self.queue.tasks)])
+        tasks = [task for task in self.tasks if task.name in self.queue.tasks and (train or task.name != "train")]
+        return any([fed, *(self.queue.take_turn(task) for task in tasks)])
 
     def cover(self) -> bool:
         """Make a checkpoint of all that is acknowledged. Returns True if it makes anything final."""
@@ -337,6 +338,80 @@ class LedgerMachine(RuleBasedStateMachine):
                 if rank in lease.sessions:
                     self.complete(token, rank)
 
+    @rule(
+        who=small, size=st.sampled_from([1, 1, 2, 2, 3]), shards=st.sampled_from([0, 0, 0, 1]), acks=st.sampled_from([True, True, False]),
+        at_least=st.sampled_from([0, 0, 1, 2, 3]), wait=st.sampled_from([0.0, 0.0, 4.0, 40.0]), turns=st.integers(1, 5),
+        happens=st.sampled_from(["", "", "", "", "", "", "dies", "leaves", "gives back", "cancels", "expires", "is lost", "renews"]),
+    )  # fmt: skip
+    def stream_a_step(
+        self, who: int, size: int, shards: int, acks: bool, at_least: int, wait: float, turns: int, happens: str
+    ) -> None:
+        """Lease a step in parts while the others go on, as far as its parts come; perhaps acknowledge it."""
+        if "train" not in self.queue.tasks:
+            return
+        got, token = None, 0
+        for turn in range(turns):
+            self.take_turns(train=turn + 1 == turns and not token)
+            for rank in range(size):
+                ask = cmd.LeaseRows(
+                    task="train", count=1, parts=True, token=token, at_least=min(at_least, self.batch), timeout_s=wait,
+                    group=f"p{who}{size}{shards}", rank=rank, world_size=size, shards=shards,
+                )  # fmt: skip
+                got = self.send(who + rank, ask)
+            if isinstance(got, cmd.LeasedPart):
+                token = got.token
+            if isinstance(got, cmd.LeasedPart) and got.last:
+                break
+        if not isinstance(got, cmd.LeasedPart):
+            return
+        rows = self.queue.leases[token].rows()
+        if happens == "dies":
+            self.queue.die(self.session(who))
+        elif happens == "leaves":
+            self.send(who, cmd.CloseSession())
+        elif happens == "gives back":
+            self.send(who, cmd.GiveBack(token=token, blame=acks))
+        elif happens == "cancels":
+            self.send(who, cmd.Cancel(ids=pack_ids(np.array(rows[:1]))))
+        elif happens == "expires":
+            self.queue.at(self.queue.now + 21.0)
+        elif happens == "is lost":
+            self.queue.lose(*rows[-1:])
+        elif happens == "renews":
+            self.send(who, cmd.Renew(token=token))
+        for rank in range(size if acks else 0):
+            reply = self.complete(token, rank, filtered=packed(0) if who == 0 else None)
+            fine = happens in ("", "renews") and who and got.last
+            assert isinstance(reply, cmd.Completed) or not fine, reply
+        if happens in ("dies", "leaves"):
+            self.sessions[who % len(self.sessions)] = self.queue.join(f"worker {who}")
+
+    @rule(
+        at=small, wait=waits, at_least=st.sampled_from([0, 0, 1, 4]), ranks=st.sampled_from([[0], [0, 1], [1, 0]]),
+        spoil=st.sampled_from(["no"] * 7 + ["task", "size", "whole", "thief", "shards", "below"]),
+    )  # fmt: skip
+    def ask_for_the_next_part(self, at: int, wait: float, at_least: int, ranks: list[int], spoil: str) -> None:
+        held = [(token, lease) for token, lease in self.queue.open.items() if lease.parts]
+        if not held:
+            return
+        token, lease = held[at % len(held)]
+        changes: dict[str, dict[str, Any]] = {
+            "task": {"task": self.tasks[0].name}, "size": {"world_size": lease.world_size + 1, "group": "other"},
+            "whole": {"parts": False}, "shards": {"shards": 7}, "below": {"at_least": -1},
+        }  # fmt: skip
+        for rank in ranks:
+            if rank not in lease.sessions:
+                continue
+            ask = cmd.LeaseRows(
+                task="train", count=1, parts=True, token=token, timeout_s=wait, at_least=at_least, rank=rank,
+                group=lease.group, world_size=lease.world_size, shards=0 if lease.shards == lease.world_size else lease.shards,
+            )  # fmt: skip
+            owner = lease.sessions[rank]
+            if spoil == "thief":
+                owner = next((s for s in reversed(self.queue.sessions) if s != owner), 10**6)
+            reply = self.queue.send(owner, msgspec.structs.replace(ask, **changes.get(spoil, {})))
+            assert spoil == "no" or isinstance(reply, Exception), reply
+
     def complete(self, token: int, rank: int, **more: Any) -> Any:
         lease = self.queue.leases[token]
         asked = {"columns": dict.fromkeys(self.queue.tasks[lease.task].gives, TOKENS)} | more
@@ -393,7 +468,7 @@ class LedgerMachine(RuleBasedStateMachine):
             owner = self.queue.leases[token].sessions[rank]
             self.queue.send(owner, cmd.GiveBack(token=token, index=index, blame=blame, rank=rank))
 
-    @rule(at=st.integers(0, 30), what=st.sampled_from(["complete", "filter", "give back", "renew"]))
+    @rule(at=st.integers(0, 30), what=st.sampled_from(["complete", "filter", "give back", "renew", "part"]))
     def use_any_token(self, at: int, what: str) -> None:
         """One that ever was; stale, more often than not."""
         if not self.queue.leases:
@@ -405,7 +480,12 @@ class LedgerMachine(RuleBasedStateMachine):
             "filter": cmd.Complete(token=token, columns={}, filtered=packed(0), rank=rank),
             "give back": cmd.GiveBack(token=token, rank=rank),
             "renew": cmd.Renew(token=token, rank=rank),
+            "part": cmd.LeaseRows(
+                task="train", count=1, parts=True, token=token, rank=rank, world_size=rank + 1, group="t"
+            ),
         }
+        if what == "part" and getattr(self.queue.tasks.get("train"), "batch_rows", None) is None:
+            return
         stale = token not in self.queue.open
         assert isinstance(self.queue.send(session, commands[what]), LeaseLost) or not stale
 

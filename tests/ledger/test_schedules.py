@@ -39,6 +39,13 @@ STALENESS = st.sampled_from([0, 1, 2, 4])
 SIZES = st.sampled_from([1, 2, 4])
 MORTALITY = st.sampled_from([0.0, 0.05, 0.2])
 POLICIES = st.sampled_from(["wait", "drop", "count"])
+PARTS = st.sampled_from([None, None, 0, 1, 3])
+"""Least rows of a part; None: whole steps."""
+
+
+def in_parts(parts: int | None, batch: int) -> dict[str, Any]:
+    """Fields of a trainer's requests."""
+    return {} if parts is None else {"parts": True, "at_least": min(parts, batch)}
 
 
 def most_staleness(policy: str, max_staleness: int) -> int:
@@ -55,19 +62,19 @@ def late(audit: Audit, staleness: int) -> int:
 @given(
     seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 4), steps=st.integers(1, 6),
     replicas=st.integers(1, 4), mortality=MORTALITY, tight=st.booleans(), policy=POLICIES,
-    doubts=st.sampled_from([0.0, 0.0, 0.05, 0.2, 0.4]), keep=st.sampled_from([1, 2, 4]),
+    doubts=st.sampled_from([0.0, 0.0, 0.05, 0.2, 0.4]), keep=st.sampled_from([1, 2, 4]), parts=PARTS,
 )  # fmt: skip
 @example(  # its replica waits already when the acknowledgement of a step from before a rollback lets it begin
     seed=0, staleness=0, size=4, groups=2, steps=3, replicas=1, mortality=0.05, tight=False, policy="wait", doubts=0.4,
-    keep=2,
+    keep=2, parts=None,
 )  # fmt: skip
 @example(  # it is rolled back to weights that the step which is leased again has trained already
     seed=6, staleness=0, size=1, groups=1, steps=6, replicas=1, mortality=0.2, tight=False, policy="wait", doubts=0.2,
-    keep=2,
+    keep=2, parts=None,
 )  # fmt: skip
 def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
     seed: int, staleness: int, size: int, groups: int, steps: int, replicas: int, mortality: float, tight: bool,
-    policy: str, doubts: float, keep: int,
+    policy: str, doubts: float, keep: int, parts: int | None,
 ) -> None:  # fmt: skip
     batch = size * groups
     limits = cmd.Configure(
@@ -76,7 +83,7 @@ def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
     )  # fmt: skip
     lease_s = FOR_EVER / 4 if doubts else 50.0
     world = World(seed, limits, [*TASKS, train_task(batch, lease_s)])
-    trainer = Trainer(world, most_staleness(policy, staleness), mortality, doubts)
+    trainer = Trainer(world, most_staleness(policy, staleness), mortality, doubts, in_parts(parts, batch))
     others(world, size, size if tight else 2 * batch, replicas, mortality)
 
     audit = world.run()
@@ -111,16 +118,16 @@ def test_drop_never_starves_and_gives_up_no_more_than_was_under_way(staleness: i
 @given(
     seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 4), steps=st.integers(1, 6),
     mortality=st.sampled_from([0.0, 0.05]), tight=st.booleans(), disasters=st.integers(1, 4),
-    share=st.sampled_from([0.05, 0.3, 1.0]),
+    share=st.sampled_from([0.05, 0.3, 1.0]), parts=PARTS,
 )  # fmt: skip
 def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
     seed: int, staleness: int, size: int, groups: int, steps: int, mortality: float, tight: bool, disasters: int,
-    share: float,
+    share: float, parts: int | None,
 ) -> None:  # fmt: skip
     batch, lost = size * groups, []
     limits = cmd.Configure(capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps)
     world = World(seed, limits, [*TASKS, train_task(batch)])
-    trainer = Trainer(world, staleness, mortality)
+    trainer = Trainer(world, staleness, mortality, team=in_parts(parts, batch))
     others(world, size, size if tight else 2 * batch, 2, mortality)
     for _ in range(disasters):
         world.later(world.random.uniform(0, 60), lambda: lost.append(world.lose_some(share)))
@@ -136,11 +143,11 @@ def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
     seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 3), steps=st.integers(2, 9),
     replicas=st.integers(1, 4), mortality=MORTALITY, deaths=st.sampled_from([0.05, 0.15, 0.3]),
     every=st.sampled_from([1, 2, 3, 50]), keep=st.sampled_from([1, 2]), unsound=st.sampled_from([0.0, 0.3]),
-    quorum=st.sampled_from([0, 0, 1]), policy=POLICIES,
+    quorum=st.sampled_from([0, 0, 1]), policy=POLICIES, parts=PARTS,
 )  # fmt: skip
 def test_a_trainer_that_dies_at_any_time_trains_each_step_once_in_what_survives(
     seed: int, staleness: int, size: int, groups: int, steps: int, replicas: int, mortality: float, deaths: float,
-    every: int, keep: int, unsound: float, quorum: int, policy: str,
+    every: int, keep: int, unsound: float, quorum: int, policy: str, parts: int | None,
 ) -> None:  # fmt: skip
     batch = size * groups
     limits = cmd.Configure(
@@ -148,7 +155,10 @@ def test_a_trainer_that_dies_at_any_time_trains_each_step_once_in_what_survives(
         staleness=PolicySpec(policy),
     )  # fmt: skip
     world = World(seed, limits, [*TASKS, train_task(batch, FOR_EVER / 4)])
-    trainer = Trainer(world, most_staleness(policy, staleness), deaths, every=every, keep=keep, unsound=unsound)
+    trainer = Trainer(
+        world, most_staleness(policy, staleness), deaths, team=in_parts(parts, batch), every=every, keep=keep,
+        unsound=unsound,
+    )  # fmt: skip
     others(world, size, 2 * batch, replicas, mortality)
 
     audit = world.run()
@@ -176,11 +186,11 @@ def sampled(world_seed: int, task: TaskSpec, *names: str) -> TaskSpec:
 @given(
     seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 4), steps=st.integers(1, 5),
     ranks=st.sampled_from([(2, 2), (2, 1), (3, 3), (4, 2), (4, 4)]), mortality=MORTALITY, tight=st.booleans(),
-    policy=POLICIES,
+    policy=POLICIES, parts=PARTS,
 )  # fmt: skip
 def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
     seed: int, staleness: int, size: int, groups: int, steps: int, ranks: tuple[int, int], mortality: float, tight: bool,
-    policy: str,
+    policy: str, parts: int | None,
 ) -> None:  # fmt: skip
     batch = max(size * groups, size * -(-ranks[1] // size))
     limits = cmd.Configure(
@@ -198,7 +208,7 @@ def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
         sampled(seed // 7, train_task(batch), "", "token_balanced"),
     ]
     world = World(seed, limits, tasks)
-    team = {"count": 1, "group": "job", "world_size": ranks[0], "shards": ranks[1]}
+    team = {"count": 1, "group": "job", "world_size": ranks[0], "shards": ranks[1], **in_parts(parts, batch)}
     for rank in range(1, ranks[0]):  # they wait for a version
         Worker(world, "train", follow, mortality, {**team, "rank": rank})
     Trainer(world, most_staleness(policy, staleness), mortality, team=team)

@@ -47,6 +47,23 @@ def test_a_lease_is_renewed_by_itself_and_also_while_its_work_gets_on(run: Serve
     batch.ack()
 
 
+def test_a_step_in_parts_is_renewed_until_it_is_acknowledged(run: Served) -> None:
+    queue, other = worker(run, 1000.0), run.queue()
+    queue.declare("train", needs=["x"], batch_rows=2, lease_s=3.0)
+    queue.put({"x": [1]})
+    with queue.steps("train") as steps:
+        step = next(iter(steps))
+        # when the work on a part takes longer than the lease
+        for _ in range(2):
+            left = left_s(other)
+            until(lambda left=left: left_s(other) > left, "a renewal")  # type: ignore[misc]
+        # then its step goes on
+        queue.put({"x": [2]})
+        assert [part["x"].tolist() for part in step.parts()] == [[1], [2]]
+        step.ack()
+    assert queue.audit().consumed == 2
+
+
 def test_a_lease_of_work_that_hangs_is_anothers_and_what_comes_late_has_no_effect(run: Served) -> None:
     queue, other = worker(run, 0.0), run.queue()
     queue.declare("work", needs=["x"], lease_s=1.0)

@@ -126,6 +126,7 @@ CALLS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "configure": {"capacity_rows": mostly(st.just(50), ODD_NUMBERS), "max_staleness": numbers, "steps": numbers, "capacity_bytes": mostly(st.just(10**6), ODD_NUMBERS)},
     "put": {"columns": payload, "group_size": numbers, "key": mostly(st.sampled_from(("", "a", "b")), ODD_NAMES), "partition": partitions, "priority": numbers, "timeout_s": times},
     "get": {"task": names, "count": numbers, "columns": column_sets, "at_least": numbers, "partition": partitions, "timeout_s": times, "group": st.sampled_from(("", "", "", "ranks", 5)), "rank": mostly(st.integers(0, 1), ODD_NUMBERS), "world_size": mostly(st.integers(1, 2), ODD_NUMBERS), "shards": mostly(st.integers(0, 2), ODD_NUMBERS)},
+    "steps": {"task": names, "part_rows": numbers, "columns": column_sets, "timeout_s": times, "group": st.sampled_from(("", "", "ranks", 5)), "rank": mostly(st.just(0), ODD_NUMBERS), "world_size": mostly(st.just(1), ODD_NUMBERS), "filtered": positions},
     "complete": {"columns": payload, "index": positions, "filtered": positions},
     "finish": {"columns": payload, "index": positions, "filtered": positions},
     "give_back": {"index": positions, "reason": mostly(st.just("why"), ODD_NAMES), "blame": mostly(st.booleans(), (None, "x", 5))},
@@ -140,7 +141,7 @@ CALLS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "status": {},
 }  # fmt: skip
 OF_A_BATCH = ("complete", "finish", "give_back", "renew", "ack")
-OFTEN = ("put", "put", "get", "get", "complete", "complete")
+OFTEN = ("put", "put", "get", "get", "complete", "complete", "steps")
 
 
 @st.composite
@@ -164,12 +165,31 @@ async def verb_of(queue: Any, batches: list[Any], verb: str, arguments: dict[str
             batches.pop()
     else:
         target = queue
+    if verb == "steps":
+        await take_a_part(queue, **arguments)
+        return
     made = getattr(target, verb)(**arguments)
     made = await made if asyncio.iscoroutine(made) else made
     if verb == "get":
         batches.append(made)
         for name in made:
             made[name]
+
+
+async def take_a_part(queue: Any, filtered: Any = None, **arguments: Any) -> None:
+    """The first parts of a step, which is perhaps acknowledged."""
+    if isinstance(queue, TransferQueue):
+        with queue.steps(**arguments) as steps:
+            for step in steps:
+                for part in step.parts():
+                    dict(part)
+                step.ack(filtered=filtered)
+        return
+    async with queue.steps(**arguments) as steps:
+        async for step in steps:
+            async for part in step.parts():
+                dict(part)
+            await step.ack(filtered=filtered)
 
 
 def bystander_is_served(queue: TransferQueue, number: int) -> None:

@@ -52,6 +52,8 @@ class Chance:
         self.run, self.random = run, random.Random(seed)
         self.clients = [run.client(f"client-{number}") for number in range(3)]
         self.batches: list[Any] = []
+        self.steps: list[Any] = []
+        self.streams: list[Any] = []
         self.waiting: list[asyncio.Task[None]] = []
         self.keys = itertools.count()
         self.publisher = self.clients[0].weight_publisher()
@@ -89,6 +91,37 @@ class Chance:
             for rank in range(2)
         )
         self.batches += await asyncio.gather(*ranks)
+
+    async def lease_in_parts(self) -> None:
+        stream = self.queue.steps("train", part_rows=self.random.choice([1, 4]), timeout_s=100.0)
+        self.streams.append(await stream.__aenter__())  # a loop that is dropped gives its step back, some time
+        self.steps.append(await anext(aiter(stream)))
+
+    async def lease_in_parts_as_ranks(self) -> None:
+        streams = [
+            self.clients[rank].queue.aio.steps("train", group="p", rank=rank, world_size=2, timeout_s=100.0)
+            for rank in range(2)
+        ]
+        self.streams += [await stream.__aenter__() for stream in streams]
+        self.steps += await asyncio.gather(*(anext(aiter(stream)) for stream in streams))
+
+    async def work_on_a_step(self) -> None:
+        if not self.steps:
+            return
+        step = self.steps.pop(self.random.randrange(len(self.steps)))
+        how = self.random.choice(["part", "part", "part", "ack", "give back", "renew"])
+        if how == "give back":
+            await step.give_back()
+            return
+        self.steps.append(step)
+        if how == "renew":
+            await step.renew()
+        elif how == "ack" or step.complete:
+            await step.ack(filtered=np.arange(step.rows) == 0)
+            self.steps.remove(step)
+        else:
+            async for _ in step.parts():
+                break
 
     async def work(self) -> None:
         if not self.batches:
@@ -135,8 +168,9 @@ class Chance:
             await self.queue.failed()
 
     async def step(self) -> None:
-        verbs = [self.put, self.lease, self.work, self.lease_as_ranks, self.publish, self.rare]
-        verb = self.random.choices(verbs, [6, 10, 14, 1, 1, 1])[0]
+        parts = [self.lease_in_parts, self.lease_in_parts_as_ranks, self.work_on_a_step]
+        verbs = [self.put, self.lease, self.work, self.lease_as_ranks, self.publish, self.rare, *parts]
+        verb = self.random.choices(verbs, [6, 10, 14, 1, 1, 1, 3, 1, 5])[0]
         task = asyncio.create_task(self.tried(verb))
         self.waiting.append(task)
         await asyncio.wait([task], timeout=0.02)

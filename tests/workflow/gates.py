@@ -23,7 +23,7 @@ from asyncflow_sdk.types.events import Event, StepTrained, WorkerState
 class Gates:
     """Steps that a trainer does not begin before they are opened."""
 
-    def __init__(self, folder: Path, *steps: int) -> None:
+    def __init__(self, folder: Path, *steps: int | str) -> None:
         self.folder = folder
         folder.mkdir()
         for step in steps:
@@ -33,12 +33,12 @@ class Gates:
         place = {} if {"world_size", "max_restarts"} & options.keys() else {"launcher": "thread"}
         return af.Train(engine, gates=str(self.folder), **(place | options))
 
-    def open(self, *steps: int) -> None:
+    def open(self, *steps: int | str) -> None:
         """Open steps; those that are open stay so."""
         for step in steps:
             (self.folder / str(step)).unlink(missing_ok=True)
 
-    def reached(self, step: int) -> int:
+    def reached(self, step: int | str) -> int:
         """How many ranks have waited before it."""
         return len(list(self.folder.glob(f"{step} *")))
 
@@ -84,6 +84,14 @@ class Killer(Listener):
             self._gates.open(step + 1)
 
 
+def wait_at(gate: Path) -> None:
+    """Wait until it is opened, and leave a file that says so."""
+    if gate.exists():
+        gate.with_name(f"{gate.name} {os.getpid()}").touch()
+    while gate.exists():
+        time.sleep(0.01)
+
+
 class _Waits:
     """Begins no step of which there is a file in ``gates``, or else in the folder that the variable GATES names."""
 
@@ -94,11 +102,7 @@ class _Waits:
         self._gates = Path(gates or os.environ.get("GATES", "no gates"))
 
     def train_step(self, batch: Batch) -> StepResult:
-        gate = self._gates / str(self.steps)
-        if gate.exists():
-            gate.with_name(f"{self.steps} {os.getpid()}").touch()
-        while gate.exists():
-            time.sleep(0.01)
+        wait_at(self._gates / str(self.steps))
         return super().train_step(batch)  # type: ignore[misc, no-any-return]
 
 
@@ -107,12 +111,22 @@ class Gated(_Waits, EchoTrain):
 
     def __init__(self, model: str = "", **options: Any) -> None:
         super().__init__(model, **options)
-        self.notes: list[dict[str, Any]] = []
+        self.notes: list[dict[str, list[Any]]] = []
+        self._noted: dict[str, list[Any]] = {}
 
-    def train_step(self, batch: Batch) -> StepResult:
-        result = super().train_step(batch)
-        prompts = [int(row[0]) for row in batch.ragged("prompt_ids")]
-        self.notes.append({"rows": batch.ids.tolist(), "prompts": prompts, "rewards": batch.array("reward").tolist()})
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        self._noted = {"rows": [], "prompts": [], "rewards": []}
+
+    def accumulate(self, batch: Batch) -> None:
+        super().accumulate(batch)
+        self._noted["rows"] += batch.ids.tolist()
+        self._noted["prompts"] += [int(row[0]) for row in batch.ragged("prompt_ids")]
+        self._noted["rewards"] += batch.array("reward").tolist()
+
+    def end_step(self) -> StepResult:
+        result = super().end_step()
+        self.notes.append(self._noted)
         return result
 
     def save(self, path: Path) -> None:

@@ -44,11 +44,12 @@ class DemoGenerator:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoTrainer:
-    """The engine for training, its ranks, and its algorithm, as in ``af.Train``. ``python``,
-    ``options``: as in ``DemoGenerator``."""
+    """The engine for training, its ranks, its algorithm, and whether it trains steps in parts, as in
+    ``af.Train``. ``python``, ``options``: as in ``DemoGenerator``."""
 
     engine: str = PLAIN
     world_size: int = 1
+    stream: bool = False
     python: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     algorithm: Any = None
@@ -80,6 +81,7 @@ def demo_workflow(
             lr=2e-4,
             seed=seed,
             world_size=trainer.world_size,
+            stream=trainer.stream,
             python=trainer.python,
             env=ONE_THREAD,
             **trainer.options,

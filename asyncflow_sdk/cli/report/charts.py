@@ -39,6 +39,7 @@ _SMALL = {
     "grad_norm": "gradient norm",
     "logprob_drift": "log-prob drift",
     "tokens": "tokens in the step",
+    "parts": "parts of the step",
 }
 _PARTS = {"staleness_in_flight_mean": "in flight", "staleness_in_queue_mean": "in the queue"}
 _SHOWN_ELSEWHERE = (

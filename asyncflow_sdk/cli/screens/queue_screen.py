@@ -77,6 +77,8 @@ def _step(report: StatusReport, width: int) -> Text:
     filled = report.batch_rows - report.free_slots
     step = f"step {report.step}" + (f" of {report.steps}" if report.steps else "")
     count = f" {filled:,} of {report.batch_rows:,} rows"
+    for number, rows in report.in_parts[:1]:  # the oldest
+        count += f" · {rows:,} delivered" + (f" of step {number}" if number != report.step else "")
     version = f" · {_version(report)}" if report.version >= 0 else ""
     if report.max_staleness >= 0:
         policy = f" · policy {printable(report.staleness)}, max_staleness {report.max_staleness}"

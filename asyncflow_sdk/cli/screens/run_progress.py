@@ -102,7 +102,8 @@ class TokenRate:
 class WorkerProgress:
     """The state of one worker.
 
-    ``seconds``: its recent time by kind of span; older spans decay.
+    ``seconds``: its recent time by kind of span; older spans decay. ``part``: the part of a step
+    that it trained last; "" while it trains whole steps.
     ``version``: of the weights loaded last; None before the first load and after its process ended.
     """
 
@@ -112,6 +113,7 @@ class WorkerProgress:
     version: int | None = None
     restarts: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    part: str = ""
     _spanned_s: float = 0.0
 
     def add_time(self, kind: str, seconds: float, end_s: float) -> None:
@@ -215,7 +217,9 @@ class RunProgress:
         if span.kind == "generate":
             self._rate.add(span)
         if span.worker:
-            self._worker(span.worker).add_time(span.kind, span.seconds, span.time_s + span.seconds)
+            worker = self._worker(span.worker)
+            worker.add_time(span.kind, span.seconds, span.time_s + span.seconds)
+            worker.part = span.detail if span.kind == "train" else worker.part
 
     def _add_step(self, event: StepTrained) -> None:
         self._first_step = min(self._first_step, event.step)
@@ -234,6 +238,6 @@ class RunProgress:
     def _add_worker(self, event: WorkerState) -> None:
         worker = self._worker(event.worker)
         if event.state != "ready":
-            worker.version, worker.seconds = None, {}
+            worker.version, worker.seconds, worker.part = None, {}, ""
         worker.restarts += event.state == "restarting"
         worker.state, worker.detail, worker.since_s = event.state, event.detail, event.time_s

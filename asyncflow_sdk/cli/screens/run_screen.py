@@ -141,7 +141,7 @@ def _doing(worker: WorkerProgress, waiting: str, now_s: float, width: int) -> tu
     shares = [f"{kind} {100 * seconds / whole:.0f}%" for kind, seconds in kinds if seconds > 0.005 * whole]
     if waiting and (not shares or _waited_s(waiting) >= PATIENCE_S):
         return _why(waiting, width), "yellow"
-    return " · ".join(shares) or "–", ""
+    return " · ".join([*shares, *([worker.part] if worker.part else [])]) or "–", ""
 
 
 def _waited_s(waiting: str) -> float:

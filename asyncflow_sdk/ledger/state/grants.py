@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,10 +51,29 @@ class ShardedLease:
 
 
 @dataclass
+class DealtPart:
+    """Rows of a step delivered together. Shard s has the rows from bounds[s] to bounds[s + 1]."""
+
+    ids: Ids
+    bounds: list[int]
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return len(self.bounds) - 1
+
+    def without(self, ids: Ids) -> DealtPart:
+        """Return the part without these rows."""
+        kept = ~np.isin(self.ids, ids)
+        return DealtPart(self.ids[kept], [int(kept[:bound].sum()) for bound in self.bounds])
+
+
+@dataclass
 class Grant:
     """A lease. ``left``: rows not completed yet. ``shards``: of a rank group's lease, else None.
     ``offsets``: number of version offsets when granted. ``newest``: the newest version loaded since
-    by its replica, or the version trained by its step. ``since``, ``expires``: ledger seconds."""
+    by its replica, or the version trained by its step. ``parts``: number of delivered parts of a
+    step in parts; NONE for other leases. ``since``, ``expires``: ledger seconds."""
 
     token: int
     task: str
@@ -66,6 +86,7 @@ class Grant:
     shards: ShardedLease | None = None
     offsets: int = 1
     newest: int = NONE
+    parts: int = NONE
 
     @property
     def sessions(self) -> list[int]:
@@ -94,6 +115,22 @@ class Grant:
         ranks = [rank for rank, member in enumerate(shards.members) if member == session and rank not in shards.done]
         spans = [(rank, shards.span(rank)) for rank in ranks]
         return sum(span.stop - span.start - int(np.sum(shards.seen.get(rank, 0))) for rank, span in spans)
+
+    def extend(self, part: DealtPart) -> None:
+        """Add a part of its step. The rows of a shard stay together, in order of delivery."""
+        shards = self.shards
+        if shards is None:
+            self.ids = np.concatenate([self.ids, part.ids])
+        else:
+            bounds = list(zip(shards.bounds, part.bounds, strict=True))
+            pieces = [
+                piece
+                for (old, new), (old_end, new_end) in pairwise(bounds)
+                for piece in (self.ids[old:old_end], part.ids[new:new_end])
+            ]
+            self.ids, shards.bounds = np.concatenate(pieces), [old + new for old, new in bounds]
+        self.left += len(part.ids)
+        self.parts += 1
 
     @property
     def over(self) -> bool:

@@ -13,14 +13,19 @@ from .sessions import Session, Sessions
 from .tasks import Task, Tasks
 from .timers import Timers
 
+MAX_VOIDED = 100
+"""Number of ended leases with a known reason."""
+
 
 class Leases:
-    """``by_token``: all leases, oldest first."""
+    """``by_token``: all leases, oldest first. ``voided``: by token, why the lease of a step in parts
+    ended before its acknowledgement; the newest ones."""
 
     def __init__(self, context: Context, rows: Rows, sessions: Sessions, tasks: Tasks) -> None:
         self._context, self._rows, self._sessions, self._tasks = context, rows, sessions, tasks
         self.by_token: dict[int, Grant] = {}
         self.deadlines = Timers(self.by_token)
+        self.voided: dict[int, str] = {}
         self._next = 1
 
     def add(
@@ -48,9 +53,8 @@ class Leases:
         """Return the lease named by a session. Raises LeaseLost."""
         grant = self.by_token.get(token)
         if grant is None or not grant.held_by(session.id, rank):
-            raise LeaseLost(
-                f"lease {token} is not held by {session.name}: completed, expired, returned, or its rows ended"
-            )
+            why = self.voided.get(token, "completed, expired, returned, or its rows ended")
+            raise LeaseLost(f"lease {token} is not held by {session.name}: {why}")
         return grant
 
     def renew(self, grant: Grant) -> None:
@@ -87,8 +91,16 @@ class Leases:
         if grant.shards is not None and not groups[grant.shards.group]:
             del groups[grant.shards.group]
 
-    def lose_rows(self, ids: Ids, tokens: Ids) -> None:
-        """Remove ended rows from the leases ``tokens`` (NONE: none). Notify holders that asked."""
+    def note_void(self, token: int, reason: str) -> None:
+        """Keep the reason why a lease ended."""
+        self.voided[token] = reason
+        if len(self.voided) > MAX_VOIDED:
+            del self.voided[next(iter(self.voided))]
+
+    def lose_rows(self, ids: Ids, tokens: Ids) -> list[tuple[Grant, Ids]]:
+        """Remove ended rows from the leases ``tokens`` (NONE: none). Notify holders that asked. Return
+        leases of steps in parts with the rows they lost."""
+        broken = []
         for token, count in zip(*np.unique(tokens[tokens != NONE], return_counts=True), strict=True):
             grant = self.by_token[int(token)]
             for number in grant.sessions:
@@ -97,6 +109,9 @@ class Leases:
                     session.lost.append(ids[tokens == token])
                     self._context.wake("lost")
             self.release(grant, int(count))
+            if grant.parts != NONE:
+                broken.append((grant, ids[tokens == token]))
+        return broken
 
     def _indexes(self, grant: Grant) -> list[dict[int, Grant]]:
         task, sessions = self._tasks[grant.task], self._sessions.by_id

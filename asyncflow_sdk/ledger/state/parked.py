@@ -59,6 +59,15 @@ class ParkedRequests:
         """Return lease requests of a rank group, by rank and ticket."""
         return self._by_rank.get((task, group), {})
 
+    def alike(self, command: cmd.LeaseRows) -> dict[int, ParkedRequest]:
+        """Return the oldest request of each rank for the same lease as ``command``."""
+        asking = {}
+        for rank, asked in self.of_group(command.task, command.group).items():
+            request = next((each for each in asked.values() if each.command.token == command.token), None)
+            if request is not None:
+                asking[rank] = request
+        return asking
+
     def count(self, place: str) -> int:
         """Return the number of requests at a place."""
         return len(self._by_place.get(place, {}))

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..commands import Ids
+from .grants import DealtPart, Grant
 from .ready import ReadyQueue
 from .rows import APART, DONE, NONE, Rows
 from .tasks import Task
@@ -18,9 +19,10 @@ class Steps:
     """``task`` and ``window`` may not be used before ``declared`` is True.
 
     ``ready``: ready rows by deadline (None: rows put complete). ``open_rows``: rows of the open
-    step, in parts. ``closed``: full steps waiting for a trainer, in order. ``uncovered``: with
-    checkpoints, the rows of each full step not covered. ``unselected``: live rows for steps, in
-    none yet. ``reselect``: True if more rows may join the open step. ``just_closed``: True if late
+    step, in chunks. ``closed``: full steps waiting for a trainer, in order. ``held``: full steps
+    leased in parts. ``parts``: by step, the parts delivered so far, to be delivered again if the
+    lease is lost; until the step is final. ``uncovered``: with checkpoints, the rows of each full
+    step not covered. ``unselected``: live rows for steps, in none yet. ``reselect``: True if more rows may join the open step. ``just_closed``: True if late
     rows must be evicted after a step closed.
 
     ``covered``: earlier steps are final. ``checkpoint``: step of the newest checkpoint; NONE
@@ -35,6 +37,8 @@ class Steps:
         self.ready: dict[int | None, ReadyQueue] = {}
         self.open_rows: list[Ids] = []
         self.closed: deque[tuple[int, Ids]] = deque()
+        self.held: dict[int, Ids] = {}
+        self.parts: dict[int, list[DealtPart]] = {}
         self.uncovered: dict[int, Ids] = {}
         self.unselected = 0
         self.reselect = False
@@ -124,11 +128,46 @@ class Steps:
         if count:
             self.window.unselect(count)
             self.reselect = True
-            self.open_rows = [part[~np.isin(part, ids)] for part in self.open_rows]
+            self.open_rows = [chunk[~np.isin(chunk, ids)] for chunk in self.open_rows]
+            parts = [part.without(ids) for part in self.parts.pop(self.window.step, ())]
+            if parts := [part for part in parts if len(part.ids)]:
+                self.parts[self.window.step] = parts
+
+    def close(self) -> None:
+        """Queue the open step, which is full, for a trainer, unless one has it in parts."""
+        step, ids = self.window.step, np.concatenate(self.open_rows)
+        if self.leased(step):
+            self.held[step] = ids
+        else:
+            self.closed.append((step, ids))
+        self.open_rows = []
+
+    def take(self, step: int) -> Ids:
+        """Remove the first full step waiting for a trainer, ``step``. Return its rows."""
+        first, ids = self.closed.popleft()
+        assert first == step, "the oldest step comes first"
+        return ids
 
     def take_back(self, step: int, ids: Ids) -> None:
-        """Queue a full step for a trainer again."""
-        self.closed = deque(sorted([(step, ids), *self.closed], key=lambda closed: closed[0]))
+        """Queue a full step for a trainer again: ``ids``, or all its rows if it was leased in parts.
+        The open step keeps its rows."""
+        if step != self.window.step:
+            ids = self.held.pop(step, ids)
+            self.closed = deque(sorted([(step, ids), *self.closed], key=lambda closed: closed[0]))
+
+    def leased(self, step: int) -> bool:
+        """True if a trainer has a lease of this step."""
+        return any(grant.step == step for grant in self.task.leases.values())
+
+    def delivered_whole(self, grant: Grant) -> bool:
+        """True if the step of a lease is full, and all its parts are delivered."""
+        return grant.step in self.held and grant.left == len(self.held[grant.step])
+
+    def finish(self, step: int) -> None:
+        """Note that a step is acknowledged whole."""
+        self.held.pop(step, None)
+        if step not in self.uncovered:
+            self.parts.pop(step, None)
 
     def next_to_train(self) -> int:
         """Return the first unacknowledged step."""

@@ -16,7 +16,7 @@ from ...types import Batch, Ragged
 from .check import DoesNotApply, NotAsked, check, expect
 from .plain_lab import PlainLab
 
-GROUPS, SIZE, FORMS = 6, 4, 64
+GROUPS, SIZE, FORMS, PARTS = 6, 4, 64, 3
 
 
 class _Ask:
@@ -77,31 +77,35 @@ class _Ask:
 
     def advantages(self, batch: Batch | None = None) -> np.ndarray[Any, Any]:
         """Return the advantage of each token."""
-        said = self.algorithm.advantages(batch or self.batch)
-        return self._by_token(said["advantages"] if isinstance(said, Mapping) else said)
+        batch = batch or self.batch
+        said = self.algorithm.advantages(batch)
+        return self._by_token(said["advantages"] if isinstance(said, Mapping) else said, batch)
 
     def further(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return the other columns given with the advantages, by token."""
         said = self.algorithm.advantages(self.batch)
         each = said if isinstance(said, Mapping) else {}
-        return {name: self._by_token(values) for name, values in each.items() if name != "advantages"}
+        return {name: self._by_token(values, self.batch) for name, values in each.items() if name != "advantages"}
 
-    def _by_token(self, said: Any) -> np.ndarray[Any, Any]:
+    def _by_token(self, said: Any, batch: Batch) -> np.ndarray[Any, Any]:
+        lengths = batch.ragged("response_ids").lengths
         if isinstance(said, Ragged):
-            expect(
-                said.lengths.tolist() == self.lengths.tolist(), "ragged advantages are one for each response token"
-            )
+            expect(said.lengths.tolist() == lengths.tolist(), "ragged advantages are one for each response token")
             return said.values
         array = np.asarray(said)
         expect(
-            array.shape == (len(self.lengths),),
-            f"advantages are of shape {array.shape}, and there are {len(self.lengths)} rows",
+            array.shape == (batch.rows,), f"advantages are of shape {array.shape}, and there are {batch.rows} rows"
         )
-        return np.repeat(array, self.lengths)
+        return np.repeat(array, lengths)
 
-    def loss(self, parts: int) -> tuple[float, np.ndarray[Any, Any], dict[str, float]]:
+    @property
+    def totals(self) -> dict[str, int]:
+        """Tokens, rows and groups of the step, by normaliser."""
+        return {"tokens": int(self.lengths.sum()), "rows": len(self.lengths), "groups": GROUPS, "constant": 1}
+
+    def loss(self, parts: int, *, divided: bool = True) -> tuple[float, np.ndarray[Any, Any], dict[str, float]]:
         """Return the loss, its gradient by log-probs, and metrics, summed over so many parts of the
-        rows."""
+        rows. ``divided``: False for a step trained in parts, whose loss sees totals of 1."""
         torch, worth, row = (
             self.torch,
             self.advantages().astype(np.float32),
@@ -120,8 +124,8 @@ class _Ask:
             loss, metrics = self.algorithm.loss(
                 PackedTokens(
                     logprobs=logprobs, behaviour=torch.tensor(self.behaviour[kept]), advantages=torch.tensor(worth[kept]),
-                    rows=torch.tensor(row[kept] - rows[0]), row_count=len(rows), total_tokens=len(worth),
-                    total_rows=len(self.lengths),
+                    rows=torch.tensor(row[kept] - rows[0]), row_count=len(rows),
+                    **{f"total_{name}": self.totals[name] if divided else 1 for name in ("tokens", "rows", "groups")},
                     columns={name: torch.tensor(each[kept]) for name, each in columns.items()},
                     entropy=entropy, values=values,
                 )
@@ -220,6 +224,44 @@ def row_order(lab: PlainLab) -> None:
         np.allclose(np.asarray(said)[order], np.asarray(again), atol=1e-5),
         "the same rows in another order have other advantages",
     )
+
+
+@check(
+    "algorithm", "full",
+    impact="a step trained in parts, in a streamed run, is another step than the whole one",
+    hint="normaliser: the total that the loss is divided by, once; metric_normalisers: those of metrics that are no means over tokens",
+    after=("parts",),
+)  # fmt: skip
+def normaliser(lab: PlainLab) -> None:
+    """Loss, gradient and metrics with totals of 1, divided by the declared normaliser, are those of
+    the whole step. The advantages of some groups are those of the whole step."""
+    ask = _Ask(lab, seed=6)
+    reason, declared = ask.algorithm.whole_step, ask.algorithm.normaliser
+    if reason or declared is None:
+        raise DoesNotApply(reason)
+    whole, gradient, metrics = ask.loss(1)
+    found, other, said = ask.loss(PARTS, divided=False)
+    number = ask.totals[declared]
+    expect(
+        abs(found / number - whole) <= 1e-4 * (1 + abs(whole)) and np.abs(other / number - gradient).max() <= 1e-5,
+        f"with totals of 1 the loss is {found:.6g}, by the step's {number} {declared} {found / number:.6g}; the"
+        f" whole step's is {whole:.6g}, or their gradients differ: the normaliser is not {declared!r}",
+    )
+    for name, value in metrics.items():
+        by = ask.algorithm.metric_normalisers.get(name, "tokens")
+        have = said.get(name, np.inf) / ask.totals[by]
+        expect(
+            abs(have - value) <= 1e-3 * (1 + abs(value)),
+            f"metric {name!r} of a step in parts, divided by {by}, is {have:.6g}; the whole step's is {value:.6g}:"
+            f" say its normaliser in metric_normalisers",
+        )
+    rows, worth = np.arange(len(ask.lengths)), ask.advantages()
+    for part in np.array_split(rows, PARTS):
+        own = ask.advantages(ask.batch.take(part))
+        expect(
+            np.allclose(own, worth[np.isin(np.repeat(rows, ask.lengths), part)], atol=1e-5),
+            "the advantages of two groups alone are not those in the whole step, so it cannot be trained in parts",
+        )
 
 
 @check(

@@ -46,7 +46,7 @@ _MODULES = {
         "rollout.basic", "rollout.loads", "rollout.full", "rollout.swaps", "rollout.proofs", "rollout.machine",
         "rollout.chaos",
     ),
-    "train": ("train.basic", "train.full", "train.inputs", "train.precision", "train.chaos"),
+    "train": ("train.basic", "train.full", "train.parts", "train.inputs", "train.precision", "train.chaos"),
     "transport": ("transport_checks",),
     "sampler": ("policy_checks",),
     "staleness": ("policy_checks",),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...interfaces import TrainEngine
+from ...interfaces import StepResult, TrainEngine
 from ...plugins import import_name
 from .check import CheckFailed
 from .rank_files import read_batch, read_pieces, write_pieces
@@ -44,13 +44,31 @@ class Rank:
         if not isinstance(made, TrainEngine):
             raise CheckFailed(f"the factory made {made!r}, which is no asyncflow_sdk.TrainEngine")
         self._engine = made
-        return {"computes": list(made.computes), "restores": made.restores}
+        said = {"computes": list(made.computes), "restores": made.restores}
+        return said | {"streams": made.streams, "whole_step": made.whole_step}
 
     def train_step(self, batch: str) -> dict[str, Any]:
         """Train on the batch in a file."""
-        result = self.engine.train_step(read_batch(Path(batch)))
-        filtered = None if result.filtered is None else np.asarray(result.filtered, np.bool_).tolist()
-        return {"metrics": result.metrics, "filtered": filtered}
+        return _plain(self.engine.train_step(read_batch(Path(batch))))
+
+    def begin_step(self, step: int) -> dict[str, Any]:
+        """Begin a step in parts."""
+        self.engine.begin_step(step)
+        return {}
+
+    def accumulate(self, batch: str) -> dict[str, Any]:
+        """Add the batch in a file to the step."""
+        self.engine.accumulate(read_batch(Path(batch)))
+        return {}
+
+    def end_step(self) -> dict[str, Any]:
+        """End the step."""
+        return _plain(self.engine.end_step())
+
+    def abort_step(self) -> dict[str, Any]:
+        """Abort the step."""
+        self.engine.abort_step()
+        return {}
 
     def logprobs(self, batch: str) -> dict[str, Any]:
         """Score the batch in a file."""
@@ -91,6 +109,11 @@ class Rank:
         if engine is not None:
             engine.close()
         return {}
+
+
+def _plain(result: StepResult) -> dict[str, Any]:
+    filtered = None if result.filtered is None else np.asarray(result.filtered, np.bool_).tolist()
+    return {"metrics": result.metrics, "filtered": filtered}
 
 
 def main() -> None:

@@ -139,15 +139,40 @@ class _Together(TrainEngine):
             "make", factory=factory, model=model, algorithm=_told(algorithm), options=options, port=free_port()
         )
         self.computes, self.restores = tuple(made[0]["computes"]), made[0]["restores"]
+        self.streams, self._whole_step = made[0]["streams"], made[0]["whole_step"]
+        self._parts: list[list[npt.NDArray[np.int64]]] = []
+        self._rows = 0
 
     def train_step(self, batch: Batch) -> StepResult:
         """Train on all ranks; merge the filtered rows."""
         rows, said = self._shared("train_step", batch)
-        filtered = np.zeros(batch.rows, np.bool_)
-        for part, each in zip(rows, said, strict=True):
-            if each["filtered"] is not None:
-                filtered[part] = each["filtered"]
-        return StepResult(said[0]["metrics"], filtered if filtered.any() else None)
+        return _merged(rows, said, batch.rows)
+
+    @property
+    def whole_step(self) -> str:
+        """The reason of the first rank."""
+        return str(self._whole_step)
+
+    def begin_step(self, step: int) -> None:
+        """Begin on all ranks."""
+        self._all("begin_step", step=step)
+        self._parts, self._rows = [], 0
+
+    def accumulate(self, batch: Batch) -> None:
+        """Add a part on all ranks."""
+        rows, _ = self._shared("accumulate", batch)
+        self._parts.append([each + self._rows for each in rows])
+        self._rows += batch.rows
+
+    def end_step(self) -> StepResult:
+        """End on all ranks; merge the filtered rows."""
+        said = self._all("end_step")
+        rows = [np.concatenate(each) for each in zip(*self._parts, strict=True)]
+        return _merged(rows, said, self._rows)
+
+    def abort_step(self) -> None:
+        """Abort on all ranks."""
+        self._all("abort_step")
 
     def logprobs(self, batch: Batch) -> Ragged:
         """Score on all ranks; return the rows in order."""
@@ -230,6 +255,15 @@ class _Together(TrainEngine):
         if failed:
             raise _error(failed[0])
         return [answers[rank.rank] for rank in self._ranks]
+
+
+def _merged(rows: list[npt.NDArray[np.int64]], said: list[dict[str, Any]], count: int) -> StepResult:
+    """Return the result of all ranks. ``rows``: of each rank."""
+    filtered = np.zeros(count, np.bool_)
+    for part, each in zip(rows, said, strict=True):
+        if each["filtered"] is not None:
+            filtered[part] = each["filtered"]
+    return StepResult(said[0]["metrics"], filtered if filtered.any() else None)
 
 
 def _dealt(batch: Batch, shares: int) -> list[npt.NDArray[np.int64]]:

@@ -21,7 +21,7 @@ from ..events.trackers import check_tracker
 from ..rollout.tokenizer import Tokenizer, token_ids, with_stop_ids
 from ..specs import Rollout, Stage, Train, takes_trained
 from ..work import Generate, Logprobs
-from ..workers.engines import odd_options
+from ..workers.engines import odd_options, whole_step_text
 from ..workers.ranks import check_ranks
 from .dataflow import same_name
 from .plan import AHEAD_STEPS, Plan
@@ -58,6 +58,8 @@ def _find(plan: Plan, problems: Problems) -> None:
     _check_place("train", plan.train.place, problems, "train", world_size=plan.train.world_size)
     if is_checked_here(plan.train.task):
         _check_engine("train", plan.train, plan.train.place, problems, "train")
+        with problems.collect("train", "stream"):
+            _check_stream(plan.train)
     if all(is_checked_here(rollout.task) or not _lacks_model(rollout) for rollout in plan.rollouts):
         _check_columns(plan, problems)
     with problems.collect("staleness", "policy"):
@@ -114,6 +116,9 @@ def _check_numbers(plan: Plan, problems: Problems) -> None:
             f"a step of {plan.batch_size} rows cannot be dealt out to world_size={plan.train.world_size} ranks",
             "batch_size",
         )
+    if (plan.train.part_rows or 0) > plan.batch_size:
+        text = f"part_rows={plan.train.part_rows} is more than a step has: batch_size={plan.batch_size}"
+        problems.add(text, "train", "part_rows")
     if plan.train.place.max_restarts and plan.checkpoint is None:
         problems.add(
             f"train has max_restarts={plan.train.place.max_restarts}, and a trainer that is started again without a"
@@ -147,6 +152,21 @@ def _check_engine(
         factory = registry().get(spec.kind, spec.engine).load()
         for option, text in odd_options(spec.engine, factory, spec.options, inspect.signature(type(spec)).parameters):
             problems.add(text, *key, option)
+
+
+def _check_stream(train: Train) -> None:
+    """Refuse steps in parts for an engine or an algorithm that needs whole steps, as far as this is
+    known here; the worker asks its engine again."""
+    if not train.stream:
+        return
+    reason = train.algorithm.whole_step if train.algorithm is not None else ""
+    updates = train.options.get("updates", 1)
+    if isinstance(updates, int) and updates > 1:
+        reason = reason or f"updates={updates}: each optimizer step takes random rows of the whole batch"
+    if train.place.python is None and getattr(registry().get("train", train.engine).load(), "streams", None) is False:
+        reason = reason or f"engine {train.engine!r} has no accumulate (TrainEngine.streams)"
+    if reason:
+        raise ConfigError(whole_step_text(train.engine, reason))
 
 
 def _lacks_model(spec: Rollout | Train | Logprobs | Generate) -> bool:

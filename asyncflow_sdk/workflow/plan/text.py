@@ -41,6 +41,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "train": {
             "engine": plan.train.engine, "model": plan.train.model, "options": plan.train.options,
             "algorithm": _algorithm(plan.train), **({"world_size": plan.train.world_size} if plan.train.world_size > 1 else {}),
+            **({"part_rows": plan.train.part_rows} if plan.train.stream else {}),
             "needs": plan.train.needs, "place": _placed(plan.train.place, 0),
         },
         "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in plan.edges],
@@ -157,6 +158,11 @@ def choices(plan: Plan) -> dict[str, str]:
         if plan.on_failure == "stop"
         else "the run goes on without a worker that has failed for good",
     }
+    if plan.train.stream:
+        found["steps"] = (
+            f"trained in parts of at least {plan.train.part_rows} rows, while the rest is being generated; the gradient is"
+            " the whole step's"
+        )
     if plan.trackers:
         found["trackers"] = (
             f"{', '.join(map(tracker_label, plan.trackers))}: each in a thread of the driver; one that fails is"

@@ -65,6 +65,11 @@ def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) ->
     return factory(**options)
 
 
+def whole_step_text(engine: str, reason: str) -> str:
+    """Return the error for a trainer with ``stream=True`` that needs whole steps."""
+    return f"train with engine {engine!r} has stream=True, and needs whole steps: {reason}; leave stream= out"
+
+
 @contextlib.contextmanager
 def loading_model(queue: QueueClient, task: str) -> Iterator[None]:
     """Report to the run, inside this block, that this worker loads its model for ``task``."""

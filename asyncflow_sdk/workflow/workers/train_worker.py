@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,15 +13,15 @@ import msgspec
 import numpy as np
 
 from ...errors import ConfigError, VersionGone
-from ...interfaces import LeasedBatch, TrainEngine, optimizer_source
+from ...interfaces import TrainEngine, optimizer_source
 from ...memory import make_private_directory
 from ...queue import QueueClient
 from ...types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_version
 from ...types import events as ev
-from ...types.defaults import NEXT_S
 from ...weights import Restoration, TransportPublisher, get_restoration, pack_restoration, report_restored
 from ..checkpoint import Checkpoints, Damaged, ResumePoint
 from .rank_communicator import RANK_ERRORS, RankCommunicator
+from .trainer_steps import StepLost, StepWork, TrainerStep, trainer_steps
 from .worker_log import WorkerLog
 
 
@@ -35,6 +36,7 @@ def train(
     every: int = 50,
     ranks: RankCommunicator | None = None,
     model: str = "",
+    part_rows: int = 0,
 ) -> None:
     """Train each step until the stream ends, publish its version, and export the policy at the end.
 
@@ -48,9 +50,11 @@ def train(
     trained before that is not published, but trained again from these weights; so each acknowledged
     step is one of the later versions.
 
-    ``model``: the engine's model folder. ``ranks``: the barrier of several trainers; each trains
-    its shard of every step and publishes its part of every version, and the first rank reports for
-    all.
+    ``part_rows``: train each step in parts of at least so many rows, while the rest of it is being
+    generated; 0: whole steps. A step in parts is discarded if its lease ends, as when one of its
+    rows is removed, and then trained again as the queue delivers it. ``model``: the engine's model
+    folder. ``ranks``: the barrier of several trainers; each trains its shard of every step and
+    publishes its part of every version, and the first rank reports for all.
     """
     ranks, log = ranks or RankCommunicator(), WorkerLog(queue.connection)
     with contextlib.ExitStack() as ending:  # everything is closed, even if the run is gone or one close fails
@@ -62,35 +66,13 @@ def train(
         if point is not None and point.path is not None:
             engine.load(point.path)
         versions.begin(point)
-        steps = queue.stream(
-            task, timeout_s=NEXT_S, ahead=True, group=task, rank=ranks.rank, world_size=ranks.world_size
-        )
-        for step in steps:
-            ages = step.ages(step.index)
-            while True:
-                versions.restore()
-                trained = versions.number(step)
-                began, cpu = time.monotonic(), time.process_time()
-                result = engine.train_step(step)
-                log.span(
-                    "train", began, rows=step.rows, tokens=len(ages.total), version=trained, cpu_s=time.process_time() - cpu
-                )  # fmt: skip
-                # Hazard: if a step from before a rollback is acknowledged before its version is published, the ledger counts
-                # the update as given up, and the version as that of a later step.
-                published = versions.publish(trained + 1, at_once=trained != step.version)
-                payloads = ranks.all_gather(
-                    f"the end of step {step.index}", bytes([published]) + AgeSums.of(ages).packed()
-                )
-                if all(payload[0] for payload in payloads):
-                    break
-                versions.warn(
-                    f"step {step.index} is trained again: a rollback gave up the weights it was trained from"
-                )
+        for step in trainer_steps(queue, engine, log, ranks, task=task, part_rows=part_rows):
+            trained = _train(step, versions, ranks)
+            if trained is None:  # the queue delivers the step again
+                continue
             if ranks.first:
-                metrics = {name: float(value) for name, value in result.metrics.items()}
-                metrics |= AgeSums.all([payload[1:] for payload in payloads]).metrics()
-                log.report(ev.StepTrained, step=step.index, version=trained, metrics=metrics)
-            step.ack(filtered=result.filtered)
+                log.report(ev.StepTrained, step=step.index, version=trained.version, metrics=trained.metrics)
+            step.ack(trained.work)
             if checkpoints is not None and (step.index + 1) % every == 0:
                 versions.restore()
                 _save(engine, checkpoints, ranks, log)
@@ -100,6 +82,37 @@ def train(
         versions.finish()
         if export is not None:
             _export(engine, export, ranks, log)
+
+
+@dataclass(frozen=True)
+class _TrainedStep:
+    """A step whose version is published. ``work``: of this rank; ``metrics``: of the whole step."""
+
+    version: int
+    work: StepWork
+    metrics: dict[str, float]
+
+
+def _train(step: TrainerStep, versions: _TrainedVersions, ranks: RankCommunicator) -> _TrainedStep | None:
+    """Train a step and publish its version; again from the restored weights after each rollback
+    meanwhile. Return None if its lease was lost; then nothing was published."""
+    while True:
+        versions.restore()
+        version = versions.number(step)
+        try:
+            work = step.train(version)
+        except StepLost as lost:
+            versions.warn(f"step {step.index} is discarded and trained again: {lost}")
+            return None
+        # Hazard: if a step from before a rollback is acknowledged before its version is published, the ledger counts
+        # the update as given up, and the version as that of a later step.
+        published = versions.publish(version + 1, at_once=version != step.version)
+        payloads = ranks.all_gather(f"the end of step {step.index}", bytes([published]) + work.ages.packed())
+        if all(payload[0] for payload in payloads):
+            metrics = {name: float(value) for name, value in work.result.metrics.items()}
+            metrics |= AgeSums.all([payload[1:] for payload in payloads]).metrics()
+            return _TrainedStep(version, work, metrics | ({"parts": float(work.parts)} if work.parts else {}))
+        versions.warn(f"step {step.index} is trained again: a rollback gave up the weights it was trained from")
 
 
 def _save(
@@ -170,7 +183,7 @@ class _TrainedVersions:
                 f" trainer's {self._name}"
             )
 
-    def number(self, step: LeasedBatch) -> int:
+    def number(self, step: TrainerStep) -> int:
         """Return the version trained by a step; after a rollback it is later than the leased one."""
         return max(step.version, self._last)
 

@@ -33,7 +33,7 @@ from ..rollout.producer import EngineProducer
 from ..rollout.tokenizer import Tokenizer
 from ..serialization import from_json
 from ..specs import Rollout, Stage, Train
-from .engines import loading_model, make_engine
+from .engines import loading_model, make_engine, whole_step_text
 from .rank_communicator import RankCommunicator
 from .train_worker import train
 from .user_code import FunctionFailed
@@ -169,6 +169,8 @@ def _train(role: Train, spec: WorkerSpec, queue: QueueClient, ranks: RankCommuni
             f"algorithm {name!r} asks its engine for {', '.join(unknown)}, which engine {role.engine!r} does"
             f" not compute; it computes {', '.join(engine.computes) or 'nothing for algorithms'}"
         )
+    if role.stream and engine.whole_step:
+        raise ConfigError(whole_step_text(role.engine, engine.whole_step))
     _report_state(queue.connection, "ready")
     saved = settings.checkpoint
     checkpoints = Checkpoints(queue, Path(settings.checkpoints), saved.keep, ranks) if settings.checkpoints else None
@@ -176,6 +178,7 @@ def _train(role: Train, spec: WorkerSpec, queue: QueueClient, ranks: RankCommuni
         queue, engine, weights=settings.weights or role.weights or Weights(),
         export=Path(settings.export) if settings.export else None,
         checkpoints=checkpoints, every=saved.every, ranks=ranks, model=role.model,
+        part_rows=(role.part_rows or 1) if role.stream else 0,
     )  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from ...queue import Connection
@@ -28,3 +30,10 @@ class WorkerLog:
         """Report work of ``kind`` from ``began`` (monotonic seconds) until now. ``fields``: others
         of ``ev.Span``."""
         self.report(ev.Span, time_s=began, seconds=time.monotonic() - began, kind=kind, **fields)
+
+    @contextlib.contextmanager
+    def timed(self, kind: str, **fields: Any) -> Iterator[None]:
+        """Report this block, unless it raises, as a span of ``kind`` with the CPU time of this process."""
+        began, cpu = time.monotonic(), time.process_time()
+        yield
+        self.span(kind, began, cpu_s=time.process_time() - cpu, **fields)

@@ -5,6 +5,7 @@ af.Train("accelerate", model="models/mine", lr=1e-5, mixed_precision="bf16", alg
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,27 @@ import asyncflow_sdk as af
 from asyncflow_sdk.types import loss_mask
 
 
+class _Step:
+    """Sums of a step. ``in_parts``: losses are sums, divided at its end; ``scale``: their factor, a power of two, for float16."""
+
+    def __init__(self, *, in_parts: bool) -> None:
+        self.in_parts, self.scale = in_parts, 1.0
+        self.random_state = torch.get_rng_state()
+        self.used: list[np.ndarray[Any, Any]] = []
+        self.rewards: list[np.ndarray[Any, Any]] = []
+        self.sums: dict[str, float] = {}
+        self.totals: dict[str, int] = {}
+
+    def add_totals(self, part: dict[str, int], normaliser: str | None) -> None:
+        if self.in_parts and not self.totals and normaliser in part:
+            self.scale = 2.0 ** -math.ceil(math.log2(8 * part[normaliser]))
+        self.totals = {name: self.totals.get(name, 0) + count for name, count in part.items()}
+
+    def number(self, normaliser: str | None) -> int:
+        """By which sums are divided at the end."""
+        return self.totals.get(normaliser or "", 1) if self.in_parts else 1
+
+
 class AccelerateEngine(af.TrainEngine):
     """An engine of one process. ``model``: a Hugging Face folder. ``lr``: of AdamW.
     ``mixed_precision``: "no", "bf16" or "fp16", as in Accelerate, for computations; weights and
@@ -29,6 +51,7 @@ class AccelerateEngine(af.TrainEngine):
     """
 
     restores = True
+    streams = True
 
     def __init__(
         self, model: str, *, algorithm: af.Algorithm | None = None, lr: float = 1e-6, mixed_precision: str = "no",
@@ -44,10 +67,52 @@ class AccelerateEngine(af.TrainEngine):
         optimizer = torch.optim.AdamW(plain.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self._model, self._optimizer = self._accelerator.prepare(plain, optimizer)
         self._plain = plain
+        self._open: _Step | None = None
 
     # ---- training
 
     def train_step(self, batch: af.Batch) -> af.StepResult:
+        self._refuse_open("train_step")
+        step = _Step(in_parts=False)
+        self._add(step, batch)
+        return self._finish(step)
+
+    @property
+    def whole_step(self) -> str:
+        return self._algorithm.whole_step
+
+    def begin_step(self, step: int) -> None:
+        if self.whole_step:
+            raise af.EngineError(f"begin_step() is not possible: {self.whole_step}")
+        self._refuse_open("begin_step")
+        self._open = _Step(in_parts=True)
+
+    def accumulate(self, batch: af.Batch) -> None:
+        if self._open is None:
+            raise af.EngineError("accumulate() is not possible: call begin_step() first")
+        try:
+            self._add(self._open, batch)
+        except Exception:
+            self.abort_step()
+            raise
+
+    def end_step(self) -> af.StepResult:
+        step, self._open = self._open, None
+        if step is None or not step.used:
+            raise af.EngineError("end_step() is not possible: no step with rows is open")
+        return self._finish(step)
+
+    def abort_step(self) -> None:
+        step, self._open = self._open, None
+        if step is not None:
+            torch.set_rng_state(step.random_state)
+
+    def _refuse_open(self, call: str) -> None:
+        if self._open is not None:
+            raise af.EngineError(f"{call}() is not possible: a step in parts is open")
+
+    def _add(self, step: _Step, batch: af.Batch) -> None:
+        """Add the gradients and metrics of some groups: all of a step, or a part."""
         self._check(batch)
         worth = _of_tokens(self._algorithm.advantages(batch), batch)
         if not np.isfinite(worth.values).all():
@@ -55,18 +120,22 @@ class AccelerateEngine(af.TrainEngine):
         used = np.ones(batch.rows, np.bool_)
         if self._algorithm.drop_zero_advantage:
             used = np.logical_or.reduceat(worth.values != 0, worth.offsets[:-1])
-        metrics = {"reward": float(batch.array("reward").mean()), "rows_used": float(used.sum())}
-        if used.any():
-            rows = np.flatnonzero(used)
-            metrics |= self._step(batch.take(rows), worth.take(rows))
-        return af.StepResult(metrics, None if used.all() else ~used)
+        if not step.used:
+            self._optimizer.zero_grad()
+        step.used.append(used)
+        step.rewards.append(np.asarray(batch.array("reward"), np.float64))
+        rows = np.flatnonzero(used)
+        if len(rows):
+            self._backward(step, batch.take(rows), worth.take(rows))
 
-    def _step(self, batch: af.Batch, worth: af.Ragged) -> dict[str, float]:
+    def _backward(self, step: _Step, batch: af.Batch, worth: af.Ragged) -> None:
         given, behaviour = loss_mask(batch), batch.ragged("logprobs")
         mask = np.ones(len(behaviour.values), np.bool_) if given is None else given.values.astype(np.bool_)
-        offsets, total, sums = behaviour.offsets, int(mask.sum()), {"tokens": float(mask.sum())}
+        offsets = behaviour.offsets
+        totals = {"tokens": int(mask.sum()), "rows": batch.rows, "groups": len(np.unique(batch.groups))}
+        step.add_totals(totals, self._algorithm.normaliser)
+        seen = dict.fromkeys(totals, 1) if step.in_parts else totals
         columns = {name: _of_tokens(batch[name], batch) for name in self._algorithm.needs}
-        self._optimizer.zero_grad()
         for start in range(0, batch.rows, self._rows):
             rows = np.arange(start, min(start + self._rows, batch.rows))
             logprobs = self._logprobs(batch.take(rows))
@@ -77,18 +146,33 @@ class AccelerateEngine(af.TrainEngine):
                 af.PackedTokens(
                     logprobs=logprobs[kept], behaviour=self._tensor(behaviour.values[part])[kept],
                     advantages=self._tensor(worth.values[part])[kept], rows=self._tensor(row)[kept],
-                    row_count=len(rows), total_tokens=total, total_rows=batch.rows,
+                    row_count=len(rows), total_tokens=seen["tokens"], total_rows=seen["rows"], total_groups=seen["groups"],
                     columns={name: self._tensor(each.values[part])[kept] for name, each in columns.items()},
                 )
             )  # fmt: skip
-            self._accelerator.backward(loss)
+            self._accelerator.backward(loss * step.scale)
             for name, value in {**measured, "loss": loss.detach()}.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
-        if not torch.isfinite(norm):
-            raise af.EngineError(f"the gradient's norm is {float(norm)}; no step was made")
-        self._optimizer.step()
-        return sums | {"grad_norm": float(norm)}
+                step.sums[name] = step.sums.get(name, 0.0) + float(value)
+
+    def _finish(self, step: _Step) -> af.StepResult:
+        """Divide gradients and metrics of a step in parts, and make the optimizer's step."""
+        used = np.concatenate(step.used)
+        metrics = {"reward": float(np.concatenate(step.rewards).mean()), "rows_used": float(used.sum())}
+        if used.any():
+            normalisers = {**self._algorithm.metric_normalisers, "loss": self._algorithm.normaliser}
+            if step.in_parts:
+                for parameter in self._model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(step.number(self._algorithm.normaliser) * step.scale)
+            norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
+            if not torch.isfinite(norm):
+                raise af.EngineError(f"the gradient's norm is {float(norm)}; no step was made")
+            self._optimizer.step()
+            metrics |= {
+                name: value / step.number(normalisers.get(name, "tokens")) for name, value in step.sums.items()
+            }
+            metrics |= {"tokens": float(step.totals["tokens"]), "grad_norm": float(norm)}
+        return af.StepResult(metrics, None if used.all() else ~used)
 
     def logprobs(self, batch: af.Batch) -> af.Ragged:
         self._check(batch, training=False)

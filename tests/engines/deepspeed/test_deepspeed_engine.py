@@ -14,8 +14,9 @@ import pytest
 from deepspeed_parts import RANKS, options
 from faulty import Faulty, FaultyPPO
 from rank_runs import check_giving, counting
+from step_parts import OfGroups, apart, gradients, groups_of, in_parts, state, weights
 
-from asyncflow_sdk.algorithms import GRPO, PPO, Critic
+from asyncflow_sdk.algorithms import GRPO, GSPO, PPO, Critic
 from asyncflow_sdk.errors import AsyncFlowError, EngineError
 from asyncflow_sdk.testing.kit.train.lab import TrainLab, distance, unlike
 
@@ -231,3 +232,83 @@ def test_a_folder_in_bfloat16_is_trained_in_it_and_exported_in_it(policy: Any, t
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert not unlike(half.read(tmp_path), tensors)
     assert all(np.isfinite(array.astype(np.float32)).all() for array in tensors.values())
+
+
+SIZES, SPLIT = (4, 3, 2, 4, 4), [[1], [0, 2], [4], [3]]
+"""Groups of a step, and of each part: of two ranks one has no rows of some."""
+REWARDS = [0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.5, 0.1, 0.3, 0.4, 0.1]
+
+
+def rows_of(lab: TrainLab) -> Any:
+    """With groups numbered from 0; those of group 1 have equal rewards."""
+    batch = lab.batch(SIZES, rewards=REWARDS)
+    return type(batch)(batch.ids, np.repeat(np.arange(5), SIZES), batch.columns)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "algorithm", "near"),
+    [
+        (2, "float32", GRPO(entropy=0.1), 1e-5), (2, "bfloat16", GRPO(), 3e-2), (1, "float32", GSPO(clip_low=0.1), 1e-5),
+        (2, "float32", PPO(normalize_std=False, critic=Critic(decay=0.9)), 1e-5),
+    ],
+    ids=["two ranks", "bfloat16", "one rank", "critic"],
+)  # fmt: skip
+def test_a_step_in_parts_is_the_whole_step_up_to_rounding_and_one_given_up_leaves_nothing(
+    policy: Any, stage: int, ranks: int, dtype: str, algorithm: Any, near: float, tmp_path: Path
+) -> None:
+    """Clipped, by a norm of all ranks."""
+    given = options(stage, dtype=dtype, algorithm=algorithm, max_grad_norm=0.1, micro_batch_tokens=64)
+    with started(deepspeed_parts.engine_of, ranks, policy, **given) as lab:
+        engine, batch = lab.start(), rows_of(lab)
+        wanted = lab.step(batch)
+        whole = state(engine, tmp_path / "whole")
+
+        engine = lab.start()
+        before = lab.tensors()
+        engine.begin_step(0)
+        engine.accumulate(groups_of(batch, SPLIT[1]))
+        engine.abort_step()
+        assert not unlike(lab.tensors(), before)
+        found = in_parts(engine, batch, SPLIT)
+        parts = state(engine, tmp_path / "parts")
+        again = in_parts(engine, batch, SPLIT).metrics
+        engine = lab.start()
+        in_parts(engine, batch, SPLIT)
+        assert in_parts(engine, batch, SPLIT).metrics == again, "the loss scale is 1 again"
+
+    assert wanted.metrics["grad_norm"] > 0.1
+    assert apart(gradients(parts), gradients(whole)) < near
+    assert apart(weights(parts), weights(whole)) < near
+    assert found.metrics == pytest.approx(wanted.metrics, rel=near, abs=1e-4 if dtype == "bfloat16" else 1e-6)
+    assert (found.filtered is None) == (wanted.filtered is None)
+    if found.filtered is not None:
+        assert found.filtered.tolist() == [True] * 3 + [False] * 14
+
+
+def test_a_metric_of_ones_own_is_divided_over_both_ranks_and_all_parts(policy: Any) -> None:
+    with started(deepspeed_parts.engine_of, 2, policy, **options(2, algorithm=OfGroups())) as lab:
+        lab.start()
+        batch = rows_of(lab)
+        wanted = lab.step(batch).metrics
+        found = in_parts(lab.start(), batch, SPLIT).metrics
+
+    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert (wanted["rows"], wanted["rows_used"]) == (17, 17)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_after_a_part_whose_loss_raised_the_next_step_is_right(policy: Any, stage: int) -> None:
+    algorithm = Faulty(calls=(2,), raises=True)
+    with started(deepspeed_parts.engine_of, 1, policy, **options(stage, algorithm=algorithm)) as lab:
+        engine, batch = lab.start(algorithm=GRPO()), rows_of(lab)
+        wanted = in_parts(engine, batch, SPLIT).metrics
+        after = lab.tensors()
+
+        engine = lab.start()
+        before = lab.tensors()
+        with pytest.raises(KeyError, match="told to fail"):
+            in_parts(engine, batch, SPLIT)
+        assert not unlike(lab.tensors(), before)
+        assert in_parts(engine, batch, SPLIT).metrics == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        assert distance(lab.tensors(), after) <= 1e-4 * lab.moved(after)

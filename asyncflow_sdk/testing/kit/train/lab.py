@@ -129,6 +129,11 @@ class TrainLab:
         expect(isinstance(result, StepResult), f"train_step() returned {result!r:.80}, no asyncflow_sdk.StepResult")
         return result
 
+    def begin(self, number: int) -> None:
+        """Begin a step in parts."""
+        self._new = False
+        self.engine.begin_step(number)
+
     def load(self, path: Path) -> None:
         """Load a save."""
         self._new = False
