@@ -226,8 +226,9 @@ class _Trainer:
 class _Replica:
     """A replica: prompts as long as there is room for a group, new versions as its swap policy says.
 
-    Each second of each of its slots has one use: "generating", "loading" (all slots), or, without a row, "draining" for a
-    newer version, "waiting" for the permission to load it, or "no prompts" that the staleness rule admits.
+    Each second of each of its slots has one use: "generating", "loading" (all slots), or, without a row: "draining" for a
+    newer version, "waiting" for the permission to load it, "no prompts" that the staleness rule admits, or "part of a group",
+    as fewer slots are free than a group needs.
     """
 
     def __init__(self, simulation: Simulation, name: str) -> None:
@@ -250,20 +251,19 @@ class _Replica:
     def slots(self) -> Counter[str]:
         """Slot seconds up to now, by use. Called before anything that changes it."""
         seconds, self._counted = self._sim.now - self._counted, self._sim.now
-        if self._loading:
-            self._slots["loading"] += seconds * self._sim.plan.max_rows
-            return self._slots
-        behind = self._staged > self._loaded
-        without = (
-            "draining"
-            if self._draining or (behind and self._policy == "boundary")
-            else "waiting"
-            if behind
-            else "no prompts"
-        )
-        self._slots[without] += seconds * self._room
-        self._slots["generating"] += seconds * (self._sim.plan.max_rows - self._room)
+        free = 0 if self._loading else self._room
+        self._slots["loading" if self._loading else "generating"] += seconds * (self._sim.plan.max_rows - free)
+        self._slots[self._without_row()] += seconds * free
         return self._slots
+
+    def _without_row(self) -> str:
+        """The use of slots that have no row."""
+        newer = self._staged > self._loaded
+        if self._draining or (newer and self._policy == "boundary"):
+            return "draining"
+        if self._room < GROUP:
+            return "part of a group"
+        return "waiting" if newer else "no prompts"
 
     def _hears_of(self, told: cmd.Version) -> None:
         _fine(told)

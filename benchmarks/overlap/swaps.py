@@ -1,7 +1,8 @@
 """Why swaps cost what they cost: ``python -m benchmarks.overlap.swaps [--seeds N] [--steps N] [--markdown] [--json PATH]``.
 
 Simulates each swap policy with each number of replicas that may load at once, and says what all slots of all replicas do:
-generate, load, or have no row, because their replica drains, waits for its turn to load, or gets no prompts by its version.
+generate, load, or have no row, because their replica drains, waits for its turn to load, gets no prompts by its version, or
+has room for less than a group.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .outcome import print_table
 from .plan import Plan
 from .simulation import simulate
 
-USES = ("generating", "loading", "draining", "waiting", "no prompts")
+USES = ("generating", "loading", "draining", "waiting", "no prompts", "part of a group")
 CASES: tuple[tuple[SwapPolicy, int], ...] = (
     ("boundary", 0),
     ("drain", 0),

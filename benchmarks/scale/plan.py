@@ -23,8 +23,8 @@ class ScalePlan(Plan, frozen=True, kw_only=True):
     max_staleness: int = 4
     replicas: int = 32
     ratio: float = 2.0
-    warm: int = 2
-    steps: int = 5
+    warm: int = 3
+    steps: int = 9
     time_scale: float = 1.0
 
     @property
