@@ -60,6 +60,33 @@ def test_the_updates_of_a_model_are_encoded_and_decoded() -> None:
     assert 0 < found["moved"] < 100
 
 
+def test_replicas_in_numbers_are_run_and_further_ones_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "sizes.json"
+    command = [
+        warm_python(),
+        "-m",
+        "benchmarks.scale",
+        "--quick",
+        "--sizes",
+        "8",
+        "--simulate",
+        "16",
+        "--json",
+        str(path),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr
+    run, simulated = json.loads(path.read_text())
+    assert (run["replicas"], simulated["replicas"]) == (8, 16)
+    assert run["of linear"] == 1
+    assert 0 < run["of simulated"] == pytest.approx(run["rows/s"] / run["simulated"])
+    assert 0 < run["server ms/row"] * 8 * 16 == pytest.approx(run["server ms/step"])
+    assert 0 < run["lease p50 ms"] <= run["lease p99 ms"]
+    assert simulated["rows/s"] is None
+    assert simulated["of linear, simulated"] == pytest.approx(simulated["simulated"] / run["simulated"] / 2)
+    assert "The server needs" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("mode", "policy", "max_staleness"),
     [

@@ -94,11 +94,21 @@ def test_training_that_takes_longer_is_the_bound() -> None:
     assert np.diff(outcome.trained_s).tolist() == [21.5] * 5
 
 
-def test_staggered_replicas_load_one_after_another() -> None:
-    # Two replicas of a group each. Version 1 comes at 19; the first drains to 20, loads to 21, and generates to 31. The second,
-    # done at 20, is given nothing for step 2 by version 0, loads to 22, and generates to 32. Rewards to 33 and 35, training to 40.
-    plan = Handy(mode="staggered", replicas=2, steps=3)
-    assert simulate(plan).trained_s == [19.0, 29.0, 40.0]
+def test_staggered_replicas_without_prompts_load_together() -> None:
+    # Two replicas of a group each. Version 1 comes at 19; the first drains to 20, loads to 25, and generates to 35. The second,
+    # done at 20, is given nothing for step 2 by version 0, and does the same. Rewards to 37 and 39, training to 44.
+    plan = Handy(mode="staggered", replicas=2, steps=3, load_s=5.0)
+    outcome = simulate(plan)
+    assert outcome.trained_s == [19.0, 29.0, 44.0]
+    assert outcome.slots.get("waiting", 0.0) == 0.0
+
+
+def test_the_time_of_every_slot_has_one_use() -> None:
+    # One replica of 8 slots. It generates from 0 to 10 and to 20, when version 1 is there, loads to 21, generates to 31; version
+    # 2 comes at 29: loads to 32, generates to 42. The third step is trained from 35 to 40.
+    slots = simulate(Handy(mode="staggered", steps=3)).slots
+    assert slots["generating"] == pytest.approx(38 / 40)
+    assert slots["loading"] == pytest.approx(2 / 40)
 
 
 def test_count_admits_by_number_and_wait_by_age() -> None:

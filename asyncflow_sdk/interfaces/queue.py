@@ -75,9 +75,9 @@ class TransferQueue(abc.ABC):
         ``staleness_policy``: treatment of rows near ``max_staleness``: "wait" (the default), "drop",
         "count", or the name of one installed at the server, alone or with options.
         ``keep_versions``: versions available for fetches and rollbacks. ``max_swapping``: replicas
-        loading at once; 0: all. ``quorum``: replicas that must have a version staged before any
-        loads it; 0: none. ``checkpoints``: keep rows of acknowledged steps until a checkpoint covers
-        them. Raises ConfigError, PluginError.
+        loading at once, beside those that get no prompts before they load; 0: all. ``quorum``:
+        replicas that must have a version staged before any loads it; 0: none. ``checkpoints``: keep
+        rows of acknowledged steps until a checkpoint covers them. Raises ConfigError, PluginError.
         """
 
     @abc.abstractmethod

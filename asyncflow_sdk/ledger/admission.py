@@ -65,6 +65,7 @@ class LeaseAdmission:
             held = sum(grant.left for grant in session.leases.values() if grant.task == command.task)
             count = max(count, command.most - held)
         reply = self._lease_admitted(session, task, command.partition, count)
+        self._note_starved(session, isinstance(reply, cmd.LoadFirst))
         return None if command.most and isinstance(reply, cmd.LoadFirst) else reply
 
     def find(self, task: Task, command: cmd.LeaseRows, at_least: int) -> tuple[Ids, int] | None:
@@ -154,6 +155,14 @@ class LeaseAdmission:
                 task.next_partition = partition + 1
                 return reply
         return reply
+
+    def _note_starved(self, session: Session, starved: bool) -> None:
+        """Note if a replica has to load before it gets prompts. Then it may load at once."""
+        if session.replica is None or session.replica.starved == starved:
+            return
+        session.replica.starved = starved
+        if starved:
+            self._state.context.wake("swap")
 
     def _is_behind(self, session: Session, loaded: int) -> bool:
         """True if a replica gets no rows with its loaded version, whatever the policy: the version

@@ -74,8 +74,9 @@ class Configure(Command, frozen=True, tag="configure"):
     the open step could never fill otherwise.
 
     ``keep_versions``: number of newest versions to keep for fetching and rollback.
-    ``max_swapping``: number of replicas allowed to load at once; 0 for all. ``quorum``: number of
-    replicas that must stage a version before any loads it; 0 for none.
+    ``max_swapping``: number of replicas allowed to load at once; 0 for all. Replicas that get no
+    prompts before they load do not wait for it. ``quorum``: number of replicas that must stage a
+    version before any loads it; 0 for none.
 
     ``checkpoints``: rows of acknowledged steps stay until ``AddCheckpoint`` covers them, and
     ``Resume`` can train them again. They count against ``capacity_bytes``, not ``capacity_rows``.
@@ -590,7 +591,8 @@ class ReportStaged(Command, frozen=True, tag="staged"):
 
 class Swap(Command, frozen=True, tag="swap"):
     """Ask for permission to load a staged version. At most ``max_swapping`` replicas have
-    permission at once, and with a quorum none before the quorum has staged it. Raises VersionGone
+    permission at once, and more only if they get no prompts before they load it. With a quorum none
+    has permission before the quorum has staged it. Raises VersionGone
     once a newer version has replaced it. The permission ends with ``ReportLoaded``,
     ``ReportLoadFailed``, ``Retire`` or the session. Answered with ``Permitted``."""
 

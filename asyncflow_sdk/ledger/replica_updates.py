@@ -1,9 +1,10 @@
 """Replica updates: the version each replica fetches, and when it may load it.
 
-At most ``max_swapping`` replicas load at once, in order of request. With a ``quorum``, no replica
-loads a version before this many live replicas have staged or loaded it. Then the version is
-*committed*, and replicas without it get no prompts. A committed version may still be loaded while a
-newer uncommitted one is current.
+At most ``max_swapping`` replicas that could generate load at once, in order of request. A replica
+that gets no prompts before it loads (``ReplicaState.starved``) does not wait: it drains anyway, and
+would idle until it is its turn. With a ``quorum``, no replica loads a version before this many live
+replicas have staged or loaded it. Then the version is *committed*, and replicas without it get no
+prompts. A committed version may still be loaded while a newer uncommitted one is current.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class ReplicaUpdates:
         if limits.quorum and version > versions.committed:
             return None
         full = limits.max_swapping and len(self.swapping) >= limits.max_swapping
-        if full and session.id not in self.swapping:
+        if full and session.id not in self.swapping and not session.replica.starved:
             return None
         self.swapping.setdefault(session.id, self._state.context.now)
         self._replicas.update(session, version, "swapping")
@@ -87,9 +88,11 @@ class ReplicaUpdates:
         session.loaded = version
         session.claimed = version == 0 != versions.current
         replica = session.replica
-        if replica is not None and version >= replica.version:
-            replica.begin(version, "", self._state.context.now)
-            self._replicas.failing.pop(session.id, None)
+        if replica is not None:
+            replica.starved = False
+            if version >= replica.version:
+                replica.begin(version, "", self._state.context.now)
+                self._replicas.failing.pop(session.id, None)
         self._return_younger(session, version)
         for grant in session.leases.values():
             if self._state.tasks[grant.task].spec.admits:

@@ -91,11 +91,11 @@ class Weights(UserConfig):
     afterwards ("partial"), or during requests ("in_flight"). "auto" of ``transport`` and ``swap``:
     the best choice supported by the whole run, made before the start and reported with its reason.
     ``keep``: number of newest versions available for fetches and rollbacks. ``max_swapping``:
-    replicas loading at once; 0: all. ``quorum``: replicas that must have a version staged before
-    any loads it; the others then get no rows until they follow; 0: none. ``probe``: sequences
-    published with the trainer's log-probs of each version. ``verify``: checks of a load beyond
-    names: "probe", "held" (see ``RolloutEngine``). Engines with log-probs compare a probe in any
-    case.
+    replicas loading at once, beside those that get no prompts before they load; 0: all.
+    ``quorum``: replicas that must have a version staged before any loads it; the others then get no
+    rows until they follow; 0: none. ``probe``: sequences published with the trainer's log-probs of
+    each version. ``verify``: checks of a load beyond names: "probe", "held" (see
+    ``RolloutEngine``). Engines with log-probs compare a probe in any case.
     """
 
     transport: str = "auto"

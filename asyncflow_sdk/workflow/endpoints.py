@@ -75,10 +75,10 @@ def serve(
     staleness in versions. ``staleness_policy``: treatment of late rows: "wait", "drop", "count" or
     another, see ``Staleness``; a class of this process must be given again with a durable run.
     ``keep_versions``: number of newest versions available for fetches and rollbacks.
-    ``max_swapping``: replicas loading at once (0: all). ``quorum``: replicas that must have a version
-    staged before any loads it (0: none). ``samplers``: of this process by name, beside the installed
-    ones. ``on_failure``: stop the run if a worker of this process has failed for good, or continue
-    with the others of its role.
+    ``max_swapping``: replicas loading at once, beside those that get no prompts before they load (0:
+    all). ``quorum``: replicas that must have a version staged before any loads it (0: none).
+    ``samplers``: of this process by name, beside the installed ones. ``on_failure``: stop the run if
+    a worker of this process has failed for good, or continue with the others of its role.
 
     ``durability``: acknowledged data survives the death of any process ("process"), or of the host,
     too ("host": writes wait for the disk). A journal is kept in ``directory``; a later ``serve`` of

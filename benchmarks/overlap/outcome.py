@@ -78,7 +78,7 @@ class Measured:
 
 
 def show(found: list[Measured], markdown: bool) -> None:
-    _print("Overlap: timed engines in real processes", COLUMNS, [each.cells() for each in found], markdown)
+    print_table("Overlap: timed engines in real processes", COLUMNS, [each.cells() for each in found], markdown)
 
 
 def ablation_table(found: list[Measured], markdown: bool) -> None:
@@ -98,7 +98,7 @@ def ablation_table(found: list[Measured], markdown: bool) -> None:
             if mode in rates
         ]  # fmt: skip
         title = f"Ablation, {shape}-like, 8 replicas, rollout : training 1:1, max_staleness 1"
-        _print(title, ("mode", "measured", "simulated", "paper", "at best"), rows, markdown)
+        print_table(title, ("mode", "measured", "simulated", "paper", "at best"), rows, markdown)
 
 
 def _base(plan: Plan, shape: str) -> Plan:
@@ -107,7 +107,7 @@ def _base(plan: Plan, shape: str) -> Plan:
     return Plan(shape=shape, mode=plan.mode, max_staleness=late, warm=plan.warm, steps=plan.steps)
 
 
-def _print(title: str, columns: tuple[str, ...], rows: list[list[str]], markdown: bool) -> None:
+def print_table(title: str, columns: tuple[str, ...], rows: list[list[str]], markdown: bool) -> None:
     if markdown:
         lines = [columns, ["---"] * len(columns), *rows]
         print("\n".join(f"| {' | '.join(line)} |" for line in lines), end="\n\n")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +41,13 @@ Heard = Callable[[Any], None]
 
 @dataclass
 class Outcome:
-    """When each step was trained and published, in the model's seconds, and the balance of rows."""
+    """When each step was trained and published, in the model's seconds, and the balance of rows. ``slots``: shares of all
+    slots' time by use, see ``_Replica``."""
 
     trained_s: list[float]
     audit: Audit
     staleness: list[float]
+    slots: dict[str, float]
 
 
 class Simulation:
@@ -60,6 +62,7 @@ class Simulation:
         self._heard: dict[int, Heard] = {}
         self._answers: deque[tuple[Heard, Any]] = deque()
         self._tickets = self._serial = 0
+        self._replicas: list[_Replica] = []
 
     def run(self) -> Outcome:
         plan = self.plan
@@ -75,7 +78,7 @@ class Simulation:
             self.send(driver, cmd.Declare(task=spec))
         trainer = _Trainer(self)
         for number in range(plan.replicas):
-            _Replica(self, f"rollout-{number}")
+            self._replicas.append(_Replica(self, f"rollout-{number}"))
         for stage in plan.stages:
             _Stage(self, stage).ask()
         trainer.publish(0)
@@ -88,11 +91,15 @@ class Simulation:
         self._until(lambda: len(self.trained_s) >= plan.steps)
         audit = self.ledger.audit()
         assert audit.balanced
-        return Outcome(self.trained_s[: plan.steps], audit, self.staleness)
+        slots = sum((replica.slots() for replica in self._replicas), Counter[str]())
+        shares = {use: seconds / slots.total() for use, seconds in slots.items()}
+        return Outcome(self.trained_s[: plan.steps], audit, self.staleness, shares)
 
     def now_zero(self) -> None:
         """Times are told from here on."""
         self.zero = self.now
+        for replica in self._replicas:
+            replica.slots().clear()
 
     def _until(self, there: Callable[[], bool]) -> None:
         self._hear()
@@ -223,7 +230,12 @@ class _Trainer:
 
 
 class _Replica:
-    """A replica: prompts as long as there is room for a group, new versions as its swap policy says."""
+    """A replica: prompts as long as there is room for a group, new versions as its swap policy says.
+
+    Each second of each of its slots has one use: "generating", "loading" (all slots), or, without a row: "draining" for a
+    newer version, "waiting" for the permission to load it, "no prompts" that the staleness rule admits, or "part of a group",
+    as fewer slots are free than a group needs.
+    """
 
     def __init__(self, simulation: Simulation, name: str) -> None:
         self._sim, self._session = simulation, simulation.join(name)
@@ -236,13 +248,32 @@ class _Replica:
         self._asked: int | None = None  # ticket of the request for prompts
         self._held: list[cmd.Leased] = []  # given while a load was under way
         self._alarm = math.inf
+        self._slots, self._counted = Counter[str](), 0.0
         self._watch(-1)
 
     def _watch(self, after: int) -> None:
         self._sim.send(self._session, cmd.AwaitVersion(after=after, timeout_s=FOREVER), self._hears_of)
 
+    def slots(self) -> Counter[str]:
+        """Slot seconds up to now, by use. Called before anything that changes it."""
+        seconds, self._counted = self._sim.now - self._counted, self._sim.now
+        free = 0 if self._loading else self._room
+        self._slots["loading" if self._loading else "generating"] += seconds * (self._sim.plan.max_rows - free)
+        self._slots[self._without_row()] += seconds * free
+        return self._slots
+
+    def _without_row(self) -> str:
+        """The use of slots that have no row."""
+        newer = self._staged > self._loaded
+        if self._draining or (newer and self._policy == "boundary"):
+            return "draining"
+        if self._room < GROUP:
+            return "part of a group"
+        return "waiting" if newer else "no prompts"
+
     def _hears_of(self, told: cmd.Version) -> None:
         _fine(told)
+        self.slots()
         self._staged = told.version
         self._sim.send(self._session, cmd.ReportStaged(version=told.version))
         self._watch(told.version)
@@ -283,6 +314,7 @@ class _Replica:
 
     def _swap(self) -> None:
         """Drain, unless in flight, and load: what was permitted, or what is newer by then."""
+        self.slots()
         version, self._draining = self._permitted, True
         if self._policy != "in_flight":
             if not self._take_back() or self._decoding.running:
@@ -290,12 +322,14 @@ class _Replica:
             if self._staged > version:
                 version = self._staged
                 self._sim.send(self._session, cmd.Swap(version=version))
+        self.slots()
         self._draining, self._loading = False, True
         self._decoding.hold(self._sim.now, self._load_s)
         self._set_alarm()
         self._sim.after(self._load_s, lambda: self._load_ends(version))
 
     def _load_ends(self, version: int) -> None:
+        self.slots()
         self._loading, self._loaded = False, version
         self._sim.send(self._session, cmd.ReportLoaded(version=version))
         held, self._held = self._held, []
@@ -315,6 +349,7 @@ class _Replica:
             self._turn()
 
     def _begin(self, lease: cmd.Leased) -> None:
+        self.slots()
         ids = cmd.unpack_ids(lease.ids)
         self._room -= len(ids)
         for group in np.unique(ids // GROUP).tolist():
@@ -334,6 +369,7 @@ class _Replica:
         if then != self._alarm:
             return  # it was set again since
         self._alarm = math.inf
+        self.slots()
         by_lease: dict[int, list[int]] = {}
         for token, at in self._decoding.ended(self._sim.now):
             by_lease.setdefault(token, []).append(at)

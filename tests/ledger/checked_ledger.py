@@ -62,6 +62,8 @@ class Client:
     name: str
     loaded: int | None = None
     dismissed: bool = False
+    swapping: bool = False
+    in_vain: bool = False  # it asked for prompts, and got none with its version
 
 
 class Request(NamedTuple):
@@ -124,6 +126,8 @@ class CheckedLedger:
         if isinstance(command, cmd.LeaseRows) and command.world_size > 1:
             for lease in self.open.values():  # a newer process of a rank ends the lease of an older one
                 lease.unsure |= lease.task == command.task and lease.sessions.get(command.rank, session) < session
+        if isinstance(command, cmd.LeaseRows) and command.most and session in self.sessions:
+            self.sessions[session].in_vain = True  # unless it is given some
         self.waiting[self.tickets] = Request(session, command, self.now + getattr(command, "timeout_s", 0.0))
         assert own is not None or self.waiting[self.tickets].deadline > self.now, "it waits without a deadline"
         if own is None and isinstance(command, cmd.LeaseRows) and command.token in self.open:
@@ -282,6 +286,7 @@ class CheckedLedger:
                 self._on_leased(session, command, reply)
             case cmd.LeaseRows(), cmd.LoadFirst():
                 assert client.loaded != reply.version <= self.version
+                client.in_vain = True
             case cmd.LeaseRows(), Ended():
                 self._check_end(session, command)
             case cmd.Renew(), cmd.Done():
@@ -301,13 +306,17 @@ class CheckedLedger:
                 assert reply.parts == self._bytes.setdefault(reply.source, reply.parts), "always the same bytes"
             case cmd.Swap(), cmd.Permitted():
                 loading = sum(each.weights.startswith("loading") for each in self.status().sessions)
-                assert not self._limits.max_swapping or loading <= self._limits.max_swapping
+                within = not self._limits.max_swapping or loading <= self._limits.max_swapping
+                assert within or client.swapping or client.in_vain, "only those without prompts may be more"
+                client.swapping = True
+            case cmd.ReportLoadFailed(), cmd.Done():
+                client.swapping = False
             case cmd.ReportLoaded(), cmd.Done():
-                client.loaded = command.version
+                client.loaded, client.swapping, client.in_vain = command.version, False, False
                 for lease in self.open.values() if self._rewound else ():
                     lease.unsure |= session in lease.sessions.values()
             case cmd.Retire(), cmd.Done():
-                client.loaded = None
+                client.loaded, client.swapping = None, False
             case cmd.Rollback(), cmd.RollbackDone():
                 assert reply.version == self.version
                 self._rewound = True
@@ -327,6 +336,8 @@ class CheckedLedger:
 
     def _on_leased(self, session: int, command: cmd.LeaseRows, reply: cmd.Leased) -> None:
         task, ids = self.tasks[reply.task], unpack_ids(reply.ids).tolist()
+        if task.admits:
+            self.sessions[session].in_vain = False
         lease = self.leases.get(reply.token)
         if lease is None:
             assert reply.token > max(self.leases, default=0), "fencing tokens rise"

@@ -180,6 +180,54 @@ def test_what_failed_has_to_be_staged_again() -> None:
     assert queue.do(one, cmd.Swap(version=7)) == cmd.Permitted(version=7)
 
 
+@pytest.mark.parametrize("most", [0, 4])
+def test_a_replica_that_gets_no_prompts_does_not_wait_for_its_turn(most: int) -> None:
+    # given three replicas on version 0, which admits no more prompts, and version 1, which one of them loads
+    queue, one, *_ = running(max_staleness=1, max_swapping=1)
+    other, busy = queue.join("gen-1"), queue.join("gen-2")
+    for session in (other, busy):
+        queue.load(session, 0)
+    queue.put(16)
+    queue.lease(busy, "rollout", 8)
+    queue.publish(1)
+    for session in (one, other, busy):
+        stage(queue, session, 1)
+    assert queue.do(one, cmd.Swap(version=1)) == cmd.Permitted(version=1)
+    waiting, waits_too = swap(queue, other, 1), swap(queue, busy, 1)
+    assert not {waiting, waits_too} & queue.answers.keys()
+    # when another one asks for prompts
+    asked = queue.ask(other, cmd.LeaseRows(task="rollout", count=4, most=most, timeout_s=60))
+    # then it may load, too, and the one that has prompts waits
+    assert queue.answers[waiting] == cmd.Permitted(version=1)
+    assert waits_too not in queue.answers
+    # and it counts: the next one waits for both
+    queue.do(one, cmd.ReportLoaded(version=1))
+    assert waits_too not in queue.answers
+    queue.do(other, cmd.ReportLoaded(version=1))
+    assert queue.answers[waits_too] == cmd.Permitted(version=1)
+    assert (asked in queue.answers) and (isinstance(queue.answers[asked], cmd.Leased) == bool(most))
+
+
+def test_a_replica_that_gets_prompts_again_waits_for_its_turn_again() -> None:
+    # given a replica that got none by version 0, loaded version 1, and gets some by it
+    queue, one, *_ = running(max_staleness=1, max_swapping=1)
+    other = queue.join("gen-1")
+    queue.load(other, 0)
+    queue.put(16)
+    queue.lease(other, "rollout", 8)
+    queue.publish(1)
+    assert queue.lease(one, "rollout", 4) == cmd.LoadFirst(version=1)
+    queue.load(one, 1)
+    queue.lease(one, "rollout", 1)
+    # when both want version 2
+    queue.publish(2)
+    for session in (one, other):
+        stage(queue, session, 2)
+    assert queue.do(other, cmd.Swap(version=2)) == cmd.Permitted(version=2)
+    # then it waits, as its version admits more
+    assert swap(queue, one, 2) not in queue.answers
+
+
 # ---- quorum
 
 

@@ -105,6 +105,7 @@ def test_replicas_swap_one_after_another(tmp_path: Path) -> None:
 
     result = echo_workflow(
         rollout=rollout(replicas=3, slow_load_s=0.03), weights=af.Weights(max_swapping=1), train=gates.trainer(), steps=5,
+        staleness=af.Staleness(max_staleness=8),  # each version admits prompts for all steps
     ).run(tmp_path / "run", on_event=listen)  # fmt: skip
 
     check_whole(result, 5)

@@ -16,13 +16,15 @@ from .rows import NONE
 class ReplicaState:
     """``version``, ``doing``: the activity with a version: fetching, staged, waits, swapping or
     failed; "" once it generates with it. ``why``: the reason of a failure. ``staged``: the version
-    ready to load. ``since``: ledger seconds."""
+    ready to load. ``since``: ledger seconds. ``starved``: True if its last request for prompts found
+    none for its loaded version, but some for a newer one."""
 
     version: int = NONE
     doing: str = ""
     since: float = 0.0
     why: str = ""
     staged: int = NONE
+    starved: bool = False
 
     def begin(self, version: int, doing: str, now: float, why: str = "") -> None:
         """Set the activity."""
