@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -139,7 +140,8 @@ class QueueVerbs(Generic[B]):
     async def _lease(self, request: cmd.LeaseRows, last: BatchVerbs | None = None, *, acknowledge: bool = True) -> B:
         """Send a lease request with the last message about batch ``last``; return the new batch.
 
-        A lease with rows that cannot be read goes back; if they had ended, the request is repeated.
+        A lease with rows that cannot be read goes back; if they had ended, the request is repeated. A
+        rank of a group gets a batch without rows then, since the others work on this very lease.
         """
         answer = None if last is None else await last._send_last(request, acknowledge=acknowledge)
         for left in reversed(range(_READ_TRIES)):
@@ -164,8 +166,11 @@ class QueueVerbs(Generic[B]):
                     )  # fmt: skip
                 if not (left and isinstance(error, LeaseLost)):
                     raise
-                answer = None  # rows ended before they were read
-                continue
+                if lease.world_size == 1 or lease.step >= 0:
+                    answer = None  # rows ended before they were read
+                    continue
+                lease = msgspec.structs.replace(lease, ids=b"", groups=b"")
+                batch = self._without_rows(answer)
             batch._bind(self._port, lease)
             return batch
         raise AssertionError("the last try returns or raises")
@@ -173,9 +178,9 @@ class QueueVerbs(Generic[B]):
     def _read(self, answer: CallResult, lease: cmd.Leased) -> B:
         """Return the leased rows as a batch of views and copies."""
         ids, reader = unpack_ids(lease.ids), self.connection.reader
+        if not len(ids):  # a rank group's lease may have fewer rows than shards
+            return self._without_rows(answer)
         columns = self.connection.columns(answer)
-        if not len(ids):  # the last lease of a rank group may have fewer rows than shards
-            columns = {name: empty(spec) for name, spec in answer.schema.items()}
         where = {name: slices for slices in answer.slices for name in slices.columns}
 
         def writable(name: str) -> Any:
@@ -183,6 +188,11 @@ class QueueVerbs(Generic[B]):
             return reader.writable(where[name], name, answer.schema)
 
         return self._batch(ids, unpack_ids(lease.groups), columns, writable if where else None)
+
+    def _without_rows(self, answer: CallResult) -> B:
+        return self._batch(
+            unpack_ids(b""), unpack_ids(b""), {name: empty(spec) for name, spec in answer.schema.items()}
+        )
 
     async def _loaded(self, version: int) -> None:
         await self._port.send(cmd.ReportLoaded(version=version))
