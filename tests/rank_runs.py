@@ -254,8 +254,9 @@ def run_with_a_sharded_reference(engine: str, model: str, directory: Path, **opt
         os.kill(int((notes / "there").read_text()), signal.SIGKILL)
 
     sharded = af.Logprobs(
-        "rank_runs:held_scoring", model=model, world_size=2, threads=1, of=engine, notes=str(notes), **options
-    )
+        "rank_runs:held_scoring", model=model, world_size=2, threads=1, frozen=True, of=engine,
+        notes=str(notes), **options,
+    )  # fmt: skip
     workflow = af.Workflow(
         prompts={"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]},
         rollout=af.Rollout(

@@ -83,6 +83,7 @@ class DataParallelEngine(TrainEngine):
         self._vocabulary, self._context = vocabulary, context
         self._temperature, self._tokens, self._packed = options.temperature, options.micro_batch_tokens, packed
         self._updates, self._critic, self._optimizer = options.updates, critic, optimizer
+        self._frozen = options.frozen
         self._schedule = make_schedule(
             optimizer, options.schedule, warmup_steps=options.warmup_steps, decay_steps=options.decay_steps
         )
@@ -135,6 +136,7 @@ class DataParallelEngine(TrainEngine):
         updates_skipped: number of updates left out for gradients that are not finite. Raises
         EngineError if all were left out: the weights are unchanged.
         """
+        self._check_trains()
         with self._ranks.calling("train_step"):
             if BEFORE & {*self._algorithm.asks}:
                 batch = self._ranks.together(partial(self._prepared, batch))
@@ -264,6 +266,7 @@ class DataParallelEngine(TrainEngine):
     def save(self, path: Path) -> None:
         """Write policy and critic below ``path``, a directory visible to all ranks: safetensors
         and JSON, no pickle. Any number of ranks of any engine of this format can load it."""
+        self._check_trains()
         with self._ranks.calling("save"):
             if self._critic is not None:
                 self._critic.save(path / "critic")
@@ -271,6 +274,7 @@ class DataParallelEngine(TrainEngine):
 
     def load(self, path: Path) -> None:
         """Restore a saved state. Learning rate and other options stay this engine's."""
+        self._check_trains()
         with self._ranks.calling("load"):
             if self._critic is not None:
                 self._critic.load(path / "critic")
@@ -280,6 +284,7 @@ class DataParallelEngine(TrainEngine):
     def load_weights(self, update: WeightUpdate) -> None:
         """Replace the policy's weights by a version. Optimizer and learning-rate schedule start
         anew. The critic is unchanged: it is not published."""
+        self._check_trains()
         with self._ranks.calling("load_weights"):
             self.replace_weights(update)
             go_to(self._schedule, 0)
@@ -292,6 +297,12 @@ class DataParallelEngine(TrainEngine):
     def close(self) -> None:
         """Leave the process group."""
         self._ranks.close()
+
+    def _check_trains(self) -> None:
+        if self._frozen:
+            raise EngineError(
+                "an engine made with frozen=True computes only log-probs: it has no masters, no optimizer"
+            )
 
     def _check(self, batch: Batch) -> None:
         if batch.rows or self._ranks.size == 1:

@@ -34,7 +34,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES,
             install=_INSTALL,
             tested=_TESTED,
-            can={"ranks": "one", "dtype": "option"},
+            can={"ranks": "one", "dtype": "option", "frozen": "option"},
         ),
         AdapterSpec(
             kind="transport",

@@ -13,7 +13,7 @@ import numpy as np
 from ...algorithms import GRPO
 from ...errors import DeadlineExceeded, Ended, EngineError, LeaseLost, SchemaError
 from ...interfaces import LeasedBatch, RolloutEngine, TrainEngine
-from ...plugins import import_name
+from ...plugins import import_name, registry
 from ...queue import AsyncLeasedBatch, QueueClient
 from ...queue.error_text import error_text
 from ...types import Batch, Ragged
@@ -165,8 +165,11 @@ def _scoring(
 ) -> Iterator[Callable[[LeasedBatch], dict[str, Any]]]:
     """Load a train engine, and give its scoring of leased responses. It is closed after the block."""
     engine: TrainEngine
+    adapter = registry().find("train", work.engine)
+    can_freeze = adapter is not None and adapter.spec.declared("frozen") is not None
+    options = ({"frozen": True} if can_freeze else {}) | work.options
     with loading_model(stage.queue, stage.task):
-        engine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **work.options)
+        engine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **options)
 
     def score(rows: LeasedBatch) -> dict[str, Any]:
         names = zip(("prompt_ids", "response_ids"), needs, strict=True)
