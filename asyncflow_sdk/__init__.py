@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .errors import ProtocolError as ProtocolError
     from .errors import SchemaError as SchemaError
     from .errors import ServerLost as ServerLost
+    from .errors import StepAborted as StepAborted
     from .errors import VersionGone as VersionGone
     from .errors import VersionNeeded as VersionNeeded
     from .errors import WeightError as WeightError
@@ -143,7 +144,7 @@ _NAMES = {
     "errors": (
         "AccessDenied AsyncFlowError ConfigError DeadlineExceeded DigestMismatch Ended EngineError EngineGone "
         "Interrupted LeaseLost MemoryFull PayloadLost PluginError ProtocolError SchemaError ServerLost "
-        "VersionGone VersionNeeded WeightError WeightMismatch WireError WorkerFailed WriteOnceError"
+        "StepAborted VersionGone VersionNeeded WeightError WeightMismatch WireError WorkerFailed WriteOnceError"
     ),
     "interfaces": (
         "TRAIN_COLUMNS Algorithm Candidates Capabilities Completion Completions Consumer Launcher LeasedBatch"

@@ -31,7 +31,14 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
     "A run": ("", [workflow.serve, workflow.connect, workflow.Run]),
     "The queue": (
         "`run.queue`; `run.queue.aio` has the same methods as coroutines. The classes after the queue are results of its methods",
-        [interfaces.TransferQueue, interfaces.PutRows, interfaces.LeasedBatch, interfaces.LeasedStep, interfaces.StepPart, Audit],
+        [
+            interfaces.TransferQueue,
+            interfaces.PutRows,
+            interfaces.LeasedBatch,
+            interfaces.LeasedStep,
+            interfaces.StepPart,
+            Audit,
+        ],
     ),
     "Versions of the weights": (
         "results of `run.weight_publisher`, `run.weight_updates`, `run.rollback` and `run.restoration`",

@@ -17,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
@@ -214,3 +215,79 @@ def run_under_a_launcher(launcher: list[str], engine: str, model: str, directory
     assert sum(e.rows for e in spans) == 2 * ROWS
     assert [e.step for e in events if isinstance(e, StepTrained)] == [0, 1]
     assert (directory / "model" / "model.safetensors").is_file()
+
+
+def held_scoring(*, notes: str, **options: Any) -> Any:
+    """An engine of which rank 1 waits before its second scoring while there is a file "hold" in ``notes``, where it writes its process
+    number: the others are in that scoring's collectives, or come to them. Each rank notes the rows of each scoring, and how much of the
+    weights it holds."""
+    engine = engine_of(**options)
+    scores, folder, rank = engine.logprobs, Path(notes), os.environ["RANK"]
+    calls: list[list[int]] = []
+
+    def logprobs(batch: Any) -> Any:
+        if rank == "1" and len(calls) == 1 and (folder / "hold").exists():
+            (folder / "writing").write_text(str(os.getpid()))
+            (folder / "writing").rename(folder / "there")
+            while (folder / "hold").exists():
+                time.sleep(0.01)
+        found = scores(batch)
+        calls.append(batch.ids.tolist())
+        pieces = [each.tensor if isinstance(each, Shard) else each for _, each in engine.named_weights()]
+        said = {"rank": int(rank), "calls": calls, "elements": sum(piece.numel() for piece in pieces)}
+        (folder / f"{os.getpid()}.json").write_text(json.dumps(said))
+        return found
+
+    engine.logprobs = logprobs
+    return engine
+
+
+def run_with_a_sharded_reference(engine: str, model: str, directory: Path, **options: Any) -> None:
+    """Rank 1 of two is killed while the other is in a scoring. A reference of one process scores the same rows."""
+    notes, events = directory / "notes", list[Event]()
+    notes.mkdir()
+    (notes / "hold").touch()
+
+    def kill() -> None:
+        until((notes / "there").exists, "the rank before its second scoring", seconds=250.0)
+        (notes / "hold").unlink()
+        os.kill(int((notes / "there").read_text()), signal.SIGKILL)
+
+    sharded = af.Logprobs(
+        "rank_runs:held_scoring", model=model, world_size=2, threads=1, frozen=True, of=engine,
+        notes=str(notes), **options,
+    )  # fmt: skip
+    workflow = af.Workflow(
+        prompts={"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]},
+        rollout=af.Rollout(
+            "transformers", model=model, prompt="prompt_ids", group_size=3, sampling=af.Sampling(max_tokens=6),
+            launcher="thread",
+        ),
+        stages=[
+            af.Stage(sharded, gives=["sharded"], batch=7),
+            af.Stage(af.Logprobs("torch", model=model), gives=["plain"], launcher="thread"),
+        ],
+        reward=odd_tokens, train=af.Train("torch", model=model, lr=1e-3, needs=["sharded", "plain"], launcher="thread"),
+        batch_size=15, steps=2, staleness=af.Staleness(max_staleness=0),
+    )  # fmt: skip
+    killed = in_thread(kill)
+
+    summary = workflow.run(directory / "run", on_event=events.append).summary
+
+    assert killed() is None
+    steps = [batch for _, batch in af.read_steps(directory / "run")]
+    rows = [row for batch in steps for row in batch.ids.tolist()]
+    assert len(rows) == len(set(rows)) == 2 * 15
+    assert (summary["status"], summary["balanced"], summary["rows"]["failed"]) == ("completed", True, 0)
+    restarts = [e for e in events if isinstance(e, WorkerState) and e.state == "restarting"]
+    assert [e.worker for e in restarts] == ["sharded-0 rank 0", "sharded-0 rank 1"]
+    for batch in steps:
+        found, wanted = batch.ragged("sharded"), batch.ragged("plain")
+        assert found.lengths.tolist() == wanted.lengths.tolist() == batch.ragged("response_ids").lengths.tolist()
+        np.testing.assert_allclose(found.values, wanted.values, rtol=0, atol=1e-5)
+        assert np.ptp(wanted.values) > 0.1
+    said = [json.loads(file.read_text()) for file in notes.glob("*.json")]
+    one, two = sorted((each for each in said if len(each["calls"]) > 1), key=lambda each: each["rank"])
+    assert len(one["calls"]) == len(two["calls"])
+    assert {row for each in (one, two) for call in each["calls"] for row in call} <= set(rows)
+    assert max(one["elements"], two["elements"]) < 0.6 * (one["elements"] + two["elements"]), "each has its shards"

@@ -18,7 +18,7 @@ from asyncflow_torch.collate import no_rows
 from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import local_device
-from asyncflow_torch.open_step import UNDIVIDED, Update
+from asyncflow_torch.open_step import UNDIVIDED, StepSums
 from asyncflow_torch.policy import context_of, load_policy
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.recomputation import recompute_activations
@@ -123,7 +123,7 @@ class DeepSpeedEngine(DataParallelEngine):
     def discard_gradients(self) -> None:
         """Complete the step without a change of weights: DeepSpeed clears gradients only then."""
         if all(each.can_discard for each in self._models()):
-            self._pass(no_rows(device=self._device), None, Update(UNDIVIDED), last=True)
+            self._pass(no_rows(device=self._device), None, StepSums(UNDIVIDED), last=True)
             for each in self._models():
                 each.step(lambda: False)
 

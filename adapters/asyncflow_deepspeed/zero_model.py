@@ -45,8 +45,10 @@ class ZeroModel:
         self, deepspeed: Any, model: Any, settings: Mapping[str, Any], options: TrainOptions, *, lr: float
     ) -> None:
         self.optimizer = CheckedAdamW(model.parameters(), lr=lr, **options.adamw)
+        # Without an optimizer stage 3 only gathers weights: no masters, no gradients. Lower stages refuse that.
+        bare = options.frozen and settings["zero_optimization"]["stage"] == 3
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=self.optimizer, config=copy.deepcopy(dict(settings))
+            model=model, optimizer=None if bare else self.optimizer, config=copy.deepcopy(dict(settings))
         )
         self._in_step, self._in_backward = False, False
         self._norm, self._has_scale = math.nan, self.engine.optimizer is not self.optimizer

@@ -16,6 +16,6 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=["torch>=2.6", "transformers>=5", "safetensors>=0.5"],
             install="pip install 'asyncflow-sdk[fsdp]'",
             tested="torch 2.13 with gloo, on a CPU, one and two processes; CUDA and NCCL have not been run",
-            can={"ranks": ["one", "many"], "dtype": "option", "steps": ["whole", "parts"]},
+            can={"ranks": ["one", "many"], "dtype": "option", "frozen": "option", "steps": ["whole", "parts"]},
         )
     ]

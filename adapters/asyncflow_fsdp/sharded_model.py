@@ -25,7 +25,7 @@ from . import checkpoint
 class ShardedModel:
     """``model`` is sharded in place, layer by layer: a process holds its shards and one whole
     layer at a time. ``compute``: dtype of forward and backward passes; weights and sums of
-    gradients are float32. ``reshard``: gather each layer again for its backward pass."""
+    gradients are float32, and weights of a frozen model as they are. ``reshard``: gather each layer again for its backward pass."""
 
     def __init__(
         self, model: Any, mesh: Any, options: ShardedOptions, *, lr: float, compute: Any, reshard: bool
@@ -39,10 +39,14 @@ class ShardedModel:
         }  # fmt: skip
         if options.checkpointing:
             recompute_activations(model)
+        # FSDP shards weights of one dtype only.
+        widen = not options.frozen or len({each.dtype for each in model.parameters()}) > 1
         for layer in layers_of(model):
-            _widen(layer)
+            if widen:
+                _widen(layer)
             fully_shard(layer, **given)
-        _widen(model)
+        if widen:
+            _widen(model)
         self.model = fully_shard(model, **given)
         self._max_grad_norm, self._parameters = options.max_grad_norm, list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self._parameters, lr=lr, **options.adamw)

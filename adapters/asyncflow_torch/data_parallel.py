@@ -40,7 +40,7 @@ from asyncflow_sdk.types import Batch, Ragged
 from .collate import MicroBatch, check_tokens, check_training, collate, no_rows, split
 from .critic import ValueCritic
 from .logprobs import TokenStats, logprobs_of_parts, of_parts, response_logprobs
-from .open_step import OpenStep, Update, divisor_of
+from .open_step import OpenStep, StepSums, divisor_of
 from .per_token import PerToken
 from .ranks import Ranks
 from .schedules import go_to, make_schedule, steps_made
@@ -89,6 +89,7 @@ class DataParallelEngine(TrainEngine):
         self._updates, self._critic, self._optimizer = options.updates, critic, optimizer
         self._normaliser, self._whole_step = algorithm.normaliser or "constant", algorithm.whole_step
         self._open: OpenStep | None = None
+        self._frozen = options.frozen
         self._schedule = make_schedule(
             optimizer, options.schedule, warmup_steps=options.warmup_steps, decay_steps=options.decay_steps
         )
@@ -147,6 +148,7 @@ class DataParallelEngine(TrainEngine):
         EngineError if all were left out: the weights are unchanged.
         """
         self._refuse_open("train_step")
+        self._check_trains()
         with self._ranks.calling("train_step"):
             share, counts = self._share(batch)
             whole = Whole.of(counts)
@@ -169,6 +171,7 @@ class DataParallelEngine(TrainEngine):
         if self.whole_step:
             raise EngineError(f"begin_step() is not possible: {self.whole_step}; use train_step()")
         self._refuse_open("begin_step")
+        self._check_trains()
         self.zero_gradients()
         self._open = OpenStep(step)
 
@@ -312,18 +315,18 @@ class DataParallelEngine(TrainEngine):
 
     def _update(self, share: Share, whole: Whole) -> tuple[dict[str, float], dict[str, float] | None]:
         """Return the norms of the gradients and the metrics of the update, None if it was left out."""
-        update = Update(whole.trained)
+        update = StepSums(whole.trained)
         self.zero_gradients()
         self._add_passes(share, whole.passes, update, last=True)
         return self._optimize(update, lambda _: 1)
 
-    def _add_passes(self, share: Share, passes: int, update: Update, *, last: bool) -> None:
+    def _add_passes(self, share: Share, passes: int, update: StepSums, *, last: bool) -> None:
         """Add the gradients and metrics of a share. ``last``: True if the update has no further passes."""
         for number in range(passes):
             part = self._part(share.batch, share.parts, number, share.mask)
             self._pass(part, share, update, last=last and number == passes - 1)
 
-    def _pass(self, part: MicroBatch, share: Share | None, update: Update, *, last: bool) -> None:
+    def _pass(self, part: MicroBatch, share: Share | None, update: StepSums, *, last: bool) -> None:
         """Add one forward and backward pass. ``share``: None for a pass without rows."""
         with_entropy = ENTROPY in self._algorithm.asks
         stats = response_logprobs(self._model, part, temperature=self._temperature, entropy_gradient=with_entropy)
@@ -340,7 +343,7 @@ class DataParallelEngine(TrainEngine):
             self._critic.backward(values, gradient, last=last)
 
     def _optimize(
-        self, update: Update, divisor: Callable[[str], int]
+        self, update: StepSums, divisor: Callable[[str], int]
     ) -> tuple[dict[str, float], dict[str, float] | None]:
         """Make an optimizer step. Return the norms of the gradients and the metrics, None if the
         step was left out. ``divisor``: of the sums of a metric."""
@@ -349,10 +352,10 @@ class DataParallelEngine(TrainEngine):
         if not all(map(math.isfinite, norms.values())):
             return norms, None
         self._schedule.step()
-        return norms, Update.metrics(self._ranks.gather(update.counts), divisor) | norms | {"lr": rate}
+        return norms, StepSums.metrics(self._ranks.gather(update.counts), divisor) | norms | {"lr": rate}
 
     def _loss(
-        self, share: Share, update: Update, part: MicroBatch, stats: TokenStats, values: Any
+        self, share: Share, update: StepSums, part: MicroBatch, stats: TokenStats, values: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Return the loss of one pass, and its part of the metrics."""
         lengths, totals = share.behaviour.lengths[part.rows], update.totals
@@ -382,6 +385,7 @@ class DataParallelEngine(TrainEngine):
     def save(self, path: Path) -> None:
         """Write policy and critic below ``path``, a directory visible to all ranks: safetensors
         and JSON, no pickle. Any number of ranks of any engine of this format can load it."""
+        self._check_trains()
         with self._ranks.calling("save"):
             if self._critic is not None:
                 self._critic.save(path / "critic")
@@ -390,6 +394,7 @@ class DataParallelEngine(TrainEngine):
     def load(self, path: Path) -> None:
         """Restore a saved state. Learning rate and other options stay this engine's."""
         self._refuse_open("load")
+        self._check_trains()
         with self._ranks.calling("load"):
             if self._critic is not None:
                 self._critic.load(path / "critic")
@@ -400,6 +405,7 @@ class DataParallelEngine(TrainEngine):
         """Replace the policy's weights by a version. Optimizer and learning-rate schedule start
         anew. The critic is unchanged: it is not published."""
         self._refuse_open("load_weights")
+        self._check_trains()
         with self._ranks.calling("load_weights"):
             self.replace_weights(update)
             go_to(self._schedule, 0)
@@ -412,6 +418,12 @@ class DataParallelEngine(TrainEngine):
     def close(self) -> None:
         """Leave the process group."""
         self._ranks.close()
+
+    def _check_trains(self) -> None:
+        if self._frozen:
+            raise EngineError(
+                "an engine made with frozen=True computes only log-probs: it has no masters, no optimizer"
+            )
 
     def _check(self, batch: Batch) -> None:
         if batch.rows or self._ranks.size == 1:

@@ -14,19 +14,19 @@ import torch
 
 
 class Masters:
-    """A float32 twin of each weight of lower precision; other weights are their own masters.
-    ``named``: by the model's parameter names, tied ones once.
+    """A float32 twin of each weight of lower precision; other weights, and all of a ``frozen`` model,
+    are their own masters. ``named``: by the model's parameter names, tied ones once.
 
     bfloat16 has 8 bits: beside a weight of 0.1, a step of 1e-6 is a four-hundredth of its
     resolution and would be rounded away each time.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, frozen: bool = False) -> None:
         self.named: dict[str, Any] = {}
         self._twins: list[tuple[Any, Any]] = []
         for name, weight in model.named_parameters():
             master = weight
-            if weight.dtype.itemsize < torch.float32.itemsize:
+            if weight.dtype.itemsize < torch.float32.itemsize and not frozen:
                 master = weight.detach().float().requires_grad_(weight.requires_grad)
                 self._twins.append((weight, master))
             self.named[name] = master

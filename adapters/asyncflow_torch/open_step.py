@@ -1,7 +1,7 @@
 """Sums of an optimizer step over its passes, and the state of a step trained in parts.
 
-update = Update(Totals(tokens=812, rows=32, groups=4))     # losses are divided in each pass
-update = Update(UNDIVIDED)                                 # losses are sums, divided at the end of the step
+update = StepSums(Totals(tokens=812, rows=32, groups=4))     # losses are divided in each pass
+update = StepSums(UNDIVIDED)                                  # losses are sums, divided at the end of the step
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNDIVIDED = Totals(1, 1, 1)
 EXPECTED_PARTS = 8
 
 
-class Update:
+class StepSums:
     """Sums of one optimizer step on this rank. ``totals``: passed to the loss. ``scale``: factor
     of the losses whose gradients are computed, a power of two."""
 
@@ -73,7 +73,7 @@ class OpenStep:
         self.number, self.random_state = number, torch.get_rng_state()
         self.counts: list[Mapping[str, Any]] = []
         self.used: list[npt.NDArray[np.bool_]] = []
-        self.update = Update(UNDIVIDED)
+        self.update = StepSums(UNDIVIDED)
         self._scaled = False
 
     def add(self, used: npt.NDArray[np.bool_], counts: Sequence[Mapping[str, Any]]) -> None:

@@ -34,7 +34,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES,
             install=_INSTALL,
             tested=_TESTED,
-            can={"ranks": "one", "dtype": "option", "steps": ["whole", "parts"]},
+            can={"ranks": "one", "dtype": "option", "frozen": "option", "steps": ["whole", "parts"]},
         ),
         AdapterSpec(
             kind="transport",

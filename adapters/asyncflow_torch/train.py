@@ -33,7 +33,7 @@ class TorchEngine(DataParallelEngine):
         options.prepare_torch()
         self._source, self._max_grad_norm = options.model, options.max_grad_norm
         loaded = load_policy(options.model, dtype=options.dtype, device=options.device)
-        self._masters = Masters(loaded)
+        self._masters = Masters(loaded, frozen=options.frozen)
         optimizer = torch.optim.AdamW(self._masters.named.values(), lr=options.lr, **options.adamw)
         self._values = TorchCritic(options) if options.needs_critic else None
         super().__init__(

@@ -51,6 +51,9 @@ class TrainOptions:
     ``model``. ``critic_lr``: its learning rate, default ``lr``. ``threads``: of torch, for the
     whole process; None leaves the number unchanged. ``seed``: of torch's generator. Dropout is off:
     it would add noise to the ratio to the policy of the rollouts.
+
+    ``frozen``: compute only log-probs, with weights in ``dtype``: no float32 masters, no gradients, no
+    optimizer. `Logprobs` sets it.
     """
 
     model: str = field(kw_only=False)
@@ -71,6 +74,7 @@ class TrainOptions:
     critic_lr: float | None = None
     threads: int | None = None
     seed: int = 0
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         check_above(

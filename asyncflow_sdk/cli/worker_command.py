@@ -174,24 +174,34 @@ def train(
 
 
 def _train(group: _GroupOptions, spec: Any, batch_size: int, **job: Any) -> None:
-    """Train as a whole, or as the rank in the environment; then the launcher of the ranks stops and
-    restarts them."""
+    """Train as a whole, or as the rank in the environment."""
+    from ..workflow.workers.ranks import own_rank
+
+    rank = own_rank()
+    if rank is not None and spec.world_size == 1:
+        spec.world_size = rank.world_size
+    _work_as_rank(group, spec, batch_size, **job)
+
+
+def _work_as_rank(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> None:
+    """Start all ranks, or only the one in the environment; then its launcher stops and restarts the
+    ranks."""
     from ..workflow.workers.ranks import own_rank
 
     rank = own_rank()
     if rank is not None:
-        if spec.world_size not in (1, rank.world_size):
+        if spec.world_size != rank.world_size:
             raise ConfigError(
                 f"world_size is {spec.world_size}, but the environment has WORLD_SIZE={rank.world_size}"
             )
-        spec.world_size, spec.place = rank.world_size, replace(spec.place, max_restarts=0)
+        spec.place = replace(spec.place, max_restarts=0)
     _work(group, spec, batch_size, rank=rank, **job)
 
 
 def _start_from_file(group: _GroupOptions, task: str) -> None:
     """Start a role as a workflow file describes it, without checking the file's other roles on this
     host."""
-    from ..workflow import load_workflow
+    from ..workflow import Logprobs, load_workflow
     from ..workflow.plan.problems import for_role
 
     assert group.file is not None
@@ -207,7 +217,8 @@ def _start_from_file(group: _GroupOptions, task: str) -> None:
             return
     for each in flow.stages:
         if each.task == task:
-            _work(group, each)
+            is_sharded = isinstance(each.work, Logprobs)  # other work is done by each process for itself
+            _work_as_rank(group, each) if is_sharded else _work(group, each)
             return
     if task == "train":
         _train(group, flow.train, flow.batch_size, weights=flow.weights)

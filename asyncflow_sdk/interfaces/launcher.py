@@ -94,7 +94,7 @@ class WorkerSpec:
     ``role``: the Rollout, Stage or Train as plain data. ``address``, ``key``, ``insecure``: how the
     worker connects to the run. ``import_path``: folders to import the user's modules from.
     ``plugins``: environment variables with the driver's choice of plugins. ``rank`` of
-    ``world_size``: of a trainer of several processes. ``log``: a file on the driver's host for the
+    ``world_size``: of a worker of several processes; ``group``: their name in the queue. ``log``: a file on the driver's host for the
     worker's output, if the launcher can collect it.
     """
 
@@ -108,6 +108,7 @@ class WorkerSpec:
     plugins: Mapping[str, str] = field(default_factory=dict)
     rank: int = 0
     world_size: int = 1
+    group: str = ""
     placement: Placement
     log: Path
 
@@ -165,7 +166,7 @@ class Launcher(abc.ABC):
     it. The launcher must end its workers when the driver ends, however the driver ends."""
 
     ranks: bool = False
-    """True if the launcher can start the ranks of one trainer: processes of the driver's host, each
+    """True if the launcher can start the ranks of one worker: processes of the driver's host, each
     with the environment of its placement. The environment holds an address of this host, by which
     the ranks connect."""
 

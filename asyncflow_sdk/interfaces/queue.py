@@ -143,8 +143,8 @@ class TransferQueue(abc.ABC):
     ) -> LeasedBatch:
         """Lease 1 to ``count`` ready rows of a task, whole groups if the task admits, or one whole step
         if it has batch_rows. ``partition``: of the rows; None: the task's partitions take turns.
-        ``at_least``: wait for this many rows; only the rest at the end of the stream may be fewer.
-        ``columns``: the needs to read; the others are neither mapped nor copied.
+        ``at_least``: wait for this many rows (0: one, or one a shard); only the rest at the end of the
+        stream may be fewer. ``columns``: the needs to read; the others are neither mapped nor copied.
 
         ``ack``: a batch to acknowledge in the same request, with its ``finish`` or, without one, all
         its remaining rows. It takes effect before the wait for the lease. If it fails, its error
@@ -154,10 +154,11 @@ class TransferQueue(abc.ABC):
         belongs to the k-th lease of the group, granted once all have asked. Its rows are dealt out in
         ``shards``; 0: one a rank; fewer: ``world_size // shards`` adjacent ranks get the same rows.
         Row counts of shards differ by at most 1, and a balanced sampler makes them about equally
-        heavy. A sampler with whole groups deals by weight alone, and a shard may be empty. A step is
+        heavy. With ``at_least`` below the number of shards, some may be empty. A sampler with whole groups deals by weight alone, and a shard may be empty. A step is
         acknowledged once every rank has acknowledged it. If a rank dies before, gives rows back or is
         too late, all ranks lose the step, and the next get of each rank leases it again under a new
-        token. A lease of another session under this rank becomes void.
+        token. Of rows outside steps, a rank whose rows ended before it read them gets a batch without
+        rows. A lease of another session under this rank becomes void.
 
         ``most``: for a task that admits, most rows of this replica at once. With it, the replica takes
         part in weight updates: the request waits while a version must be loaded first, and then

@@ -117,7 +117,10 @@ class TrainEngine(abc.ABC):
     def logprobs(self, batch: Batch) -> Ragged:
         """Return log-probs of ``response_ids`` under the current weights: float32, one row a
         response, natural log of softmax(logits / temperature) over the whole vocabulary. The
-        temperature is that of the rollouts; default 1."""
+        temperature is that of the rollouts; default 1.
+
+        All ranks of a sharded engine are called together, each with rows of its own: a rank may have
+        none."""
 
     @abc.abstractmethod
     def named_weights(self) -> Iterable[tuple[str, Any]]:

@@ -4,7 +4,7 @@ shard of one lease.
 A rank's request waits for all other ranks. Then one lease is granted and split into shards. A step
 is acknowledged once every rank has acknowledged its shard. If a rank is lost before, the step
 returns and is leased again, whole, under a new token. Rows of other tasks are completed shard by
-shard.
+shard; such a lease has a row for each shard unless ``at_least`` allows fewer.
 
 Trainer ranks also wait for each other at barriers before a step, a checkpoint or a resume.
 """
@@ -81,7 +81,7 @@ class RankGroups:
                 return None
             step, part = next_part
         else:
-            found = self._admission.find(task, command, number)
+            found = self._admission.find(task, command, command.at_least or number)
             if found is None:
                 return None
             ids, step = found

@@ -19,7 +19,7 @@ CAN: dict[str, dict[str, tuple[str, ...]]] = {
         "transports": (),
         "dtype": ("option", "folder"),
     },
-    "train": {"ranks": ("one", "many"), "dtype": ("option",), "steps": ("whole", "parts")},
+    "train": {"ranks": ("one", "many"), "dtype": ("option",), "frozen": ("option",), "steps": ("whole", "parts")},
     "transport": {"hosts": ("one", "many"), "encodings": ("mapped", "full", "delta")},
     "launcher": {"hosts": ("one", "many")},
 }
@@ -46,7 +46,8 @@ class AdapterSpec:
       ``Capabilities``); ``transports``, the only transports it accepts; ``dtype``, dtypes of versions it accepts:
       "option", the dtype of its option ``dtype`` ("auto" and None: the model folder's), and "folder", the model folder's.
     - train: ``ranks``, "one" process or "many"; ``dtype``, "option" if it publishes in the dtype of its option ``dtype``;
-      ``steps``, "whole" and, if it trains a step in parts, "parts".
+      ``steps``, "whole" and, if it trains a step in parts, "parts"; ``frozen``, "option" if ``frozen=True`` leaves out what
+      only training needs, as ``Logprobs`` asks for.
     - transport: ``hosts``, "one" or "many"; ``encodings``, of mapped, full, delta.
     - launcher: ``hosts``, "one" if it starts workers only on the driver's host.
 

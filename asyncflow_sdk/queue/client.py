@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -159,7 +160,8 @@ class QueueVerbs(Generic[B]):
     ) -> tuple[R, cmd.Leased]:
         """Send a lease request, unless it has its ``answer``; return the rows, and the lease.
 
-        A lease with rows that cannot be read goes back; if they had ended, the request is repeated.
+        A lease with rows that cannot be read goes back; if they had ended, the request is repeated. A
+        rank of a group gets a batch without rows then, since the others work on this very lease.
         """
         for left in reversed(range(_READ_TRIES)):
             if answer is None:
@@ -183,15 +185,18 @@ class QueueVerbs(Generic[B]):
                     )  # fmt: skip
                 if request.token or not (left and isinstance(error, LeaseLost)):
                     raise
-                answer = None  # rows ended before they were read
+                if lease.world_size == 1 or lease.step >= 0:
+                    answer = None  # rows ended before they were read
+                    continue
+                return self._without_rows(answer, kind), msgspec.structs.replace(lease, ids=b"", groups=b"")
         raise AssertionError("the last try returns or raises")
 
     def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R]) -> R:
         """Return the leased rows as a batch of views and copies."""
         ids, reader = unpack_ids(lease.ids), self.connection.reader
+        if not len(ids):  # a rank group's lease may have fewer rows than shards
+            return self._without_rows(answer, kind)
         columns = self.connection.columns(answer)
-        if not len(ids):  # the last lease of a rank group may have fewer rows than shards
-            columns = {name: empty(spec) for name, spec in answer.schema.items()}
         where = {name: slices for slices in answer.slices for name in slices.columns}
 
         def writable(name: str) -> Any:
@@ -199,6 +204,9 @@ class QueueVerbs(Generic[B]):
             return reader.writable(where[name], name, answer.schema)
 
         return kind(ids, unpack_ids(lease.groups), columns, writable if where else None)
+
+    def _without_rows(self, answer: CallResult, kind: type[R]) -> R:
+        return kind(unpack_ids(b""), unpack_ids(b""), {name: empty(spec) for name, spec in answer.schema.items()})
 
     async def _loaded(self, version: int) -> None:
         await self._port.send(cmd.ReportLoaded(version=version))

@@ -8,8 +8,13 @@ def asyncflow_adapters() -> list[AdapterSpec]:
     """Return the adapters of this package."""
     return [
         AdapterSpec(kind="rollout", name="echo", factory="asyncflow_sdk.testing.echo:EchoRollout"),
-        AdapterSpec(kind="train", name="echo", factory="asyncflow_sdk.testing.echo:EchoTrain"),
-        AdapterSpec(kind="train", name="echo-ranks", factory="asyncflow_sdk.testing.echo_ranks:EchoRanks"),
+        AdapterSpec(kind="train", name="echo", factory="asyncflow_sdk.testing.echo:EchoTrain", can={"ranks": "one"}),
+        AdapterSpec(
+            kind="train",
+            name="echo-ranks",
+            factory="asyncflow_sdk.testing.echo_ranks:EchoRanks",
+            can={"ranks": ["one", "many"]},
+        ),
         AdapterSpec(
             kind="rollout",
             name="timed",

@@ -35,6 +35,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near!r}?" if near else f"it takes: {', '.join(known) or 'none'}"
 
 
+def place_of(made: Any, name: str, known: Iterable[str]) -> str:
+    """Return a hint for an unknown argument: its entry in the mapping ``elsewhere`` of the class
+    ``made``, if there is one, else a ``suggestion``."""
+    elsewhere: Mapping[str, str] = getattr(made, "elsewhere", {})
+    return elsewhere.get(name) or suggestion(name, known)
+
+
 def closest_name(name: str, known: Iterable[str]) -> str:
     """Return the closest known name, or "". Longer ones precede: stop_ids for stop."""
     known = list(known)
@@ -49,7 +56,7 @@ def check_keywords(made: type, given: Iterable[str]) -> None:
         return
     for name in given:
         if name not in parameters:
-            raise TypeError(f"{made.__name__} has no argument {name!r}; {suggestion(name, parameters)}")
+            raise TypeError(f"{made.__name__} has no argument {name!r}; {place_of(made, name, parameters)}")
 
 
 class UserConfig:

@@ -102,8 +102,8 @@ class Run(WeightSync):
 
     def start(self, spec: Rollout | Stage | Train, *, rank: RankId | None = None, **settings: Any) -> list[Worker]:
         """Declare the task of ``spec`` (except a trainer's) and start its workers. ``settings``: the
-        fields of ``WorkerSettings``. ``rank``: start only this rank of a trainer. Raises ConfigError
-        for an invalid task, before any worker starts.
+        fields of ``WorkerSettings``. ``rank``: start only this rank of a trainer or stage. Raises
+        ConfigError for an invalid task, before any worker starts.
 
         A worker failing for good sets ``failure``, and consumers of this run raise it.
         """

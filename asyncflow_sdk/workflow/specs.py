@@ -36,6 +36,8 @@ from .work import (
     plain_options,
     tokenizer_file,
 )
+from .workers.rank_communicator import RankCommunicator
+from .workers.ranks import own_rank
 from .workers.stage_worker import run_stage
 
 RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS)
@@ -240,9 +242,15 @@ class Stage(Serializable):
     A function with an import path runs in its own process; any other (a lambda, one of ``__main__``
     or a notebook) in a thread of the driver. For a function known only to the interpreter
     ``python``, give its path ("module:function") and ``needs``. ``batch``: most rows of a call, or
-    of an engine's lease. ``partitions``: as of ``Rollout``; a function may score the rows of
+    of an engine's lease, which its ranks share. ``partitions``: as of ``Rollout``; a function may score the rows of
     training and of an evaluation. ``placement``: the fields of ``Placement``.
     """
+
+    elsewhere: Mapping[str, str] = {
+        "world_size": "it is of an engine's work, as Logprobs(..., world_size=2); a function runs in one process, and"
+        " run.scale starts more of them"
+    }
+    """Arguments of other objects, with the place of each."""
 
     def __init__(
         self,
@@ -275,7 +283,9 @@ class Stage(Serializable):
         self.needs = tuple(needs) if needs is not None else tuple(c for c in parameters if c != "groups")
         self.gives = tuple(gives) if gives is not None else (self.task,)
         self.partitions = _partitions("stage", self.task, partitions)
-        self.batch = batch or (_BATCH if callable(work) and not is_coroutine(work) else _SMALL_BATCH)
+        self.world_size = work.world_size if isinstance(work, Logprobs) else 1
+        small = _SMALL_BATCH * self.world_size
+        self.batch = batch or (_BATCH if callable(work) and not is_coroutine(work) else small)
         self.concurrency, self.lease_s = concurrency, lease_s
         self._check()
 
@@ -293,6 +303,11 @@ class Stage(Serializable):
             raise ConfigError(
                 f"stage {self.task!r}: Logprobs needs two columns, the token ids of prompt and of response, and"
                 " gives one"
+            )
+        if self.batch < self.world_size:
+            raise ConfigError(
+                f"stage {self.task!r}: a lease of batch={self.batch} rows cannot be dealt out to"
+                f" world_size={self.world_size} ranks"
             )
         if not self.needs:
             raise ConfigError(
@@ -313,23 +328,34 @@ class Stage(Serializable):
 
     def run(self, queue: QueueClient) -> None:
         """Declare the task and work in this thread until the stream ends. ``queue``: of a connection
-        without other users. Raises ConfigError for an invalid task, and the errors of ``run_declared``."""
+        without other users. With a ``world_size`` above 1, work as the rank in the environment.
+        Raises ConfigError for an invalid task, and the errors of ``run_declared``."""
+        ranks = None
+        if self.world_size > 1:
+            own = own_rank()
+            if own is None or own.world_size != self.world_size:
+                raise ConfigError(
+                    f"stage {self.task!r} has world_size={self.world_size}: run.start starts its processes. This one"
+                    " is no rank of so many; torchrun would set RANK and WORLD_SIZE"
+                )
+            ranks = RankCommunicator(queue, self.task, *own)
         declare_task(queue, self.declare())
-        self.run_declared(queue)
+        self.run_declared(queue, ranks)
 
-    def run_declared(self, queue: QueueClient) -> None:
-        """Work in this thread until the stream ends; the task is declared. Raises FunctionFailed for
-        a function's error, EngineError for an engine's."""
+    def run_declared(self, queue: QueueClient, ranks: RankCommunicator | None = None) -> None:
+        """Work in this thread until the stream ends; the task is declared. ``ranks``: work as one of
+        them. Raises FunctionFailed for a function's error, EngineError for an engine's."""
         run_stage(
             queue, self.work, task=self.task, needs=self.needs, gives=self.gives, batch=self.batch,
-            concurrency=self.concurrency, groups=self.whole_groups,
+            concurrency=self.concurrency, groups=self.whole_groups, ranks=ranks,
         )  # fmt: skip
 
     def declare(self) -> TaskSpec:
-        """Return its task."""
+        """Return its task. Ranks get about as many response tokens as the others."""
+        shares = SamplerSpec("token_balanced", {"column": self.needs[1]}) if self.world_size > 1 else None
         return TaskSpec(
             name=self.task, needs=self.needs, gives=self.gives, lease_s=self.lease_s, partitions=self.partitions,
-            sampler=WHOLE_GROUPS if self.whole_groups else None,
+            sampler=WHOLE_GROUPS if self.whole_groups else shares,
         )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Work of a stage by an engine with fixed weights, and checks of functions and engine options.
 
 af.Stage(af.Logprobs("torch", model=reference), gives=["ref_logprobs"])
+af.Stage(af.Logprobs("fsdp", model=large, world_size=4), gives=["ref_logprobs"], gpus=range(4))
 af.Stage(af.Generate("transformers", model=judge, sampling=af.Sampling(temperature=0)),
 needs=["question"], gives=["verdict"])
 """
@@ -18,6 +19,7 @@ import msgspec
 from ..errors import ConfigError
 from ..plugins import import_path
 from ..types import Sampling
+from ..types.validation import check_least
 from .serialization import Serializable
 
 
@@ -28,13 +30,17 @@ class Logprobs(Serializable):
     Its stage needs the columns of prompt and response, both token ids (default "prompt_ids",
     "response_ids"), and gives one ragged float32 column, one number a response token. ``options``:
     of the engine.
+
+    ``world_size``: number of processes (ranks) that share the weights and the rows, if the engine
+    shards weights. Placement, restarts and connections of the ranks are those of ``Train``'s.
     """
 
     kind: Literal["train"] = "train"
     needs = ("prompt_ids", "response_ids")
 
-    def __init__(self, engine: str | type, *, model: str | Path = "", **options: Any) -> None:
-        self.engine, self.model = engine_name(engine), str(model)
+    def __init__(self, engine: str | type, *, model: str | Path = "", world_size: int = 1, **options: Any) -> None:
+        check_least(1, world_size=world_size)
+        self.engine, self.model, self.world_size = engine_name(engine), str(model), world_size
         self.options = plain_options(self.engine, options)
         self.init_args |= {"engine": self.engine, **self.options}
 

@@ -379,6 +379,15 @@ def test_at_least_is_of_the_whole_lease() -> None:
     assert [len(ids(s)) for s in got] == [4, 4]
 
 
+def test_a_lease_may_be_smaller_than_its_ranks_if_they_say_so() -> None:
+    queue, ranks = rows_of(size=3, rows=2)
+    shards = ask_all(queue, ranks, at_least=1)
+    assert [ids(s) for s in shards] == [[0], [1], []]
+    for shard in shards[:2]:
+        ranks.complete(shard)
+    assert not queue.status().lease_count
+
+
 # ---- balance
 
 

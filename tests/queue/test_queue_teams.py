@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from queue_runs import ClientProcess, Served, in_threads, running
-from waiting import until
+from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, Ended
@@ -151,6 +151,32 @@ def test_a_rank_without_rows_goes_on_like_the_others(run: Served) -> None:
 
     assert in_threads(3, work) == [1, 1, 0]
     assert queue.audit().consumed == 2
+
+
+def test_a_rank_whose_rows_ended_before_it_read_them_works_on_the_same_lease_without_rows() -> None:
+    with running() as run:
+        queue, one = run.queue("admin"), run.queue("rank-0")
+        proxy, other = run.proxied("rank-1")
+        queue.declare("score", needs=["x"], gives=["y"])
+        shared: dict[str, Any] = {"group": "t", "world_size": 2, "timeout_s": 60}
+        # given a grant of which rank 1 has no word yet
+        asked = in_thread(other.get, "score", 2, rank=1, **shared)
+        until(lambda: run.run.queue.status().parked, "the request of rank 1")
+        proxy.halt(there=False)
+        queue.put({"x": [np.arange(9), np.arange(9)]})
+        first = one.get("score", 2, rank=0, **shared)
+        # when its row ends, and the memory of both is written anew
+        queue.cancel([1 - first.ids[0]])
+        first.complete({"y": [1.0]})
+        queue.cancel(first.ids)
+        for _ in range(3):
+            queue.put({"x": [np.arange(9) + 1, np.arange(9) + 1]}, group_size=2)
+        proxy.resume()
+        # then it has its turn in this lease, and the next one is of both ranks again
+        second = asked()
+        assert (second.token, second.rows, set(second)) == (first.token, 0, {"x"})
+        later = in_thread(other.get, "score", 6, rank=1, **shared)
+        assert {one.get("score", 6, rank=0, **shared).rows, later().rows} == {3}
 
 
 def test_ranks_iterate_over_the_steps_of_a_run() -> None:

@@ -48,7 +48,7 @@ def _find(plan: Plan, problems: Problems) -> None:
             _check_engine("rollout", rollout, rollout.place, problems, "rollout", number)
     for stage, key in zip(plan.stages, plan.stage_keys, strict=True):
         if not stage.here:
-            _check_place(f"stage {stage.task!r}", stage.place, problems, *key)
+            _check_place(f"stage {stage.task!r}", stage.place, problems, *key, world_size=stage.world_size)
         if isinstance(stage.work, (Logprobs, Generate)) and is_checked_here(stage.task):
             _check_engine("stage", stage.work, stage.place, problems, *key, "work")
         with problems.collect(*key, "work", "sampling"):
@@ -146,6 +146,8 @@ def _check_engine(
     if _lacks_model(spec):
         text = f"{kind} model {spec.model!r} is no model folder: it has no config.json"
         problems.add(text + _of_the_hub(str(spec.model)), *key, "model")
+    if isinstance(spec, (Train, Logprobs)):
+        _check_ranks(spec, problems, *key, "world_size")
     if place.python is not None:  # another interpreter has other plugins
         return
     with problems.collect(*key, "engine"):
@@ -167,6 +169,21 @@ def _check_stream(train: Train) -> None:
         reason = reason or f"engine {train.engine!r} has no accumulate (TrainEngine.streams)"
     if reason:
         raise ConfigError(whole_step_text(train.engine, reason))
+
+
+def _check_ranks(spec: Train | Logprobs, problems: Problems, *key: str | int) -> None:
+    """Refuse several ranks of an engine of one process, if its adapter declares it."""
+    ranks = {
+        each.spec.name: each.spec.declared("ranks") for each in registry().adapters if each.spec.kind == spec.kind
+    }
+    declared = ranks.get(spec.engine)
+    if spec.world_size > 1 and declared is not None and "many" not in declared:
+        able = ", ".join(name for name, many in ranks.items() if many is not None and "many" in many) or "none here"
+        problems.add(
+            f"engine {spec.engine!r} works in one process: world_size={spec.world_size} of them would each hold all"
+            f" weights. Engines of several ranks: {able}",
+            *key,
+        )
 
 
 def _lacks_model(spec: Rollout | Train | Logprobs | Generate) -> bool:

@@ -40,7 +40,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         ],
         "train": {
             "engine": plan.train.engine, "model": plan.train.model, "options": plan.train.options,
-            "algorithm": _algorithm(plan.train), **({"world_size": plan.train.world_size} if plan.train.world_size > 1 else {}),
+            "algorithm": _algorithm(plan.train), **_ranks(plan.train),
             **({"part_rows": plan.train.part_rows} if plan.train.stream else {}),
             "needs": plan.train.needs, "place": _placed(plan.train.place, 0),
         },
@@ -64,7 +64,7 @@ def _placed(place: Placement, max_restarts: int = Placement.max_restarts) -> dic
 def _worked(stage: Stage) -> dict[str, Any]:
     work = stage.work
     if isinstance(work, (Logprobs, Generate)):
-        more = {"sampling": msgspec.to_builtins(work.sampling)} if isinstance(work, Generate) else {}
+        more = {"sampling": msgspec.to_builtins(work.sampling)} if isinstance(work, Generate) else _ranks(work)
         return {type(work).__name__: {"engine": work.engine, "model": work.model, "options": work.options, **more}}
     return {"function": stage.path or _name_of(work), "process": not stage.here}
 
@@ -104,7 +104,8 @@ def _rollout(each: Rollout) -> str:
 def _stage(stage: Stage) -> str:
     work = stage.work
     if isinstance(work, Logprobs):
-        return f"log-probs by engine {work.engine}{_of(work.model)}{_options(work.options)}{_where(stage.place)}"
+        engine = f"{work.engine}{_several(work)}{_of(work.model)}"
+        return f"log-probs by engine {engine}{_options(work.options)}{_where(stage.place)}"
     if isinstance(work, Generate):
         return (
             f"responses by engine {work.engine}{_of(work.model)}, {_sampled(work.sampling)}{_options(work.options)}"
@@ -116,8 +117,15 @@ def _stage(stage: Stage) -> str:
 
 def _train(train: Train) -> str:
     (algorithm,) = _algorithm(train)
-    several = f" × {train.world_size} ranks" if train.world_size > 1 else ""
-    return f"engine {train.engine}{several}{_of(train.model)}, {algorithm}{_options(train.options)}{_where(train.place, 0)}"
+    return f"engine {train.engine}{_several(train)}{_of(train.model)}, {algorithm}{_options(train.options)}{_where(train.place, 0)}"
+
+
+def _ranks(of: Train | Logprobs) -> dict[str, Any]:
+    return {"world_size": of.world_size} if of.world_size > 1 else {}
+
+
+def _several(of: Train | Logprobs) -> str:
+    return f" × {of.world_size} ranks" if of.world_size > 1 else ""
 
 
 def _algorithm(train: Train) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import msgspec
 
 from ...errors import ConfigError, PluginError
 from ...plugins import import_name, registry
-from ...types.validation import suggestion
+from ...types.validation import place_of
 from ..specs import Rollout, Stage, Train
 from ..work import Generate, Logprobs
 from ..workflow import Workflow
@@ -161,7 +161,7 @@ class _File:
             elif options:
                 arguments[name] = self._resolve(value)
             else:
-                self._add_error(where, f"there is no key {_dotted(where)}; {suggestion(name, named)}")
+                self._add_error(where, f"there is no key {_dotted(where)}; {place_of(make, name, named)}")
         for name, parameter in named.items():
             if parameter.default is parameter.empty and name not in table:
                 self._add_error(key, f"{_dotted((*key, name))} is missing")

@@ -1,7 +1,8 @@
-"""RankCommunicator: barriers of a trainer's ranks. A step, a checkpoint or a resume counts for all
-ranks or for none.
+"""RankCommunicator: the shared leases and the barriers of a worker's ranks. A step, a checkpoint or
+a resume counts for all ranks or for none.
 
 ranks = RankCommunicator(queue, rank=0, world_size=2)
+queue.stream("train", **ranks.shares)                     # this rank's shard of each lease
 payloads = ranks.all_gather("step 7", b"mine")            # of all ranks, once all have called
 with ranks.all_or_none("the checkpoint of step 7"):       # an exception in one rank is raised in all
     engine.save(path)
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -30,7 +32,8 @@ class _RankOutcome(msgspec.Struct, frozen=True):
 
 
 class RankCommunicator:
-    """Rank ``rank`` of ``world_size``. A single rank needs no queue. Not thread-safe."""
+    """Rank ``rank`` of ``world_size``. ``group``: name of the ranks in the queue. A single rank needs
+    no queue. Not thread-safe."""
 
     def __init__(
         self, queue: QueueClient | None = None, group: str = "train", rank: int = 0, world_size: int = 1
@@ -41,6 +44,11 @@ class RankCommunicator:
     def first(self) -> bool:
         """True for rank 0, which acts and reports for all."""
         return self.rank == 0
+
+    @property
+    def shares(self) -> dict[str, Any]:
+        """Arguments of a lease that all ranks share."""
+        return {"group": self._group, "rank": self.rank, "world_size": self.world_size}
 
     def all_gather(self, what: str, payload: bytes = b"", timeout_s: float = GATHER_S) -> tuple[bytes, ...]:
         """Wait until every rank has called this for ``what``. Return the payloads by rank. Raises

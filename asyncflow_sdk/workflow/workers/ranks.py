@@ -1,4 +1,4 @@
-"""Ranks: one trainer in several processes, started and ended together as one worker.
+"""Ranks: one worker in several processes, a trainer or a stage, started and ended together.
 
     handle = RankLauncher(launcher, 2).start(spec)    # two processes: if one fails, both end
 
@@ -27,7 +27,7 @@ AFTER_S = 2.0
 
 
 class RankId(NamedTuple):
-    """The number of one process of a trainer."""
+    """The number of one process of a worker."""
 
     rank: int
     world_size: int

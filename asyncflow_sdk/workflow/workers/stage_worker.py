@@ -13,7 +13,7 @@ import numpy as np
 from ...algorithms import GRPO
 from ...errors import DeadlineExceeded, Ended, EngineError, LeaseLost, SchemaError
 from ...interfaces import LeasedBatch, RolloutEngine, TrainEngine
-from ...plugins import import_name
+from ...plugins import import_name, registry
 from ...queue import AsyncLeasedBatch, QueueClient
 from ...queue.error_text import error_text
 from ...types import Batch, Ragged
@@ -25,6 +25,7 @@ from ..rollout.rollout_worker import RolloutWorker
 from ..rollout.tokenizer import Tokenizer, with_stop_ids
 from ..work import Generate, Logprobs, is_coroutine
 from .engines import loading_model, make_engine
+from .rank_communicator import RankCommunicator
 from .user_code import FunctionFailed, user_error_text
 from .worker_log import WorkerLog
 
@@ -42,14 +43,17 @@ def run_stage(
     batch: int,
     concurrency: int = CONCURRENCY,
     groups: bool = False,
+    ranks: RankCommunicator | None = None,
 ) -> None:
     """Work on the rows of a declared task until the stream ends. ``groups``: pass group ids, too.
+    ``ranks``: of ``Logprobs`` in several processes; each works on its shard of every lease.
 
     Raises FunctionFailed for an error of the function, EngineError for one of the engine.
     """
     stage = _Stage(queue, task, gives)
     if isinstance(work, Logprobs):
-        stage.run(batch, _scoring(stage, work, needs))
+        with _scoring(stage, work, needs) as score:
+            stage.run(batch, score, ranks)
     elif isinstance(work, Generate):
         asyncio.run(_responding(stage, work, needs[0]).run())
     else:
@@ -70,9 +74,19 @@ class _Stage:
         self._log = WorkerLog(queue.connection)
         self._cpu_s = time.process_time()
 
-    def run(self, count: int, work: Callable[[LeasedBatch], dict[str, Any]]) -> None:
-        """Call ``work`` for each lease. Its columns are sent with the request for the next."""
-        batches, ended = self.queue.stream(self.task, count, timeout_s=NEXT_S), False
+    def run(
+        self, count: int, work: Callable[[LeasedBatch], dict[str, Any]], ranks: RankCommunicator | None = None
+    ) -> None:
+        """Call ``work`` for each lease. Its columns are sent with the request for the next.
+
+        Each of several ranks calls ``work`` equally often: for every lease, with or without rows, since
+        ``work`` may be a collective. Raises LeaseLost if another process became this rank.
+        """
+        shared: dict[str, Any] = {}
+        if ranks is not None and ranks.world_size > 1:
+            # Hazard: a step may need a row that is left over; it must not wait for one row a rank.
+            shared = ranks.shares | {"at_least": 1}
+        batches, ended = self.queue.stream(self.task, count, timeout_s=NEXT_S, **shared), False
         while not ended:
             unsent = 0
             try:
@@ -84,6 +98,8 @@ class _Stage:
                     self._report_work(began, rows.rows)
                 ended = True
             except LeaseLost as error:
+                if shared and not unsent:  # it lost no rows, but its place
+                    raise
                 self._report_late(unsent, error)
         self.queue.flush()
 
@@ -143,11 +159,17 @@ class _Stage:
 # ---- engines
 
 
-def _scoring(stage: _Stage, work: Logprobs, needs: tuple[str, ...]) -> Callable[[LeasedBatch], dict[str, Any]]:
-    """Load a train engine, and return its scoring of leased responses."""
+@contextlib.contextmanager
+def _scoring(
+    stage: _Stage, work: Logprobs, needs: tuple[str, ...]
+) -> Iterator[Callable[[LeasedBatch], dict[str, Any]]]:
+    """Load a train engine, and give its scoring of leased responses. It is closed after the block."""
     engine: TrainEngine
+    adapter = registry().find("train", work.engine)
+    can_freeze = adapter is not None and adapter.spec.declared("frozen") is not None
+    options = ({"frozen": True} if can_freeze else {}) | work.options
     with loading_model(stage.queue, stage.task):
-        engine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **work.options)
+        engine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **options)
 
     def score(rows: LeasedBatch) -> dict[str, Any]:
         names = zip(("prompt_ids", "response_ids"), needs, strict=True)
@@ -158,7 +180,8 @@ def _scoring(stage: _Stage, work: Logprobs, needs: tuple[str, ...]) -> Callable[
             raise EngineError(f"{type(engine).__name__} gave log-probs of other lengths than the responses'")
         return {stage.gives[0]: Ragged(scores.values.astype(np.float32), scores.offsets)}
 
-    return score
+    with contextlib.closing(engine):
+        yield score
 
 
 def _responding(stage: _Stage, work: Generate, prompt: str) -> RolloutWorker:

@@ -115,15 +115,15 @@ class WorkerRuntime:
 
     def _work_as(self, role: Rollout | Stage | Train, queue: QueueClient) -> None:
         trains = isinstance(role, Train)
+        ranks = RankCommunicator(queue, self.spec.group, self.spec.rank, self.spec.world_size)
         self._renewer = LeaseRenewer(queue.connection, TRAIN_PATIENCE_S if trains else PATIENCE_S)
         if isinstance(role, Rollout):
             asyncio.run(_generate(role, self.spec.settings, queue))
         elif isinstance(role, Train):
-            ranks = RankCommunicator(queue, "train", self.spec.rank, self.spec.world_size)
             _train(role, self.spec, queue, ranks)
         else:
             _report_state(queue.connection, "ready")
-            role.run_declared(queue) if self._stage is None else role.run(queue)
+            role.run_declared(queue, ranks) if self._stage is None else role.run(queue)
 
 
 def run_worker(config: bytes) -> WorkerExit:

@@ -75,10 +75,10 @@ class WorkerPool(WorkerObserver):
             return [worker for replicas in self._started for worker in replicas.workers]
 
     def start(self, role: Role, settings: WorkerSettings, rank: RankId | None = None) -> list[Worker]:
-        """Start the workers of a role: all ranks of a trainer, or only ``rank`` if another launcher
-        starts the others. Raises ConfigError; then none runs."""
+        """Start the workers of a role: all ranks of each, or only ``rank`` if another launcher starts
+        the others. Raises ConfigError; then none runs."""
         launcher = self._launcher_of(role)
-        if isinstance(role, Train) and rank is None and role.world_size > 1:
+        if not isinstance(role, Rollout) and rank is None and role.world_size > 1:
             launcher = RankLauncher(launcher, role.world_size)
         launcher.check(role.place)
         replicas = _Replicas(role, settings, launcher, rank)
@@ -186,12 +186,13 @@ class WorkerPool(WorkerObserver):
         self._counts[role.task] = number + 1
         name = f"{role.task}-{self._mark}{number}"
         here = isinstance(role, Stage) and role.here
+        alone = isinstance(role, Train) or rank is not None  # several workers of a stage are several groups
         spec = WorkerSpec(
             name=name if rank is None else rank_name(name, rank.rank), role={} if here else to_json(role, ""),
             settings=replicas.settings, address=self._address,
             key=None if wire.key is None else msgspec.to_builtins(wire.key), insecure=wire.insecure,
             import_path=own_path(), plugins=plugin_variables(), rank=rank.rank if rank else 0,
-            world_size=rank.world_size if rank else 1, placement=role.place, log=self._logs.file(name),
+            world_size=rank.world_size if rank else 1, group=role.task if alone else name, placement=role.place, log=self._logs.file(name),
         )  # fmt: skip
         replicas.workers.append(Worker(replicas.launcher, spec, role.task, self))
 

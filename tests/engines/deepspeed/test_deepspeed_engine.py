@@ -146,6 +146,20 @@ def test_giving_saving_and_exporting_weights_takes_a_bucket_and_asks_no_rank_for
     check_giving(tmp_path, sum(sizes), max(sizes), bucket)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_frozen_engine_gives_the_same_logprobs_and_trains_nothing(policy: Any, stage: int) -> None:
+    with started(deepspeed_parts.engine_of, 2, policy, **options(stage, dtype="bfloat16")) as lab:
+        lab.start()
+        batch = lab.batch((4, 3))
+        wanted = lab.engine.logprobs(batch)
+        lab.start(frozen=True)
+        found = lab.engine.logprobs(batch)
+        with pytest.raises(EngineError, match="frozen=True computes only log-probs"):
+            lab.step(batch)
+
+    assert found.values.tolist() == wanted.values.tolist()
+
+
 def test_another_number_of_ranks_another_stage_and_the_plain_engine_go_on(policy: Any, tmp_path: Path) -> None:
     from asyncflow_torch.train import TorchEngine
 

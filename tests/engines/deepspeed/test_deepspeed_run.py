@@ -1,4 +1,5 @@
-"""Runs whose trainer is DeepSpeed's stage 3 on two ranks: one of them is killed, and DeepSpeed's own launcher starts them."""
+"""Runs with DeepSpeed's stage 3 on two ranks, a trainer's and a reference's: one of them is killed, and DeepSpeed's own launcher
+starts them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from rank_runs import run_under_a_launcher, run_with_a_rank_killed_in_a_collective
+from rank_runs import (
+    run_under_a_launcher,
+    run_with_a_rank_killed_in_a_collective,
+    run_with_a_sharded_reference,
+)
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +24,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_ranks_of_which_one_is_killed_go_on_together_with_each_row_trained_once(model: str, tmp_path: Path) -> None:
     run_with_a_rank_killed_in_a_collective("deepspeed", model, tmp_path, stage=3, device="cpu")
+
+
+def test_a_reference_in_shards_gives_one_processs_numbers_though_a_rank_is_killed(model: str, tmp_path: Path) -> None:
+    run_with_a_sharded_reference("deepspeed", model, tmp_path, stage=3, device="cpu")
 
 
 def test_under_deepspeeds_launcher_each_process_is_the_rank_that_it_says(model: str, tmp_path: Path) -> None:
