@@ -143,7 +143,7 @@ class EchoRanks(EchoTrain):
         time.sleep(self._delay_s)
         self._count(step)
         reward = sum(each["reward"] for each in every) / sum(rows)
-        return StepResult({"reward": reward, "rows": float(sum(rows)), "rows_most": float(max(rows))})
+        return StepResult({"reward": reward, "rows": float(sum(rows))})
 
     def abort_step(self) -> None:
         """Discard the open step on all ranks: the others' next call for it raises StepAborted."""

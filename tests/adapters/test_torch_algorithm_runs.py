@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TorchEngine
 from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types.events import Event, Span, StepTrained
 from asyncflow_torch.demo.task import exact_match, prompts
+from asyncflow_torch.train import TorchEngine
 
 HERE = {"launcher": "thread"}
 

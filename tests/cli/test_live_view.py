@@ -164,7 +164,7 @@ def test_the_picture_shows_the_part_that_a_trainer_is_at() -> None:
         time_s=1.0, worker="train-0", kind="train", seconds=1.0, rows=32, version=7, detail="part 3 of step 7"
     )
     wait = Span(time_s=2.0, worker="train-0", kind="wait", seconds=1.0)
-    assert "· part 3 of step 7" in "\n".join(picture([ready, part, wait]))
+    assert "% · part 3 of step 7" in "\n".join(picture([ready, part, wait]))
     whole = Span(time_s=3.0, worker="train-0", kind="train", seconds=1.0, rows=256, version=8)
     assert "part 3" not in "\n".join(picture([ready, part, wait, whole]))
 
