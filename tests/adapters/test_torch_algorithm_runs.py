@@ -32,7 +32,7 @@ class OwnMean(af.Algorithm):
 
     def loss(self, tokens: Any) -> Any:
         ratio = (tokens.logprobs - tokens.behaviour).exp()
-        lengths = ratio.new_zeros(tokens.row_count).index_add(0, tokens.rows, ratio * 0 + 1)
+        lengths = ratio.new_zeros(tokens.row_count).index_add(0, tokens.rows, ratio.detach() * 0 + 1)
         gains = ratio.new_zeros(tokens.row_count).index_add(0, tokens.rows, ratio * tokens.advantages)
         means = ratio.new_zeros(tokens.row_count).index_add(0, tokens.rows, ratio.detach()) / lengths.clamp(min=1)
         loss = -(gains / lengths.clamp(min=1)).sum() / tokens.total_rows

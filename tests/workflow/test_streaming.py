@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import functions
 import numpy as np
 import pytest
 from drivers import Driver
 from echo_runs import TOML, check_whole, echo_workflow, segments, trained_rows
 from gates import Gates, Listener
+from plugin_packages import install_plugin
 from step_parts import GROUP, ROWS, STEPS, joined, parts_of, rows_by_pid, streamed_workflow
 from waiting import in_thread, until
 
@@ -210,6 +214,33 @@ def test_all_ranks_discard_an_open_step_at_the_same_part(tmp_path: Path, gates: 
     assert sum("step 2 is discarded" in text for text in listener.texts(ev.Note)) == 1
 
 
+def test_who_waits_for_the_last_group_of_a_step_says_which_it_is_and_who_has_it(tmp_path: Path) -> None:
+    opened, calls = threading.Event(), list[int]()
+
+    def reward(response_ids: Any, groups: Any) -> Any:
+        calls.append(len(calls))
+        assert len(calls) < PARTS or opened.wait(100)
+        return functions.length(response_ids)
+
+    with af.serve(tmp_path / "run", steps=1) as run:
+        train = af.Train("echo", stream=True, part_rows=GROUP, launcher="thread")
+        run.declare(train, ROWS)
+        run.start(af.Rollout("echo", prompt="prompt_ids", group_size=GROUP, launcher="thread"))
+        run.start(af.Stage(reward, task="reward", batch=GROUP))
+        run.feed({"prompt_ids": [[1], [2, 3]]}, group_size=GROUP, column="prompt_ids")
+        (worker,) = run.start(train)
+        # given a trainer that has all other parts
+        waits = lambda: run.queue.status().waiting.get("train-0", "")  # noqa: E731
+        until(lambda: len(calls) == PARTS and "0 of 4 rows for the next part of step 0" in waits(), "its wait")
+
+        with pytest.raises(af.DeadlineExceeded, match=r"train-0 waits .*4 leased in task 'reward' by reward-0"):
+            run.wait(worker, timeout_s=0.1)
+
+        opened.set()
+        run.wait(worker, timeout_s=60)
+        assert run.audit().consumed == ROWS
+
+
 engines: list[EchoTrain] = []
 
 
@@ -268,6 +299,14 @@ def test_a_rollback_that_removes_no_row_has_the_same_parts_trained_again_from_th
     assert [(e.step, e.version) for e in events if isinstance(e, ev.StepTrained)] == [(0, 0), (1, 2)]
 
 
+SPECS = """
+import asyncflow_sdk as af
+@af.hookimpl
+def asyncflow_adapters():
+    return [af.AdapterSpec(kind="train", name="declared", factory="not.here:Engine", can={"steps": "whole"})]
+"""
+
+
 @dataclass(frozen=True)
 class Plain(af.Algorithm):
     """A user's own, which declares nothing."""
@@ -305,9 +344,13 @@ class Unsure(EchoTrain):
         ({"engine": "echo", "algorithm": Plain()}, "Plain declares no normaliser"),
         ({"engine": "echo", "algorithm": "ppo"}, "scales advantages by their mean and spread over the whole step"),
         ({"engine": "torch", "updates": 2}, "updates=2"),
+        ({"engine": "declared", "python": sys.executable}, "has no accumulate"),
     ],
 )
-def test_what_needs_whole_steps_is_refused_before_anything_starts(train: dict[str, Any], why: str) -> None:
+def test_what_needs_whole_steps_is_refused_before_anything_starts(
+    train: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin(tmp_path, monkeypatch, "declaring", SPECS)
     with pytest.raises(ConfigError, match=f"has stream=True, and needs whole steps: .*{why}.*; leave stream= out"):
         echo_workflow(train=af.Train(**train, stream=True))
 

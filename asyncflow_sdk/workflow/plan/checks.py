@@ -165,10 +165,20 @@ def _check_stream(train: Train) -> None:
     updates = train.options.get("updates", 1)
     if isinstance(updates, int) and updates > 1:
         reason = reason or f"updates={updates}: each optimizer step takes random rows of the whole batch"
-    if train.place.python is None and getattr(registry().get("train", train.engine).load(), "streams", None) is False:
-        reason = reason or f"engine {train.engine!r} has no accumulate (TrainEngine.streams)"
+    if not reason and not _may_stream(train):
+        reason = f"engine {train.engine!r} has no accumulate (TrainEngine.streams)"
     if reason:
         raise ConfigError(whole_step_text(train.engine, reason))
+
+
+def _may_stream(train: Train) -> bool:
+    """True unless its adapter, or its class, declares that an engine trains whole steps only."""
+    adapter = registry().find("train", train.engine)
+    declared = adapter.spec.declared("steps") if adapter is not None else None
+    if declared is not None:
+        return "parts" in declared
+    here = train.place.python is None
+    return not here or getattr(registry().get("train", train.engine).load(), "streams", None) is not False
 
 
 def _check_ranks(spec: Train | Logprobs, problems: Problems, *key: str | int) -> None:
