@@ -99,8 +99,7 @@ class ReplicaUpdates:
                 grant.newest = max(grant.newest, version)
         if versions.lineage.rolled_back(version):
             self._expire_held(session, version)
-        if versions.committed != versions.current:
-            self._state.context.wake("version")  # an uncommitted version may be fetched now
+        self._wake_uncommitted()
         self._state.tasks.wake_replicas()
         lag = max(versions.current - version, 0)
         self._state.context.publish(
@@ -116,8 +115,7 @@ class ReplicaUpdates:
         replica = self._replicas.update(session, command.version, "failed", command.reason)
         if replica.staged == command.version:
             replica.staged = NONE
-        if self._state.versions.committed != self._state.versions.current:
-            self._state.context.wake("version")
+        self._wake_uncommitted()
         self._wake_swap(session)
         self._end_swap(session.id)
         return cmd.Done()
@@ -188,6 +186,12 @@ class ReplicaUpdates:
         for grant in [grant for grant in session.leases.values() if self._state.tasks[grant.task].spec.admits]:
             ids = self._state.leases.outstanding(grant)
             self._terminations.end_groups(ids, EXPIRED, f"version {version} was rolled back")
+
+    def _wake_uncommitted(self) -> None:
+        """With a quorum, an uncommitted version may be fetched now. Without one, no other replica is
+        concerned: each load would retry the requests of all."""
+        if self._state.limits.quorum and self._state.versions.committed != self._state.versions.current:
+            self._state.context.wake("version")
 
     def _wake_swap(self, session: Session) -> None:
         """Retry the session's parked request to load a version: it may have to be refused."""

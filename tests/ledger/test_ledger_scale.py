@@ -220,3 +220,18 @@ def turns_beside_puts(waiting: int) -> int:
 
 def test_room_for_one_put_does_not_try_all_that_wait() -> None:
     assert turns_beside_puts(100) <= turns_beside_puts(10) * 1.05
+
+
+def load_beside(others: int) -> int:
+    """The cost of a load, beside so many replicas that wait for the next version."""
+    plain = Plain(ROLLOUT)
+    for number in range(others):
+        replica = plain.do(0, cmd.OpenSession(name=f"gen-{number}")).session
+        assert plain.do(replica, cmd.AwaitVersion(after=0, timeout_s=60.0)) is None
+    for command in publishing(0):
+        plain.do(plain.worker, command)
+    return cost(lambda: plain.do(plain.other, cmd.ReportLoaded(version=0)))[0]
+
+
+def test_the_cost_of_a_load_does_not_follow_the_replicas_that_wait_for_the_next_version() -> None:
+    assert load_beside(200) <= load_beside(2) * 1.02
