@@ -298,7 +298,8 @@ class Trainer(Worker):
     Weights are the tuple of steps that they were trained with. So what descends from what can be seen, and how old the
     rows of a step are. ``doubts``: how often it rolls back. ``limit``: of the staleness. ``team``: fields of its requests: it
     is the first of these ranks, or takes its steps in parts. ``every``: it makes a checkpoint after so many steps, and goes on from the newest when it has died; it keeps
-    ``keep`` of them, and ``unsound`` is how often the newest turns out to be damaged."""
+    ``keep`` of them, and ``unsound`` is how often the newest turns out to be damaged. ``forgets``: without checkpoints, half of
+    its deaths lose the update of a published step; rows made by it must then not come into a step that is filled anew."""
 
     def __init__(
         self,
@@ -310,7 +311,9 @@ class Trainer(Worker):
         every: int = 0,
         keep: int = 1,
         unsound: float = 0.0,
+        forgets: bool = True,
     ) -> None:
+        self.forgets = forgets
         self.limit, self.doubts, self.every, self.keep, self.unsound = limit, doubts, every, keep, unsound
         self.made: dict[int, tuple[int, ...]] = {}  # version → weights
         self.weights: tuple[int, ...] = ()
@@ -380,7 +383,7 @@ class Trainer(Worker):
         try:
             self.die()
         except Gone:
-            if self.rollbacks == seen and self.world.random.random() < 0.5:
+            if self.forgets and self.rollbacks == seen and self.world.random.random() < 0.5:
                 self.kept = before
             raise
         rows = list(range(len(unpack_ids(lease.ids))))

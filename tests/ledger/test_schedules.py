@@ -127,7 +127,7 @@ def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
     batch, lost = size * groups, []
     limits = cmd.Configure(capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps)
     world = World(seed, limits, [*TASKS, train_task(batch)])
-    trainer = Trainer(world, staleness, mortality, team=in_parts(parts, batch))
+    trainer = Trainer(world, staleness, mortality, team=in_parts(parts, batch), forgets=False)
     others(world, size, size if tight else 2 * batch, 2, mortality)
     for _ in range(disasters):
         world.later(world.random.uniform(0, 60), lambda: lost.append(world.lose_some(share)))
