@@ -35,6 +35,7 @@ class Totals(NamedTuple):
 
 UNDIVIDED = Totals(1, 1, 1)
 EXPECTED_PARTS = 8
+"""Parts of a step for the scale of its losses: only the range of float16 depends on it."""
 
 
 class Update:
