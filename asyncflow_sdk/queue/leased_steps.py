@@ -38,7 +38,9 @@ _LEFT = "left without acknowledging"
 class StepVerbs:
     """The methods of a leased step, written once as coroutines. Attributes: see ``LeasedStep``."""
 
-    def __init__(self, port: Port, lease: LeasePart, request: cmd.LeaseRows, first: StepPart, leased: cmd.LeasedPart):
+    def __init__(
+        self, port: Port, lease: LeasePart, request: cmd.LeaseRows, first: StepPart, leased: cmd.LeasedPart
+    ) -> None:
         self.token, self.task, self.lease_s = leased.token, leased.task, leased.lease_s
         self.index, self.version = leased.step, leased.version
         self.rank, self.world_size = leased.rank, leased.world_size
