@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..._guard import adopt_orphans, descendants, living_below
@@ -29,8 +29,8 @@ _SETTLE_S = 1.0
 class Held:
     """Resources of this process and its descendants.
 
-    Bytes: ``memory`` (anonymous and resident), ``segments`` (shared memory), ``gpu``; the others
-    are counts.
+    Bytes: ``memory`` (anonymous and resident), ``segments`` (mapped shared memory), ``gpu``; the
+    others are counts. ``abandoned``: bytes of files of shared memory without a process.
     """
 
     memory: int
@@ -39,6 +39,7 @@ class Held:
     descriptors: int
     threads: int
     processes: int
+    abandoned: Mapping[Segment, int]
 
     @classmethod
     def now(cls) -> Held:
@@ -48,13 +49,15 @@ class Held:
             ctypes.CDLL(None).malloc_trim(0)
         pids = _all()
         return cls(
-            sum(map(_resident, pids)), sum({**_segments(pids), **_abandoned()}.values()), _gpu_bytes(pids), sum(len(_ls(pid, "fd")) for pid in pids),
-            sum(len(_ls(pid, "task")) for pid in pids), len(living_below()),
+            sum(map(_resident, pids)), sum(_segments(pids).values()), _gpu_bytes(pids), sum(len(_ls(pid, "fd")) for pid in pids),
+            sum(len(_ls(pid, "task")) for pid in pids), len(living_below()), _abandoned(),
         )  # fmt: skip
 
     def beyond(self, before: Held, *, nbytes: int, count: int) -> dict[str, int]:
         """Return the increase of each resource above ``nbytes`` bytes, or above ``count``."""
-        grown = {each.name: getattr(self, each.name) - getattr(before, each.name) for each in fields(self)}
+        grown = {name: getattr(self, name) - getattr(before, name) for name in (*_BYTES, *_COUNTED)}
+        # Hazard: other programs remove files that they abandoned, which would hide those of the engine.
+        grown["segments"] += sum(size for key, size in self.abandoned.items() if key not in before.abandoned)
         return {name: by for name, by in grown.items() if by > (nbytes if name in _BYTES else count)}
 
 
