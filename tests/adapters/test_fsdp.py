@@ -27,7 +27,7 @@ from asyncflow_sdk.interfaces import TrainEngine
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.testing.kit.rank_files import write_batch
-from asyncflow_sdk.testing.kit.ranks import Ranks
+from asyncflow_sdk.testing.kit.ranks import RankProcesses
 from asyncflow_sdk.testing.kit.train.lab import Tensors, copied, distance
 from asyncflow_sdk.types import Batch, Ragged
 from asyncflow_torch.ranks import Ranks as TorchRanks
@@ -35,7 +35,7 @@ from asyncflow_torch.reference import tiny_model
 
 TorchEngine: Any = registry().get("train", "torch").load()
 FsdpEngine: Any = registry().get("train", "fsdp").load()
-RANKS = Ranks(FsdpEngine, 2)
+RANKS = RankProcesses(FsdpEngine, 2)
 """Two processes, for all tests here."""
 OPTIONS = {"threads": 1, "lr": 1e-3}
 EXACT, NEAR = 0.0, 1e-5

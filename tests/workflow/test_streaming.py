@@ -19,7 +19,7 @@ from drivers import Driver
 from echo_runs import TOML, check_whole, echo_workflow, segments, trained_rows
 from gates import Gates, Listener
 from plugin_packages import install_plugin
-from step_parts import GROUP, ROWS, STEPS, joined, parts_of, rows_by_pid, streamed_workflow
+from streamed_runs import GROUP, ROWS, STEPS, joined, parts_of, rows_by_pid, streamed_workflow
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
@@ -116,7 +116,7 @@ def test_a_rank_killed_in_a_step_takes_the_others_along_and_all_get_the_same_sha
     """A part is one group here, so that one of the ranks has no row of it."""
     listener, gate = Listener(), close(gates, 1, 2)
     kill = meanwhile(gates, gate, 2, lambda: os.kill(listener.pids["train-0 rank 1"], signal.SIGKILL))
-    train = {"engine": "step_parts:NotedRanks", "world_size": 2, "deaf": True, "max_restarts": 1}
+    train = {"engine": "streamed_runs:NotedRanks", "world_size": 2, "deaf": True, "max_restarts": 1}
 
     result = streamed_workflow(train=train, checkpoint=af.Checkpoint(every=1)).run(
         tmp_path / "run", on_event=listener
@@ -142,7 +142,7 @@ def test_a_driver_that_ends_in_a_step_is_resumed_and_the_same_parts_come_first(
     tmp_path: Path, gates: Gates, end: str
 ) -> None:
     gate = close(gates, 1, 2)
-    driver = Driver(tmp_path / "run", "step_parts:resumable_workflow")
+    driver = Driver(tmp_path / "run", "streamed_runs:resumable_workflow")
     driver.follow(0)
     until(lambda: gates.reached(gate), "the trainer in the middle of step 1")
     # when the server ends with its driver
@@ -202,7 +202,7 @@ def test_all_ranks_discard_an_open_step_at_the_same_part(tmp_path: Path, gates: 
 
     answer = meanwhile(gates, gate, 2, roll_back)
     result = streamed_workflow(
-        train={"engine": "step_parts:NotedRanks", "world_size": 2}, steps=4, staleness=af.Staleness(max_staleness=0),
+        train={"engine": "streamed_runs:NotedRanks", "world_size": 2}, steps=4, staleness=af.Staleness(max_staleness=0),
         weights=af.Weights(keep=4),
     ).run(tmp_path / "run", on_event=listener)  # fmt: skip
 

@@ -90,7 +90,7 @@ def streamed_workflow(*, processes: bool = False, train: dict[str, Any] | None =
     options = (
         {"stream": True, "part_rows": GROUP} | (place if "world_size" not in (train or {}) else {}) | (train or {})
     )
-    engine = options.pop("engine", "step_parts:NotedParts")
+    engine = options.pop("engine", "streamed_runs:NotedParts")
     return echo_workflow(
         processes=processes, train=af.Train(engine, **options), batch_size=ROWS,
         **({"steps": STEPS, "reward": af.Stage(paced, task="reward", gives=["reward"], batch=GROUP, **place)} | changes),
