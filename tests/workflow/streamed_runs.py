@@ -22,12 +22,14 @@ from asyncflow_sdk.types import Batch
 
 STEPS, ROWS, GROUP = 3, 16, 4
 NOTES = "parts.jsonl"
+HANGS_S = 900.0
+"""Only ends a test that would hang: processes may take minutes to start beside others."""
 
 
 def paced(response_ids: Any, groups: Any) -> Any:
     """The lengths of a group's responses, once no other group waits for the trainer."""
     with af.connect(os.environ["RUN"], name="pacer") as run:
-        until(lambda: not {"ready", "selected"} & _states(run), "that the trainer holds the groups before")
+        until(lambda: not {"ready", "selected"} & _states(run), "that the trainer holds the groups before", HANGS_S)
     return functions.length(response_ids)
 
 

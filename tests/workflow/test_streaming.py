@@ -19,7 +19,7 @@ from drivers import Driver
 from echo_runs import TOML, check_whole, echo_workflow, segments, trained_rows
 from gates import Gates, Listener
 from plugin_packages import install_plugin
-from streamed_runs import GROUP, ROWS, STEPS, joined, parts_of, rows_by_pid, streamed_workflow
+from streamed_runs import GROUP, HANGS_S, ROWS, STEPS, joined, parts_of, rows_by_pid, streamed_workflow
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
@@ -50,7 +50,7 @@ def meanwhile(gates: Gates, gate: str, ranks: int, do: Callable[[], Any]) -> Cal
     """Do something while all ranks wait at a gate, then open it."""
 
     def act() -> Any:
-        until(lambda: gates.reached(gate) >= ranks, f"the trainer at {gate}")
+        until(lambda: gates.reached(gate) >= ranks, f"the trainer at {gate}", HANGS_S)
         try:
             return do()
         finally:
@@ -144,7 +144,7 @@ def test_a_driver_that_ends_in_a_step_is_resumed_and_the_same_parts_come_first(
     gate = close(gates, 1, 2)
     driver = Driver(tmp_path / "run", "streamed_runs:resumable_workflow")
     driver.follow(0)
-    until(lambda: gates.reached(gate), "the trainer in the middle of step 1")
+    until(lambda: gates.reached(gate), "the trainer in the middle of step 1", HANGS_S)
     # when the server ends with its driver
     if end == "killed":
         driver.kill()
