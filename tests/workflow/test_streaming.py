@@ -232,7 +232,9 @@ def test_who_waits_for_the_last_group_of_a_step_says_which_it_is_and_who_has_it(
         (worker,) = run.start(train)
         # given a trainer that has all other parts
         waits = lambda: run.queue.status().waiting.get("train-0", "")  # noqa: E731
-        until(lambda: len(calls) == PARTS and "0 of 4 rows for the next part of step 0" in waits(), "its wait")
+        until(
+            lambda: len(calls) == PARTS and "0 of 4 rows for the next part of step 0" in waits(), "its wait", HANGS_S
+        )
 
         with pytest.raises(
             af.DeadlineExceeded, match=r"train-0 waits .*0 of 4 rows for .* in task 'reward', the oldest by reward-0"
