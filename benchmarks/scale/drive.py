@@ -101,7 +101,7 @@ def _declare(run: af.Run, plan: ScalePlan) -> af.Train:
     trainer = af.Train(
         "timed", token_s=work.token_s, step_s=work.call_s, copy_s=plan.copy_s, time_scale=plan.time_scale
     )
-    declare_task(run.queue, af.Rollout("timed", prompt="prompt_ids", group_size=GROUP).declare())
+    declare_task(run.queue, af.Rollout("timed", prompt="prompt_ids", group_size=GROUP, lease_s=LIMIT_S).declare())
     declare_task(run.queue, trainer.declare(plan.rows))
     probe.declare(run, PROBES)
     run.start(af.Stage(reward, task=stage.task, needs=stage.needs, gives=(stage.gives,), batch=stage.rows))
