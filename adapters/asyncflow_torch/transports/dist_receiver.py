@@ -233,7 +233,7 @@ class _RoundMember:
         if word == CLOSING:
             raise ServerLost(f"{self._what}: its publisher {self._link.where.name} has closed")
         if word != GO_ON:
-            raise WireError(f"{self._what}: interrupted")
+            raise WireError(f"{self._what}: {self._end_here()}")
 
     def _receive(self, group: BroadcastGroup) -> int:
         tensors = [flat(chunk) for chunk in self._chunks]
@@ -261,13 +261,13 @@ class _RoundMember:
         reported or were silent for long. At the deadline, return the error seen here."""
         where, saw = self._link.where, f"{type(error).__name__}: {error}"[:1000]
         if self._link.closed:
-            return WireError(f"{self._what}: this receiver was closed before it had it")
+            return WireError(f"{self._what}: {self._end_here()}")
         try:
             left = 0.0 if self._link.given_up else min(3 * where.stall_s, _left(self._until))
             why = self._link.over(EndRound(self._start.round, saw), left, self._what) or saw
         except ServerLost as lost:
             if self._link.given_up:
-                return WireError(f"{self._what}: interrupted")
+                return WireError(f"{self._what}: {self._end_here()}")
             if time.monotonic() < self._until:
                 return ServerLost(f"{self._what}: its publisher {where.name} died or stopped ({lost})")
             why = f"not here at the deadline ({saw})"
@@ -275,6 +275,10 @@ class _RoundMember:
             why = f"{saw} ({other})"
         kind = DeadlineExceeded if time.monotonic() >= self._until else WireError
         return kind(f"{self._what}: {why}; ask again")
+
+    def _end_here(self) -> str:
+        """Return why this receiver ended the round."""
+        return "this receiver was closed before it had it" if self._link.closed else "interrupted"
 
 
 def _left(until: float) -> float:
