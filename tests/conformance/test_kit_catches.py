@@ -69,7 +69,7 @@ CAUGHT = {
     "leaks segments": ("memory", r"took \d+ MB of shared memory that did not come back"),
     "leaks shared maps": ("memory", r"took \d+ MB of shared memory that did not come back"),
     "leaks descriptors and threads": (
-        "memory", r"left \d+ descriptors open, and left \d+ threads running",
+        "memory", r"of a model of \d+ KB left \d+ descriptors open, and left \d+ threads running",
     ),
     "leaks in its worker": ("memory", r"took \d+ MB that did not come back"),
     "loses room": ("abort", r"that of cancelled ones has not come back"),
