@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from waiting import until
+
 import asyncflow_sdk as af
 from asyncflow_sdk.interfaces import StepResult
 from asyncflow_sdk.testing import EchoRollout, EchoTrain
@@ -44,7 +46,7 @@ class Gates:
 
 
 class Listener:
-    """Listen to a run. ``pids``: of its workers that are ready."""
+    """Listen to a run. ``pids``: of its workers that it has said to be ready."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -54,6 +56,11 @@ class Listener:
         self.events.append(event)
         if isinstance(event, WorkerState) and event.state == "ready":
             self.pids[event.worker] = event.pid
+
+    def pid(self, worker: str) -> int:
+        """Of a worker that is ready, though the event that says so may still be on its way."""
+        until(lambda: worker in self.pids, f"the event that {worker} is ready")
+        return self.pids[worker]
 
     def texts(self, kind: type[Any]) -> list[str]:
         return [event.text for event in self.events if isinstance(event, kind)]

@@ -92,7 +92,7 @@ def test_each_step_is_trained_in_parts_as_its_groups_come(tmp_path: Path, gates:
 
 def test_a_trainer_killed_in_a_step_is_given_the_same_parts_again(tmp_path: Path, gates: Gates) -> None:
     listener, gate = Listener(), close(gates, 1, 2)
-    kill = meanwhile(gates, gate, 1, lambda: os.kill(listener.pids["train-0"], signal.SIGKILL))
+    kill = meanwhile(gates, gate, 1, lambda: os.kill(listener.pid("train-0"), signal.SIGKILL))
 
     result = streamed_workflow(
         processes=True, train={"max_restarts": 1}, checkpoint=af.Checkpoint(every=1)
@@ -115,7 +115,7 @@ def test_a_rank_killed_in_a_step_takes_the_others_along_and_all_get_the_same_sha
 ) -> None:
     """A part is one group here, so that one of the ranks has no row of it."""
     listener, gate = Listener(), close(gates, 1, 2)
-    kill = meanwhile(gates, gate, 2, lambda: os.kill(listener.pids["train-0 rank 1"], signal.SIGKILL))
+    kill = meanwhile(gates, gate, 2, lambda: os.kill(listener.pid("train-0 rank 1"), signal.SIGKILL))
     train = {"engine": "streamed_runs:NotedRanks", "world_size": 2, "deaf": True, "max_restarts": 1}
 
     result = streamed_workflow(train=train, checkpoint=af.Checkpoint(every=1)).run(
