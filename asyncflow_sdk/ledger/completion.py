@@ -65,6 +65,7 @@ class RowCompletion:
         if task.spec.admits:
             rows.newest[spot] = grant.newest
             rows.current[spot] = self._state.versions.current
+            self._state.tasks.wake_replica(grant.session)  # it has room for others
         rows.todo[spot] -= 1
         self._state.tasks.leave(task, mine)
         self._state.leases.release(grant, len(mine))

@@ -289,8 +289,8 @@ class Ledger:
         """Retry parked requests that may succeed now, in an order that a replay repeats."""
         context = self.state.context
         self.assembly.refill()
-        while (place := context.next_woken()) is not None:
-            for request in self.state.parked.at(place):
+        while (woken := context.next_woken()) is not None:
+            for request in self.state.parked.at(*woken):
                 if request.ticket not in self.state.parked.by_ticket:
                     continue  # answered together with another rank
                 session = self.state.sessions.by_id[request.session]

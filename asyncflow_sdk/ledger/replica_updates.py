@@ -100,7 +100,7 @@ class ReplicaUpdates:
         if versions.lineage.rolled_back(version):
             self._expire_held(session, version)
         self._wake_uncommitted()
-        self._state.tasks.wake_replicas()
+        self._state.tasks.wake_replica(session.id)
         lag = max(versions.current - version, 0)
         self._state.context.publish(
             ev.Loaded(time_s=self._state.context.now, worker=session.name, version=version, lag=lag)
@@ -126,7 +126,7 @@ class ReplicaUpdates:
         session.replica, session.loaded, session.claimed = None, None, False
         self._replicas.remove(session.id)
         self._state.context.wake("version", "swap")  # its own requests there are refused
-        self._state.tasks.wake_replicas()
+        self._state.tasks.wake_replica(session.id)
         return cmd.Done()
 
     def parked(self, request: ParkedRequest) -> None:
@@ -201,4 +201,4 @@ class ReplicaUpdates:
     def _end_swap(self, session: int) -> None:
         if self.swapping.pop(session, None) is not None:
             self._state.context.wake("swap")
-            self._state.tasks.wake_replicas()  # it gets rows again
+            self._state.tasks.wake_replica(session)  # it gets rows again

@@ -58,6 +58,7 @@ class Terminations:
             counts = np.bincount(states, minlength=1 + len(TASK_STATES)).tolist()
             task.counts = [now - gone for now, gone in zip(task.counts, counts, strict=False)]
             self._state.tasks.leave(task, ids[states < DONE])
+            context.wake(task.place)  # the rows left may be the last ones, and others may be admitted
             self._state.tasks.count_fit(task, ids[states == READY], -1)
             self._state.tasks.count_waiting(task, ids[states == WAITING])
             if task.sampling.whole_groups and counts[WAITING]:

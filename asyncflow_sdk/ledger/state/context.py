@@ -34,7 +34,7 @@ class Context:
         self.log = NondeterminismLog()
         self.all_woken = False
         self.every_put = False
-        self._woken: set[str] = set()
+        self._woken: dict[str, set[int] | None] = {}  # with the sessions; None: all
 
     def answer(self, ticket: int, reply: cmd.Reply | AsyncFlowError) -> None:
         """Add the answer to a ticket."""
@@ -46,20 +46,26 @@ class Context:
 
     def wake(self, *places: str) -> None:
         """Retry the requests parked at these places."""
-        self._woken.update(places)
+        self._woken.update(dict.fromkeys(places))
+
+    def wake_session(self, place: str, session: int) -> None:
+        """Retry the requests that one session has parked at a place."""
+        sessions = self._woken.setdefault(place, set())
+        if sessions is not None:
+            sessions.add(session)
 
     def wake_puts(self) -> None:
         """Retry every parked put."""
-        self._woken.add("put")
+        self.wake("put")
         self.every_put = True
 
-    def next_woken(self) -> str | None:
-        """Remove and return the first woken place by name, for a repeatable order; None if none."""
+    def next_woken(self) -> tuple[str, set[int] | None] | None:
+        """Remove and return the first woken place by name, for a repeatable order, and the woken
+        sessions, None for all of them. Return None if no place is woken."""
         if not self._woken:
             return None
         place = min(self._woken)
-        self._woken.remove(place)
-        return place
+        return place, self._woken.pop(place)
 
     def drain(self) -> Effects:
         """Return the effects since the last call."""

@@ -47,9 +47,13 @@ class ParkedRequests:
         self._by_rank: dict[tuple[str, str], dict[int, dict[int, ParkedRequest]]] = {}  # by task and rank group
         self.deadlines = Timers(self.by_ticket)
 
-    def at(self, place: str) -> list[ParkedRequest]:
-        """Return the requests at a place, oldest first."""
-        return list(self._by_place.get(place, {}).values())
+    def at(self, place: str, sessions: set[int] | None = None) -> list[ParkedRequest]:
+        """Return the requests at a place, oldest first; of some sessions, one session after another."""
+        here = self._by_place.get(place, {})
+        if sessions is None:
+            return list(here.values())
+        live = [self._sessions.by_id[each] for each in sorted(sessions) if each in self._sessions.by_id]
+        return [here[ticket] for session in live for ticket in session.parked if ticket in here]
 
     def first(self, place: str) -> ParkedRequest | None:
         """Return the oldest request at a place."""

@@ -96,6 +96,11 @@ class Tasks:
         if (task := self.admitting) is not None:
             self._context.wake(task.place)
 
+    def wake_replica(self, session: int) -> None:
+        """Retry the requests of one replica, which alone may now get prompts."""
+        if (task := self.admitting) is not None:
+            self._context.wake_session(task.place, session)
+
     def takes(self, task: Task, partition: int) -> bool:
         """True if a task takes the partition with this number."""
         names = task.spec.partitions
@@ -118,9 +123,12 @@ class Tasks:
 
     def leave(self, task: Task, ids: Ids) -> None:
         """Count rows as done in a task, or ended."""
+        last = False
         for partition, part in self._partitions.split(ids):
             task.unfinished[partition] -= len(part)
-        self._context.wake(task.place)
+            last |= not task.unfinished[partition]
+        if last:
+            self._context.wake(task.place)
         if self.exhausted(task):
             self._context.wake("version")
 
