@@ -24,8 +24,8 @@ from ..ledger.commands import Ids
 from ..ledger.payload_loss import LOST_REASON
 from ..ledger.state.grants import Grant
 from ..types import ColumnSpec, Event
+from ..types.blocks import Block, BlockSlices
 from . import remote_payload
-from .blocks import Block, BlockSlices
 from .checks import check_call, completed, owns
 from .clients import ClientProcess, ClientTable
 from .listeners import Listeners

@@ -28,7 +28,7 @@ from ..types.tasks import PolicySpec, SamplerSpec, TaskSpec
 from . import blocks
 from .batches import AsyncLeasedBatch, BatchVerbs, BlockingBatch
 from .checks import check_arguments, check_columns, check_name, check_names
-from .connection import BlockingPort, Connection, LoopPort, Port
+from .connection import BlockingPort, Connection, LoopPort, Port, received_columns
 from .coroutines import run_blocking, sync
 from .leased_steps import AsyncStepStream, BlockingStepStream
 from .protocol import CallResult
@@ -193,15 +193,16 @@ class QueueVerbs(Generic[B]):
 
     def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R]) -> R:
         """Return the leased rows as a batch of views and copies."""
-        ids, reader = unpack_ids(lease.ids), self.connection.reader
+        ids, store = unpack_ids(lease.ids), self.connection.store
         if not len(ids):  # a rank group's lease may have fewer rows than shards
             return self._without_rows(answer, kind)
-        columns = self.connection.columns(answer)
+        beside = answer.payload is not None
+        columns = received_columns(answer) if beside else store.read(answer.slices, answer.schema)
         where = {name: slices for slices in answer.slices for name in slices.columns}
 
         def writable(name: str) -> Any:
             """Return a column's values in a copy-on-write mapping, or None."""
-            return reader.writable(where[name], name, answer.schema)
+            return store.writable(where[name], name, answer.schema)
 
         return kind(ids, unpack_ids(lease.groups), columns, writable if where else None)
 

@@ -1,16 +1,14 @@
-"""Connection: a session with a queue server, the memory it reads and writes, and its ports for
-calls.
+"""Connection: a session with a queue server, the store of its payload, and its ports for calls.
 
 A client on the server's host writes payload into shared memory and sends only its location. A
 client without this memory (another host, or a container with its own /dev/shm) sends and receives
-columns beside each call, as blocks. The server stores them in its own segments.
+columns beside each call, as blocks. See ``PayloadStore``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import socket
@@ -18,7 +16,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,18 +24,20 @@ import numpy as np
 
 from .._version import __version__
 from ..errors import DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, SchemaError, ServerLost
+from ..interfaces.store import PayloadStore, StoredBlock
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
-from ..memory import HEADER_BYTES, Allocation, Arena, GrowthNeeded, Mapper
+from ..memory import GrowthNeeded
 from ..types import Column, Event, digest_of
+from ..types.blocks import Block
 from ..types.defaults import CALL_S
 from ..wire import Client, RunKey, WireReply, await_key, process_key, same_host
-from . import blocks
-from .blocks import BlockImage, to_image
 from .checks import check_arguments
+from .inline_store import InlineStore
 from .journal import DISK_RETRY_S
 from .protocol import Call, CallResult, ClientHello, ResultWithPayload, Welcome, decode_result, encode
-from .reader import ColumnReader, from_image
+from .reader import from_image
+from .shared_store import SharedStore
 
 LARGE_BYTES = 128 << 20
 SEND_TRIES = 3
@@ -50,25 +49,26 @@ _log = logging.getLogger(__name__)
 WritingCommand: TypeAlias = cmd.AddRows | cmd.Complete
 
 
-@dataclass(frozen=True)
-class PendingWrite:
-    """A command with its payload: a ``block`` in shared memory, or an ``image`` to send beside it."""
+_NOTHING = StoredBlock()
+
+
+class PendingWrite(msgspec.Struct, frozen=True):
+    """A command, and its payload as the store has written it."""
 
     command: WritingCommand | cmd.GiveBack
-    block: blocks.Block | None = None
-    space: Allocation | None = None
-    image: BlockImage | None = None
+    stored: StoredBlock = _NOTHING
 
 
 class Connection:
-    """A session with a queue server, and the memory it writes and reads. Thread-safe.
+    """A session with a queue server, and the store of its payload. Thread-safe.
 
     ``key``: a copy of the run's run.key, or its path. Default: for a tcp address of this host, the
     key of this user's server. ``insecure``: the run is served without keys. ``shared_memory``
-    False: send columns over the socket even if the server's memory is accessible. ``inline``: True
-    if columns are sent over the socket. ``timeout_s``: the longest wait for the server's first
-    answer. ``server_addresses``: the server's tcp addresses. Raises ConfigError, AccessDenied,
-    ServerLost, ProtocolError.
+    False: send columns over the socket even if the server's memory is accessible. ``timeout_s``:
+    the longest wait for the server's first answer. ``store``: the payload. ``directory``: the run's
+    shared memory; None if it is not visible here. ``run``: the name of that directory.
+    ``server_addresses``: the server's tcp addresses. Raises ConfigError, AccessDenied, ServerLost,
+    ProtocolError.
     """
 
     def __init__(
@@ -99,15 +99,16 @@ class Connection:
         self.wire.max_bytes = welcome.max_bytes
         if not welcome.durability:
             self.wire.watch(welcome.pid, welcome.pid_key)
-        self.inline = not (shared_memory and _shares_memory(welcome))
-        self.directory = Path(welcome.directory)
-        self.session = welcome.session
+        self.run, self.session = Path(welcome.directory).name, welcome.session
         self.server_addresses = welcome.addresses
-        rows = Path(welcome.rows) if welcome.rows else self.directory
-        self.arena = Arena(rows, f"s{self.session}-")
-        self.mapper = Mapper(rows)
-        self.synced = welcome.durability == "host"  # payload is synced to disk before its command is sent
-        self.reader = ColumnReader(self.mapper)
+        self.directory: Path | None = None
+        synced = welcome.durability == "host"
+        if shared_memory and _shares_memory(welcome):
+            self.directory = Path(welcome.directory)
+            rows = Path(welcome.rows or welcome.directory)
+            self.store: PayloadStore = SharedStore(rows, f"s{self.session}-", synced=synced)
+        else:
+            self.store = InlineStore(self.wire.check_size, synced=synced)
 
     def _hello(self, timeout_s: float) -> Welcome:
         hello = ClientHello(self.name, os.getpid(), process_key(os.getpid()), __version__, socket.gethostname())
@@ -131,7 +132,7 @@ class Connection:
     def encode_call(
         self,
         command: cmd.AnyCommand | None,
-        block: blocks.Block | None = None,
+        block: Block | None = None,
         then: cmd.LeaseRows | None = None,
         payload: int | None = None,
     ) -> bytes:
@@ -140,7 +141,7 @@ class Connection:
             if each is not None:
                 check_arguments(each)
         with self._lock:
-            body = encode(Call(command, block, tuple(self._events), then, payload, self.inline))
+            body = encode(Call(command, block, tuple(self._events), then, payload, self.store.inline))
             self._events.clear()
         return body
 
@@ -148,23 +149,11 @@ class Connection:
         """Decode a reply, possibly an error, and free the blocks listed in it."""
         answer = decode_result(reply.body)
         if answer.freed:
-            self.arena.free(unpack_ids(answer.freed).tolist())
+            self.store.free(unpack_ids(answer.freed).tolist())
         if reply.payload is None:
             return answer
         reply.payload.flags.writeable = False
         return ResultWithPayload(**msgspec.structs.asdict(answer), memory=reply.payload)
-
-    def columns(self, answer: CallResult) -> dict[str, Column]:
-        """Return the columns of leased rows: from the reply's payload or from shared memory."""
-        if isinstance(answer, ResultWithPayload):
-            assert answer.payload is not None
-            return from_image(answer.memory, answer.payload, answer.schema)
-        if answer.payload is not None:
-            raise LeaseLost("the rows ended before their columns were sent")
-        columns: dict[str, Column] = {}
-        for slices in answer.slices:
-            columns.update(self.reader.read(slices, answer.schema))
-        return columns
 
     def unpack_or_raise(self, reply: WireReply) -> CallResult:
         """Decode a reply as ``unpack`` does. Raises the error that the server returned."""
@@ -182,8 +171,7 @@ class Connection:
                 self.wire.request(self.encode_call(cmd.CloseSession()), 0.0)
         finally:
             self.wire.close()
-            self.arena.close(unlink=False)
-            self.mapper.close()
+            self.store.close()
 
 
 def _shares_memory(welcome: Welcome) -> bool:
@@ -194,6 +182,14 @@ def _shares_memory(welcome: Welcome) -> bool:
         return False
     seen = same_host(welcome.pid_key) and (found.st_dev, found.st_ino) == welcome.owner
     return seen and os.access(welcome.rows or welcome.directory, os.W_OK)
+
+
+def received_columns(answer: CallResult) -> dict[str, Column]:
+    """Return the columns received beside an answer. Raises LeaseLost if the rows had ended."""
+    if isinstance(answer, ResultWithPayload):
+        assert answer.payload is not None
+        return from_image(answer.memory, answer.payload, answer.schema)
+    raise LeaseLost("the rows ended before their columns were sent")
 
 
 class Port(ABC):
@@ -226,9 +222,9 @@ class Port(ABC):
     def write(
         self, command: WritingCommand, columns: Mapping[str, Column], *, keep: bool = True, grow: bool = True
     ) -> PendingWrite:
-        """Write columns to shared memory. Return the command with their location, for ``submit`` or
-        ``discard``. ``keep``: the caller may change the columns before they are sent. ``grow``: see
-        ``Arena.allocate``."""
+        """Write columns to the store. Return the command with them, for ``submit`` or ``discard``.
+        ``keep``: the caller may change the columns before they are sent. ``grow``: see
+        ``PayloadStore.write``."""
         if not columns:
             return PendingWrite(command)
         self.connection.wire.check()  # a forked child must not write into its parent's segments
@@ -237,28 +233,23 @@ class Port(ABC):
             command = msgspec.structs.replace(command, lengths=np.diff(response.offsets).astype("<i4").tobytes())
         if isinstance(command, cmd.AddRows) and command.key:
             command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
-        if self.connection.inline:
-            self.connection.wire.check_size(sum(column.values.nbytes for column in columns.values()))
-            image = to_image(columns, copy=keep or self._must_copy)
-            return PendingWrite(msgspec.structs.replace(command, columns=specs), image=image)
-        block, space = blocks.write(self.connection.arena, columns, grow=grow)
-        if self.connection.synced:
-            self.connection.arena.sync(space)
-        return PendingWrite(msgspec.structs.replace(command, columns=specs), block, space)
+        stored = self.connection.store.write(columns, copy=keep or self._must_copy, grow=grow)
+        return PendingWrite(msgspec.structs.replace(command, columns=specs), stored)
 
     async def submit(self, pending: PendingWrite, then: cmd.LeaseRows | None = None) -> CallResult:
         """Send a write, with a lease request if ``then`` is given. The result may be an error.
 
         Once the request is sent, only the server frees the block, because only it knows if rows use
         it; this also holds if the call is cancelled before the answer arrives. A write is therefore
-        sent once. If its payload was lost with the run's shared memory, a copy is sent.
+        sent once. If its payload was lost with the store's memory, a copy is sent.
         """
         began = time.monotonic()
         for left in reversed(range(SEND_TRIES)):
+            stored = pending.stored
+            image = stored.image
             try:
-                image = pending.image
                 body = self.connection.encode_call(
-                    pending.command, pending.block, then, None if image is None else image.rows
+                    pending.command, stored.block, then, None if image is None else image.rows
                 )
             except BaseException:
                 self.discard(pending)
@@ -267,29 +258,20 @@ class Port(ABC):
             answer = self.connection.unpack(await self.request(body, timeout_s, () if image is None else image.parts))
             if not left or answer.error is None or answer.error[0] != PayloadLost.__name__:
                 break
-            if pending.space is not None and not self.connection.arena.is_lost(pending.space):
-                break  # the payload exists here: the server cannot see this client's memory
-            pending = self._copy(pending, time.monotonic() - began)
+            again = stored if stored is _NOTHING else self.connection.store.rewrite(stored)
+            if again is None:
+                break
+            command = pending.command
+            if isinstance(command, cmd.AddRows):
+                waited_s = time.monotonic() - began
+                command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))
+            pending = PendingWrite(command, again)
         return answer
-
-    def _copy(self, pending: PendingWrite, waited_s: float) -> PendingWrite:
-        """Copy a write's payload to a new block: this process still maps the lost memory."""
-        command, block, old = pending.command, pending.block, pending.space
-        if isinstance(command, cmd.AddRows):
-            command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))
-        if block is None or old is None:
-            return dataclasses.replace(pending, command=command)
-        space = self.connection.arena.allocate(old.nbytes)
-        space.memory[HEADER_BYTES:] = old.memory[HEADER_BYTES:]
-        if self.connection.synced:
-            self.connection.arena.sync(space)
-        block = msgspec.structs.replace(block, segment=space.segment, start=space.start, serial=space.serial)
-        return PendingWrite(command, block, space)
 
     def discard(self, pending: PendingWrite) -> None:
         """Free the memory of a write that was never sent."""
-        if pending.space is not None:
-            self.connection.arena.free([pending.space.serial])
+        if pending.stored is not _NOTHING:
+            self.connection.store.discard(pending.stored)
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
         """Write and send columns; return the reply or raise the server's error.
@@ -309,7 +291,7 @@ class Port(ABC):
                 answer.raise_error()
                 return answer.reply
             except MemoryFull as full:
-                if not (self.connection.synced and isinstance(command, cmd.AddRows)):
+                if not (self.connection.store.synced and isinstance(command, cmd.AddRows)):
                     raise
                 waited = time.monotonic() - began
                 if waited >= timeout_s:

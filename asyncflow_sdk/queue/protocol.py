@@ -10,8 +10,8 @@ import numpy as np
 from ..errors import AsyncFlowError, error_from_name
 from ..ledger.commands import AnyCommand, AnyReply, LeaseRows
 from ..types import ColumnSpec, Event
+from ..types.blocks import Block, BlockSlices
 from ..wire import MAX_BYTES
-from .blocks import Block, BlockSlices
 
 
 class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

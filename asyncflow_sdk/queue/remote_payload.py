@@ -20,7 +20,8 @@ from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena
 from ..types import Column, ColumnSpec
-from .blocks import Block, BlockSlices, to_image
+from ..types.blocks import Block, BlockSlices
+from .blocks import to_image
 from .protocol import Call, CallResult, decode_call, encode
 from .reader import ColumnReader, from_image
 

@@ -22,8 +22,8 @@ from ..ledger import commands as cmd
 from ..ledger.factory import make_policy, make_sampler
 from ..types import Batch, Event
 from ..types import events as ev
+from ..types.blocks import Block
 from ..wire import MAX_BYTES, KeyPair, PayloadSink, Server, has_ended, offer_key, process_key
-from .blocks import Block
 from .call_executor import CallExecutor, Clock
 from .deferred import DeferredRequest, DeferredRequests
 from .durability import Durability

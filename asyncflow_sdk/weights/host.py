@@ -16,12 +16,12 @@ _UNUSED_ADDRESS = "192.0.2.1"  # reserved (RFC 5737): its route is this host's d
 def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int = 1, model: str = "") -> Host:
     """Describe the host of ``connection``. ``name``: unique in the run."""
     return Host(
-        directory=None if connection.inline else connection.directory,
+        directory=connection.directory,
         name=name,
         address=own_address(connection.wire.address, connection.server_addresses),
         rank=rank,
         world_size=world_size,
-        run=connection.directory.name,
+        run=connection.run,
         model=model,
     )
 

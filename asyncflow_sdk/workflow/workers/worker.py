@@ -66,8 +66,7 @@ class WorkerRuntime:
             connection = Connection(spec.address, spec.name, key=key, insecure=spec.insecure)
         except Exception as error:
             return _exit_of(error)
-        if not connection.inline:
-            self.directory = connection.directory
+        self.directory = connection.directory or self.directory
         self._connection = connection
         sys.path += [entry for entry in spec.import_path if entry not in sys.path]
         for name, value in spec.plugins.items():  # the environment of the placement has precedence
