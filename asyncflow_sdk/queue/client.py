@@ -174,6 +174,8 @@ class QueueVerbs(Generic[B]):
                 )
             assert isinstance(lease, cmd.Leased)
             try:
+                if self._port.connection.store.may_wait:
+                    return await self._port.in_thread(self._read, answer, lease, kind), lease
                 return self._read(answer, lease, kind), lease
             except BaseException as error:
                 with contextlib.suppress(AsyncFlowError):
@@ -193,7 +195,7 @@ class QueueVerbs(Generic[B]):
 
     def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R]) -> R:
         """Return the leased rows as a batch of views and copies."""
-        ids, store = unpack_ids(lease.ids), self.connection.store
+        ids, store = unpack_ids(lease.ids), self._port.connection.store
         if not len(ids):  # a rank group's lease may have fewer rows than shards
             return self._without_rows(answer, kind)
         beside = answer.payload is not None

@@ -16,28 +16,33 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
 from .._version import __version__
-from ..errors import DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, SchemaError, ServerLost
-from ..interfaces.store import PayloadStore, StoredBlock
+from ..errors import DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, ProtocolError, SchemaError, ServerLost
+from ..interfaces.store import HomeCatalog, PayloadStore, StoreContext, StoredBlock
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import GrowthNeeded
 from ..types import Column, Event, digest_of
 from ..types.blocks import Block
 from ..types.defaults import CALL_S
-from ..wire import Client, RunKey, WireReply, await_key, process_key, same_host
+from ..wire import Client, RunKey, WireReply, await_key, find_key, own_address, process_key, same_host
 from .checks import check_arguments
-from .inline_store import InlineStore
+from .coroutines import run_blocking
+from .fetch import FetchReply, FetchRequest
+from .home_catalog import catalog_of
+from .homes import KnownHomes
 from .journal import DISK_RETRY_S
 from .protocol import Call, CallResult, ClientHello, ResultWithPayload, Welcome, decode_result, encode
 from .reader import from_image
-from .shared_store import SharedStore
+from .stores import LOCAL, make_store
+from .unit_start import UnitConfig, ensure_unit
 
 LARGE_BYTES = 128 << 20
 SEND_TRIES = 3
@@ -46,6 +51,8 @@ RESPONSE = "response_ids"
 """The column of response tokens. The run counts its lengths."""
 _log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
 WritingCommand: TypeAlias = cmd.AddRows | cmd.Complete
 
 
@@ -67,8 +74,9 @@ class Connection:
     False: send columns over the socket even if the server's memory is accessible. ``timeout_s``:
     the longest wait for the server's first answer. ``store``: the payload. ``directory``: the run's
     shared memory; None if it is not visible here. ``run``: the name of that directory.
-    ``server_addresses``: the server's tcp addresses. Raises ConfigError, AccessDenied, ServerLost,
-    ProtocolError.
+    ``server_addresses``: the server's tcp addresses. ``start_unit``: start a storage unit on this
+    host for the first write, if the run has them and none is here. Raises ConfigError, AccessDenied,
+    ServerLost, ProtocolError, PluginError.
     """
 
     def __init__(
@@ -80,6 +88,7 @@ class Connection:
         insecure: bool = False,
         shared_memory: bool = True,
         timeout_s: float = CALL_S,
+        start_unit: bool = False,
     ) -> None:
         self.name = name
         until = time.monotonic() + timeout_s
@@ -101,14 +110,53 @@ class Connection:
             self.wire.watch(welcome.pid, welcome.pid_key)
         self.run, self.session = Path(welcome.directory).name, welcome.session
         self.server_addresses = welcome.addresses
-        self.directory: Path | None = None
-        synced = welcome.durability == "host"
-        if shared_memory and _shares_memory(welcome):
-            self.directory = Path(welcome.directory)
-            rows = Path(welcome.rows or welcome.directory)
-            self.store: PayloadStore = SharedStore(rows, f"s{self.session}-", synced=synced)
-        else:
-            self.store = InlineStore(self.wire.check_size, synced=synced)
+        visible = shared_memory and _shares_memory(welcome)
+        self.directory = Path(welcome.directory) if visible else None
+        rows = Path(welcome.rows or welcome.directory) if visible else None
+        self.key = known
+        try:
+            self.store = self._open_store(welcome, rows, start_unit)
+        except BaseException:
+            self.wire.close()
+            raise
+
+    def _open_store(self, welcome: Welcome, rows: Path | None, start_unit: bool) -> PayloadStore:
+        context = StoreContext(
+            run=self.run, session=self.session, rows=rows, synced=welcome.durability == "host",
+            check_size=self.wire.check_size,
+        )  # fmt: skip
+        if welcome.store != LOCAL:
+            if self.key is None and welcome.addresses:  # on the server's host; units elsewhere want it
+                self.key = find_key(welcome.addresses[0])
+            context = replace(
+                context, host=own_address(self.wire.address, welcome.addresses), homes=self.homes(),
+                fetch=self.fetch, key=self.key, start_unit=self._start_unit if start_unit else None,
+            )  # fmt: skip
+        return make_store(welcome.store, welcome.store_options, context)
+
+    def _start_unit(self) -> None:
+        """Start a storage unit on this host, if none is visible here."""
+        homes = KnownHomes(self.homes())
+
+        def is_open() -> bool:
+            """Return True if a home's memory is visible here."""
+            homes.refresh()
+            return bool(homes.visible())
+
+        ensure_unit(self.run, UnitConfig(self.wire.address, key=self.key, insecure=self.wire.insecure), is_open)
+
+    def homes(self) -> HomeCatalog:
+        """Return the catalog of the run's homes. Raises ConfigError if its server keeps none."""
+        return catalog_of(lambda command: run_blocking(BlockingPort(self).send(command)))
+
+    def fetch(self, request: FetchRequest, timeout_s: float) -> tuple[FetchReply, Any]:
+        """Fetch columns of rows in the server's memory. Return the reply, and the bytes of its blocks."""
+        received = self.wire.exchange(encode(Call(request)), timeout_s, grace_s=0.0)
+        answer = decode_result(received.body)
+        answer.raise_error()
+        if not isinstance(answer.reply, FetchReply) or received.payload is None:
+            raise ProtocolError(f"{self.wire.address} gave no columns in its answer to a request for columns")
+        return answer.reply, received.payload
 
     def _hello(self, timeout_s: float) -> Welcome:
         hello = ClientHello(self.name, os.getpid(), process_key(os.getpid()), __version__, socket.gethostname())
@@ -205,6 +253,10 @@ class Port(ABC):
     @abstractmethod
     async def pause(self, seconds: float) -> None:
         """Block the thread, or suspend the task, for ``seconds``."""
+
+    @abstractmethod
+    async def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function that may wait, without blocking an event loop."""
 
     _must_copy = False
     """True if columns must be copied before they are sent, because other tasks may change them
@@ -323,6 +375,9 @@ class BlockingPort(Port):
     async def pause(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - a blocking call is what this port is for
 
+    async def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs)
+
 
 class LoopPort(Port):
     """Calls that suspend the task."""
@@ -334,3 +389,6 @@ class LoopPort(Port):
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    async def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.to_thread(function, *args, **kwargs)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+
 from ..errors import ProtocolError
 from ..interfaces.store import PayloadStore, StoredBlock
+from ..memory import HEADER_BYTES, Allocation
 from ..types import Column, ColumnSpec
-from ..types.blocks import BlockSlices
+from ..types.blocks import Block, BlockImage, BlockSlices
 from .blocks import to_image
 
 
@@ -26,6 +29,12 @@ class InlineStore(PayloadStore):
     def write(self, columns: Mapping[str, Column], *, copy: bool, grow: bool = True) -> StoredBlock:
         self._check_size(sum(column.values.nbytes for column in columns.values()))
         return StoredBlock(None, to_image(columns, copy=copy))
+
+    def image_of(self, block: Block, space: Allocation) -> StoredBlock:
+        """Return a block that another store of this process has written as an image."""
+        self._check_size(block.nbytes)
+        parts = [np.zeros(HEADER_BYTES, np.uint8), space.memory[HEADER_BYTES:]]
+        return StoredBlock(None, BlockImage(block.rows, block.nbytes, parts))
 
     def rewrite(self, stored: StoredBlock) -> StoredBlock | None:
         return stored

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from ..interfaces.store import PayloadStore, StoredBlock
-from ..memory import HEADER_BYTES, Arena, Mapper
+from ..memory import HEADER_BYTES, Allocation, Arena, Mapper
 from ..types import Column, ColumnSpec
-from ..types.blocks import BlockSlices
+from ..types.blocks import Block, BlockSlices
 from ..types.ragged import Array
 from . import blocks
 from .reader import ColumnReader
@@ -38,6 +38,10 @@ class SharedStore(PayloadStore):
         assert block is not None
         if not self._arena.is_lost(old):
             return None  # the server cannot see this client's memory
+        return self.copy_of(block, old)
+
+    def copy_of(self, block: Block, old: Allocation) -> StoredBlock:
+        """Write a block that any store of this process has written. Raises MemoryFull."""
         space = self._arena.allocate(old.nbytes)
         space.memory[HEADER_BYTES:] = old.memory[HEADER_BYTES:]
         if self.synced:

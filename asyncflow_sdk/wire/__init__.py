@@ -9,7 +9,7 @@ from .keys import KeyPair, RunKey, ServerKeys, ensure_keys, generate_keys
 from .own_address import own_address
 from .processes import boot_id, has_ended, process_key, same_host
 from .server import Server
-from .service import Service, ServiceAddress, ServiceClient
+from .service import Frames, Service, ServiceAddress, ServiceClient
 from .sockets import RETRY_S, is_loopback, probe
 from .transfers import MemorySink, PayloadSink
 
@@ -17,6 +17,7 @@ __all__ = [
     "MAX_BYTES",
     "RETRY_S",
     "Client",
+    "Frames",
     "Handler",
     "KeyPair",
     "MemorySink",

@@ -63,7 +63,7 @@ class WorkerRuntime:
         try:
             spec = self.spec
             key = None if spec.key is None else msgspec.convert(spec.key, RunKey)
-            connection = Connection(spec.address, spec.name, key=key, insecure=spec.insecure)
+            connection = Connection(spec.address, spec.name, key=key, insecure=spec.insecure, start_unit=True)
         except Exception as error:
             return _exit_of(error)
         self.directory = connection.directory or self.directory
