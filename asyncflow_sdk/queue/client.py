@@ -9,6 +9,7 @@ with queue.get("reward", count=64, timeout_s=30) as batch:
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AsyncFlowError, ConfigError, LeaseLost, SchemaError, VersionNeeded
+from ..errors import AsyncFlowError, ConfigError, LeaseLost, SchemaError, StoreUnavailable, VersionNeeded
 from ..interfaces import LeasedBatch, PutRows, StepPart, TransferQueue
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
@@ -34,6 +35,8 @@ from .leased_steps import AsyncStepStream, BlockingStepStream
 from .protocol import CallResult
 from .streams import AsyncStream, BlockingStream
 
+LATE_S = 0.2
+"""Pause before rows of a host that cannot be reached are leased again."""
 _READ_TRIES = 8
 """Most requests for one batch: rows can end between their lease and the read."""
 B = TypeVar("B", bound=BatchVerbs)
@@ -161,9 +164,12 @@ class QueueVerbs(Generic[B]):
         """Send a lease request, unless it has its ``answer``; return the rows, and the lease.
 
         A lease with rows that cannot be read goes back; if they had ended, the request is repeated. A
-        rank of a group gets a batch without rows then, since the others work on this very lease.
+        rank of a group gets a batch without rows then, since the others work on this very lease. If
+        their host cannot be reached now, the request is repeated until its own deadline.
         """
-        for left in reversed(range(_READ_TRIES)):
+        left, began = _READ_TRIES, time.monotonic()
+        while True:
+            left -= 1
             if answer is None:
                 answer = await self._port.call(request)
             answer.raise_error()
@@ -185,13 +191,19 @@ class QueueVerbs(Generic[B]):
                             unread=isinstance(error, LeaseLost),
                         )
                     )  # fmt: skip
+                alone = lease.world_size == 1 or lease.step >= 0
+                if isinstance(error, StoreUnavailable) and alone and not request.token:
+                    left_s = request.timeout_s - (time.monotonic() - began)
+                    if left_s > 0:  # late, not lost: the rows cost no attempt
+                        await self._port.pause(min(LATE_S, left_s))
+                        request, answer, left = msgspec.structs.replace(request, timeout_s=left_s), None, left + 1
+                        continue
                 if request.token or not (left and isinstance(error, LeaseLost)):
                     raise
-                if lease.world_size == 1 or lease.step >= 0:
+                if alone:
                     answer = None  # rows ended before they were read
                     continue
                 return self._without_rows(answer, kind), msgspec.structs.replace(lease, ids=b"", groups=b"")
-        raise AssertionError("the last try returns or raises")
 
     def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R]) -> R:
         """Return the leased rows as a batch of views and copies."""

@@ -18,7 +18,7 @@ from ..interfaces.store import HomeCatalog
 from ..wire import own_address
 from .connection import Connection
 from .unit import BEAT_S, StorageUnit
-from .unit_start import UnitConfig
+from .unit_start import UnitConfig, remove_unit_log
 
 
 def run_unit(
@@ -46,6 +46,8 @@ def run_unit(
             over = unit.serve(lambda: connection.wire.server_closed, stop, beat_s=beat_s)
         finally:
             unit.close(keep=not over)
+            if over:
+                remove_unit_log(connection.run)
     finally:
         connection.close()
 

@@ -50,7 +50,7 @@ def ensure_unit(
     this process. Raises DeadlineExceeded, with the end of the unit's output; the errors of
     ``is_open``."""
     until = time.monotonic() + timeout_s
-    log = Path(tempfile.gettempdir()) / f"asyncflow-{os.getuid()}-{run}-unit.log"
+    log = unit_log(run)
     with _locked(log.with_suffix(".lock"), run, until):
         if is_open():
             return
@@ -74,6 +74,18 @@ def ensure_unit(
                     process.wait()
                 raise DeadlineExceeded(f"the storage unit of this host {why}; its log, {log}, ends: {_end(log)}")
             time.sleep(_PAUSE_S)
+
+
+def unit_log(run: str) -> Path:
+    """Return the path of the output of a run's unit on this host. The lock has the suffix ".lock"."""
+    return Path(tempfile.gettempdir()) / f"asyncflow-{os.getuid()}-{run}-unit.log"
+
+
+def remove_unit_log(run: str) -> None:
+    """Remove the files left by ``ensure_unit``, once the run has ended."""
+    for path in (unit_log(run), unit_log(run).with_suffix(".lock")):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 @contextlib.contextmanager

@@ -1,18 +1,23 @@
 """The promises of ``PayloadStore``, kept by every store: one body of tests over shared memory and over columns beside calls."""
 
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from queue_runs import Served, in_threads, runs_over
+from queue_runs import Served, in_threads, running, runs_over
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import LeaseLost
+from asyncflow_sdk.errors import LeaseLost, StoreUnavailable
 from asyncflow_sdk.interfaces.store import PayloadStore
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue.blocks import pack_columns
 from asyncflow_sdk.queue.connection import BlockingPort, Connection
 from asyncflow_sdk.queue.coroutines import run_blocking
+from asyncflow_sdk.queue.shared_store import SharedStore
+from asyncflow_sdk.types import Column, ColumnSpec
+from asyncflow_sdk.types.blocks import BlockSlices
 
 run = runs_over("ipc", "remote")
 KINDS: dict[str, Any] = {
@@ -151,3 +156,46 @@ def test_threads_share_a_store(run: Served) -> None:
 
     found = sorted(each for part in in_threads(3, work) for each in part)
     assert found == sorted(10.0 * number + part for number in range(3) for part in range(10) for _ in range(2))
+
+
+class LateStore(SharedStore):
+    """Shared memory of a host that cannot be reached at first."""
+
+    may_wait = True
+
+    def __init__(self, run: Served, session: int, times: int) -> None:
+        super().__init__(run.memory, f"s{session}-")
+        self.times = times
+
+    def read(self, slices: Sequence[BlockSlices], schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
+        self.times -= 1
+        if self.times >= 0:
+            raise StoreUnavailable("its cable is cut")
+        return super().read(slices, schema)
+
+
+def test_rows_of_a_host_that_cannot_be_reached_are_leased_again_and_cost_no_attempt() -> None:
+    with running("ipc") as run:
+        queue, client = run.queue(), run.client("late")
+        queue.declare("work", needs=["x"], max_attempts=1)
+        queue.put({"x": np.arange(5.0)})
+        connection = connection_of(client)
+        connection.store = LateStore(run, connection.session, 3)
+        # a blocking client, and one on an event loop, get them once they can be read
+        client.queue.get("work", 5, timeout_s=60).give_back()
+        connection.store = LateStore(run, connection.session, 3)
+
+        async def get() -> list[float]:
+            async with await client.queue.aio.get("work", 5, timeout_s=60) as batch:  # type: ignore[attr-defined]
+                await batch.give_back()
+                values: list[float] = batch["x"].tolist()
+                return values
+
+        assert asyncio.run(get()) == [0, 1, 2, 3, 4]
+        # and the reason, if they cannot for as long as the client waits
+        connection.store = LateStore(run, connection.session, 1000)
+        with pytest.raises(StoreUnavailable, match="its cable is cut"):
+            client.queue.get("work", 5, timeout_s=0.5)
+        # then no row has lost an attempt, and all are there for others
+        assert queue.get("work", 5)["x"].tolist() == [0, 1, 2, 3, 4]
+        assert queue.audit().failed == 0
