@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import socket
@@ -18,7 +17,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -50,8 +48,7 @@ _log = logging.getLogger(__name__)
 WritingCommand: TypeAlias = cmd.AddRows | cmd.Complete
 
 
-@dataclass(frozen=True)
-class PendingWrite:
+class PendingWrite(msgspec.Struct, frozen=True):
     """A command with its payload: a ``block`` in shared memory, or an ``image`` to send beside it."""
 
     command: WritingCommand | cmd.GiveBack
@@ -278,7 +275,7 @@ class Port(ABC):
         if isinstance(command, cmd.AddRows):
             command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))
         if block is None or old is None:
-            return dataclasses.replace(pending, command=command)
+            return msgspec.structs.replace(pending, command=command)
         space = self.connection.arena.allocate(old.nbytes)
         space.memory[HEADER_BYTES:] = old.memory[HEADER_BYTES:]
         if self.connection.synced:
