@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -42,6 +43,8 @@ class Meter:
         self.total_cpu: dict[str, float] = {}
         self._train_s = 0.0
         self._began: float | None = None
+        self._measured_from_s = math.inf
+        """Calls begun before are not counted: a part of their time is in the processors' time before."""
         self._start_cpu: dict[str, float] | None = None
         self._last = steps - BEFORE_END
         self._view = af.LiveView(
@@ -61,7 +64,7 @@ class Meter:
             self.pids[event.worker] = event.pid
         if isinstance(event, ev.Span) and event.kind in ("generate", "train"):
             self._began = event.time_s if self._began is None else self._began
-            if self._start_cpu is not None and not self.total_cpu:
+            if event.time_s >= self._measured_from_s and not self.total_cpu:
                 self.engine_cpu[event.worker] = self.engine_cpu.get(event.worker, 0.0) + event.cpu_s
                 if event.kind == "generate":
                     self.generate_s.append(event.seconds)
@@ -75,7 +78,7 @@ class Meter:
             said = {name: event.metrics[name] for name in SAID if name in event.metrics}
             self.record.append(said | {"at_s": event.time_s - self._began})
             if event.step == FROM_STEP:
-                self._start_cpu = self._cpu()
+                self._start_cpu, self._measured_from_s = self._cpu(), event.time_s
             elif event.step == self._last and self._start_cpu is not None:
                 self.total_cpu = {name: cpu_s - self._start_cpu.get(name, 0.0) for name, cpu_s in self._cpu().items()}
 

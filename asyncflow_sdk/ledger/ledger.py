@@ -280,7 +280,7 @@ class Ledger:
             self.part_delivery.parked(command.token)
         if isinstance(command, cmd.LeaseRows) and command.world_size > 1:
             self.rank_groups.parked(request)
-        elif isinstance(command, cmd.AwaitVersion | cmd.Swap):
+        elif isinstance(command, (cmd.AwaitVersion, cmd.Swap)):
             self.replica_updates.parked(request)
         elif isinstance(command, cmd.AllGather):
             self.barrier.parked(request)

@@ -203,14 +203,14 @@ class CallExecutor:
         )
         try:
             ids, step = self._check(writer, command, block)
-            if isinstance(command, cmd.AddRows | cmd.Complete):
+            if isinstance(command, (cmd.AddRows, cmd.Complete)):
                 command = msgspec.structs.replace(command, nbytes=block.nbytes if block else 0)
             command = self._measures.fill(command, block)
             lease: Grant | None = None
             if step >= 0 and isinstance(command, cmd.Complete):
                 lease = self._state.leases.by_token.get(command.token)
             unread, trained = self._unread(command), self._trained(lease, ids)
-            if call.then is not None and not isinstance(command, cmd.Complete | cmd.GiveBack):
+            if call.then is not None and not isinstance(command, (cmd.Complete, cmd.GiveBack)):
                 raise ProtocolError("`then` needs a completion or a return of rows")
             if isinstance(command, cmd.AddCheckpoint):
                 self._listeners.final(command.covers)
@@ -230,7 +230,7 @@ class CallExecutor:
         if lease is not None and lease.shards is not None and len(lease.shards.done) < lease.shards.size:
             trained = None  # other ranks have to acknowledge it, too
         self._flush(trained)
-        if isinstance(command, cmd.CloseSession | cmd.Dismiss):
+        if isinstance(command, (cmd.CloseSession, cmd.Dismiss)):
             self._close_left()
 
     def _close_left(self) -> None:
@@ -341,7 +341,7 @@ class CallExecutor:
             self.payloads.put(ticket, pending.command, reply, unpack_ids(reply.groups))
         elif isinstance(reply, cmd.Completed) and pending.ids is not None:
             self.payloads.complete(ticket, pending.ids, unpack_ids(reply.revoked + reply.again))
-        elif isinstance(reply, cmd.PublishReply | cmd.RollbackDone):
+        elif isinstance(reply, (cmd.PublishReply, cmd.RollbackDone)):
             self.payloads.remove_old_weights()
         elif isinstance(reply, cmd.Leased):
             needs = self._state.tasks[reply.task].spec.needs

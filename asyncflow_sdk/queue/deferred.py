@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -21,8 +20,7 @@ MOST = 100
 """The number of waiting requests listed in a status."""
 
 
-@dataclass(frozen=True)
-class DeferredRequest:
+class DeferredRequest(msgspec.Struct, frozen=True):
     """A call and its wire numbers. ``since``, ``deadline``: ledger seconds. ``why`` it waits."""
 
     session: str
@@ -57,7 +55,7 @@ class DeferredRequest:
         assert self.call.command is not None
         command = msgspec.structs.replace(self.call.command, timeout_s=self.deadline - now)
         call = msgspec.structs.replace(self.call, command=command)
-        return replace(self, call=call, body=encode(call), since=now)
+        return msgspec.structs.replace(self, call=call, body=encode(call), since=now)
 
     def release(self) -> None:
         """Free the memory of the payload sent with it."""
@@ -86,13 +84,15 @@ class DeferredRequests:
 
     def check_turn(self, request: DeferredRequest) -> None:
         """Raise MemoryFull for a put if an earlier put waits."""
+        if not self._waiting or not request.puts_rows:
+            return
         before = next((each for each in self._waiting.values() if each.puts_rows), None)
-        if request.puts_rows and before is not None:
+        if before is not None:
             raise MemoryFull(before.why)
 
     def add(self, request: DeferredRequest, full: MemoryFull, now: float) -> None:
         """Let a request wait. ``full``: the reason."""
-        self._waiting[request.ticket] = replace(request, why=str(full))
+        self._waiting[request.ticket] = msgspec.structs.replace(request, why=str(full))
         self._next_try = min(self._next_try, now + DISK_RETRY_S)
 
     def drop(self, ticket: int) -> DeferredRequest | None:
@@ -115,6 +115,8 @@ class DeferredRequests:
         return self._take(lambda each: each.deadline <= now)
 
     def _take(self, wanted: Callable[[DeferredRequest], bool]) -> list[DeferredRequest]:
+        if not self._waiting:
+            return []
         taken = [each for each in self._waiting.values() if wanted(each)]
         for each in taken:
             del self._waiting[each.ticket]
