@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .errors import SchemaError as SchemaError
     from .errors import ServerLost as ServerLost
     from .errors import StepAborted as StepAborted
+    from .errors import StoreUnavailable as StoreUnavailable
     from .errors import VersionGone as VersionGone
     from .errors import VersionNeeded as VersionNeeded
     from .errors import WeightError as WeightError
@@ -60,12 +61,15 @@ if TYPE_CHECKING:
     from .interfaces import Consumer as Consumer
     from .interfaces import Fetched as Fetched
     from .interfaces import FilePlace as FilePlace
+    from .interfaces import HomeCatalog as HomeCatalog
+    from .interfaces import HomeOffer as HomeOffer
     from .interfaces import Host as Host
     from .interfaces import Launcher as Launcher
     from .interfaces import LeasedBatch as LeasedBatch
     from .interfaces import LeasedStep as LeasedStep
     from .interfaces import LoadableUpdate as LoadableUpdate
     from .interfaces import PackedTokens as PackedTokens
+    from .interfaces import PayloadStore as PayloadStore
     from .interfaces import Placement as Placement
     from .interfaces import Producer as Producer
     from .interfaces import Publication as Publication
@@ -80,6 +84,9 @@ if TYPE_CHECKING:
     from .interfaces import StepPart as StepPart
     from .interfaces import StepResult as StepResult
     from .interfaces import StepWindow as StepWindow
+    from .interfaces import StorageHome as StorageHome
+    from .interfaces import StoreContext as StoreContext
+    from .interfaces import StoredBlock as StoredBlock
     from .interfaces import TensorType as TensorType
     from .interfaces import TrackedRun as TrackedRun
     from .interfaces import Tracker as Tracker
@@ -144,7 +151,7 @@ _NAMES = {
     "errors": (
         "AccessDenied AsyncFlowError ConfigError DeadlineExceeded DigestMismatch Ended EngineError EngineGone "
         "Interrupted LeaseLost MemoryFull PayloadLost PluginError ProtocolError SchemaError ServerLost "
-        "StepAborted VersionGone VersionNeeded WeightError WeightMismatch WireError WorkerFailed WriteOnceError"
+        "StepAborted StoreUnavailable VersionGone VersionNeeded WeightError WeightMismatch WireError WorkerFailed WriteOnceError"
     ),
     "interfaces": (
         "TRAIN_COLUMNS Algorithm Candidates Capabilities Completion Completions Consumer Launcher LeasedBatch"
@@ -153,6 +160,7 @@ _NAMES = {
         " WeightUpdate WorkerExit WorkerHandle WorkerSpec"
         " Fetched FilePlace Host LoadableUpdate PutRows RollbackResult Room TensorType"
         " WeightReceiver WeightSender WeightTransport WorkerSettings"
+        " HomeCatalog HomeOffer PayloadStore StorageHome StoreContext StoredBlock"
     ),
     "ledger": "Audit",
     "plugins": "AdapterSpec HookSpecs hookimpl",

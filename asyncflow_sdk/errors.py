@@ -11,6 +11,7 @@ AsyncFlowError
 ├── DeadlineExceeded       a wait timed out; names the missing thing (also a TimeoutError)
 ├── MemoryFull             shared memory or disk has no room for the data
 ├── PayloadLost            the memory or file with the data of a call was removed
+├── StoreUnavailable       the host with the data of rows cannot be reached now; nothing is lost
 ├── WireError              a connection failed
 │   ├── AccessDenied       the keys of client and server do not match
 │   ├── ProtocolError      the peer sent an unreadable message or has another version
@@ -73,6 +74,11 @@ class MemoryFull(AsyncFlowError, MemoryError):
 
 class PayloadLost(AsyncFlowError):
     """Raised when the shared memory or file with the data of a call was removed. Nothing was stored; repeat the call."""
+
+
+class StoreUnavailable(AsyncFlowError):
+    """Raised when the store with the data of rows cannot be reached now. The rows are not lost: give them back, and
+    lease them again later."""
 
 
 class WireError(AsyncFlowError, ConnectionError):

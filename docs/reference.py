@@ -153,6 +153,17 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
             interfaces.Placement,
         ],
     ),
+    "Stores": (
+        'kind "store"',
+        [
+            interfaces.PayloadStore,
+            interfaces.StoredBlock,
+            interfaces.StoreContext,
+            interfaces.HomeCatalog,
+            interfaces.HomeOffer,
+            interfaces.StorageHome,
+        ],
+    ),
     "Trackers": ('kind "tracker"', [interfaces.Tracker, interfaces.TrackedRun]),
     "Configuration": (
         "validated by the constructor",

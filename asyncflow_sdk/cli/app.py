@@ -277,6 +277,27 @@ def evict(
 
 
 @app.command()
+def store(
+    where: Queue,
+    name: Annotated[str, option("Name of the home; default: this host and its address.")] = "",
+    listen: Annotated[
+        MaybeText, option("Address to listen on; default: a free port.", "tcp://HOST:PORT", "--listen")
+    ] = None,
+    key: Key = None,
+    insecure: Insecure = False,
+    debug: Debug = False,
+) -> None:
+    """Serve this host's memory for the payload of a run.
+
+    Workers start it themselves. Start it by hand for a fixed address or name. A stopped one loses
+    nothing if another is started on this host in time.
+    """
+    from .store_command import serve_store
+
+    serve_store(where, Console(), name=name, listen=listen, key=key, insecure=insecure)
+
+
+@app.command()
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run with checkpoints.")],
     no_plugin: NoPlugin = None,

@@ -18,6 +18,7 @@ from .queue import PutRows, TransferQueue
 from .rollout import Capabilities, Completion, Completions, Request, RolloutEngine
 from .sampler import Candidates, Sampler
 from .staleness import StalenessPolicy, StepWindow
+from .store import HomeCatalog, HomeOffer, PayloadStore, StorageHome, StoreContext, StoredBlock
 from .tracker import TrackedRun, Tracker
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
 from .weight_sync import (
@@ -55,6 +56,8 @@ __all__ = [
     "Consumer",
     "Fetched",
     "FilePlace",
+    "HomeCatalog",
+    "HomeOffer",
     "Host",
     "Launcher",
     "LeasedBatch",
@@ -62,6 +65,7 @@ __all__ = [
     "LoadableUpdate",
     "OnFailure",
     "PackedTokens",
+    "PayloadStore",
     "Placement",
     "Producer",
     "Publication",
@@ -76,6 +80,9 @@ __all__ = [
     "StepPart",
     "StepResult",
     "StepWindow",
+    "StorageHome",
+    "StoreContext",
+    "StoredBlock",
     "TensorType",
     "TrackedRun",
     "Tracker",

@@ -22,7 +22,7 @@ from ..types import events as ev
 from . import commands as cmd
 from .commands import Ids
 from .completion import NO_GRADIENT, RowCompletion
-from .payload_loss import LOST_REASON, PayloadLoss
+from .payload_loss import PayloadLoss
 from .publication import VersionPublication
 from .state import LedgerState
 from .state.rows import DONE, LIVE, NONE, SELECTED
@@ -85,9 +85,7 @@ class StepCheckpoints:
         steps.saved = {saved: version for saved, version in steps.saved.items() if saved <= step}
         again = self._train_again(step)
         version, publish = self._continue_from(step, command.version, session.name)
-        if len(holes := steps.lost_rows):
-            steps.lost_rows = holes[:0]
-            self._payload_loss.lose(holes, LOST_REASON)
+        self._payload_loss.end_holes()
         self._state.context.wake(steps.task.place)
         self._state.tasks.wake_replicas()
         return cmd.Resumed(step=step, version=version, publish=publish, again=again)

@@ -82,6 +82,8 @@ class Configure(Command, frozen=True, tag="configure"):
     ``Resume`` can train them again. They count against ``capacity_bytes``, not ``capacity_rows``.
 
     ``staleness``: the policy that interprets ``max_staleness``; by default "wait".
+
+    ``home_silence_s``: a home is given up if it has no unit for this long.
     """
 
     capacity_rows: int | None = None
@@ -94,6 +96,7 @@ class Configure(Command, frozen=True, tag="configure"):
     quorum: int | None = None
     checkpoints: bool | None = None
     staleness: PolicySpec | None = None
+    home_silence_s: float | None = None
 
 
 class Declare(Command, frozen=True, tag="declare"):
@@ -376,6 +379,71 @@ class LastPut(Reply, frozen=True, tag="last_put"):
     count: int = 0
 
 
+# ---- homes of payload
+
+
+class OpenHome(Command, frozen=True, tag="open_home"):
+    """Serve a home of payload, as its unit from now on.
+
+    ``identity`` names the contents of its memory. A home with the same identity is the same one, in
+    the same epoch, even if its unit has died; it keeps its first ``name``. A home of this name with
+    another identity loses its contents, and begins a new epoch; refused while another unit serves
+    it. A lost epoch never returns. ``store``: kind of the store. ``address`` and ``key``: of the
+    unit's socket. ``directory`` and ``owner``: of its segments, and the text of its owner file.
+    Answered with ``HomeOpened``.
+    """
+
+    store: str
+    name: str
+    identity: str
+    address: str = ""
+    key: str = ""
+    directory: str = ""
+    owner: str = ""
+
+
+class HomeOpened(Reply, frozen=True, tag="home_opened"):
+    """Blocks of this home are in ``epoch``. Remove files of any other epoch: they are lost."""
+
+    home: int
+    epoch: int
+
+
+class EvictHome(Command, frozen=True, tag="evict_home"):
+    """Give up a home at once, with its payload. Refused unless ``epoch`` is live. ``reason``: for
+    people."""
+
+    home: int
+    epoch: int
+    reason: str = ""
+
+
+class GetHomes(Command, frozen=True, tag="get_homes"):
+    """Get all homes but the server's own. Answered with ``HomeList``."""
+
+
+class HomeInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A home, see ``OpenHome``. ``absent_s``: seconds without a unit; -1 if it has one or is lost.
+    ``lost``: why its newest epoch is lost; "" if it is not."""
+
+    home: int
+    epoch: int
+    store: str
+    name: str
+    address: str = ""
+    key: str = ""
+    directory: str = ""
+    owner: str = ""
+    absent_s: float = -1.0
+    lost: str = ""
+
+
+class HomeList(Reply, frozen=True, tag="homes"):
+    """``homes``: by number."""
+
+    homes: tuple[HomeInfo, ...]
+
+
 # ---- training: checkpoints, and barriers between ranks
 
 
@@ -630,9 +698,10 @@ AnyCommand: TypeAlias = (
     | ClosePublisher | Announce | Publish | Withdraw | Rollback | GetRestoreTarget | ReportRestored | AwaitVersion
     | ReportStaged | Swap | ReportLoaded | ReportLoadFailed | Retire | AwaitRowsWanted | End | Cancel | Dismiss | Prepare
     | CloseSession | GetAudit | GetFailed | GetStatus | AddCheckpoint | Resume | GetTrainingPosition | AllGather | GetPut
+    | OpenHome | EvictHome | GetHomes
 )  # fmt: skip
 AnyReply: TypeAlias = (
     Done | SessionOpened | PutDone | Leased | LeasedPart | LoadFirst | Completed | Lost | Cancelled | Dismissed | Failed | Publisher
     | PublishReply | RollbackDone | RestoreTarget | Permitted | Version | RowsWanted | Audit | StatusReport | Resumed
-    | TrainingPosition | AllGathered | LastPut
+    | TrainingPosition | AllGathered | LastPut | HomeOpened | HomeList
 )  # fmt: skip

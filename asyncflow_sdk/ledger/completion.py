@@ -99,6 +99,23 @@ class RowCompletion:
             if any(not task.spec.gives and self._state.tasks.takes(task, partition) for task in self._state.tasks):
                 self._terminations.finish(done, CONSUMED, through=partition)
 
+    def skip(self, ids: Ids, reason: str) -> None:
+        """Make rows done in all their tasks."""
+        rows, tasks = self._state.rows, self._state.tasks
+        for name, task in tasks.by_name.items():
+            states = rows.task(name, "state")[rows.at(ids)]
+            tasks.count_fit(task, ids[states == READY], -1)
+            tasks.count_waiting(task, ids[states == WAITING])
+            if task.sampling.whole_groups and (states == WAITING).any():
+                self._terminations.excused.append((name, ids[states == WAITING]))
+            tokens = rows.task(name, "token")[rows.at(ids)]
+            self._state.leases.lose_rows(ids, np.where(states == LEASED, tokens, NONE))
+            rows.task(name, "token")[rows.at(ids)] = NONE
+            tasks.skip(task, ids[states < DONE])
+            self._state.context.wake(task.place)
+        self._terminations.note_skipped(len(ids), reason)
+        self.consume(ids, rows.at(ids))
+
     def give_back(self, grant: Grant, ids: Ids, reason: str, *, blame: bool) -> None:
         """Return rows to their task; a step returns whole. With ``blame``, rows that lost too many
         leases fail with their groups."""
@@ -198,8 +215,7 @@ class RowCompletion:
                 self._state.tasks.count_fit(task, skipped, -1)
                 rows.todo[rows.at(skipped)] -= 1
                 self._state.tasks.leave(task, skipped)
-                terminations = self._terminations
-                terminations.reasons[f"skipped: {terminations.shortened('skipped', why)}"] += len(skipped)
+                self._terminations.note_skipped(len(skipped), why)
                 self.consume(skipped, rows.at(skipped))
             ready = rows.task(name, "state")[rows.at(ids)] == READY
             ids = ids[(rows.state[rows.at(ids)] == LIVE) & ready]
@@ -215,7 +231,7 @@ class RowCompletion:
             key, place = self._state.keys.find(first)
             self._state.dead_letters.failed(
                 first=first, rows=size, task=task, partition=self._state.partitions.name_of(firsts[firsts == first]), key=key,
-                place=place, time_s=self._state.context.now,
+                place=place, time_s=self._state.context.now, parent=int(rows.parent[rows.at(firsts[firsts == first])[0]]),
             )  # fmt: skip
 
     def _return_admitted(self, task: Task, ids: Ids) -> None:

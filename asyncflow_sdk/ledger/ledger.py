@@ -21,13 +21,15 @@ the rules above it, never those below:
     QueueConfiguration, Puts                   limits, tasks and rows are added
     Replicas, VersionPublication,
       ReplicaUpdates                           versions are published and loaded
-    Rollbacks, PayloadLoss, StepCheckpoints    versions, payload and progress are lost
+    HomeRegistry                               homes of payload are opened and given up
+    Rollbacks, GroupReplacements,
+      PayloadLoss, StepCheckpoints             versions, payload and progress are lost
     Diagnostics, StatusReporter                why requests wait
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import AsyncFlowError, DeadlineExceeded, LeaseLost, PayloadLost
@@ -43,17 +45,20 @@ from .completion import RowCompletion
 from .configuration import QueueConfiguration
 from .diagnostics import Diagnostics
 from .factory import make_policy, make_sampler
+from .home_registry import HomeRegistry
 from .part_delivery import PartDelivery
 from .payload_loss import PayloadLoss
 from .publication import VersionPublication
 from .puts import Puts
 from .rank_groups import RankBarrier, RankGroups
+from .replacements import GroupReplacements
 from .replica_updates import ReplicaUpdates
 from .replicas import Replicas
 from .rollback import Rollbacks
 from .staleness import StalenessControl
 from .state import LedgerState
 from .state.context import Effects
+from .state.homes import HomeLoss, LostColumns
 from .state.idempotency import MAX_KEYS
 from .state.leases import positions
 from .state.parked import ParkedRequest, place_of
@@ -103,7 +108,11 @@ class Ledger:
         self.publication = VersionPublication(state, self.step_versions, self.replicas)
         self.replica_updates = ReplicaUpdates(state, self.replicas, self.terminations, self.completion)
         self.rollback = Rollbacks(state, self.terminations, self.publication)
-        self.payload_loss = PayloadLoss(state, self.step_leases, self.terminations)
+        self.home_registry = HomeRegistry(state)
+        self.replacements = GroupReplacements(state, self.assembly)
+        self.payload_loss = PayloadLoss(
+            state, self.step_leases, self.terminations, self.completion, self.replacements
+        )
         self.checkpoints = StepCheckpoints(
             state, self.terminations, self.completion, self.publication, self.payload_loss
         )
@@ -115,7 +124,7 @@ class Ledger:
         publication, updates, checkpoints = self.publication, self.replica_updates, self.checkpoints
         return {
             cmd.Configure: self._configure,
-            cmd.Declare: lambda session, command: self.configuration.declare(command),
+            cmd.Declare: self._declare,
             cmd.AddRows: lambda session, command: self.puts.put(command),
             cmd.Cancel: lambda session, command: self.puts.cancel(command),
             cmd.End: lambda session, command: self.puts.end(command),
@@ -144,6 +153,9 @@ class Ledger:
             cmd.AddCheckpoint: lambda session, command: checkpoints.add(command),
             cmd.Resume: checkpoints.resume,
             cmd.GetTrainingPosition: lambda session, command: checkpoints.position(),
+            cmd.OpenHome: self.home_registry.open,
+            cmd.EvictHome: self.home_registry.evict,
+            cmd.GetHomes: lambda session, command: self.home_registry.listed(),
             cmd.Dismiss: self._dismiss,
             cmd.Prepare: self._prepare,
             cmd.CloseSession: self._leave,
@@ -185,7 +197,7 @@ class Ledger:
         self._settle()
 
     def tick(self, now: float) -> None:
-        """Expire leases and parked requests past their deadline."""
+        """Expire leases, parked requests and absent homes past their deadline."""
         self.state.context.now = now
         for grant in self.state.leases.deadlines.due(now):
             if grant.token not in self.state.leases.by_token:
@@ -203,10 +215,12 @@ class Ledger:
             self.state.parked.remove(request)
         if late:
             self._settle()
+        self.home_registry.give_up_silent()  # last: nothing is granted before the server answers
 
     def next_deadline(self) -> float | None:
         """Return the time of the next ``tick`` with work to do; None for none."""
-        times = [self.state.leases.deadlines.next(), self.state.parked.deadlines.next()]
+        timers = (self.state.leases.deadlines, self.state.parked.deadlines, self.state.homes.deadlines)
+        times = [each.next() for each in timers]
         return min((time for time in times if time is not None), default=None)
 
     def session_died(self, session: int, now: float, reason: str, *, blame: bool = True) -> None:
@@ -233,11 +247,18 @@ class Ledger:
         """Fail rows with lost payload, and their groups. Puts parked under ``tickets`` lost theirs
         too: they are refused before the freed room goes to other puts."""
         self.state.context.now = now
-        for ticket in tickets:
-            self.state.parked.remove(self.state.parked.by_ticket[ticket])
-            refused = PayloadLost(f"{reason} while the put waited for room; nothing of it was stored")
-            self.state.context.answer(ticket, refused)
+        self._refuse_puts(tickets, reason)
         self.payload_loss.lose(ids, reason)
+        self._settle()
+
+    def lose_homes(
+        self, losses: Sequence[tuple[HomeLoss, Sequence[LostColumns]]], now: float, tickets: Iterable[int] = ()
+    ) -> None:
+        """Lose the columns in lost homes: the answer to ``Effects.homes_lost``, all of them at once.
+        Their groups fail, or are replaced by children. ``tickets``: as in ``lose``."""
+        self.state.context.now = now
+        self._refuse_puts(tickets, "its home was lost")
+        self.payload_loss.lose_homes(losses)
         self._settle()
 
     # ---- outputs
@@ -321,9 +342,17 @@ class Ledger:
 
     # ---- commands that concern several parts
 
+    def _declare(self, session: Session, command: cmd.Declare) -> cmd.Reply:
+        new = command.task.name not in self.state.tasks
+        reply = self.configuration.declare(command)
+        if new:
+            self.payload_loss.end_unreadable(self.state.tasks[command.task.name])
+        return reply
+
     def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:
         reply = self.configuration.configure(command)
         self.replicas.quorum_changed()
+        self.state.homes.set_silence()
         return reply
 
     def _lease(self, session: Session, command: cmd.LeaseRows) -> cmd.Reply | None:
@@ -398,6 +427,12 @@ class Ledger:
         newest = list(groups)[len(groups) - max(min(command.count, len(groups)), 0) :]
         return cmd.Failed(groups=tuple(newest), forgotten=self.state.dead_letters.total - len(groups))
 
+    def _refuse_puts(self, tickets: Iterable[int], reason: str) -> None:
+        for ticket in tickets:
+            self.state.parked.remove(self.state.parked.by_ticket[ticket])
+            refused = PayloadLost(f"{reason} while the put waited for room; nothing of it was stored")
+            self.state.context.answer(ticket, refused)
+
     def _close(self, session: int, reason: str, *, blame: bool) -> None:
         member = self.state.sessions.by_id.get(session)
         if member is None:
@@ -406,6 +441,7 @@ class Ledger:
         self.publication.close(member, f"died: {reason}" if blame else "left")
         for ticket in list(member.parked):
             self.state.parked.remove(self.state.parked.by_ticket[ticket])
+        self.home_registry.session_closed(member, reason)
         self.rank_groups.session_closed(member, reason, blame=blame)
         self.state.sessions.remove(session)
         self.replicas.remove(session)

@@ -1,4 +1,8 @@
-"""Payload loss: rows with lost payload, for example after a host crash, fail with their groups.
+"""Payload loss: rows with lost payload fail with their groups, or are made again.
+
+A row is lost once an unfinished task needs a lost column of it. If the columns of its put are
+intact in the whole group, and no row of the group was trained, the group expires and children
+replace it (``replacements``). Otherwise the group fails.
 
 A full step with missing rows cannot be trained. It is opened again with every step after it, if
 none of them was acknowledged, and the remaining rows are selected anew. Invariant H of the
@@ -10,81 +14,200 @@ the start of step k.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+from ..types import events as ev
 from .commands import Ids
+from .completion import RowCompletion
+from .replacements import GroupReplacements
 from .state import LedgerState
-from .state.rows import DONE, LIVE, NONE, READY, SELECTED
+from .state.homes import HomeLoss, LostColumns
+from .state.rows import APART, DONE, LIVE, NONE, READY, SELECTED
+from .state.tasks import Task
 from .step_leases import StepLeases
-from .terminations import FAILED, Terminations
+from .terminations import EXPIRED, FAILED, Terminations
 
 LOST_REASON = "payload lost"
-"""The failure reason of rows with lost payload."""
+"""The reason of rows with lost payload, or its beginning."""
 
 
 class PayloadLoss:
-    """Ends unreadable rows. A repeated put adds them again, except rows of an acknowledged step:
-    these must not be trained twice."""
+    """Ends unreadable rows. A repeated put adds failed ones again, except rows of an acknowledged
+    step: these must not be trained twice."""
 
-    def __init__(self, state: LedgerState, step_leases: StepLeases, terminations: Terminations) -> None:
+    def __init__(
+        self,
+        state: LedgerState,
+        step_leases: StepLeases,
+        terminations: Terminations,
+        completion: RowCompletion,
+        replacements: GroupReplacements,
+    ) -> None:
         self._state, self._step_leases, self._terminations = state, step_leases, terminations
+        self._completion, self._replacements = completion, replacements
 
     def lose(self, ids: Ids, reason: str) -> None:
-        """Fail rows with their groups; trained rows fail alone."""
+        """Lose all columns of rows."""
+        rows = self._state.rows
+        ids = self._live(ids)
+        rows.lost[rows.at(ids)] = rows.columns[rows.at(ids)]
+        self._end(ids, reason, remake=False)
+
+    def lose_homes(self, losses: Sequence[tuple[HomeLoss, Sequence[LostColumns]]]) -> None:
+        """Lose the columns in lost homes. Columns of all homes are noted first: no child may need a
+        column of another of these homes."""
+        for _, lost in losses:
+            for ids, names in lost:
+                ids = self._live(ids)
+                self._state.rows.lost[self._state.rows.at(ids)] |= np.uint64(self._state.columns.mask(names))
+        for loss, lost in losses:
+            needing = np.concatenate([np.empty(0, np.int64), *(self._needing(each) for each in lost)])
+            reason = f"{LOST_REASON}: home {loss.name} was lost, {loss.reason}"
+            failed, remade = self._end(np.unique(needing), reason)
+            self._state.context.publish(
+                ev.HomeLost(
+                    time_s=self._state.context.now, home=loss.home, epoch=loss.epoch, name=loss.name,
+                    reason=loss.reason, rows_failed=failed, groups_remade=remade,
+                )
+            )  # fmt: skip
+
+    def end_holes(self) -> None:
+        """End rows of acknowledged steps that lost their payload and are to be trained again."""
+        steps = self._state.steps
+        if len(holes := steps.lost_rows):
+            steps.lost_rows = holes[:0]
+            self._end(holes, LOST_REASON)
+
+    def end_unreadable(self, task: Task) -> None:
+        """End rows with lost columns that a new task needs."""
+        live = self._state.rows.live_ids()
+        at = self._state.rows.at(live)
+        needs = self._state.rows.task(task.spec.name, "state")[at] != APART
+        ids = live[needs & ((self._state.rows.lost[at] & task.need) != 0)]
+        if len(ids):
+            self._end(ids, LOST_REASON)
+
+    def _needing(self, lost: LostColumns) -> Ids:
+        """Return live rows with a lost column that a task still needs, or a step trained again."""
         rows, steps = self._state.rows, self._state.steps
-        ids = ids[ids >= rows.base]
-        failed: list[Ids] = []
+        ids = self._live(lost.ids)
+        at = rows.at(ids)
+        need = self._unfinished_needs(at)
         if steps.declared:
-            ids = self._live(ids)
-            at = rows.at(ids)
-            # an acknowledged, uncovered step needs its payload only to be trained again
-            hole = (rows.task(steps.name, "state")[at] == DONE) & (rows.step[at] >= steps.covered)
-            hole &= self._state.limits.checkpoints
-            steps.lost_rows = np.union1d(steps.lost_rows, ids[hole])
-            ids = ids[~hole]
-            failed = self._remove_from_steps(ids, reason)
-        if len(ids := self._live(ids)):
-            groups = self._live(rows.members(ids))
-            self._terminations.end_groups(ids, FAILED, reason)
-            failed.append(groups[rows.state[rows.at(groups)] != LIVE])
-        trained = self._live(ids)
-        if len(trained):
+            need[self._uncovered(at)] |= steps.task.need
+        needing: Ids = ids[(np.uint64(self._state.columns.mask(lost.columns)) & need) != 0]
+        return needing
+
+    def _unfinished_needs(self, at: Ids) -> npt.NDArray[np.uint64]:
+        """Return bit sets of columns that tasks of rows still need."""
+        need = np.zeros(len(at), np.uint64)
+        for name, task in self._state.tasks.by_name.items():
+            need[self._state.rows.task(name, "state")[at] < DONE] |= task.need
+        return need
+
+    def _uncovered(self, at: Ids) -> npt.NDArray[np.bool_]:
+        """Return a mask of trained rows, by array index, that may be trained again."""
+        rows, steps = self._state.rows, self._state.steps
+        done = (rows.task(steps.name, "state")[at] == DONE) & (rows.step[at] >= steps.covered)
+        uncovered: npt.NDArray[np.bool_] = done & self._state.limits.checkpoints
+        return uncovered
+
+    def _end(self, ids: Ids, reason: str, *, remake: bool = True) -> tuple[int, int]:
+        """End rows with their groups; trained rows end alone. Return the number of failed rows, and
+        of groups replaced by children. ``remake``: False to fail all of them."""
+        rows, steps = self._state.rows, self._state.steps
+        ids = self._live(ids)
+        overtaken: Ids = ids[:0]
+        if steps.declared:
+            ids = self._keep_uncovered(ids, reason)
+            overtaken = self._remove_from_steps(ids)
+        groups = self._live(rows.members(ids)) if len(ids) else ids
+        if steps.declared:
+            groups = groups[steps.not_closed(rows.at(groups))]
+        gone = np.union1d(groups, overtaken)
+        again = self._replaceable(gone) & remake
+        for state, part in ((FAILED, gone[~again]), (EXPIRED, gone[again])):
+            late = np.isin(part, overtaken)
+            self._terminations.end_groups(part[~late], state, reason)
+            if late.any():
+                self._terminations.finish(part[late], state, f"{reason} in a step that a later one overtook")
+        if len(trained := self._live(ids)):
             self._terminations.finish(trained, FAILED, reason)
-        untrained: Ids = np.sort(np.concatenate([np.empty(0, np.int64), *failed]))
-        self._state.keys.lose(untrained)
-        self._add_dead_letters(np.union1d(untrained, trained), reason)
+        self._state.keys.lose(gone[~again])
+        failed = np.union1d(gone[~again], trained)
+        self._add_dead_letters(failed, reason)
+        parents = gone[again]
+        count = len(np.unique(rows.first[rows.at(parents)]))
+        if count:
+            self._replacements.replace(parents)
+        return len(failed), count
+
+    def _replaceable(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return a mask of rows in groups that are whole, untrained, and have their put columns."""
+        rows, steps = self._state.rows, self._state.steps
+        if not len(ids):
+            return np.zeros(0, np.bool_)
+        members = rows.members(ids)
+        at = rows.at(members)
+        fine = (rows.state[at] == LIVE) & ((rows.lost[at] & rows.put_columns[at]) == 0)
+        if steps.declared:
+            state = rows.task(steps.name, "state")[at]
+            fine &= (state != DONE) & ((state == APART) | (not steps.window.finished))
+        first = rows.first[at]
+        return ~np.isin(rows.first[rows.at(ids)], first[~fine])
+
+    def _keep_uncovered(self, ids: Ids, reason: str) -> Ids:
+        """Keep trained rows that no checkpoint covers, done in all tasks: they need their payload only
+        to be trained again. Return the other rows."""
+        rows, steps = self._state.rows, self._state.steps
+        at = rows.at(ids)
+        kept = self._uncovered(at)
+        holes = kept & ((rows.lost[at] & steps.task.need) != 0)
+        steps.lost_rows = np.union1d(steps.lost_rows, ids[holes])
+        skipped = kept & ((rows.lost[at] & self._unfinished_needs(at)) != 0)
+        if skipped.any():
+            self._completion.skip(ids[skipped], reason)
+        return ids[~kept]
 
     def _add_dead_letters(self, ids: Ids, reason: str) -> None:
         names = {number: name for name, number in self._state.partitions.numbers.items()}
         for key, part, groups in self._state.keys.by_put(ids):
-            partition = self._state.rows.partition[self._state.rows.at(part)]
-            self._state.dead_letters.lost(key, part, groups, partition, names, reason, self._state.context.now)
+            at = self._state.rows.at(part)
+            partition, parents = self._state.rows.partition[at], self._state.rows.parent[at]
+            self._state.dead_letters.lost(
+                key, part, groups, parents, partition, names, reason, self._state.context.now
+            )
 
     def _live(self, ids: Ids) -> Ids:
+        ids = ids[ids >= self._state.rows.base]
         live: Ids = ids[self._state.rows.state[self._state.rows.at(ids)] == LIVE]
         return live
 
-    def _remove_from_steps(self, ids: Ids, reason: str) -> list[Ids]:
-        """Reopen full steps with missing rows. Return rows of overtaken steps, which fail whole."""
-        steps, failed = self._state.steps, []
+    def _remove_from_steps(self, ids: Ids) -> Ids:
+        """Reopen full steps with missing rows. Return the rows of overtaken steps, which end whole."""
+        steps = self._state.steps
         leases = self._state.leases
         held = {grant.step: leases.outstanding(grant) for grant in leases.of_step(0) if grant.parts == NONE}
         full = dict(steps.closed) | held | steps.held
         since = steps.window.step
         while since - 1 in full:  # no step from here on is acknowledged
             since -= 1
+        overtaken = [ids[:0]]
         for step in sorted(set(self._state.rows.step[self._state.rows.at(ids)].tolist()) & full.keys()):
             if step >= since:
                 self._open_again(step)
                 break
+            for grant in leases.of_step(step):
+                if grant.step == step:
+                    self._step_leases.give_back(grant, f"payload of step {step} is lost")
             steps.uncovered.pop(step, None)
             steps.closed = deque((number, part) for number, part in steps.closed if number != step)
-            steps.held.pop(step, None)
             steps.parts.pop(step, None)
-            failed.append(self._live(full[step]))
-            self._terminations.finish(failed[-1], FAILED, f"{reason} in a step that a later one overtook")
-        return failed
+            overtaken.append(self._live(full[step]))
+        return np.concatenate(overtaken)
 
     def _open_again(self, first: int) -> None:
         """Unselect the rows of this step and later ones, and end their leases."""

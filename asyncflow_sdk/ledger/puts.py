@@ -11,7 +11,7 @@ from .commands import Ids, pack_ids, unpack_ids
 from .configuration import check_groups_fill
 from .state import LedgerState
 from .state.idempotency import DIGEST_BYTES
-from .state.rows import APART, LIVE, WAITING
+from .state.rows import LIVE
 from .state.tasks import Task
 from .terminations import CANCELLED, Terminations
 
@@ -158,9 +158,8 @@ class Puts:
         partition = self._state.partitions.add(command.partition)
         ids = rows.add(len(groups), command.group_size)
         new = slice(rows.count - count, rows.count)
-        rows.columns[new] = bits
+        rows.columns[new] = rows.put_columns[new] = bits
         rows.current[new] = self._state.versions.current
-        rows.todo[new] = len(takers)
         rows.partition[new] = partition
         self._state.budget.charge_new(new, count, command.nbytes)
         if command.priority:
@@ -174,11 +173,5 @@ class Puts:
         self._state.budget.put += count
         self._state.steps.unselected += count * trained
         self._state.columns.count_kind(partition, bits, count)
-        for task in self._state.tasks:
-            if task in takers:
-                task.unfinished[partition] += count
-                task.counts[WAITING] += count
-                task.waiting[partition] += count * (not task.spec.grouped)
-            else:
-                rows.task(task.spec.name, "state")[new] = APART
+        self._state.tasks.enter(new, count, partition, takers)
         return ids

@@ -81,6 +81,10 @@ class Terminations:
         for grant, gone in broken:  # what was computed from a step in parts includes them
             self._step_leases.give_back(grant, f"{_named(gone)} of its step ended ({event.state}): {given}")
 
+    def note_skipped(self, count: int, reason: str) -> None:
+        """Count rows that a task skips."""
+        self.reasons[f"skipped: {self.shortened('skipped', reason)}"] += count
+
     def shortened(self, state: str, reason: str) -> str:
         """Return the first line of a reason, or "other reasons" once there are too many."""
         line = reason.partition("\n")[0][:REASON_LENGTH]

@@ -11,6 +11,7 @@ from .directory import (
     remove_if_ownerless,
     sweep,
 )
+from .home_directory import HomeDirectory, find_home_directory
 from .mapped_segment import BlockHold, MappedSegment
 from .mapper import Mapper
 from .private_files import make_private_directory, private_opener
@@ -24,12 +25,14 @@ __all__ = [
     "BlockHold",
     "BufferPool",
     "GrowthNeeded",
+    "HomeDirectory",
     "MappedSegment",
     "Mapper",
     "PrivateMaps",
     "SharedDirectory",
     "directory_at",
     "find_blocks",
+    "find_home_directory",
     "is_served",
     "journal_owns",
     "make_private_directory",

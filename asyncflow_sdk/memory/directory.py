@@ -6,7 +6,8 @@ All segments of a run are files of one directory below /dev/shm, or below the te
 belongs to a dead run, and the next server removes it.
 
 The file ``journal`` names the journal that owns a directory. While this journal exists, the rows
-may still be needed, and only a server that continues it removes the directory.
+may still be needed, and only a server that continues it removes the directory. The file ``home``
+does the same for the directory of a storage unit, for a limited time: see ``home_directory``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
+
 from ..errors import ConfigError
 
 MARK = "journal"
+HOME = "home"
 PREFIX = "asyncflow-"
 SMALL_BYTES = 256 << 20
 LEFTOVER_S = 60.0
@@ -87,10 +91,26 @@ def _lock(path: Path) -> int:
 
 def _remove_abandoned(base: Path, journal: Path, but: Path) -> None:
     """Remove other directories of this journal, left by servers that failed to start."""
-    for path in _ours(base):
+    for path in user_directories(base):
         with contextlib.suppress(OSError):
             if path != but and (path / MARK).read_text() == str(journal):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+class HomeMark(msgspec.Struct, frozen=True):
+    """Content of the file ``home``: the run, and how long the directory outlives its unit."""
+
+    run: str
+    keep_s: float
+
+
+def is_kept_home(path: Path) -> bool:
+    """True if a directory is of a storage unit that was alive less than ``keep_s`` ago."""
+    try:
+        age_s = time.time() - (path / HOME).stat().st_mtime
+        return age_s < msgspec.json.decode((path / HOME).read_bytes(), type=HomeMark).keep_s
+    except (OSError, msgspec.MsgspecError):
+        return False
 
 
 def journal_owns(path: Path) -> bool:
@@ -103,10 +123,10 @@ def journal_owns(path: Path) -> bool:
 
 def sweep(base: Path) -> list[Path]:
     """Remove the directories of this user's dead runs below ``base``, and return them."""
-    return [path for path in _ours(base) if remove_if_ownerless(path)]
+    return [path for path in user_directories(base) if remove_if_ownerless(path)]
 
 
-def _ours(base: Path) -> list[Path]:
+def user_directories(base: Path) -> list[Path]:
     """Return the directories of this user's runs; those of other users are not opened."""
     found = []
     for path in base.glob(f"{PREFIX}{os.getuid()}-*"):
@@ -120,7 +140,7 @@ def _ours(base: Path) -> list[Path]:
 def own_directories() -> list[Path]:
     """Return the directories of this user's runs on this host, also of ended servers."""
     bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    return [path for base in bases for path in _ours(base)]
+    return [path for base in bases for path in user_directories(base)]
 
 
 def is_served(path: Path) -> bool:
@@ -139,9 +159,10 @@ def is_served(path: Path) -> bool:
 
 
 def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
-    """Remove a run's directory without a server, unless a journal owns it. Return True if removed.
+    """Remove a run's directory without a server, unless a journal or the next unit needs it. Return
+    True if removed.
     ``wait_s``: wait for the lock of a dying server: the kernel closes its files one by one."""
-    if journal_owns(path):
+    if journal_owns(path) or is_kept_home(path):
         return False
     try:
         lock = os.open(path / "owner", os.O_RDWR)
@@ -161,7 +182,7 @@ def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
                     return False
                 time.sleep(0.01)
             else:
-                if journal_owns(path):  # marked meanwhile
+                if journal_owns(path) or is_kept_home(path):  # marked meanwhile
                     return False
                 shutil.rmtree(path, ignore_errors=True)
                 return True

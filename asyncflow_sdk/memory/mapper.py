@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +18,12 @@ from .private_maps import PrivateMaps
 
 
 class Mapper:
-    """Maps segments of a directory. Thread-safe; unusable in a child made by fork().
+    """Maps segments of a directory, or of several: ``directory`` may be a function that returns the
+    one of a segment, or None. Thread-safe; unusable in a child made by fork().
 
     All methods raise LeaseLost for blocks and segments that are gone, and after ``close``."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path | Callable[[str], Path | None]) -> None:
         self._directory = directory
         self._mapped: dict[str, MappedSegment] = {}
         self._closed = False
@@ -116,8 +117,11 @@ class Mapper:
             raise LeaseLost(f"{segment!r} is no segment name")
         if self._closed:
             raise LeaseLost(f"segment {segment} cannot be read any more: the connection that reads it is closed")
+        directory = self._directory(segment) if callable(self._directory) else self._directory
+        if directory is None:
+            raise LeaseLost(f"segment {segment} is in no memory that is visible here")
         try:
-            mapped = self._mapped[segment] = MappedSegment(self._directory / segment, self._lock)
+            mapped = self._mapped[segment] = MappedSegment(directory / segment, self._lock)
         except FileNotFoundError:
             raise LeaseLost(f"segment {segment} is gone: its rows ended") from None
         return mapped

@@ -1,4 +1,4 @@
-"""Registration of the built-in transports, samplers, staleness policies, algorithms and launchers."""
+"""Registration of the built-in transports, samplers, staleness policies, algorithms, launchers and stores."""
 
 from .spec import AdapterSpec, hookimpl
 
@@ -72,5 +72,11 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             name="thread",
             factory="asyncflow_sdk.workflow.workers.thread_launcher:ThreadLauncher",
             can={"hosts": "one"},
+        ),
+        AdapterSpec(
+            kind="store", name="local", factory="asyncflow_sdk.queue.stores:local_store", can={"hosts": "one"}
+        ),
+        AdapterSpec(
+            kind="store", name="hosts", factory="asyncflow_sdk.queue.stores:hosts_store", can={"hosts": "many"}
         ),
     ]

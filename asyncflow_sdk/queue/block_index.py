@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ledger.commands import Ids
-from .blocks import BLOCK, RUN, Block, BlockSlices
+from ..types.blocks import Block, BlockSlices
+from .blocks import BLOCK, RUN
 
 _NOWHERE = -1
 _SHIFT = 32  # a place is (slot of a block << 32) + entry in the block

@@ -14,16 +14,15 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import LeaseLost, SchemaError
 from ..memory import HEADER_BYTES, Allocation, Arena
 from ..types import Column, ColumnSpec, carrier, check_column_name
+from ..types.blocks import Block, BlockImage
 from ..types.columns import pack
 from ..types.ragged import Array
 
@@ -34,39 +33,6 @@ BLOCK, RUN = struct.Struct("<6q"), struct.Struct("<i")
 """A row of ``BlockSlices.blocks``, and an item of ``entries`` and of ``counts``."""
 _PAD = bytes(ALIGN)
 _PADDING: Any = np.zeros(ALIGN, np.uint8)
-
-
-class Block(msgspec.Struct, frozen=True, array_like=True):
-    """``rows`` entries of all ``columns``: bytes ``start`` to ``start + nbytes`` of a segment."""
-
-    segment: str
-    start: int
-    serial: int
-    rows: int
-    nbytes: int
-    columns: tuple[str, ...]
-
-    @property
-    def packed_serial(self) -> bytes:
-        """The serial as in ``CallResult.freed``."""
-        return (self.serial & (1 << 64) - 1).to_bytes(8, "little")
-
-
-class BlockSlices(msgspec.Struct, frozen=True, array_like=True):
-    """The location of some columns for the rows of a batch: runs of block entries, in order.
-
-    Run i has entries ``entries[i]`` to ``entries[i] + counts[i]`` (both int32) of a block.
-    ``blocks``: int64 (n, 6), number in ``segments``, start, serial, rows, nbytes, and number of
-    runs. ``fields``: int32, for each column its number in a block's table; one set for all blocks,
-    or one for each.
-    """
-
-    columns: tuple[str, ...]
-    fields: bytes
-    segments: tuple[str, ...]
-    blocks: bytes
-    entries: bytes
-    counts: bytes
 
 
 def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
@@ -119,18 +85,6 @@ def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> 
                 space.memory[at : at + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
             at += -(-array.nbytes // ALIGN) * ALIGN
     return Block(space.segment, space.start, space.serial, rows, end, tuple(columns)), space
-
-
-@dataclass(frozen=True)
-class BlockImage:
-    """A block to send: ``rows`` entries as contiguous buffers, one after another.
-
-    The arena's 16 bytes at its start are zero. The server receives it where its rows stay.
-    """
-
-    rows: int
-    nbytes: int
-    parts: list[npt.NDArray[np.uint8]]
 
 
 def to_image(columns: Mapping[str, Column], *, copy: bool = False) -> BlockImage:

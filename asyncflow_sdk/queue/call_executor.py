@@ -24,10 +24,11 @@ from ..ledger.commands import Ids
 from ..ledger.payload_loss import LOST_REASON
 from ..ledger.state.grants import Grant
 from ..types import ColumnSpec, Event
+from ..types.blocks import Block, BlockSlices
 from . import remote_payload
-from .blocks import Block, BlockSlices
 from .checks import check_call, completed, owns
 from .clients import ClientProcess, ClientTable
+from .fetch import FetchRequest
 from .listeners import Listeners
 from .measures import Measures
 from .payload_manager import PayloadManager
@@ -125,6 +126,8 @@ class CallExecutor:
                 self._answer(ticket, session, CallResult(cmd.Done()))
             elif isinstance(call.command, ClientHello):
                 self._open_session(session, ticket, call.command, now)
+            elif isinstance(call.command, FetchRequest):
+                raise ProtocolError("a request for columns changes nothing, and is not executed")
             else:
                 self._execute(session, ticket, call, now)
         except AsyncFlowError as error:
@@ -191,7 +194,7 @@ class CallExecutor:
     def _execute(self, session: str, ticket: int, call: Call, now: float) -> None:
         command, block = call.command, call.block
         assert command is not None
-        assert not isinstance(command, ClientHello)
+        assert not isinstance(command, ClientHello | FetchRequest)
         if isinstance(command, cmd.OpenSession):
             raise ProtocolError("sessions are opened by hello, not by join")
         number = self.clients.number(session)

@@ -22,7 +22,8 @@ from ..ledger import Ledger
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..types import ColumnSpec, check_column_name
-from .blocks import ALIGN, Block, kind_of
+from ..types.blocks import Block
+from .blocks import ALIGN, kind_of
 
 _LARGEST = 1 << 63
 _EXACT: dict[Any, tuple[type, ...]] = {

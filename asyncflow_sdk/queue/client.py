@@ -9,6 +9,7 @@ with queue.get("reward", count=64, timeout_s=30) as batch:
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AsyncFlowError, ConfigError, LeaseLost, SchemaError, VersionNeeded
+from ..errors import AsyncFlowError, ConfigError, LeaseLost, SchemaError, StoreUnavailable, VersionNeeded
 from ..interfaces import LeasedBatch, PutRows, StepPart, TransferQueue
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
@@ -28,12 +29,14 @@ from ..types.tasks import PolicySpec, SamplerSpec, TaskSpec
 from . import blocks
 from .batches import AsyncLeasedBatch, BatchVerbs, BlockingBatch
 from .checks import check_arguments, check_columns, check_name, check_names
-from .connection import BlockingPort, Connection, LoopPort, Port
+from .connection import BlockingPort, Connection, LoopPort, Port, received_columns
 from .coroutines import run_blocking, sync
 from .leased_steps import AsyncStepStream, BlockingStepStream
 from .protocol import CallResult
 from .streams import AsyncStream, BlockingStream
 
+LATE_S = 0.2
+"""Pause before rows of a host that cannot be reached are leased again."""
 _READ_TRIES = 8
 """Most requests for one batch: rows can end between their lease and the read."""
 B = TypeVar("B", bound=BatchVerbs)
@@ -161,9 +164,12 @@ class QueueVerbs(Generic[B]):
         """Send a lease request, unless it has its ``answer``; return the rows, and the lease.
 
         A lease with rows that cannot be read goes back; if they had ended, the request is repeated. A
-        rank of a group gets a batch without rows then, since the others work on this very lease.
+        rank of a group gets a batch without rows then, since the others work on this very lease. If
+        their host cannot be reached now, the request is repeated until its own deadline.
         """
-        for left in reversed(range(_READ_TRIES)):
+        left, began = _READ_TRIES, time.monotonic()
+        while True:
+            left -= 1
             if answer is None:
                 answer = await self._port.call(request)
             answer.raise_error()
@@ -174,6 +180,8 @@ class QueueVerbs(Generic[B]):
                 )
             assert isinstance(lease, cmd.Leased)
             try:
+                if self._port.connection.store.may_wait:
+                    return await self._port.in_thread(self._read, answer, lease, kind), lease
                 return self._read(answer, lease, kind), lease
             except BaseException as error:
                 with contextlib.suppress(AsyncFlowError):
@@ -183,25 +191,32 @@ class QueueVerbs(Generic[B]):
                             unread=isinstance(error, LeaseLost),
                         )
                     )  # fmt: skip
+                alone = lease.world_size == 1 or lease.step >= 0
+                if isinstance(error, StoreUnavailable) and alone and not request.token:
+                    left_s = request.timeout_s - (time.monotonic() - began)
+                    if left_s > 0:  # late, not lost: the rows cost no attempt
+                        await self._port.pause(min(LATE_S, left_s))
+                        request, answer, left = msgspec.structs.replace(request, timeout_s=left_s), None, left + 1
+                        continue
                 if request.token or not (left and isinstance(error, LeaseLost)):
                     raise
-                if lease.world_size == 1 or lease.step >= 0:
+                if alone:
                     answer = None  # rows ended before they were read
                     continue
                 return self._without_rows(answer, kind), msgspec.structs.replace(lease, ids=b"", groups=b"")
-        raise AssertionError("the last try returns or raises")
 
     def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R]) -> R:
         """Return the leased rows as a batch of views and copies."""
-        ids, reader = unpack_ids(lease.ids), self.connection.reader
+        ids, store = unpack_ids(lease.ids), self._port.connection.store
         if not len(ids):  # a rank group's lease may have fewer rows than shards
             return self._without_rows(answer, kind)
-        columns = self.connection.columns(answer)
+        beside = answer.payload is not None
+        columns = received_columns(answer) if beside else store.read(answer.slices, answer.schema)
         where = {name: slices for slices in answer.slices for name in slices.columns}
 
         def writable(name: str) -> Any:
             """Return a column's values in a copy-on-write mapping, or None."""
-            return reader.writable(where[name], name, answer.schema)
+            return store.writable(where[name], name, answer.schema)
 
         return kind(ids, unpack_ids(lease.groups), columns, writable if where else None)
 

@@ -1,9 +1,8 @@
-"""Connection: a session with a queue server, the memory it reads and writes, and its ports for
-calls.
+"""Connection: a session with a queue server, the store of its payload, and its ports for calls.
 
 A client on the server's host writes payload into shared memory and sends only its location. A
 client without this memory (another host, or a container with its own /dev/shm) sends and receives
-columns beside each call, as blocks. The server stores them in its own segments.
+columns beside each call, as blocks. See ``PayloadStore``.
 """
 
 from __future__ import annotations
@@ -17,26 +16,33 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
 from .._version import __version__
-from ..errors import DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, SchemaError, ServerLost
+from ..errors import DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, ProtocolError, SchemaError, ServerLost
+from ..interfaces.store import HomeCatalog, PayloadStore, StoreContext, StoredBlock
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
-from ..memory import HEADER_BYTES, Allocation, Arena, GrowthNeeded, Mapper
+from ..memory import GrowthNeeded
 from ..types import Column, Event, digest_of
+from ..types.blocks import Block
 from ..types.defaults import CALL_S
-from ..wire import Client, RunKey, WireReply, await_key, process_key, same_host
-from . import blocks
-from .blocks import BlockImage, to_image
+from ..wire import Client, RunKey, WireReply, await_key, find_key, own_address, process_key, same_host
 from .checks import check_arguments
+from .coroutines import run_blocking
+from .fetch import FetchReply, FetchRequest
+from .home_catalog import catalog_of
+from .homes import KnownHomes
 from .journal import DISK_RETRY_S
 from .protocol import Call, CallResult, ClientHello, ResultWithPayload, Welcome, decode_result, encode
-from .reader import ColumnReader, from_image
+from .reader import from_image
+from .stores import LOCAL, make_store
+from .unit_start import UnitConfig, ensure_unit
 
 LARGE_BYTES = 128 << 20
 SEND_TRIES = 3
@@ -45,27 +51,32 @@ RESPONSE = "response_ids"
 """The column of response tokens. The run counts its lengths."""
 _log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
 WritingCommand: TypeAlias = cmd.AddRows | cmd.Complete
 
 
+_NOTHING = StoredBlock()
+
+
 class PendingWrite(msgspec.Struct, frozen=True):
-    """A command with its payload: a ``block`` in shared memory, or an ``image`` to send beside it."""
+    """A command, and its payload as the store has written it."""
 
     command: WritingCommand | cmd.GiveBack
-    block: blocks.Block | None = None
-    space: Allocation | None = None
-    image: BlockImage | None = None
+    stored: StoredBlock = _NOTHING
 
 
 class Connection:
-    """A session with a queue server, and the memory it writes and reads. Thread-safe.
+    """A session with a queue server, and the store of its payload. Thread-safe.
 
     ``key``: a copy of the run's run.key, or its path. Default: for a tcp address of this host, the
     key of this user's server. ``insecure``: the run is served without keys. ``shared_memory``
-    False: send columns over the socket even if the server's memory is accessible. ``inline``: True
-    if columns are sent over the socket. ``timeout_s``: the longest wait for the server's first
-    answer. ``server_addresses``: the server's tcp addresses. Raises ConfigError, AccessDenied,
-    ServerLost, ProtocolError.
+    False: send columns over the socket even if the server's memory is accessible. ``timeout_s``:
+    the longest wait for the server's first answer. ``store``: the payload. ``directory``: the run's
+    shared memory; None if it is not visible here. ``run``: the name of that directory.
+    ``server_addresses``: the server's tcp addresses. ``start_unit``: start a storage unit on this
+    host for the first write, if the run has them and none is here. Raises ConfigError, AccessDenied,
+    ServerLost, ProtocolError, PluginError.
     """
 
     def __init__(
@@ -77,6 +88,7 @@ class Connection:
         insecure: bool = False,
         shared_memory: bool = True,
         timeout_s: float = CALL_S,
+        start_unit: bool = False,
     ) -> None:
         self.name = name
         until = time.monotonic() + timeout_s
@@ -96,15 +108,55 @@ class Connection:
         self.wire.max_bytes = welcome.max_bytes
         if not welcome.durability:
             self.wire.watch(welcome.pid, welcome.pid_key)
-        self.inline = not (shared_memory and _shares_memory(welcome))
-        self.directory = Path(welcome.directory)
-        self.session = welcome.session
+        self.run, self.session = Path(welcome.directory).name, welcome.session
         self.server_addresses = welcome.addresses
-        rows = Path(welcome.rows) if welcome.rows else self.directory
-        self.arena = Arena(rows, f"s{self.session}-")
-        self.mapper = Mapper(rows)
-        self.synced = welcome.durability == "host"  # payload is synced to disk before its command is sent
-        self.reader = ColumnReader(self.mapper)
+        visible = shared_memory and _shares_memory(welcome)
+        self.directory = Path(welcome.directory) if visible else None
+        rows = Path(welcome.rows or welcome.directory) if visible else None
+        self.key = known
+        try:
+            self.store = self._open_store(welcome, rows, start_unit)
+        except BaseException:
+            self.wire.close()
+            raise
+
+    def _open_store(self, welcome: Welcome, rows: Path | None, start_unit: bool) -> PayloadStore:
+        context = StoreContext(
+            run=self.run, session=self.session, rows=rows, synced=welcome.durability == "host",
+            check_size=self.wire.check_size,
+        )  # fmt: skip
+        if welcome.store != LOCAL:
+            if self.key is None and welcome.addresses:  # on the server's host; units elsewhere want it
+                self.key = find_key(welcome.addresses[0])
+            context = replace(
+                context, host=own_address(self.wire.address, welcome.addresses), homes=self.homes(),
+                fetch=self.fetch, key=self.key, start_unit=self._start_unit if start_unit else None,
+            )  # fmt: skip
+        return make_store(welcome.store, welcome.store_options, context)
+
+    def _start_unit(self) -> None:
+        """Start a storage unit on this host, if none is visible here."""
+        homes = KnownHomes(self.homes())
+
+        def is_open() -> bool:
+            """Return True if a home's memory is visible here."""
+            homes.refresh()
+            return bool(homes.visible())
+
+        ensure_unit(self.run, UnitConfig(self.wire.address, key=self.key, insecure=self.wire.insecure), is_open)
+
+    def homes(self) -> HomeCatalog:
+        """Return the catalog of the run's homes. Raises ConfigError if its server keeps none."""
+        return catalog_of(lambda command: run_blocking(BlockingPort(self).send(command)))
+
+    def fetch(self, request: FetchRequest, timeout_s: float) -> tuple[FetchReply, Any]:
+        """Fetch columns of rows in the server's memory. Return the reply, and the bytes of its blocks."""
+        received = self.wire.exchange(encode(Call(request)), timeout_s, grace_s=0.0)
+        answer = decode_result(received.body)
+        answer.raise_error()
+        if not isinstance(answer.reply, FetchReply) or received.payload is None:
+            raise ProtocolError(f"{self.wire.address} gave no columns in its answer to a request for columns")
+        return answer.reply, received.payload
 
     def _hello(self, timeout_s: float) -> Welcome:
         hello = ClientHello(self.name, os.getpid(), process_key(os.getpid()), __version__, socket.gethostname())
@@ -128,7 +180,7 @@ class Connection:
     def encode_call(
         self,
         command: cmd.AnyCommand | None,
-        block: blocks.Block | None = None,
+        block: Block | None = None,
         then: cmd.LeaseRows | None = None,
         payload: int | None = None,
     ) -> bytes:
@@ -137,7 +189,7 @@ class Connection:
             if each is not None:
                 check_arguments(each)
         with self._lock:
-            body = encode(Call(command, block, tuple(self._events), then, payload, self.inline))
+            body = encode(Call(command, block, tuple(self._events), then, payload, self.store.inline))
             self._events.clear()
         return body
 
@@ -145,23 +197,11 @@ class Connection:
         """Decode a reply, possibly an error, and free the blocks listed in it."""
         answer = decode_result(reply.body)
         if answer.freed:
-            self.arena.free(unpack_ids(answer.freed).tolist())
+            self.store.free(unpack_ids(answer.freed).tolist())
         if reply.payload is None:
             return answer
         reply.payload.flags.writeable = False
         return ResultWithPayload(**msgspec.structs.asdict(answer), memory=reply.payload)
-
-    def columns(self, answer: CallResult) -> dict[str, Column]:
-        """Return the columns of leased rows: from the reply's payload or from shared memory."""
-        if isinstance(answer, ResultWithPayload):
-            assert answer.payload is not None
-            return from_image(answer.memory, answer.payload, answer.schema)
-        if answer.payload is not None:
-            raise LeaseLost("the rows ended before their columns were sent")
-        columns: dict[str, Column] = {}
-        for slices in answer.slices:
-            columns.update(self.reader.read(slices, answer.schema))
-        return columns
 
     def unpack_or_raise(self, reply: WireReply) -> CallResult:
         """Decode a reply as ``unpack`` does. Raises the error that the server returned."""
@@ -179,8 +219,7 @@ class Connection:
                 self.wire.request(self.encode_call(cmd.CloseSession()), 0.0)
         finally:
             self.wire.close()
-            self.arena.close(unlink=False)
-            self.mapper.close()
+            self.store.close()
 
 
 def _shares_memory(welcome: Welcome) -> bool:
@@ -191,6 +230,14 @@ def _shares_memory(welcome: Welcome) -> bool:
         return False
     seen = same_host(welcome.pid_key) and (found.st_dev, found.st_ino) == welcome.owner
     return seen and os.access(welcome.rows or welcome.directory, os.W_OK)
+
+
+def received_columns(answer: CallResult) -> dict[str, Column]:
+    """Return the columns received beside an answer. Raises LeaseLost if the rows had ended."""
+    if isinstance(answer, ResultWithPayload):
+        assert answer.payload is not None
+        return from_image(answer.memory, answer.payload, answer.schema)
+    raise LeaseLost("the rows ended before their columns were sent")
 
 
 class Port(ABC):
@@ -206,6 +253,10 @@ class Port(ABC):
     @abstractmethod
     async def pause(self, seconds: float) -> None:
         """Block the thread, or suspend the task, for ``seconds``."""
+
+    @abstractmethod
+    async def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function that may wait, without blocking an event loop."""
 
     _must_copy = False
     """True if columns must be copied before they are sent, because other tasks may change them
@@ -223,9 +274,9 @@ class Port(ABC):
     def write(
         self, command: WritingCommand, columns: Mapping[str, Column], *, keep: bool = True, grow: bool = True
     ) -> PendingWrite:
-        """Write columns to shared memory. Return the command with their location, for ``submit`` or
-        ``discard``. ``keep``: the caller may change the columns before they are sent. ``grow``: see
-        ``Arena.allocate``."""
+        """Write columns to the store. Return the command with them, for ``submit`` or ``discard``.
+        ``keep``: the caller may change the columns before they are sent. ``grow``: see
+        ``PayloadStore.write``."""
         if not columns:
             return PendingWrite(command)
         self.connection.wire.check()  # a forked child must not write into its parent's segments
@@ -234,28 +285,23 @@ class Port(ABC):
             command = msgspec.structs.replace(command, lengths=np.diff(response.offsets).astype("<i4").tobytes())
         if isinstance(command, cmd.AddRows) and command.key:
             command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
-        if self.connection.inline:
-            self.connection.wire.check_size(sum(column.values.nbytes for column in columns.values()))
-            image = to_image(columns, copy=keep or self._must_copy)
-            return PendingWrite(msgspec.structs.replace(command, columns=specs), image=image)
-        block, space = blocks.write(self.connection.arena, columns, grow=grow)
-        if self.connection.synced:
-            self.connection.arena.sync(space)
-        return PendingWrite(msgspec.structs.replace(command, columns=specs), block, space)
+        stored = self.connection.store.write(columns, copy=keep or self._must_copy, grow=grow)
+        return PendingWrite(msgspec.structs.replace(command, columns=specs), stored)
 
     async def submit(self, pending: PendingWrite, then: cmd.LeaseRows | None = None) -> CallResult:
         """Send a write, with a lease request if ``then`` is given. The result may be an error.
 
         Once the request is sent, only the server frees the block, because only it knows if rows use
         it; this also holds if the call is cancelled before the answer arrives. A write is therefore
-        sent once. If its payload was lost with the run's shared memory, a copy is sent.
+        sent once. If its payload was lost with the store's memory, a copy is sent.
         """
         began = time.monotonic()
         for left in reversed(range(SEND_TRIES)):
+            stored = pending.stored
+            image = stored.image
             try:
-                image = pending.image
                 body = self.connection.encode_call(
-                    pending.command, pending.block, then, None if image is None else image.rows
+                    pending.command, stored.block, then, None if image is None else image.rows
                 )
             except BaseException:
                 self.discard(pending)
@@ -264,29 +310,20 @@ class Port(ABC):
             answer = self.connection.unpack(await self.request(body, timeout_s, () if image is None else image.parts))
             if not left or answer.error is None or answer.error[0] != PayloadLost.__name__:
                 break
-            if pending.space is not None and not self.connection.arena.is_lost(pending.space):
-                break  # the payload exists here: the server cannot see this client's memory
-            pending = self._copy(pending, time.monotonic() - began)
+            again = stored if stored is _NOTHING else self.connection.store.rewrite(stored)
+            if again is None:
+                break
+            command = pending.command
+            if isinstance(command, cmd.AddRows):
+                waited_s = time.monotonic() - began
+                command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))
+            pending = PendingWrite(command, again)
         return answer
-
-    def _copy(self, pending: PendingWrite, waited_s: float) -> PendingWrite:
-        """Copy a write's payload to a new block: this process still maps the lost memory."""
-        command, block, old = pending.command, pending.block, pending.space
-        if isinstance(command, cmd.AddRows):
-            command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))
-        if block is None or old is None:
-            return msgspec.structs.replace(pending, command=command)
-        space = self.connection.arena.allocate(old.nbytes)
-        space.memory[HEADER_BYTES:] = old.memory[HEADER_BYTES:]
-        if self.connection.synced:
-            self.connection.arena.sync(space)
-        block = msgspec.structs.replace(block, segment=space.segment, start=space.start, serial=space.serial)
-        return PendingWrite(command, block, space)
 
     def discard(self, pending: PendingWrite) -> None:
         """Free the memory of a write that was never sent."""
-        if pending.space is not None:
-            self.connection.arena.free([pending.space.serial])
+        if pending.stored is not _NOTHING:
+            self.connection.store.discard(pending.stored)
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
         """Write and send columns; return the reply or raise the server's error.
@@ -306,7 +343,7 @@ class Port(ABC):
                 answer.raise_error()
                 return answer.reply
             except MemoryFull as full:
-                if not (self.connection.synced and isinstance(command, cmd.AddRows)):
+                if not (self.connection.store.synced and isinstance(command, cmd.AddRows)):
                     raise
                 waited = time.monotonic() - began
                 if waited >= timeout_s:
@@ -338,6 +375,9 @@ class BlockingPort(Port):
     async def pause(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - a blocking call is what this port is for
 
+    async def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs)
+
 
 class LoopPort(Port):
     """Calls that suspend the task."""
@@ -349,3 +389,6 @@ class LoopPort(Port):
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    async def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.to_thread(function, *args, **kwargs)

@@ -12,9 +12,10 @@ import numpy.typing as npt
 from ..ledger import Ledger
 from ..ledger import commands as cmd
 from ..types import Column, ColumnSpec
+from ..types.blocks import Block, BlockSlices
 from ..types.columns import unpack
 from .block_index import BlockIndex
-from .blocks import BLOCK, RUN, Block, BlockSlices
+from .blocks import BLOCK, RUN
 from .reader import ColumnReader
 
 CHUNK_ROWS = 4096  # rows read at a time

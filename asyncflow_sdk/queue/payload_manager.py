@@ -23,9 +23,9 @@ from ..ledger.commands import Ids
 from ..ledger.state import LedgerState
 from ..memory import BlockHold, Mapper, find_blocks
 from ..types import Batch, ColumnSpec
+from ..types.blocks import Block, BlockSlices
 from . import remote_payload
 from .block_index import BlockCheck, BlockIndex
-from .blocks import Block, BlockSlices
 from .reader import ColumnReader
 from .remote_payload import RemotePayload
 

@@ -10,8 +10,9 @@ import numpy as np
 from ..errors import AsyncFlowError, error_from_name
 from ..ledger.commands import AnyCommand, AnyReply, LeaseRows
 from ..types import ColumnSpec, Event
+from ..types.blocks import Block, BlockSlices
 from ..wire import MAX_BYTES
-from .blocks import Block, BlockSlices
+from .fetch import FetchReply, FetchRequest
 
 
 class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -32,7 +33,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     it; the client compares them to recognise the same directory. ``rows``: directory of the row
     segments; "" if it is ``directory``. ``durability``: "" if a dead server does not restart; else
     "process" or "host". ``pid``, ``pid_key``: the server's process. ``max_bytes``: largest call
-    accepted. ``addresses``: the server's tcp addresses.
+    accepted. ``addresses``: the server's tcp addresses. ``store``, ``store_options``: the kind of
+    store of all clients, and its options.
     """
 
     session: int
@@ -45,6 +47,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     pid_key: str = ""
     max_bytes: int = MAX_BYTES
     addresses: tuple[str, ...] = ()
+    store: str = "local"
+    store_options: dict[str, Any] = {}
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -53,10 +57,10 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     ``block``: payload of a put or a completion. ``then``: a lease to request once ``command`` (a
     completion or a return of rows) has succeeded; if it fails, nothing is leased. ``payload``:
     number of rows whose columns are sent beside the call, as a block. ``inline``: send the columns
-    of the answer beside it, too.
+    of the answer beside it, too, if all are in the server's memory.
     """
 
-    command: AnyCommand | ClientHello | None
+    command: AnyCommand | ClientHello | FetchRequest | None
     block: Block | None = None
     events: tuple[Event, ...] = ()
     then: LeaseRows | None = None
@@ -73,7 +77,7 @@ class CallResult(msgspec.Struct, frozen=True, array_like=True):
     answer, with the columns of ``schema``; 0 if the rows ended before they were sent.
     """
 
-    reply: AnyReply | Welcome | None = None
+    reply: AnyReply | Welcome | FetchReply | None = None
     error: tuple[str, str] | None = None
     slices: tuple[BlockSlices, ...] = ()
     schema: dict[str, ColumnSpec] = {}

@@ -22,8 +22,9 @@ import numpy.typing as npt
 from ..errors import LeaseLost, SchemaError
 from ..memory import HEADER_BYTES, BlockHold, MappedSegment, Mapper
 from ..types import Column, ColumnSpec
+from ..types.blocks import BlockSlices
 from ..types.ragged import Array
-from .blocks import BLOCK, MOST_BYTES, RUN, TABLE, BlockSlices, Ints, Kind, check_serials, damaged, kind_of, tables
+from .blocks import BLOCK, MOST_BYTES, RUN, TABLE, Ints, Kind, check_serials, damaged, kind_of, tables
 
 COPY_BYTES = 16 << 10
 """A block up to this size is copied whole: that costs less than a view's lock."""
@@ -47,11 +48,14 @@ class ColumnReader:
         self._mapper = mapper
         self._plans: dict[tuple[tuple[str, ...], bytes], _Plan] = {}
 
-    def read(self, slices: BlockSlices, schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
+    def read(
+        self, slices: BlockSlices, schema: Mapping[str, ColumnSpec], most_bytes: int = MOST_BYTES
+    ) -> dict[str, Column]:
         """Return the columns of rows. Raises LeaseLost for ended rows, SchemaError for a damaged
-        block."""
+        block, and for values of scattered rows above ``most_bytes``."""
         if len(slices.counts) > RUN.size:
-            return gather(self._mapper, slices, [kind_of(name, schema[name]) for name in slices.columns])
+            kinds = [kind_of(name, schema[name]) for name in slices.columns]
+            return gather(self._mapper, slices, kinds, most_bytes)
         _, start, serial, _, nbytes, _ = BLOCK.unpack(slices.blocks)
         raw: Any
         if nbytes <= COPY_BYTES:
@@ -188,7 +192,9 @@ class _Runs(NamedTuple):
         return self._replace(values=self.values[columns], sizes=self.sizes[columns], offsets=self.offsets[columns])
 
 
-def gather(mapper: Mapper, slices: BlockSlices, wanted: list[Kind]) -> dict[str, Column]:
+def gather(
+    mapper: Mapper, slices: BlockSlices, wanted: list[Kind], most_bytes: int = MOST_BYTES
+) -> dict[str, Column]:
     """Return copies of the columns of scattered rows. Raises LeaseLost, SchemaError."""
     blocks = np.frombuffer(slices.blocks, np.int64).reshape(-1, 6)
     number, starts, serials, _, nbytes, _ = blocks.T
@@ -204,7 +210,7 @@ def gather(mapper: Mapper, slices: BlockSlices, wanted: list[Kind]) -> dict[str,
                     segment.check(start, serial)
         try:
             table = _table(slices, blocks, parts, wanted)
-            return _copy([segment.bytes for segment, _ in parts], _runs(slices, blocks, table), wanted)
+            return _copy([segment.bytes for segment, _ in parts], _runs(slices, blocks, table), wanted, most_bytes)
         finally:  # data that seems damaged may have been overwritten meanwhile: LeaseLost, not SchemaError
             for segment, mine in parts:
                 check_serials(segment.bytes.view(np.int64), starts[mine], serials[mine])
@@ -240,7 +246,7 @@ def _runs(slices: BlockSlices, blocks: Ints, table: Ints) -> _Runs:
     return _Runs(number[block], values + start, sizes, offsets + start, entry, count, of_row, place)
 
 
-def _copy(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Column]:
+def _copy(segments: Segments, runs: _Runs, wanted: list[Kind], most_bytes: int) -> dict[str, Column]:
     out: dict[str, Column] = {}
     narrow: dict[int, list[int]] = {}
     ragged = [c for c, kind in enumerate(wanted) if kind.ragged]
@@ -249,9 +255,8 @@ def _copy(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Colu
             if kind.width in _WORD_TYPES and len(runs.of_row) * kind.width < JOIN_BYTES * len(runs.entry):
                 narrow.setdefault(kind.width, []).append(c)
             else:
-                raw = _move(
-                    segments, runs.segment, runs.values[c] + runs.entry * kind.width, runs.length * kind.width, kind
-                )
+                start, nbytes = runs.values[c] + runs.entry * kind.width, runs.length * kind.width
+                raw = _move(segments, runs.segment, start, nbytes, kind, most_bytes)
                 out[kind.name] = Column(kind.spec, _array(raw, kind, len(runs.of_row)), None)
     for width, columns in narrow.items():
         at = runs.values[columns] // width + runs.entry
@@ -259,11 +264,11 @@ def _copy(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Colu
         for c, row in zip(columns, words, strict=True):
             out[wanted[c].name] = Column(wanted[c].spec, _array(row, wanted[c], len(row)), None)
     if ragged:
-        out |= _ragged(segments, runs.pick(ragged), [wanted[c] for c in ragged])
+        out |= _ragged(segments, runs.pick(ragged), [wanted[c] for c in ragged], most_bytes)
     return {kind.name: out[kind.name] for kind in wanted}
 
 
-def _ragged(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Column]:
+def _ragged(segments: Segments, runs: _Runs, wanted: list[Kind], most_bytes: int) -> dict[str, Column]:
     out: dict[str, Column] = {}
     at = (runs.offsets // 8 + runs.entry)[:, runs.of_row] + runs.place
     segment = runs.segment[runs.of_row]
@@ -277,13 +282,15 @@ def _ragged(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Co
         np.cumsum(high[c] - low[c], out=offsets[c, 1:])
         begin = runs.values[c] + low[c][first] * kind.width
         nbytes = (high[c][first + runs.length - 1] - low[c][first]) * kind.width
-        raw = _move(segments, runs.segment, begin, nbytes, kind)
+        raw = _move(segments, runs.segment, begin, nbytes, kind, most_bytes)
         out[kind.name] = Column(kind.spec, _array(raw, kind, int(offsets[c, -1])), offsets[c])
     return out
 
 
-def _move(segments: Segments, segment: Ints, start: Ints, nbytes: Ints, kind: Kind) -> Any:
+def _move(segments: Segments, segment: Ints, start: Ints, nbytes: Ints, kind: Kind, most_bytes: int) -> Any:
     total = int(nbytes.sum())
+    if total > most_bytes:
+        raise SchemaError(f"column {kind.name!r} of these rows has {total} bytes, more than {most_bytes} at once")
     if total >= JOIN_BYTES * len(start) or not kind.width:
         pieces = map(slice, start.tolist(), (start + nbytes).tolist())
         views = [memoryview(each) for each in segments]  # type: ignore[arg-type]

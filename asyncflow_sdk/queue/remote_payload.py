@@ -20,8 +20,11 @@ from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena
 from ..types import Column, ColumnSpec
-from .blocks import Block, BlockSlices, to_image
-from .protocol import Call, CallResult, decode_call, encode
+from ..types.blocks import Block, BlockSlices
+from .blocks import to_image
+from .fetch import FetchRequest, check_parts, read_parts
+from .homes import SERVER_MEMORY, home_of
+from .protocol import Call, CallResult, decode_call, encode, failure
 from .reader import ColumnReader, from_image
 
 OWNER, NUMBER = "", 0
@@ -134,8 +137,11 @@ class RemotePayload:
     def inline(self, answer: CallResult) -> tuple[bytes, Sequence[Any]]:
         """Return an encoded result and the columns of its rows, read anew each time it is sent.
 
-        The lease keeps the rows in place. If they have ended, the result has no payload.
+        The lease keeps the rows in place. If they have ended, the result has no payload. If some are
+        in another home, the result is unchanged: the client reads all of them where they are.
         """
+        if any(home_of(segment) != SERVER_MEMORY for part in answer.slices for segment in part.segments):
+            return encode(answer), ()
         rows, parts = 0, list[Any]()
         try:
             image = to_image(read(self._reader, answer.slices, answer.schema))
@@ -143,6 +149,15 @@ class RemotePayload:
         except AsyncFlowError as error:
             _log.warning("rows leased to a client without shared memory cannot be read: %s", error)
         return encode(msgspec.structs.replace(answer, slices=(), payload=rows)), parts
+
+    def fetch(self, request: FetchRequest) -> tuple[bytes, Sequence[Any]]:
+        """Return an encoded result and the columns of rows in the server's memory."""
+        try:
+            check_parts(request.parts)
+            reply, frames = read_parts(self._reader, request.parts)
+        except AsyncFlowError as error:
+            return encode(CallResult(error=failure(error))), ()
+        return encode(CallResult(reply)), frames
 
     def close(self) -> None:
         """Unmap the server's segments."""

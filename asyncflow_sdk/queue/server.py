@@ -22,11 +22,12 @@ from ..ledger import commands as cmd
 from ..ledger.factory import make_policy, make_sampler
 from ..types import Batch, Event
 from ..types import events as ev
+from ..types.blocks import Block
 from ..wire import MAX_BYTES, KeyPair, PayloadSink, Server, has_ended, offer_key, process_key
-from .blocks import Block
 from .call_executor import CallExecutor, Clock
 from .deferred import DeferredRequest, DeferredRequests
 from .durability import Durability
+from .fetch import FetchRequest
 from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
 from .listeners import Listeners
 from .payload_manager import PayloadManager
@@ -355,13 +356,20 @@ class QueueServer:
             return False
         if call.command is None:
             return not self._payloads.has_freed(session)
+        if isinstance(call.command, FetchRequest):
+            return True
         return session not in self._clients or (isinstance(call.command, READ_ONLY) and call.then is None)
 
-    def _answer_read_only(self, session: str, ticket: int, command: cmd.AnyCommand | ClientHello | None) -> None:
+    def _answer_read_only(
+        self, session: str, ticket: int, command: cmd.AnyCommand | ClientHello | FetchRequest | None
+    ) -> None:
         if session not in self._clients:
             self._reply(ticket, ProtocolError("unknown session: send hello first, or its process has ended"))
         elif command is None:
             self._reply(ticket, cmd.Done())
+        elif isinstance(command, FetchRequest):
+            make = functools.partial(self._payloads.remote.fetch, command)
+            self._wire.answer(ticket, b"", at_once=True, recorded=False, make=make)
         else:
             self._ledger.apply(self._clients.number(session), command, self._clock(), ticket)  # type: ignore[arg-type]
             for _, reply in self._ledger.drain().answers:

@@ -12,6 +12,8 @@ STEP_LEASE_S = 86400.0
 """The same for steps trained by the user's own loop."""
 CALL_S = 30.0
 """Limit of a call without waiting: the server then counts as lost."""
+HOME_SILENCE_S = 60.0
+"""A home without a storage unit is given up after this, with its payload."""
 TIMEOUT_S = 60.0
 """Limit of a queue call's wait for rows or for room."""
 NEXT_S = 3600.0

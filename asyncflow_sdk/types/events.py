@@ -133,6 +133,29 @@ class LeaseReturned(_Event, frozen=True, tag="returned"):
     reason: str
 
 
+class HomeState(_Event, frozen=True, tag="home"):
+    """A home of payload changed state: opened (a storage unit serves it), absent (its unit is gone).
+    ``detail``: the unit, or the reason."""
+
+    home: int
+    epoch: int
+    name: str
+    state: str
+    detail: str = ""
+
+
+class HomeLost(_Event, frozen=True, tag="home_lost"):
+    """A home was given up: no block of this epoch is read again. ``rows_failed``: rows with lost put
+    columns, and rows that cannot be made again. ``groups_remade``: groups replaced by children."""
+
+    home: int
+    epoch: int
+    name: str
+    reason: str
+    rows_failed: int = 0
+    groups_remade: int = 0
+
+
 class Balanced(_Event, frozen=True, tag="balanced"):
     """A lease was split into ``shards`` for a group of ranks. The heaviest weighs 1 + ``imbalance``
     times the mean, by the measure of the task's sampler (by rows without a sampler). ``step``: -1
@@ -182,6 +205,8 @@ Event: TypeAlias = (
     | Loaded
     | RowsEnded
     | LeaseReturned
+    | HomeState
+    | HomeLost
     | Balanced
     | Status
     | Chosen

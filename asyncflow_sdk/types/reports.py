@@ -46,7 +46,8 @@ class FailedGroup(msgspec.Struct, frozen=True, array_like=True):
 
     ``key``, ``place``: idempotency key of their put, and number of their first group in it (from
     0); "" and -1 for a put without a key. ``reasons``: of the attempts, oldest first. ``time_s``:
-    ledger seconds.
+    ledger seconds. ``parent``: the row replaced by row ``first`` after a loss of payload; -1 for a
+    row that was put.
     """
 
     first: int
@@ -57,6 +58,7 @@ class FailedGroup(msgspec.Struct, frozen=True, array_like=True):
     place: int
     reasons: tuple[str, ...]
     time_s: float
+    parent: int = -1
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

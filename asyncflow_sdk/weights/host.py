@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Sequence
-
 from ..interfaces.weights import Host
 from ..queue import Connection
-from ..wire import is_loopback
+from ..wire import own_address
 
-LOOPBACK = "127.0.0.1"
-_UNUSED_ADDRESS = "192.0.2.1"  # reserved (RFC 5737): its route is this host's default route
+__all__ = ["host_of", "own_address"]
 
 
 def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int = 1, model: str = "") -> Host:
     """Describe the host of ``connection``. ``name``: unique in the run."""
     return Host(
-        directory=None if connection.inline else connection.directory,
+        directory=connection.directory,
         name=name,
         address=own_address(connection.wire.address, connection.server_addresses),
         rank=rank,
         world_size=world_size,
-        run=connection.directory.name,
+        run=connection.run,
         model=model,
     )
-
-
-def own_address(server: str, served: Sequence[str] = ()) -> str:
-    """Return the IP address at which other members of the run reach this host: the one of its route
-    to ``server``. On the server's own host: the address it serves to others, if any of ``served``
-    is not a loopback address."""
-    if server.startswith("tcp://") and not is_loopback(server):
-        return _route_to(server)
-    outward = next((each for each in served if not is_loopback(each)), None)
-    return LOOPBACK if outward is None else _route_to(outward)
-
-
-def _route_to(server: str) -> str:
-    """Return this host's address on the route to a server; loopback if there is none."""
-    host, _, port = server.partition("://")[2].rpartition(":")
-    host = host.strip("[]")
-    if host in ("*", "0.0.0.0", "::"):
-        host = _UNUSED_ADDRESS
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # a datagram socket only looks up the route
-            return str(probe.getsockname()[0])
-    except (OSError, ValueError):
-        return LOOPBACK

@@ -4,10 +4,12 @@ from .client import Client
 from .envelope import MAX_BYTES
 from .exchange import WireReply
 from .handler import Handler
-from .key_offers import await_key, offer_key
+from .key_offers import await_key, find_key, offer_key
 from .keys import KeyPair, RunKey, ServerKeys, ensure_keys, generate_keys
-from .processes import has_ended, process_key, same_host
+from .own_address import own_address
+from .processes import boot_id, has_ended, process_key, same_host
 from .server import Server
+from .service import Frames, Service, ServiceAddress, ServiceClient
 from .sockets import RETRY_S, is_loopback, probe
 from .transfers import MemorySink, PayloadSink
 
@@ -15,6 +17,7 @@ __all__ = [
     "MAX_BYTES",
     "RETRY_S",
     "Client",
+    "Frames",
     "Handler",
     "KeyPair",
     "MemorySink",
@@ -22,13 +25,19 @@ __all__ = [
     "RunKey",
     "Server",
     "ServerKeys",
+    "Service",
+    "ServiceAddress",
+    "ServiceClient",
     "WireReply",
     "await_key",
+    "boot_id",
     "ensure_keys",
+    "find_key",
     "generate_keys",
     "has_ended",
     "is_loopback",
     "offer_key",
+    "own_address",
     "probe",
     "process_key",
     "same_host",

@@ -7,10 +7,15 @@ import select
 from pathlib import Path
 
 
+def boot_id() -> str:
+    """Return the kernel's number of this boot of this host. Raises OSError without /proc."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def process_key(pid: int) -> str:
     """Return an identity of a process: boot, pid namespace, start time. "" without /proc."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = boot_id()
         namespace = os.readlink("/proc/self/ns/pid")
         started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except (OSError, IndexError):

@@ -172,7 +172,7 @@ def connect(
     run, or of one without durability whose server ended.
     """
     until = time.monotonic() + timeout_s
-    where, known = _find(address, key, insecure, timeout_s)
+    where, known = find_run(address, key, insecure, timeout_s)
     connection = Connection(
         where, name, key=known, insecure=insecure, shared_memory=shared_memory,
         timeout_s=max(until - time.monotonic(), 0.0),
@@ -180,10 +180,11 @@ def connect(
     return Run(connection, logs=Path(logs) if logs is not None else None)
 
 
-def _find(
+def find_run(
     where: str | os.PathLike[str], key: str | os.PathLike[str] | None, insecure: bool, timeout_s: float
 ) -> tuple[str, str | os.PathLike[str] | None]:
-    """Return the address of a run, given it or the run's directory, and its key file."""
+    """Return the address of a run, given it or the run's directory, and its key file. Raises the
+    errors of ``connect``."""
     text = os.fspath(where)
     if "://" in text:
         return text, key

@@ -3,7 +3,8 @@
 The model below knows of a row only what commands and replies say of it. It predicts little; it checks what must hold
 whatever the ledger chooses: each row ends once, columns are written once, a row is leased to one holder at a time and
 completed once by each task, steps are whole and in order, no trained token is too old, versions rise, groups stay
-together, and a request waits only while nothing can be given.
+together, and a request waits only while nothing can be given. Like a server's index, it knows the home of each column of
+each row; it answers lost homes with the columns that were there, and checks which rows fail and which are made again.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ import numpy as np
 from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost, WriteOnceError
 from asyncflow_sdk.ledger import TERMINAL, Effects, Ledger, TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.state.homes import HomeLoss, LostColumns, Replacement
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.spans import steps_of
+
+Place = tuple[int, int]
+"""A home and its epoch."""
+SERVER: Place = (0, 0)
 
 
 @dataclass
@@ -34,6 +40,19 @@ class Row:
     holder: dict[str, int] = field(default_factory=dict)  # task → token of the lease that has it
     version: int | None = None  # loaded by the replica that completed it, when it leased it
     versions: set[int] = field(default_factory=set)  # loaded by each replica that leased it
+    put: frozenset[str] = frozenset()  # columns of its put
+    places: dict[str, Place] = field(default_factory=dict)  # of each column
+    parent: int | None = None
+    child: int | None = None
+
+
+@dataclass
+class Home:
+    name: str
+    identity: str
+    epoch: int
+    unit: int | None = None  # a session
+    absent_since: float = 0.0
 
 
 @dataclass
@@ -70,6 +89,7 @@ class Request(NamedTuple):
     session: int
     command: Any
     deadline: float
+    place: Place = SERVER  # of its payload
 
 
 class CheckedLedger:
@@ -94,10 +114,16 @@ class CheckedLedger:
         self.waiting: dict[int, Request] = {}  # by ticket
         self.steps: dict[int, list[int]] = {}  # rows of each step that was leased, and not dissolved since
         self.acknowledged: set[int] = set()
+        self.overtaken: set[int] = (
+            set()
+        )  # steps that ended, because they lost rows after a later one was acknowledged
         self.begun: set[int] = set()  # steps that were leased in parts
         self.parts: dict[int, list[list[list[int]]]] = {}  # of each step, the rows of each shard of each part
         self.version = -1
-        self._limits = cmd.Configure(max_staleness=1, max_swapping=0, quorum=0)
+        self.homes: dict[int, Home] = {}
+        self.places: set[Place] = {SERVER}  # all there ever were
+        self.lost_places: set[Place] = set()
+        self._limits = cmd.Configure(max_staleness=1, max_swapping=0, quorum=0, home_silence_s=60.0)
         self._terminal: Counter[str] = Counter()
         self._parts: dict[int, set[cmd.VersionPart]] = {}  # version → what was published of it
         self._bytes: dict[int, tuple[cmd.VersionPart, ...]] = {}  # of each version that was fetched
@@ -128,7 +154,8 @@ class CheckedLedger:
                 lease.unsure |= lease.task == command.task and lease.sessions.get(command.rank, session) < session
         if isinstance(command, cmd.LeaseRows) and command.most and session in self.sessions:
             self.sessions[session].in_vain = True  # unless it is given some
-        self.waiting[self.tickets] = Request(session, command, self.now + getattr(command, "timeout_s", 0.0))
+        deadline = self.now + getattr(command, "timeout_s", 0.0)
+        self.waiting[self.tickets] = Request(session, command, deadline, self.place_of_write(command))
         assert own is not None or self.waiting[self.tickets].deadline > self.now, "it waits without a deadline"
         if own is None and isinstance(command, cmd.LeaseRows) and command.token in self.open:
             self._renew(command.token)
@@ -152,6 +179,10 @@ class CheckedLedger:
                 self._close_lease(token)
         self._feed("tick")
         assert all(request.deadline > now for request in self.waiting.values()), "a request outlived its deadline"
+        late = [
+            number for number, home in self.homes.items() if self.is_absent(number) and self._gives_up(home) <= now
+        ]
+        assert not late, "a home was silent for too long, and is not lost"
 
     def die(self, session: int) -> None:
         self._close(session)
@@ -169,6 +200,22 @@ class CheckedLedger:
         self._dissolve(ids)
         self._feed("lose", np.array(ids, np.int64), reason=reason)
 
+    def place_of_write(self, command: Any) -> Place:
+        """Where the payload of the next command is: each live home in turn, and most puts are in the server's."""
+        live = sorted(self.places - self.lost_places)
+        away = not isinstance(command, cmd.AddRows) or self.tickets % 4 == 0
+        return live[self.tickets % len(live)] if away else SERVER
+
+    def is_live(self, place: Place) -> bool:
+        return place in self.places - self.lost_places
+
+    def is_absent(self, number: int) -> bool:
+        home = self.homes[number]
+        return home.unit is None and self.is_live((number, home.epoch))
+
+    def _gives_up(self, home: Home) -> float:
+        return home.absent_since + (self._limits.home_silence_s or 0.0)
+
     def _feed(self, method: str, *arguments: Any, **more: Any) -> None:
         for ledger in self.ledgers:
             getattr(ledger, method)(*arguments, now=self.now, **more)
@@ -180,6 +227,11 @@ class CheckedLedger:
         assert len(effects.answers) == 1, f"{command} failed, and yet others were answered"
         assert not effects.events
         assert not effects.retired
+        assert not effects.remade
+        assert not effects.homes_lost
+        if isinstance(command, cmd.EvictHome):
+            place = (command.home, command.epoch)
+            assert place == SERVER or not self.is_live(place), "a live home is not evicted"
         states = [(ledger.audit(), ledger.status()) for ledger in self.ledgers]
         assert states[0] == states[-1], f"{command} failed, and yet changed something"
         lease, rank = self.leases.get(getattr(command, "token", -1)), getattr(command, "rank", 0)
@@ -201,21 +253,26 @@ class CheckedLedger:
         for version in [event.version for event in effects.events if isinstance(event, ev.Published)]:
             assert version > self.version, "versions rise"
             self.version = version
+        ids = [i for part in effects.retired for i in part.tolist()]
+        self._on_remade(effects.remade, set(ids))
         for ticket, reply in effects.answers:  # rows that are put may end at once
             if isinstance(reply, cmd.PutDone) and not reply.again:
-                self._on_put(self.waiting[ticket].command, reply)
-        ids = [i for part in effects.retired for i in part.tolist()]
+                self._on_put(self.waiting[ticket], reply)
         assert set(ids) <= self.live.keys(), "a row ended twice"
         for i in ids:
             del self.live[i]
         self._void_steps(ids, effects)
         for ticket, reply in sorted(effects.answers, key=lambda answer: answer[0] != first):
-            session, command, _ = self.waiting.pop(ticket)  # answered once, and only if it was asked
-            self._on_reply(session, command, reply, len(ids))
+            request = self.waiting.pop(ticket)  # answered once, and only if it was asked
+            self._on_reply(request, reply, ids)
+        again = [i for part in effects.remade for i in part.parents.tolist()]
+        assert not any(self._trained(self.rows[i]) for i in again), "a row that was trained is made again"
         self._retire(ids, effects)
         self.answers |= effects.answers
         self.events += effects.events
         self.ended += ids
+        if effects.homes_lost:
+            self._lose_homes(effects.homes_lost)
 
     def _void_steps(self, ids: list[int], effects: Effects) -> None:
         """A step in parts is void without a delivered row, unless it ends because the step is acknowledged."""
@@ -248,8 +305,9 @@ class CheckedLedger:
 
     # ---- replies
 
-    def _on_reply(self, session: int, command: Any, reply: Any, ended: int) -> None:
+    def _on_reply(self, request: Request, reply: Any, ended: list[int]) -> None:
         """``ended``: rows that ended by the same input."""
+        session, command, _, place = request
         client = self.sessions.get(session)
         match command, reply:
             case cmd.OpenSession(), cmd.SessionOpened():
@@ -272,14 +330,15 @@ class CheckedLedger:
                 given = {name: value for name, value in given.items() if value is not None}
                 self._limits = msgspec.structs.replace(self._limits, **given)
             case cmd.Declare(), cmd.Done():
-                self.tasks.setdefault(command.task.name, command.task)
+                if self.tasks.setdefault(command.task.name, command.task) is command.task:
+                    self._miss({i: self.rows[i] for i in (*self.live, *ended)})
             case cmd.End(), cmd.Done():
                 self._ended_partitions.add(command.partition)
             case cmd.AddRows(), cmd.PutDone(again=False):
                 most = None if self._limits.checkpoints else self._limits.capacity_rows
                 assert most is None or len(self.live) <= most, "more rows than the queue's capacity"
             case cmd.Cancel(), cmd.Cancelled():
-                assert ended >= reply.count, "as many ended as it says"
+                assert len(ended) >= reply.count, "as many ended as it says"
             case cmd.AwaitLost(), cmd.Lost():
                 assert not set(unpack_ids(reply.ids).tolist()) & self.live.keys(), "a row that lives is not lost"
             case cmd.LeaseRows(), cmd.Leased():
@@ -298,7 +357,9 @@ class CheckedLedger:
                 self._release(command.token, lease.rows() if whole else self._named(command))
                 self._end_leases({command.token})
             case cmd.Complete(), cmd.Completed():
-                self._on_completed(session, command, reply)
+                self._on_completed(session, command, reply, place)
+            case cmd.OpenHome(), cmd.HomeOpened():
+                self._on_home_opened(session, command, reply)
             case cmd.AwaitVersion(), cmd.Version():
                 assert command.after < reply.version <= self.version
                 assert reply.version == self.version or self._limits.quorum
@@ -323,16 +384,21 @@ class CheckedLedger:
             case cmd.Resume(), cmd.Resumed():
                 assert reply.step == command.step
                 self._rewound = True
-                self._reopen(command.step)
+                self._reopen(command.step, self.live.keys() | set(ended))
 
-    def _on_put(self, command: cmd.AddRows, reply: cmd.PutDone) -> None:
+    def _on_put(self, request: Request, reply: cmd.PutDone) -> None:
+        command, place = request.command, request.place
+        assert place not in self.lost_places, "a put without payload"
         groups = len(reply.groups) // 8 or command.groups
         assert reply.first == len(self.rows), "ids are given out once, in order"
         assert reply.count == groups * command.group_size
         for i in range(reply.first, reply.first + reply.count):
             start = i - (i - reply.first) % command.group_size
             group = range(start, start + command.group_size)
-            self.rows[i] = self.live[i] = Row(group, set(command.columns), command.partition, command.priority)
+            self.rows[i] = self.live[i] = Row(
+                group, set(command.columns), command.partition, command.priority, put=frozenset(command.columns),
+                places=dict.fromkeys(command.columns, place),
+            )  # fmt: skip
 
     def _on_leased(self, session: int, command: cmd.LeaseRows, reply: cmd.Leased) -> None:
         task, ids = self.tasks[reply.task], unpack_ids(reply.ids).tolist()
@@ -358,6 +424,7 @@ class CheckedLedger:
             assert i in self.live, f"row {i} had ended"
             assert task.takes(row.partition)
             assert set(task.needs) <= row.columns, f"row {i} lacks a column that {task.name} needs"
+            assert not self._lacks(row, task), f"row {i} is leased, and {task.name} cannot read it"
             assert task.name not in row.done, f"row {i} comes again"
             holder = row.holder.get(task.name, reply.token)
             assert holder == reply.token or self.leases[holder].unsure, f"row {i} is leased already"
@@ -429,11 +496,11 @@ class CheckedLedger:
             assert sorted(left) == sorted(ids), "a step comes again with the rows that are left of it"
         else:
             assert len(set(ids)) == len(ids) == task.batch_rows, "a step is whole"
-            known = self.steps.keys() | self.begun
+            known = self.steps.keys() | self.begun | self.overtaken
             assert step in self.begun or step == min(set(range(len(known) + 1)) - known), "steps come in order"
             assert not set(ids) & {i for rows in self.steps.values() for i in rows}, "a row is in one step"
             self.steps[step] = ids
-        for earlier in set(range(step)) - self.acknowledged if not self._blurred else ():
+        for earlier in set(range(step)) - self.acknowledged - self.overtaken if not self._blurred else ():
             rows = self.steps.get(earlier) or [
                 i for part in self._known_parts(earlier) for shard in part for i in shard
             ]
@@ -447,7 +514,7 @@ class CheckedLedger:
                 made = steps_of(np.array(sorted(row.versions)), reply.version_step_offsets).max()
                 assert reply.step - made <= (self._limits.max_staleness or 0), "a token is too old"
 
-    def _on_completed(self, session: int, command: cmd.Complete, reply: cmd.Completed) -> None:
+    def _on_completed(self, session: int, command: cmd.Complete, reply: cmd.Completed, place: Place) -> None:
         lease = self._own_lease(session, command)
         task, named = self.tasks[lease.task], self._named(command)
         revoked, again = set(unpack_ids(reply.revoked).tolist()), set(unpack_ids(reply.again).tolist())
@@ -474,6 +541,7 @@ class CheckedLedger:
             assert not row.columns & set(command.columns), f"a column of row {i} is written twice"
             assert lease.world_size > 1 or task.name not in row.done, f"row {i} is completed twice"
             row.columns |= set(command.columns)
+            row.places.update(dict.fromkeys(command.columns, place))
             row.done.add(task.name)
             row.holder.pop(task.name, None)
             if task.admits:
@@ -483,6 +551,148 @@ class CheckedLedger:
             if not self._limits.checkpoints:
                 self.parts.pop(lease.step, None)
         self._end_leases({command.token})
+
+    # ---- homes
+
+    def _on_home_opened(self, session: int, command: cmd.OpenHome, reply: cmd.HomeOpened) -> None:
+        live = {n: home for n, home in self.homes.items() if self.is_live((n, home.epoch))}
+        same = [n for n, home in live.items() if home.identity == command.identity]
+        named = [n for n, home in self.homes.items() if home.name == command.name]
+        if same:
+            (number,), epoch = same, self.homes[same[0]].epoch
+        elif named:
+            (number,), epoch = named, self.homes[named[0]].epoch + 1
+            assert named[0] not in live or self.homes[named[0]].unit in (None, session), "another unit has it"
+        else:
+            number, epoch = len(self.homes) + 1, 1
+        assert (reply.home, reply.epoch) == (number, epoch)
+        assert all(home.unit != session or n == number for n, home in self.homes.items()), "a unit serves one home"
+        name = self.homes[number].name if number in self.homes else command.name
+        self.homes[number] = Home(name, command.identity, epoch, session)
+        self.places.add((number, epoch))
+
+    def _lose_homes(self, lost: list[HomeLoss]) -> None:
+        """Answer lost homes as a server does, and check what becomes of the rows."""
+        for loss in lost:
+            place, home = (loss.home, loss.epoch), self.homes[loss.home]
+            assert self.is_live(place), "an epoch is lost once"
+            if loss.reason.startswith("silent"):
+                assert home.unit is None and self._gives_up(home) <= self.now, "a home is not given up early"
+            if home.epoch == loss.epoch:
+                home.unit = None
+            self.lost_places.add(place)
+        before, events = dict(self.live), len(self.events)
+        ended = {i for i in self.rows if i not in before}
+        missing = self._miss(before)
+        tickets = [
+            t for t, r in self.waiting.items() if isinstance(r.command, cmd.AddRows) and r.place in self.lost_places
+        ]
+        self._feed(
+            "lose_homes", [(loss, self._columns_in((loss.home, loss.epoch))) for loss in lost], tickets=tickets
+        )
+        self._check_losses(lost, missing, before, ended, events)
+
+    def _columns_in(self, place: Place) -> list[LostColumns]:
+        """The columns of live rows in a home, as a server's index knows them."""
+        found: dict[tuple[str, ...], list[int]] = {}
+        for i, row in self.live.items():
+            if names := tuple(sorted(name for name, where in row.places.items() if where == place)):
+                found.setdefault(names, []).append(i)
+        return [LostColumns(np.array(ids, np.int64), names) for names, ids in found.items()]
+
+    def _check_losses(
+        self, lost: list[HomeLoss], missing: set[int], before: dict[int, Row], ended: set[int], events: int
+    ) -> None:
+        """``missing``: rows that a task cannot read; ``before``: that were live, and ``ended``: that were not."""
+        new = self.events[events:]
+        told = [event for event in new if isinstance(event, ev.HomeLost)]
+        assert [(each.home, each.epoch) for each in told] == [(each.home, each.epoch) for each in lost]
+        counts = Counter[str]()
+        for event in new:
+            if isinstance(event, ev.RowsEnded) and event.reason.startswith("payload lost: home"):
+                counts[event.state] += event.count
+        remade = {i for i, row in before.items() if row.child is not None}
+        assert counts["expired"] == len(remade)
+        assert sum(each.groups_remade for each in told) == len({self.rows[i].group for i in remade})
+        assert sum(each.rows_failed for each in told) == counts["failed"]
+        assert set(counts) <= {"failed", "expired"}
+        if not self._skips():
+            uncovered = {i for i in missing if self._is_uncovered(self.rows[i])}
+            assert not missing - uncovered & self.live.keys(), "a row that nobody can read lives"
+        if not (self._trains() or self._skips()):
+            assert counts.total() == len(self._groups(missing) & before.keys()), "other rows ended, too"
+        over = self.status().over
+        failed = missing - remade - self.live.keys()
+        for i in failed:
+            group = self.rows[i].group
+            whole = not any(m in ended or self._trained(self.rows[m]) for m in group)
+            intact = not any(self._is_put_lost(self.rows[m]) for m in group)
+            assert not (whole and intact) or over, f"row {i} failed, and could have been made again"
+
+    def _on_remade(self, remade: list[Replacement], ended: set[int]) -> None:
+        pairs = [
+            (child, parent, part.columns)
+            for part in remade
+            for parent, child in zip(part.parents.tolist(), part.children.tolist(), strict=True)
+        ]
+        parents = {parent for _, parent, _ in pairs}
+        assert parents <= ended
+        for child, i, columns in sorted(pairs):
+            row, start = self.rows[i], child - (i - self.rows[i].group.start)
+            assert child == len(self.rows), "ids are given out once, in order"
+            assert i in self.live and row.child is None, "a row has one child, which comes as it ends"
+            assert set(row.group) <= parents, "a group is made again as a whole"
+            assert set(columns) == row.put and not self._is_put_lost(row), "from its put"
+            row.child = child
+            self.rows[child] = self.live[child] = Row(
+                range(start, start + len(row.group)), set(columns), row.partition, row.priority, put=row.put,
+                places={name: row.places[name] for name in columns}, parent=i,
+            )  # fmt: skip
+
+    def _miss(self, rows: dict[int, Row]) -> set[int]:
+        """Note which of these rows cannot be read by a task that is not through with them, or by a step trained again."""
+        unread = [
+            (i, t)
+            for i, row in rows.items()
+            for t in self.tasks.values()
+            if self._undone(row, t) and self._lacks(row, t)
+        ]
+        missing = {i for i, task in unread if not self._may_skip(self.rows[i], task)}
+        self._blurred |= len(missing) < len({i for i, _ in unread})
+        steps = [task for task in self.tasks.values() if task.batch_rows is not None]
+        again = {i for i, row in rows.items() for t in steps if self._is_uncovered(row) and self._lacks(row, t)}
+        self._lost |= missing | again
+        for i in missing & again:  # tasks skip it
+            self._give_up(i)
+        if missing:
+            self._dissolve({i for i in missing if not self._trained(self.rows[i])})
+        return missing
+
+    def _give_up(self, i: int) -> None:
+        """Nobody has a lease of this row any more."""
+        tokens = set(self.rows[i].holder.values())
+        self.rows[i].holder.clear()
+        for token in tokens:
+            self.leases[token].unsure = True
+        self._end_leases(tokens)
+
+    def _may_skip(self, row: Row, task: TaskSpec) -> bool:
+        """True if steps may take a row without this task: what they need is there."""
+        steps = [t for t in self.tasks.values() if t.batch_rows is not None and t.takes(row.partition)]
+        return task.admits and any(set(t.needs) <= self.rows[m].columns for t in steps for m in row.group)
+
+    def _lacks(self, row: Row, task: TaskSpec) -> bool:
+        """True if a column that the task needs is lost."""
+        return any(row.places.get(name) in self.lost_places for name in task.needs)
+
+    def _is_put_lost(self, row: Row) -> bool:
+        return any(row.places[name] in self.lost_places for name in row.put)
+
+    def _trained(self, row: Row) -> bool:
+        return any(task.name in row.done for task in self.tasks.values() if task.batch_rows is not None)
+
+    def _is_uncovered(self, row: Row) -> bool:
+        return bool(self._limits.checkpoints) and self._trained(row)
 
     # ---- what is known of rows and leases
 
@@ -505,6 +715,9 @@ class CheckedLedger:
 
     def _close(self, session: int) -> None:
         self.sessions.pop(session, None)
+        for home in self.homes.values():
+            if home.unit == session:
+                home.unit, home.absent_since = None, self.now
         self.waiting = {ticket: request for ticket, request in self.waiting.items() if request.session != session}
         for token, lease in list(self.open.items()):
             if session in lease.sessions.values():
@@ -537,8 +750,8 @@ class CheckedLedger:
             if lease.world_size == 1 and not any(self._holds(token, i) for i in lease.ids[0]):
                 del self.open[token]
 
-    def _reopen(self, step: int) -> None:
-        """Steps from this one on are to be leased again, with the rows that they had."""
+    def _reopen(self, step: int, known: set[int]) -> None:
+        """Steps from this one on are to be leased again, with the rows that they had. ``known``: rows that lived before."""
         trains = {task.name for task in self.tasks.values() if task.batch_rows is not None}
         self.acknowledged = {each for each in self.acknowledged if each < step}
         for row in [self.rows[i] for each, ids in self.steps.items() if each >= step for i in ids]:
@@ -546,16 +759,20 @@ class CheckedLedger:
             row.holder = {task: token for task, token in row.holder.items() if task not in trains}
         for token in [token for token, lease in self.open.items() if lease.parts and lease.step >= step]:
             self._close_lease(token)
-        self._dissolve(self._lost & self.live.keys())
+        self._dissolve({i for i in self._lost & known if not self._trained(self.rows[i])})
 
     def _dissolve(self, lost: Iterable[int]) -> None:
-        """Forget steps that lack these rows, and later ones, if nobody acknowledged them. Leases of steps may have ended."""
+        """Forget steps that lack these rows, and later ones, unless a step after them was acknowledged: then only the former.
+        Leases of steps may have ended."""
         if lost := set(lost):
             self._blurred |= bool(self.begun - self.steps.keys())
             self.parts.clear()
         groups, waiting = self._groups(lost), self.steps.keys() - self.acknowledged
-        first = min((step for step in waiting if groups & set(self.steps[step])), default=1 << 62)
-        for step in [step for step in waiting if step >= first]:
+        hit = {step for step in waiting if groups & set(self.steps[step])}
+        gone = {step for step in hit if step < max(self.acknowledged | self.overtaken, default=-1)}
+        self.overtaken |= gone
+        first = min(hit - gone, default=1 << 62)
+        for step in [step for step in waiting if step >= first or step in gone]:
             del self.steps[step]
         self.begun -= {step for step in self.begun if step >= first}
         for lease in self.open.values():
@@ -615,14 +832,29 @@ class CheckedLedger:
             held = sum(task.name in row.holder for row in rows)
             assert not sure or status.rows[task.name]["leased"] == held
         ends = [lease.expires for lease in self.open.values() if lease.world_size == 1 and not lease.unsure]
+        ends += [self._gives_up(home) for number, home in self.homes.items() if self.is_absent(number)]
         due = min([*ends, *(request.deadline for request in self.waiting.values())], default=None)
         assert due is None or (self.next_deadline() or 0.0) <= due, "somebody would not be woken"
+        live = {place for place in self.places if self.ledgers[0].state.homes.is_live(*place)}
+        assert live == self.places - self.lost_places, "a lost epoch is refused for ever"
+        self._check_trained_once()
         self._check_no_lost_wakeup(sure)
+
+    def _check_trained_once(self) -> None:
+        """Of each row and its children, one at most is in a step that was trained."""
+        roots = [self._root(i) for step in self.acknowledged for i in self.steps[step]]
+        assert len(roots) == len(set(roots)), "a row was trained twice"
+        assert not any(self._root(i) in roots for i in self.live if not self._trained(self.rows[i])), "or will be"
+
+    def _root(self, i: int) -> int:
+        while (parent := self.rows[i].parent) is not None:
+            i = parent
+        return i
 
     def _check_no_lost_wakeup(self, sure: bool) -> None:
         """Asked anew in a copy, no request that waits is answered."""
         probe = copy.deepcopy(self.ledgers[0]) if self.waiting else None
-        for ticket, (session, command, _) in self.waiting.items():
+        for ticket, (session, command, *_) in self.waiting.items():
             assert probe is not None
             probe.forget(ticket, self.now)
             if probe.drain().answers:  # those that it kept waiting go on, and may be asked no more
@@ -641,4 +873,5 @@ class CheckedLedger:
 def _plain(effects: Effects) -> tuple[Any, ...]:
     """Effects in a form that can be compared."""
     answers = [(t, str(answer) if isinstance(answer, Exception) else answer) for t, answer in effects.answers]
-    return answers, effects.events, [ids.tolist() for ids in effects.retired]
+    remade = [(part.parents.tolist(), part.children.tolist(), part.columns) for part in effects.remade]
+    return answers, effects.events, [ids.tolist() for ids in effects.retired], remade, effects.homes_lost

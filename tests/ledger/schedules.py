@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from checked_ledger import CheckedLedger
+from checked_ledger import SERVER, CheckedLedger, Place
 from hypothesis import HealthCheck, settings
 from ledger_queue import TOKENS, packed, part
 
-from asyncflow_sdk.errors import Ended, LeaseLost
+from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost
 from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.state.homes import HomeLoss
 from asyncflow_sdk.types.reports import Audit
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
@@ -87,11 +88,46 @@ class World(CheckedLedger):
         ids = [i for i in self.live if self.random.random() < share]
         self.lose(*ids)
         assert not set(ids) & self.live.keys()
-        for worker in self.workers:  # the last step may have been opened again
+        self.start_again()
+        return len(ids)
+
+    def place_of_write(self, command: Any) -> Place:
+        live = sorted(self.places - self.lost_places)
+        return self.random.choice(live) if len(live) > 1 else SERVER
+
+    def open_home(self, name: str, identity: str = "") -> None:
+        opened = self.send(
+            self.join(f"unit {name}"), cmd.OpenHome(store="hosts", name=name, identity=identity or name)
+        )
+        assert isinstance(opened, cmd.HomeOpened | ConfigError), opened  # another unit may have it
+
+    def strike(self, number: int) -> str:
+        """Something happens to a home: its unit dies, and comes back in time, late, with other contents, or never; or a person
+        evicts it, and it comes back. Returns what."""
+        home = self.homes[number]
+        what = self.random.choice(["in time", "late", "wiped", "never", "evicted"])
+        if not self.is_live((number, home.epoch)):
+            return "lost already"
+        if what == "evicted":
+            assert self.send(self.join("admin"), cmd.EvictHome(home=number, epoch=home.epoch)) == cmd.Done()
+        elif home.unit is not None:
+            super().die(home.unit)
+        back = {"in time": 0.5, "late": 1.5, "wiped": 0.5, "evicted": 0.0}
+        if what in back:
+            identity = f"{home.name} after {self.now}" if what == "wiped" else home.identity
+            self.later(back[what] * (self._limits.home_silence_s or 0.0), lambda: self.open_home(home.name, identity))
+        return what
+
+    def _lose_homes(self, lost: list[HomeLoss]) -> None:
+        super()._lose_homes(lost)
+        self.later(0.0, self.start_again)
+
+    def start_again(self) -> None:
+        """Start workers that were told the end, if there is work again: the last step may have been opened again."""
+        for worker in self.workers:
             if worker.over and not self.status().over:
                 worker.over = False
                 worker.start()
-        return len(ids)
 
     def run(self) -> Audit:
         """Until every worker is told the end. Returns the audit, of a ledger without live rows."""

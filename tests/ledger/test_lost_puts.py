@@ -75,6 +75,58 @@ def test_the_same_puts_again_after_losses_make_every_group_live_once(
     assert queue.audit().balanced
 
 
+@settings(max_examples=25)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=4),
+    initial_rows=st.sampled_from([4, 1024]),
+    data=st.data(),
+)
+def test_the_same_puts_again_after_lost_homes_make_every_group_live_once(
+    sizes: list[tuple[int, int]], initial_rows: int, data: st.DataObject
+) -> None:
+    """Groups that lost their put are added by it; groups that were made again are not."""
+    queue = Queue(PLAIN, LAST, options={"initial_rows": initial_rows})
+    for name in "ab":
+        queue.do(queue.join(name), cmd.OpenHome(store="hosts", name=name, identity=name))
+    puts = {chr(ord("a") + at): size for at, size in enumerate(sizes)}
+    where: dict[int, tuple[str, int]] = {}  # row → its put and group
+
+    def group_of(row: int) -> tuple[str, int]:
+        parent = queue.rows[row].parent
+        return where[row] if parent is None else group_of(parent)
+
+    def put_all() -> None:
+        for key, (groups, size) in puts.items():
+            there = {group for name, group in map(group_of, queue.live) if name == key}
+            missing = sorted(set(range(groups)) - there)
+            reply = put(queue, key, groups, size)
+            assert reply.again == (not missing)
+            if missing:
+                assert reply.count == len(missing) * size
+                where.update({reply.first + at: (key, missing[at // size]) for at in range(reply.count)})
+
+    put_all()
+    for _ in range(data.draw(st.integers(1, 5), "losses")):
+        lease = queue.send(queue.admin, cmd.LeaseRows(task="plain", count=data.draw(st.integers(1, 6), "made")))
+        if isinstance(lease, cmd.Leased):
+            queue.complete(queue.admin, lease)
+        number = data.draw(st.sampled_from([1, 2]), "home")
+        queue.do(queue.admin, cmd.EvictHome(home=number, epoch=queue.homes[number].epoch))
+        name = queue.homes[number].name
+        queue.do(queue.join(name), cmd.OpenHome(store="hosts", name=name, identity=name))
+        for letter in queue.do(queue.admin, cmd.GetFailed(count=1000)).groups:
+            for row in range(letter.first, letter.first + letter.rows):
+                told = letter.place + (row - letter.first) // puts[letter.key][1]
+                assert group_of(row) == (letter.key, told)
+        if data.draw(st.booleans(), "put again"):
+            put_all()
+    put_all()
+
+    live = Counter(map(group_of, queue.live))
+    assert live == {(key, group): size for key, (groups, size) in puts.items() for group in range(groups)}
+    queue.check()
+
+
 def test_a_lost_put_waits_for_room_only_as_large_as_what_it_lacks() -> None:
     queue = Queue(PLAIN, capacity_rows=4)
     put(queue, "a", 4, 1)

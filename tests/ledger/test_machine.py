@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -98,8 +99,12 @@ class LedgerMachine(RuleBasedStateMachine):
             keep_versions=draw(st.sampled_from([None, 1, 3, 4]), "versions kept"),
             max_swapping=draw(st.sampled_from([None, None, 1, 2]), "replicas that load at once"),
             quorum=draw(st.sampled_from([None, None, None, 1, 2, 3]), "quorum"),
+            home_silence_s=draw(st.sampled_from([None, 5.0, 0.0]), "silence of a home"),
         )
         self.send(0, limits)
+        self.contents = Counter[str]()
+        for name in "abc"[: draw(st.sampled_from([0, 1, 2, 3]), "homes")]:
+            self.open_home(self.queue.join(f"unit {name}"), name)
         order = draw(st.permutations(self.tasks), "order of declaration")
         order = order[: draw(st.sampled_from([9, 9, 9, 9, 0, 1, 2, 3]), "declared")]
         for task in order:
@@ -211,6 +216,62 @@ class LedgerMachine(RuleBasedStateMachine):
         elif what == "look" and self.session(at) in self.queue.sessions:
             assert self.send(at, cmd.GetAudit()) == self.queue.audit()
             assert self.send(at, cmd.GetStatus()) == self.queue.status()
+
+    # ---- homes
+
+    def open_home(self, session: int, name: str) -> Any:
+        identity = f"{name}{self.contents[name]}"
+        return self.queue.send(session, cmd.OpenHome(store="hosts", name=name, identity=identity))
+
+    @rule(
+        name=st.sampled_from("aabc"), who=small, turns=st.integers(0, 2),
+        what=st.sampled_from(["opens", "opens", "returns", "is wiped", "dies", "dies", "all die", "is evicted", "is evicted", "a stale epoch", "a worker opens it", "dies and returns"]),
+    )  # fmt: skip
+    def handle_home(self, name: str, who: int, turns: int, what: str) -> None:
+        """A unit comes and goes, or its home is given up, while the others work."""
+        for _ in range(turns):
+            self.take_turns()
+        number = next((number for number, home in self.queue.homes.items() if home.name == name), 0)
+        home = self.queue.homes.get(number)
+        if what in ("dies", "dies and returns") and home is not None and home.unit is not None:
+            self.queue.die(home.unit)
+        for other in self.queue.homes.values() if what == "all die" else ():
+            if other.unit is not None:
+                self.queue.die(other.unit)
+        if what == "is wiped":
+            self.contents[name] += 1
+        if what in ("opens", "returns", "is wiped", "dies and returns"):
+            unit = (
+                home.unit
+                if home is not None and home.unit is not None and who % 2
+                else self.queue.join(f"unit {name}")
+            )
+            reply = self.open_home(unit, name)
+            assert isinstance(reply, cmd.HomeOpened) or what in ("is wiped", "opens"), reply
+        elif what == "a worker opens it":
+            self.open_home(self.session(who), name)
+        elif what == "is evicted":
+            reply = self.as_admin(
+                cmd.EvictHome(home=number, epoch=0 if home is None else home.epoch, reason="it burns")
+            )
+            assert isinstance(reply, cmd.Done | AsyncFlowError)
+        elif what == "a stale epoch":
+            stale = cmd.EvictHome(home=number, epoch=-1 if home is None else home.epoch - 1)
+            assert isinstance(self.as_admin(stale), AsyncFlowError)
+
+    @rule(at=small, turns=st.integers(1, 4), back=st.sampled_from([True, True, False]))
+    def lose_home(self, at: int, turns: int, back: bool) -> None:
+        """One with rows, at some stage of their way."""
+        for _ in range(turns):
+            self.take_turns(train=at < 6)
+        live = [
+            (number, home) for number, home in self.queue.homes.items() if self.queue.is_live((number, home.epoch))
+        ]
+        if live:
+            number, home = live[at % len(live)]
+            assert self.as_admin(cmd.EvictHome(home=number, epoch=home.epoch)) == cmd.Done()
+            if back:
+                self.open_home(self.queue.join(f"unit {home.name}"), home.name)
 
     @rule(at=small, end=st.booleans(), cancel=st.booleans(), where=wheres)
     def end_stream(self, at: int, end: bool, cancel: bool, where: str | None) -> None:

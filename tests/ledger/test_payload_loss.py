@@ -6,8 +6,8 @@ import pytest
 from ledger_queue import REWARD, ROLLOUT, TOKENS, TRAIN, Queue
 
 from asyncflow_sdk.errors import LeaseLost
+from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger import unpack_ids
 
 pytestmark = pytest.mark.fast
 
@@ -60,6 +60,17 @@ def test_a_step_behind_one_that_is_trained_fails_whole() -> None:
     with pytest.raises(LeaseLost):
         queue.do(trainer, cmd.Complete(token=first.token, columns={}))
     assert queue.status().step == 2
+
+
+def test_rows_trained_before_their_step_was_opened_again_take_no_slot_of_it() -> None:
+    # given a step with a trained row, which another task has still to read
+    queue = Queue(ROLLOUT, REWARD, TRAIN, TaskSpec(name="log", needs=("reward",), lease_s=10), max_staleness=2)
+    _, trainer = filled(queue, 1)
+    queue.complete(trainer, queue.lease(trainer, "train"), 0)
+    # when the other row of its group is lost
+    queue.lose(1)
+    # then the trained one stays, and the step lacks two rows
+    assert (sorted(queue.live), queue.status().free_slots) == ([0, 2, 3], 2)
 
 
 def test_rows_lost_before_their_turn_fail_with_their_groups_wherever_they_are() -> None:

@@ -138,6 +138,35 @@ def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
     assert audit.reasons.get("failed: payload lost", 0) >= sum(lost)
 
 
+@schedules(25)
+@given(
+    seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 4), steps=st.integers(1, 6),
+    mortality=st.sampled_from([0.0, 0.05]), tight=st.booleans(), disasters=st.integers(1, 12), homes=st.integers(1, 3),
+    silence=st.sampled_from([0.0, 1.0, 20.0]), parts=PARTS, policy=POLICIES,
+)  # fmt: skip
+def test_a_run_whose_homes_are_lost_at_any_time_still_trains_every_step(
+    seed: int, staleness: int, size: int, groups: int, steps: int, mortality: float, tight: bool, disasters: int,
+    homes: int, silence: float, parts: int | None, policy: str,
+) -> None:  # fmt: skip
+    batch = size * groups
+    limits = cmd.Configure(
+        capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps, home_silence_s=silence,
+        staleness=PolicySpec(policy),
+    )  # fmt: skip
+    world = World(seed, limits, [*TASKS, train_task(batch)])
+    for name in "abc"[:homes]:
+        world.open_home(name)
+    trainer = Trainer(world, most_staleness(policy, staleness), mortality, team=in_parts(parts, batch), forgets=False)
+    others(world, size, size if tight else 2 * batch, 2, mortality)
+    for _ in range(disasters):
+        world.later(world.random.uniform(0, 60), lambda: world.strike(world.random.randint(1, homes)))
+
+    audit = world.run()
+
+    assert trainer.trained == list(range(steps))
+    assert trained_rows(audit) <= steps * batch, "rows that were trained and not judged yet may have failed"
+
+
 @schedules(15)
 @given(
     seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 3), steps=st.integers(2, 9),

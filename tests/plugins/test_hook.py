@@ -72,7 +72,7 @@ def test_a_broken_plugin_is_named_with_its_cure_and_stops_no_other(site: Path, h
 
 
 ODD = {
-    "kind": ("store", "n", "", "kind 'store' is not one of this SDK: rollout, train, transport"),
+    "kind": ("clock", "n", "", "kind 'clock' is not one of this SDK: rollout, train, transport"),
     "field": ("tracker", "n", ", speed=3", "it has no field 'speed' in this SDK"),
     "name": ("tracker", "a:b", "", "'a:b' is not a name"),
     "factory": ("tracker", "n", ", install=3", "install=3 is not a string"),

@@ -6,6 +6,7 @@ from .budget import Budget, QueueLimits
 from .columns import Columns
 from .context import Context
 from .dead_letters import DeadLetters
+from .homes import Homes
 from .idempotency import IdempotencyKeys
 from .leases import Leases
 from .metrics import RowMetrics
@@ -28,6 +29,7 @@ class LedgerState:
         self.columns = Columns(self.context, self.rows, self.partitions)
         self.limits = QueueLimits()
         self.budget = Budget(self.rows, self.limits)
+        self.homes = Homes(self.limits)
         self.sessions = Sessions()
         self.parked = ParkedRequests(self.context, self.sessions)
         self.tasks = Tasks(self.context, self.rows, self.partitions)

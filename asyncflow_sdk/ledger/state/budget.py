@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...types.defaults import KEEP_VERSIONS, MAX_STALENESS
+from ...types.defaults import HOME_SILENCE_S, KEEP_VERSIONS, MAX_STALENESS
 from ..commands import Ids
 from .rows import Rows
 
@@ -27,11 +27,12 @@ class QueueLimits:
     keep_versions: int = KEEP_VERSIONS
     max_swapping: int = 0
     quorum: int = 0
+    home_silence_s: float = HOME_SILENCE_S
 
 
 LEAST = {
     "capacity_rows": 1, "max_staleness": 0, "steps": 1, "capacity_bytes": 1, "row_bytes": 0, "keep_versions": 1,
-    "max_swapping": 0, "quorum": 0,
+    "max_swapping": 0, "quorum": 0, "home_silence_s": 0,
 }  # fmt: skip
 """The least value of each numeric limit."""
 
@@ -72,9 +73,15 @@ class Budget:
     def charge_new(self, new: slice, count: int, nbytes: int) -> None:
         """Charge new rows with their share of ``nbytes``, or with the reserve if that is more."""
         share = -(-nbytes // count)
-        self._rows.nbytes[new] = share
+        self._rows.nbytes[new] = self._rows.put_bytes[new] = share
         self._rows.charged[new] = charged = max(share, self.reserve)
         self.charged += count * charged
+
+    def charge_children(self, at: Ids, put_bytes: Ids, charged: Ids) -> None:
+        """Charge children what their parents were charged. ``at``: array indices."""
+        self._rows.nbytes[at] = self._rows.put_bytes[at] = put_bytes
+        self._rows.charged[at] = charged
+        self.charged += int(charged.sum())
 
     def release(self, at: Ids) -> None:
         """Release the charges of ended rows, by array index."""

@@ -39,6 +39,10 @@ class Columns:
                 mask |= 1 << self._bits[name]
         return mask
 
+    def names(self, mask: int) -> tuple[str, ...]:
+        """Return the columns of a bit set."""
+        return tuple(name for name, at in self._bits.items() if mask >> at & 1)
+
     def contains(self, mask: int, column: str) -> bool:
         """True if a bit set has this column."""
         return bool(mask >> self._bits[column] & 1)

@@ -8,16 +8,23 @@ from ...errors import AsyncFlowError
 from ...types import events as ev
 from .. import commands as cmd
 from ..commands import Ids
+from .homes import HomeLoss, Replacement
 from .nondeterminism import NondeterminismLog
 
 
 @dataclass
 class Effects:
-    """Results of inputs: answers by ticket in order, events, and rows with freed memory."""
+    """Results of inputs: answers by ticket in order, events, and rows with freed memory.
+
+    ``remade``: groups replaced by their children; place the children's blocks before the parents'
+    are freed. ``homes_lost``: answer them with one ``Ledger.lose_homes`` before the next input, after
+    all other effects are carried out."""
 
     answers: list[tuple[int, cmd.Reply | AsyncFlowError]] = field(default_factory=list)
     events: list[ev.Event] = field(default_factory=list)
     retired: list[Ids] = field(default_factory=list)
+    remade: list[Replacement] = field(default_factory=list)
+    homes_lost: list[HomeLoss] = field(default_factory=list)
 
 
 class Context:

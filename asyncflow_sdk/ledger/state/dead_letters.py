@@ -12,6 +12,7 @@ import numpy as np
 
 from ...types.reports import FailedGroup
 from ..commands import Ids
+from .rows import NONE
 
 MAX_GROUPS = 1000
 MAX_REASONS = 16
@@ -37,11 +38,14 @@ class DeadLetters:
         self.groups.append(FailedGroup(reasons=tuple(self._reasons.get(group["first"], ())), **group))
 
     def lost(
-        self, key: str, rows: Ids, groups: Ids, partition: Ids, names: dict[int, str], reason: str, now: float
-    ) -> None:
+        self, key: str, rows: Ids, groups: Ids, parents: Ids, partition: Ids, names: dict[int, str], reason: str, now: float
+    ) -> None:  # fmt: skip
         """Keep rows of one put with lost payload, adjacent ones together. ``partition``: number for
         each row; ``names``: of the partitions."""
         breaks = (np.diff(rows) != 1) | (np.diff(groups) > 1) | (np.diff(partition) != 0)
+        children = parents != NONE
+        breaks |= children[1:] != children[:-1]
+        breaks |= children[1:] & (np.diff(parents) != 1)
         starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
         ends = np.concatenate([starts[1:], [len(rows)]])
         self.total += len(starts)
@@ -49,7 +53,7 @@ class DeadLetters:
             self.groups.append(
                 FailedGroup(
                     first=int(rows[start]), rows=end - start, task="", partition=names[int(partition[start])], key=key,
-                    place=int(groups[start]), reasons=(reason[:REASON_LENGTH],), time_s=now,
+                    place=int(groups[start]), reasons=(reason[:REASON_LENGTH],), time_s=now, parent=int(parents[start]),
                 )
             )  # fmt: skip
 

@@ -54,7 +54,7 @@ class KeyedPut(NamedTuple):
 
 
 class IdempotencyKeys:
-    """Keyed puts in row order, and their lost groups. ``limit``: keys kept of ended rows."""
+    """Keyed puts in row order, and their lost or replaced groups. ``limit``: keys kept of ended rows."""
 
     def __init__(self, limit: int = MAX_KEYS) -> None:
         self._limit = limit
@@ -62,7 +62,9 @@ class IdempotencyKeys:
         self._order: list[tuple[int, str]] = []  # first row and key, by row; forgotten ones are deleted in bulk
         self._forgotten = 0
         self._lost: dict[str, Ids] = {}  # numbers of groups with lost payload, by key
-        self._again: dict[str, list[tuple[int, Ids]]] = {}  # first row and group numbers of repeated puts
+        self._again: dict[
+            str, list[tuple[int, Ids]]
+        ] = {}  # first row and group numbers of repeated puts and of children
 
     def get(self, key: str) -> KeyedPut | None:
         """Return the put with this key."""
@@ -110,6 +112,16 @@ class IdempotencyKeys:
         del self._lost[key]
         self._again.setdefault(key, []).append((first, groups))
         self._order.append((first, key))
+
+    def replace(self, parents: Ids, children: Ids) -> None:
+        """Note that sorted rows, in whole groups, were replaced by new ones, one by one."""
+        done = 0
+        for key, part, groups in self.by_put(parents):
+            if key:
+                first, size = int(children[done]), self._puts[key].group_size
+                self._again.setdefault(key, []).append((first, groups[::size]))
+                self._order.append((first, key))
+            done += len(part)
 
     def lose(self, ids: Ids) -> None:
         """Let a repeated put add the groups of lost rows."""

@@ -32,6 +32,10 @@ _FIELDS: dict[str, tuple[Any, int]] = {
     "fate": (np.uint8, LIVE),  # future terminal state in an uncovered step, if not consumed
     "nbytes": (np.int64, 0),  # of payload written
     "charged": (np.int64, 0),  # counted against capacity_bytes: written or reserved
+    "put_columns": (np.uint64, 0),  # bit set of columns that came with the put
+    "put_bytes": (np.int64, 0),  # of their payload
+    "lost": (np.uint64, 0),  # bit set of columns with lost payload
+    "parent": (np.int64, NONE),  # the row that this one replaces
 }
 _TASK_FIELDS: dict[str, tuple[Any, int]] = {
     "state": (np.uint8, WAITING),

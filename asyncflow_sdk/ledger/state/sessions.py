@@ -39,7 +39,8 @@ class Session:
     that is its own version 0 and it has taken no prompts with it. ``leases``: by token. ``parked``:
     tickets of its parked requests, in order. ``rank``: of the publisher; NONE if it is none.
     ``dismissed``: True if it gets nothing more. ``replica``: None if it takes no versions.
-    ``lost``: unreported ended rows of its leases; None if it never asked for them.
+    ``lost``: unreported ended rows of its leases; None if it never asked for them. ``home``: number
+    of the home with this session as its unit; NONE if it is none.
     """
 
     id: int
@@ -53,6 +54,7 @@ class Session:
     leases: dict[int, Grant] = field(default_factory=dict)
     parked: dict[int, None] = field(default_factory=dict)
     lost: list[Ids] | None = None
+    home: int = NONE
 
 
 @dataclass

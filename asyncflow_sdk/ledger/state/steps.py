@@ -99,10 +99,12 @@ class Steps:
         return selected
 
     def not_closed(self, at: Ids) -> npt.NDArray[np.bool_]:
-        """Return a mask of rows, by array index, outside full steps."""
+        """Return a mask of rows, by array index, outside full steps. Rows of the open step that were
+        acknowledged before it was opened again are not among them."""
         step = self._rows.step[at]
-        free: npt.NDArray[np.bool_] = (step == NONE) | (step == self.window.step)
-        return free
+        free = (step == NONE) | (step == self.window.step)
+        outside: npt.NDArray[np.bool_] = free & (self._rows.task(self.name, "state")[at] != DONE)
+        return outside
 
     def push(self, ids: Ids, *, front: bool = False) -> None:
         """Queue ready rows for a step; ``front``: before the others."""

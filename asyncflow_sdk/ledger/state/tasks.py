@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from .context import Context
 from .grants import Grant
 from .partitions import Partitions
 from .ready import ReadyQueue
-from .rows import APART, DONE, TASK_STATES, Rows
+from .rows import APART, DONE, TASK_STATES, WAITING, Rows
 
 
 @dataclass
@@ -120,6 +121,17 @@ class Tasks:
             return ended and not task.unfinished[partitions.number(partition)]
         ended = partitions.ended or partitions.ended_names.issuperset(task.spec.partitions)
         return ended and not any(task.unfinished.values())
+
+    def enter(self, at: Any, count: int, partition: int, takers: list[Task]) -> None:
+        """Count ``count`` new rows of a partition, by array index or slice, as waiting in its tasks."""
+        self._rows.todo[at] = len(takers)
+        for task in self:
+            if task in takers:
+                task.unfinished[partition] += count
+                task.counts[WAITING] += count
+                task.waiting[partition] += count * (not task.spec.grouped)
+            else:
+                self._rows.task(task.spec.name, "state")[at] = APART
 
     def leave(self, task: Task, ids: Ids) -> None:
         """Count rows as done in a task, or ended."""

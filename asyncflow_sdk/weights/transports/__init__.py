@@ -5,7 +5,7 @@ packages.
 between both ends.
 """
 
-from .service import Service, ServiceClient
+from ...wire import Service, ServiceClient
 from .version_memory import VersionMemory
 
 __all__ = ["Service", "ServiceClient", "VersionMemory"]

@@ -18,8 +18,8 @@ from ...interfaces.weights import Bytes, Fetched, WeightReceiver
 from ...memory import BufferPool
 from ...types import Manifest
 from ...types.manifest import Bucket
+from ...wire import ServiceClient
 from . import delta
-from .service import ServiceClient
 from .stream import PIECE, StreamClient
 from .streaming_fetch import PartialVersion, RunningDigests, StreamingFetch, alike
 from .tcp_messages import DELTA, MOST_BUCKETS, RAW, Get, GetReply, TcpAddress, decode, encode, fits

@@ -18,10 +18,10 @@ from ...errors import AsyncFlowError, LeaseLost, ProtocolError, VersionGone
 from ...interfaces.weights import Bytes, Host, WeightSender
 from ...types import Manifest, carrier
 from ...types.manifest import Bucket
+from ...wire import Service
 from . import delta
 from .delta_cache import DeltaCache, DeltaKey
 from .in_progress import GONE, InProgressVersion
-from .service import Service
 from .stream import StreamServer
 from .tcp_messages import ANSWER_BYTES, DELTA, MOST_BUCKETS, RAW, Get, GetReply, TcpAddress, decode, encode, fits
 from .version_memory import SharedRoom, VersionMemory

@@ -63,11 +63,10 @@ class WorkerRuntime:
         try:
             spec = self.spec
             key = None if spec.key is None else msgspec.convert(spec.key, RunKey)
-            connection = Connection(spec.address, spec.name, key=key, insecure=spec.insecure)
+            connection = Connection(spec.address, spec.name, key=key, insecure=spec.insecure, start_unit=True)
         except Exception as error:
             return _exit_of(error)
-        if not connection.inline:
-            self.directory = connection.directory
+        self.directory = connection.directory or self.directory
         self._connection = connection
         sys.path += [entry for entry in spec.import_path if entry not in sys.path]
         for name, value in spec.plugins.items():  # the environment of the placement has precedence

@@ -1,9 +1,9 @@
-"""Service: calls between the two ends of a transport, at an address of their own.
+"""Service: calls to a process at an address of its own, with payload in both directions.
 
-    service = Service(host, handler)                       # publishing end; service.where travels with each version
+    service = Service(host, handler)                       # one end; service.where travels to the other
     class Handler: def request(self, peer, ticket, body, frames): service.answer(ticket, b"...", frames=[array])
-    client = ServiceClient(service.where)                  # fetching end, on any host
-    body, frames = client.call(b"...", 30.0, "bucket 7")
+    client = ServiceClient(service.where)                  # the other end, on any host
+    result = client.call(b"...", 30.0, "bucket 7")
 
 Each service has its own keys. They are part of ``where``, which only travels over the run's
 connections.
@@ -21,10 +21,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from ...errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, error_from_name
-from ...interfaces.weights import Bytes, Host
-from ...wire import Client, MemorySink, RunKey, Server, generate_keys, process_key
+from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, error_from_name
+from .client import Client
+from .keys import RunKey, ServerKeys, generate_keys
+from .processes import process_key
+from .server import Server
+from .transfers import MemorySink
 
 MAX_CALL_BYTES = 1 << 20
 FORGET_S = 3600.0
@@ -32,7 +37,16 @@ FORGET_S = 3600.0
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _log = logging.getLogger(__name__)
 
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 Frames: TypeAlias = Sequence[Any]
+
+
+class ReachableHost(Protocol):
+    """A host with the IP address at which others reach it."""
+
+    @property
+    def address(self) -> str:
+        """Return the IP address."""
 
 
 class ServiceHandler(Protocol):
@@ -88,6 +102,11 @@ class ServiceResult(NamedTuple):
     body: bytes
     frames: Frames = ()
 
+    @property
+    def payload(self) -> Bytes:
+        """The memory of all frames, one after another."""
+        return np.frombuffer(self.frames[0].obj if self.frames else b"", np.uint8)
+
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_call = msgspec.msgpack.Decoder(PeerHello | CallRequest | PeerBye).decode
@@ -98,20 +117,30 @@ _decode_address = msgspec.msgpack.Decoder(ServiceAddress).decode
 class Service:
     """Answers calls in its own thread, from now until ``close``. ``where``: the encoded address.
 
-    ``listen``: an address; default: a free port of ``host.address``. ``insecure``: no keys, so
-    every process with access to the address may call. Raises ConfigError.
+    ``host``: this host. ``listen``: an address; default: a free port of this host. ``keys``: of the service and its clients; default: new keys, part of
+    ``where``. ``insecure``: no keys, so every process with access to the address may call.
+    ``max_call_bytes``: of the largest call. Raises ConfigError.
     """
 
     def __init__(
-        self, host: Host, handler: ServiceHandler, *, listen: str | None = None, insecure: bool = False
+        self,
+        host: ReachableHost,
+        handler: ServiceHandler,
+        *,
+        listen: str | None = None,
+        keys: ServerKeys | None = None,
+        insecure: bool = False,
+        max_call_bytes: int = MAX_CALL_BYTES,
     ) -> None:
         own = f"[{host.address}]" if ":" in host.address else host.address
-        keys, key = (None, None) if insecure else generate_keys()
+        key: RunKey | None = None
+        if keys is None and not insecure:
+            keys, key = generate_keys()
         self._handler = handler
         self._last_calls: dict[str, float] = {}
         self._open_tickets: dict[int, str] = {}
         self._next_check_s = 0.0
-        self._server = Server([listen or f"tcp://{own}:0"], self, keys, MAX_CALL_BYTES, insecure=insecure, bulk=True)
+        self._server = Server([listen or f"tcp://{own}:0"], self, keys, max_call_bytes, insecure=insecure, bulk=True)
         self.address = self._server.addresses[0]
         name, _, port = self.address.removeprefix("tcp://").rpartition(":")
         if name.strip("[]") in ("*", "0.0.0.0", "::"):
@@ -156,7 +185,7 @@ class Service:
 
     def sink(self, session: str, body: bytes, nbytes: int) -> MemorySink:
         """See ``Handler.sink``."""
-        return MemorySink(nbytes)  # MAX_CALL_BYTES at most
+        return MemorySink(nbytes)  # at most that of the largest call
 
     def request(self, session: str, ticket: int, body: bytes, payload: MemorySink | None) -> None:
         """See ``Handler.request``."""
@@ -178,7 +207,7 @@ class Service:
         except _BAD as error:
             self.fail(ticket, ProtocolError(f"{self.address} cannot read this call: {error}"))
         except Exception as error:  # one failed call must not end the service
-            _log.exception("a weight service failed at a call")
+            _log.exception("a service failed at a call")
             self.fail(ticket, ProtocolError(f"{self.address} failed at this call: {error!r}"))
 
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
@@ -215,20 +244,21 @@ class Service:
 
 class ServiceClient:
     """Calls the service at ``where``. Thread-safe; each calling thread has its own connection.
+    ``max_call_bytes``: as the service's.
 
     ``where`` comes from another process: raises ProtocolError for an invalid one.
     """
 
-    def __init__(self, where: bytes) -> None:
+    def __init__(self, where: bytes | ServiceAddress, *, max_call_bytes: int = MAX_CALL_BYTES) -> None:
         try:
-            found = _decode_address(where)
+            found = where if isinstance(where, ServiceAddress) else _decode_address(where)
             if not found.address.startswith("tcp://"):
                 raise ProtocolError(f"a service at {found.address[:200]!r}; a tcp address is expected")
             self._client = Client(found.address, found.key, insecure=found.key is None, bulk=True)
         except (*_BAD, ConfigError) as error:
             raise ProtocolError(f"the address of a service cannot be read: {error}") from None
         self.address = found.address
-        self._client.max_bytes = MAX_CALL_BYTES
+        self._client.max_bytes = max_call_bytes
         self._client.watch(found.pid, found.pid_key)
         self._lock = threading.Lock()
         self._introduced = False

@@ -1,0 +1,128 @@
+"""The registry of homes: units open them, leave and return, and homes without a unit are given up.
+
+A unit that dies loses nothing, because its memory outlives it. The home is *absent* until another
+unit opens it with the same identity. An epoch is lost once: when its home was absent for
+``home_silence_s``, when a person evicts it, or when its contents are known to be gone. It never
+becomes live again; the home may begin a new epoch.
+
+The ledger does not know the home of a block. Each loss is an effect, and the server answers it with
+``Ledger.lose_homes`` before the next input.
+"""
+
+from __future__ import annotations
+
+from ..errors import ConfigError
+from ..types import events as ev
+from . import commands as cmd
+from .state import LedgerState
+from .state.homes import SERVER_HOME, Home
+from .state.rows import NONE
+from .state.sessions import Session
+
+
+class HomeRegistry:
+    """Opens and gives up homes."""
+
+    def __init__(self, state: LedgerState) -> None:
+        self._state = state
+
+    def open(self, session: Session, command: cmd.OpenHome) -> cmd.Reply:
+        """Make a session the unit of a home."""
+        homes = self._state.homes
+        if not (command.store and command.name and command.identity):
+            raise ConfigError("a home needs the name of its store, a name, and the identity of its contents")
+        home = homes.find(command.store, command.name, command.identity)
+        same = home is not None and home.identity == command.identity and not home.lost
+        if session.home != NONE and (home is None or session.home != home.number):
+            raise ConfigError(f"{session.name} is the unit of {_named(homes[session.home])}; a unit serves one home")
+        if home is None:
+            home = Home(len(homes.by_number) + 1, command.store, command.name, command.identity, "", "", "", "")
+            homes.add(home)
+        elif not same:
+            self._begin_epoch(session, home, command.identity)
+        home.address, home.key, home.directory, home.owner = (
+            command.address, command.key, command.directory, command.owner
+        )  # fmt: skip
+        if (before := self._state.sessions.by_id.get(home.unit)) is not None:
+            before.home = NONE
+        homes.serve(home, session.id)
+        session.home = home.number
+        self._publish(home, "opened", f"{session.name} at {command.address}")
+        return cmd.HomeOpened(home=home.number, epoch=home.epoch)
+
+    def evict(self, session: Session, command: cmd.EvictHome) -> cmd.Reply:
+        """Give up a home at once."""
+        number, epoch = command.home, command.epoch
+        if number == SERVER_HOME:
+            raise ConfigError("home 0 is the memory of the queue server; it cannot be evicted")
+        home = self._state.homes.by_number.get(number)
+        if home is None:
+            raise ConfigError(f"home {number} was never opened; opened are: {self._known()}")
+        if not self._state.homes.is_live(number, epoch):
+            state = f"lost: {home.lost}" if home.lost else "live"
+            raise ConfigError(
+                f"epoch {epoch} of {_named(home)} cannot be evicted: the newest epoch is {home.epoch}, which is {state}"
+            )
+        because = f": {command.reason}" if command.reason else ""
+        self._lose(home, f"evicted by {session.name}{because}")
+        return cmd.Done()
+
+    def listed(self) -> cmd.Reply:
+        """Return all homes."""
+        now = self._state.context.now
+        return cmd.HomeList(
+            homes=tuple(
+                cmd.HomeInfo(
+                    home=home.number, epoch=home.epoch, store=home.store, name=home.name, address=home.address, key=home.key,
+                    directory=home.directory, owner=home.owner, lost=home.lost,
+                    absent_s=-1.0 if home.lost or home.unit != NONE else now - home.absent_since,
+                )
+                for home in self._state.homes.by_number.values()
+            )
+        )  # fmt: skip
+
+    def session_closed(self, session: Session, reason: str) -> None:
+        """Note that a session has ended. If it was a unit, its home is absent."""
+        if session.home != NONE:
+            home, session.home = self._state.homes[session.home], NONE
+            self._state.homes.leave(home, self._state.context.now)
+            self._publish(home, "absent", reason)
+
+    def give_up_silent(self) -> None:
+        """Give up homes that were absent for too long."""
+        now = self._state.context.now
+        for home in self._state.homes.deadlines.due(now):
+            self._lose(home, f"silent for {now - home.absent_since:g} s")
+
+    def _begin_epoch(self, session: Session, home: Home, identity: str) -> None:
+        """Begin a new epoch with other contents. Raises ConfigError if another unit serves the old
+        ones: two hosts may have the same name."""
+        unit = self._state.sessions.by_id.get(home.unit)
+        if unit is not None and unit is not session:
+            raise ConfigError(
+                f"{_named(home)} has other contents, served by {unit.name} (session {unit.id}): give this home another"
+                f" name; if it takes the place of the other one, end that unit, or evict home {home.number}"
+            )
+        if not home.lost:
+            self._lose(home, "its contents are gone: it was opened with others")
+        home.identity, home.lost = identity, ""
+        home.epoch += 1
+
+    def _lose(self, home: Home, reason: str) -> None:
+        if (unit := self._state.sessions.by_id.get(home.unit)) is not None:
+            unit.home = NONE
+        self._state.context.effects.homes_lost.append(self._state.homes.lose(home, reason))
+
+    def _known(self) -> str:
+        return ", ".join(_named(home) for home in self._state.homes.by_number.values()) or "none"
+
+    def _publish(self, home: Home, state: str, detail: str) -> None:
+        self._state.context.publish(
+            ev.HomeState(
+                time_s=self._state.context.now, home=home.number, epoch=home.epoch, name=home.name, state=state, detail=detail
+            )
+        )  # fmt: skip
+
+
+def _named(home: Home) -> str:
+    return f"home {home.number} ({home.name})"

@@ -1,0 +1,112 @@
+"""Homes: places of payload blocks. Home 0 is the server's own memory; a storage unit serves each other one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..commands import Ids
+from .budget import QueueLimits
+from .rows import NONE
+from .timers import Timers
+
+SERVER_HOME = 0
+"""The number of the server's own memory. Its only epoch is 0, and it is never lost."""
+
+
+class HomeLoss(NamedTuple):
+    """A lost epoch of a home. ``reason``: for people."""
+
+    home: int
+    epoch: int
+    name: str
+    reason: str
+
+
+class LostColumns(NamedTuple):
+    """Columns of rows, with their only copy in lost memory."""
+
+    ids: Ids
+    columns: tuple[str, ...]
+
+
+class Replacement(NamedTuple):
+    """Groups that were remade: children[i] has the put columns of parents[i], in the same blocks."""
+
+    parents: Ids
+    children: Ids
+    columns: tuple[str, ...]
+
+
+@dataclass
+class Home:
+    """A home served by a unit. ``identity``: of the contents of this epoch. ``unit``: its session;
+    NONE while it is absent, since ``absent_since``, or lost. ``lost``: why this epoch is lost; ""
+    if it is not. ``expires``: when an absent home is given up, ledger seconds."""
+
+    number: int
+    store: str
+    name: str
+    identity: str
+    address: str
+    key: str
+    directory: str
+    owner: str
+    epoch: int = 1
+    unit: int = NONE
+    absent_since: float = 0.0
+    expires: float = 0.0
+    lost: str = ""
+
+
+class Homes:
+    """``by_number``: all homes ever opened. ``absent``: homes that wait for their unit, by number."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self._limits = limits
+        self.by_number: dict[int, Home] = {}
+        self.absent: dict[int, Home] = {}
+        self.deadlines = Timers(self.absent)
+
+    def __getitem__(self, number: int) -> Home:
+        return self.by_number[number]
+
+    def is_live(self, number: int, epoch: int) -> bool:
+        """True if blocks may be in this epoch of a home: it was opened and is not lost."""
+        if number == SERVER_HOME:
+            return epoch == 0
+        home = self.by_number.get(number)
+        return home is not None and epoch == home.epoch and not home.lost
+
+    def find(self, store: str, name: str, identity: str) -> Home | None:
+        """Return the home with these contents or, if it is lost or unknown, the one with this name."""
+        mine = [home for home in self.by_number.values() if home.store == store]
+        same = (home for home in mine if home.identity == identity and not home.lost)
+        return next(same, next((home for home in mine if home.name == name), None))
+
+    def add(self, home: Home) -> None:
+        """Add a home."""
+        self.by_number[home.number] = home
+
+    def leave(self, home: Home, now: float) -> None:
+        """Note that the unit of a home is gone."""
+        home.unit, home.absent_since, home.expires = NONE, now, now + self._limits.home_silence_s
+        self.absent[home.number] = home
+        self.deadlines.add(home.number)
+
+    def serve(self, home: Home, unit: int) -> None:
+        """Note the unit of a home."""
+        self.absent.pop(home.number, None)
+        home.unit = unit
+
+    def lose(self, home: Home, reason: str) -> HomeLoss:
+        """Give up the epoch of a home."""
+        self.absent.pop(home.number, None)
+        home.unit, home.lost = NONE, reason
+        return HomeLoss(home.number, home.epoch, home.name, reason)
+
+    def set_silence(self) -> None:
+        """Apply the limit of silence to absent homes."""
+        for number, home in self.absent.items():
+            home.expires = home.absent_since + self._limits.home_silence_s
+            self.deadlines.add(number)

@@ -1,0 +1,59 @@
+"""The directory of a storage unit: segments of one run on one host. It outlives the unit's process,
+and the next unit of the run on this host finds it again.
+
+The file ``home`` names the run. While the unit lives, it touches this file; a directory without a
+unit is removed ``keep_s`` seconds after the last touch, by the next server or unit that starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from ..errors import ConfigError
+from .directory import HOME, HomeMark, SharedDirectory, is_served, own_directories, user_directories
+
+KEEP_S = 3600.0
+
+
+class HomeDirectory:
+    """Makes or finds the directory of a run's home on this host, and owns it. ``path``: of it.
+    ``found``: True if an earlier unit made it. ``base``: where it is made, and looked for; default:
+    as for a server's. Raises ConfigError if another process owns it."""
+
+    def __init__(self, run: str, base: Path | None = None, *, keep_s: float = KEEP_S) -> None:
+        earlier = find_home_directory(run, base)
+        self.found = earlier is not None
+        if earlier is not None and is_served(earlier):
+            raise ConfigError(f"a storage unit of run {run} serves {earlier} already")
+        if earlier is not None:
+            os.utime(earlier / HOME)  # so that nobody removes it meanwhile
+        self._directory = SharedDirectory(base, path=earlier)
+        self.path, self.warning = self._directory.path, self._directory.warning
+        (self.path / HOME).write_bytes(msgspec.json.encode(HomeMark(run, keep_s)))
+
+    def touch(self) -> None:
+        """Give a sign of life. Raises FileNotFoundError if the directory is gone."""
+        os.utime(self.path / HOME)
+
+    def segments(self) -> list[Path]:
+        """Return the segments of all epochs."""
+        with contextlib.suppress(OSError):
+            return list(self.path.glob("h*!s*-*"))
+        return []
+
+    def close(self, *, keep: bool) -> None:
+        """Give it up to the next unit, or remove it. Views stay valid. Idempotent."""
+        self._directory.close(keep=keep)
+
+
+def find_home_directory(run: str, base: Path | None = None) -> Path | None:
+    """Return the directory of a run's home on this host; None if there is none."""
+    for path in own_directories() if base is None else user_directories(base):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            if msgspec.json.decode((path / HOME).read_bytes(), type=HomeMark).run == run:
+                return path
+    return None

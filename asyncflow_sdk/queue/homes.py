@@ -1,0 +1,121 @@
+"""Homes of blocks: names of their segments, and the homes that this client knows.
+
+A segment of session 7 in the server's memory (home 0) is named ``s7-1``; in epoch 1 of home 2,
+``h2.1!s7-1``. The name is that of the file, too. The ledger and the journal carry names unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from ..interfaces.store import HomeCatalog, StorageHome
+from ..wire import boot_id
+
+REFRESH_S = 0.5
+"""Unknown homes are looked up at most this often."""
+_ROWS = re.compile(r"(h[0-9]+\.[0-9]+!)?s[0-9]+-[0-9a-f-]{1,60}")
+_NAME = re.compile(r"h([1-9][0-9]{0,17})\.([1-9][0-9]{0,17})!s[0-9]")
+
+
+class HomeId(NamedTuple):
+    """A home's number, and its epoch. Home 0 has no epochs."""
+
+    home: int
+    epoch: int
+
+
+SERVER_MEMORY = HomeId(0, 0)
+
+
+def segment_prefix(where: HomeId, session: int) -> str:
+    """Return the beginning of the names of a session's segments in a home."""
+    return f"s{session}-" if where == SERVER_MEMORY else f"h{where.home}.{where.epoch}!s{session}-"
+
+
+@functools.lru_cache(4096)
+def home_of(segment: str) -> HomeId:
+    """Return the home of a segment. Any name that is not one of another home is of home 0."""
+    found = _NAME.match(segment)
+    return SERVER_MEMORY if found is None else HomeId(int(found[1]), int(found[2]))
+
+
+def is_row_segment(segment: str) -> bool:
+    """True if a name is one of a segment of rows, in any home, and of nothing else."""
+    return _ROWS.fullmatch(segment) is not None
+
+
+def owner_of(directory: Path) -> str:
+    """Return an identity of a home's directory on this host, as one of its processes sees it: two
+    processes with equal ones share its memory. Raises OSError if there is none."""
+    found = os.stat(directory / "owner")
+    return f"{boot_id()} {found.st_dev} {found.st_ino} {directory.name}"
+
+
+class KnownHomes:
+    """The homes of a run as this client last read them, and the directories that it sees. Thread-safe."""
+
+    def __init__(self, catalog: HomeCatalog) -> None:
+        self._catalog = catalog
+        self._by_number: dict[int, StorageHome] = {}
+        self._visible: dict[tuple[str, str], bool] = {}
+        self._lock = threading.Lock()
+        self._read_s = -REFRESH_S
+
+    def refresh(self, *, after_s: float = 0.0) -> None:
+        """Read the homes again, unless they were read less than ``after_s`` seconds ago. Raises
+        ServerLost."""
+        with self._lock:
+            if time.monotonic() - self._read_s < after_s:
+                return
+            self._by_number = {each.home: each for each in self._catalog.homes()}
+            self._read_s = time.monotonic()
+
+    def find(self, where: HomeId) -> StorageHome | None:
+        """Return a home, also a lost one or one in another epoch; None if it is unknown. Raises
+        ServerLost."""
+        found = self._by_number.get(where.home)
+        if found is None or found.epoch < where.epoch:
+            self.refresh(after_s=REFRESH_S)
+            found = self._by_number.get(where.home)
+        return found
+
+    def is_live(self, where: HomeId) -> bool:
+        """True if blocks of this epoch are not given up."""
+        found = self.find(where)
+        return found is not None and found.epoch == where.epoch and not found.lost
+
+    def directory(self, where: HomeId) -> Path | None:
+        """Return the directory of a live home; None if its memory is not visible here."""
+        found = self.find(where)
+        if found is None or found.epoch != where.epoch or found.lost or not self._sees(found):
+            return None
+        return Path(found.directory)
+
+    def visible(self) -> list[StorageHome]:
+        """Return the live homes with memory that this process can write to."""
+        return [each for each in list(self._by_number.values()) if not each.lost and self._sees(each)]
+
+    def _sees(self, home: StorageHome) -> bool:
+        key = home.directory, home.owner
+        if not home.directory or not home.owner:
+            return False
+        if not self._visible.get(key, False):  # it may be mounted later, but does not vanish without an error
+            try:
+                self._visible[key] = owner_of(Path(home.directory)) == home.owner and os.access(
+                    home.directory, os.W_OK
+                )
+            except OSError:
+                self._visible[key] = False
+        return self._visible[key]
+
+    def forget_directory(self, where: HomeId) -> None:
+        """Check again whether the memory of a home is visible."""
+        found = self._by_number.get(where.home)
+        if found is not None:
+            self._visible.pop((found.directory, found.owner), None)

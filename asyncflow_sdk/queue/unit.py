@@ -1,0 +1,171 @@
+"""StorageUnit: serves the memory of one host to clients elsewhere.
+
+    unit = StorageUnit(catalog, run="asyncflow-0-17-ab", name="node7", host="10.0.0.7", key=run_key)
+    unit.serve(ended)                       # until the run ends; gives a sign of life every few seconds
+    unit.close(keep=False)
+
+Clients on its host write segments into its directory and map them. It has no ledger, no journal and
+no state but these files, so its process may die: the next unit of the run on this host finds them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from ..errors import AsyncFlowError, ConfigError, LeaseLost, ProtocolError, WireError
+from ..interfaces.store import HomeCatalog, HomeOffer
+from ..memory import HomeDirectory, Mapper
+from ..wire import Frames, RunKey, ServerKeys, Service, generate_keys
+from .fetch import FetchRequest, decode_request, encode, read_parts
+from .home_fetcher import MAX_REQUEST_BYTES
+from .homes import HomeId, home_of, owner_of
+from .reader import ColumnReader
+
+BEAT_S = 5.0
+"""Interval of signs of life."""
+ALONE_S = 3600.0
+"""A unit without contact to its run's server for this long ends."""
+READERS = 2
+STORE = "hosts"
+_log = logging.getLogger(__name__)
+
+
+class UnitHost(NamedTuple):
+    """The host of a unit. ``address``: its IP address."""
+
+    address: str
+
+
+class StorageUnit:
+    """A home in a directory of this host, and its socket.
+
+    ``name``: of the home, unique in the run. ``host``: the IP address at which others reach this
+    host. ``listen``: an address; default: a free port of ``host``. ``key``: a key of the run's
+    clients, which is accepted; None: ``insecure``, everyone is. ``base``: see ``HomeDirectory``.
+    Raises ConfigError, ServerLost.
+    """
+
+    def __init__(
+        self,
+        catalog: HomeCatalog,
+        run: str,
+        *,
+        name: str,
+        host: str,
+        key: RunKey | None,
+        insecure: bool = False,
+        listen: str | None = None,
+        base: Path | None = None,
+    ) -> None:
+        if key is None and not insecure:
+            raise ConfigError(
+                "a storage unit needs the run's key, or insecure=True if the run is served without keys"
+            )
+        self._catalog = catalog
+        self._directory = HomeDirectory(run, base)
+        self.directory = self._directory.path
+        self._mapper = Mapper(self.directory)
+        self._reader = ColumnReader(self._mapper)
+        self._threads = ThreadPoolExecutor(READERS, "asyncflow-unit")
+        self._service: Service | None = None
+        self._closed = False
+        try:
+            keys = None if key is None else msgspec.structs.replace(generate_keys().server, clients=(key.public,))
+            self._service = Service(
+                UnitHost(host), self, listen=listen, keys=keys, insecure=insecure, max_call_bytes=MAX_REQUEST_BYTES
+            )
+            self._offer = self._describe(name, keys)
+            self.where = HomeId(0, 0)
+            self.beat()
+        except BaseException:
+            self.close(keep=True)
+            raise
+
+    @property
+    def address(self) -> str:
+        """The address of its socket."""
+        return self._offer.address
+
+    def _describe(self, name: str, keys: ServerKeys | None) -> HomeOffer:
+        assert self._service is not None
+        owner = owner_of(self.directory)
+        return HomeOffer(
+            store=STORE, name=name, identity=owner, address=self._service.address, key="" if keys is None else keys.public,
+            directory=str(self.directory), owner=owner,
+        )  # fmt: skip
+
+    def beat(self) -> None:
+        """Give a sign of life, and remove the segments of lost epochs. Raises ServerLost, ConfigError,
+        FileNotFoundError if its directory is gone."""
+        self._directory.touch()
+        where = HomeId(*self._catalog.open(self._offer))
+        if where != self.where:
+            self.where = where
+            for path in self._directory.segments():
+                if home_of(path.name) != where:
+                    path.unlink(missing_ok=True)
+
+    def serve(self, ended: Callable[[], bool], stop: threading.Event, *, beat_s: float = BEAT_S) -> bool:
+        """Serve until the run has ended, or ``stop`` is set. Return True if its files are needed no more:
+        the run has ended, its server was silent for ALONE_S, or the directory is gone. Raises
+        ConfigError if another unit has taken its place."""
+        heard = time.monotonic()
+        while not stop.wait(beat_s):
+            try:
+                self.beat()
+                heard = time.monotonic()
+            except FileNotFoundError:
+                _log.error("the directory of this storage unit is gone: %s", self.directory)
+                return True
+            except WireError as error:
+                if ended() or time.monotonic() - heard > ALONE_S:
+                    return True
+                _log.warning("the run's server does not answer this storage unit: %s", error)
+        return ended()
+
+    def close(self, *, keep: bool) -> None:
+        """Stop serving. ``keep``: leave the files to the next unit; else remove them. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._service is not None:
+            self._service.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._mapper.close()
+        self._directory.close(keep=keep)
+
+    # ---- called by the service
+
+    def request(self, peer: str, ticket: int, body: bytes, frames: Frames) -> None:
+        """See ``ServiceHandler.request``. Columns are read in a thread of their own."""
+        request = decode_request(body)
+        for part in request.parts:
+            for segment in part.slices.segments:
+                if home_of(segment) != self.where:
+                    raise LeaseLost(
+                        f"segment {segment[:100]!r} is not in epoch {self.where.epoch} of home {self.where.home}"
+                    )
+        self._threads.submit(self._answer, ticket, request)
+
+    def _answer(self, ticket: int, request: FetchRequest) -> None:
+        assert self._service is not None
+        try:
+            reply, frames = read_parts(self._reader, request.parts)
+        except AsyncFlowError as error:
+            self._service.fail(ticket, error)
+        except Exception as error:  # one request must not end the unit
+            _log.exception("a storage unit failed at a request")
+            self._service.fail(ticket, ProtocolError(f"the storage unit failed at this request: {error!r}"))
+        else:
+            self._service.answer(ticket, encode(reply), frames)
+
+    def gone(self, peer: str) -> None:
+        """See ``ServiceHandler.gone``. Nothing is kept for a peer."""

@@ -1,0 +1,70 @@
+"""run_unit: a storage unit as a process of its own, until its run ends.
+
+python -m asyncflow_sdk.queue.unit_process < config.json     # a UnitConfig; started by ``ensure_unit``
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from ..errors import AsyncFlowError
+from ..interfaces.store import HomeCatalog
+from ..wire import own_address
+from .connection import Connection
+from .unit import BEAT_S, StorageUnit
+from .unit_start import UnitConfig, remove_unit_log
+
+
+def run_unit(
+    config: UnitConfig,
+    say: Callable[[str], None],
+    stop: threading.Event,
+    *,
+    catalog: Callable[[Connection], HomeCatalog] = Connection.homes,
+    beat_s: float = BEAT_S,
+) -> None:
+    """Serve this host's home until the run ends or ``stop`` is set. ``say``: gets one line once it is
+    open. After ``stop`` the files are left to the next unit. Raises ConfigError, AccessDenied,
+    ServerLost."""
+    connection = Connection(config.address, "store", key=config.key, insecure=config.insecure)
+    try:
+        host = own_address(connection.wire.address, connection.server_addresses)
+        unit = StorageUnit(
+            catalog(connection), connection.run, name=config.name or f"{socket.gethostname()}-{host}", host=host,
+            key=connection.key, insecure=config.insecure, listen=config.listen,
+        )  # fmt: skip
+        over = False
+        try:
+            where = unit.where
+            say(f"home {where.home}, epoch {where.epoch}, is served at {unit.address}; its files: {unit.directory}")
+            over = unit.serve(lambda: connection.wire.server_closed, stop, beat_s=beat_s)
+        finally:
+            unit.close(keep=not over)
+            if over:
+                remove_unit_log(connection.run)
+    finally:
+        connection.close()
+
+
+def main() -> int:
+    """Run the unit of the config on stdin. SIGTERM ends it."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker that started it
+    try:
+        config = msgspec.json.decode(sys.stdin.buffer.read(), type=UnitConfig)
+        run_unit(config, lambda text: print(text, flush=True), stop)
+    except (AsyncFlowError, msgspec.MsgspecError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,485 @@
+"""Homes of payload: late, lost and back, and what becomes of the rows whose columns were there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from checked_ledger import SERVER, Place
+from ledger_queue import LAST, PLAIN, REWARD, ROLLOUT, TEXT, TOKENS, TRAIN, Queue, ids
+
+from asyncflow_sdk.errors import ConfigError, LeaseLost, PayloadLost
+from asyncflow_sdk.ledger import TaskSpec
+from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.types import events as ev
+
+pytestmark = pytest.mark.fast
+
+AWAY: Place = (1, 1)
+
+
+class Hosts(Queue):
+    """A queue with a home. Puts are in ``puts``, and what tasks make is in ``made``."""
+
+    def __init__(self, *tasks: TaskSpec, **more: Any) -> None:
+        self.puts, self.made = SERVER, SERVER
+        super().__init__(*tasks, **more)
+        self.unit = self.join("unit a")
+        assert self.open_home("a") == cmd.HomeOpened(home=1, epoch=1)
+        self.made = AWAY
+
+    def place_of_write(self, command: Any) -> Place:
+        return self.puts if isinstance(command, cmd.AddRows) else self.made
+
+    def open_home(self, identity: str, name: str = "a", unit: int | None = None, **more: Any) -> Any:
+        home = cmd.OpenHome(store="hosts", name=name, identity=identity, **more)
+        return self.do(self.unit if unit is None else unit, home)
+
+    def evict(self, home: int = 1, epoch: int = 1, reason: str = "it burns") -> ev.HomeLost:
+        """Evict a home, and return the event."""
+        self.do(self.admin, cmd.EvictHome(home=home, epoch=epoch, reason=reason))
+        (event,) = [each for each in self.events if isinstance(each, ev.HomeLost) and each.epoch == epoch]
+        return event
+
+
+def trained(**limits: Any) -> tuple[Hosts, int]:
+    """A run with a home, and a worker that has version 0 loaded."""
+    queue = Hosts(ROLLOUT, REWARD, TRAIN, **limits)
+    worker = queue.join("worker")
+    queue.publish(0)
+    queue.load(worker, 0)
+    return queue, worker
+
+
+def generate(queue: Hosts, worker: int, count: int = 100) -> None:
+    queue.complete(worker, queue.lease(worker, "rollout", count))
+
+
+def score(queue: Hosts, worker: int, count: int = 100) -> None:
+    queue.complete(worker, queue.lease(worker, "reward", count))
+
+
+def fill(queue: Hosts, worker: int, steps: int, **put: Any) -> None:
+    for _ in range(steps):
+        queue.put(2, 2, **put)
+        generate(queue, worker)
+        score(queue, worker)
+
+
+# ---- homes and epochs
+
+
+def test_a_unit_that_dies_is_late_and_its_home_keeps_the_epoch() -> None:
+    # given a home whose unit has died
+    queue = Hosts(PLAIN, home_silence_s=20.0)
+    queue.die(queue.unit)
+    queue.at(19.0)
+    (home,) = queue.do(queue.admin, cmd.GetHomes()).homes
+    assert (home.absent_s, home.lost) == (19.0, "")
+    # when another unit serves the same contents, at another address
+    again = queue.open_home("a", unit=queue.join("unit a"), address="tcp://b:2")
+    # then it is the same epoch, and nobody gives it up any more
+    assert again == cmd.HomeOpened(home=1, epoch=1)
+    queue.at(100.0)
+    (home,) = queue.do(queue.admin, cmd.GetHomes()).homes
+    assert (home.address, home.absent_s, home.lost) == ("tcp://b:2", -1.0, "")
+
+
+def test_a_home_that_is_silent_for_too_long_is_lost_for_ever() -> None:
+    # given
+    queue = Hosts(PLAIN, home_silence_s=20.0)
+    queue.die(queue.unit)
+    assert queue.next_deadline() == 20.0
+    # when
+    queue.at(20.0)
+    # then
+    (event,) = [each for each in queue.events if isinstance(each, ev.HomeLost)]
+    assert (event.home, event.epoch, event.name, event.reason) == (1, 1, "a", "silent for 20 s")
+    assert not queue.ledgers[0].state.homes.is_live(1, 1)
+    # when its unit comes back with the same contents
+    again = queue.open_home("a", unit=queue.join("unit a"))
+    # then a new epoch begins, and the old one stays lost
+    assert again == cmd.HomeOpened(home=1, epoch=2)
+    homes = queue.ledgers[0].state.homes
+    assert [homes.is_live(1, epoch) for epoch in (0, 1, 2, 3)] == [False, False, True, False]
+
+
+def test_the_limit_of_silence_holds_for_homes_that_are_silent_already() -> None:
+    queue = Hosts(PLAIN, home_silence_s=20.0)
+    queue.die(queue.unit)
+    queue.do(queue.admin, cmd.Configure(home_silence_s=50.0))
+    queue.at(49.0)
+    assert queue.do(queue.admin, cmd.GetHomes()).homes[0].lost == ""
+    queue.do(queue.admin, cmd.Configure(home_silence_s=10.0))
+    queue.at(49.0)
+    assert queue.do(queue.admin, cmd.GetHomes()).homes[0].lost == "silent for 49 s"
+
+
+def test_a_home_with_other_contents_loses_the_old_ones_at_once() -> None:
+    queue = Hosts(PLAIN)
+    queue.die(queue.unit)
+    assert queue.open_home("a, booted again", unit=queue.join("unit a")) == cmd.HomeOpened(home=1, epoch=2)
+    (event,) = [each for each in queue.events if isinstance(each, ev.HomeLost)]
+    assert (event.epoch, event.reason) == (1, "its contents are gone: it was opened with others")
+
+
+def test_two_hosts_of_one_name_do_not_take_each_others_home() -> None:
+    queue = Hosts(PLAIN)
+    other = queue.join("unit of another host")
+    with pytest.raises(ConfigError, match=r"home 1 \(a\) has other contents, served by unit a \(session 2\)"):
+        queue.open_home("b", unit=other)
+    assert queue.open_home("b", name="b", unit=other) == cmd.HomeOpened(home=2, epoch=1)
+    with pytest.raises(ConfigError, match="a unit serves one home"):
+        queue.open_home("c", name="c", unit=other)
+
+
+def test_the_newest_unit_of_a_home_serves_it() -> None:
+    # given a home with a second unit, since the first one hangs
+    queue = Hosts(PLAIN, home_silence_s=0.0)
+    queue.open_home("a", unit=queue.join("unit a"))
+    # when the first one dies
+    queue.die(queue.unit)
+    queue.at(1.0)
+    # then nothing is lost
+    assert queue.ledgers[0].state.homes.is_live(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("home", "epoch", "message"),
+    [
+        (0, 0, "home 0 is the memory of the queue server"),
+        (7, 1, r"home 7 was never opened; opened are: home 1 \(a\)"),
+        (1, 0, r"epoch 0 of home 1 \(a\) cannot be evicted: the newest epoch is 1, which is lost: evicted by admin"),
+        (1, 1, r"epoch 1 of home 1 \(a\) cannot be evicted: the newest epoch is 1, which is lost: evicted by admin"),
+    ],
+)
+def test_what_cannot_be_evicted_is_refused(home: int, epoch: int, message: str) -> None:
+    queue = Hosts(PLAIN)
+    queue.evict()
+    with pytest.raises(ConfigError, match=message):
+        queue.do(queue.admin, cmd.EvictHome(home=home, epoch=epoch))
+
+
+@pytest.mark.parametrize("lacks", ["store", "name", "identity"])
+def test_a_home_has_a_store_a_name_and_an_identity(lacks: str) -> None:
+    queue = Hosts(PLAIN)
+    named = {"store": "hosts", "name": "b", "identity": "b"} | {lacks: ""}
+    with pytest.raises(ConfigError, match="a home needs"):
+        queue.do(queue.admin, cmd.OpenHome(**named))
+
+
+# ---- rows
+
+
+def test_rows_whose_put_was_in_a_lost_home_fail_and_can_be_put_again() -> None:
+    # given rows of a put in the home, and rows in the server's memory
+    queue = Hosts(PLAIN, LAST)
+    queue.puts = AWAY
+    queue.put(2, key="away")
+    queue.puts = SERVER
+    queue.put(2, key="here")
+    # when the home is lost
+    event = queue.evict()
+    # then the former fail, and are named
+    assert (event.rows_failed, event.groups_remade) == (2, 0)
+    (letter,) = queue.do(queue.admin, cmd.GetFailed()).groups
+    assert (letter.first, letter.rows, letter.key, letter.parent) == (0, 2, "away", -1)
+    assert letter.reasons == ("payload lost: home a was lost, evicted by admin: it burns",)
+    assert sorted(queue.live) == [2, 3]
+    # and the same put brings them again
+    assert queue.put(2, key="away").count == 2
+    assert queue.put(2, key="here").again
+
+
+def test_a_group_that_lost_what_was_made_of_it_is_made_again() -> None:
+    # given a group whose responses are in the home, and its prompt is not
+    queue, worker = trained()
+    queue.put(1, 2, key="k", priority=3)
+    generate(queue, worker)
+    held = queue.lease(worker, "reward", 1)
+    # when the home is lost
+    event = queue.evict()
+    # then it expires, and children with the same prompt take its place
+    assert (event.rows_failed, event.groups_remade) == (0, 1)
+    audit = queue.audit()
+    assert (audit.put, audit.expired, audit.live, audit.balanced) == (4, 2, 2, True)
+    assert {i: (row.parent, row.columns, row.priority) for i, row in queue.live.items()} == {
+        2: (0, {"prompt"}, 3),
+        3: (1, {"prompt"}, 3),
+    }
+    assert queue.do(queue.admin, cmd.GetFailed()).groups == ()
+    with pytest.raises(LeaseLost):
+        queue.complete(worker, held)
+    # and the same put adds nothing
+    assert queue.put(1, 2, key="k", priority=3).again
+    # and they are made anew, where a home is
+    queue.made = SERVER
+    generate(queue, worker)
+    score(queue, worker)
+    assert queue.status().rows["train"]["selected"] == 2
+
+
+def test_children_are_admitted_by_the_staleness_rule_again() -> None:
+    # given a group that was begun with version 0, and was not trained
+    queue, worker = trained(max_staleness=1)
+    queue.put(1, 2)
+    generate(queue, worker)
+    queue.publish(1)
+    queue.load(worker, 1)
+    # when it is lost, and made again with version 1
+    queue.evict()
+    queue.made = SERVER
+    generate(queue, worker)
+    # then it is as fresh as any other row of version 1
+    assert {row.version for row in queue.live.values()} == {1}
+    queue.put(1, 2)
+    generate(queue, worker)
+    score(queue, worker)
+    assert ids(queue.lease(worker, "train", 1)) == [2, 3, 4, 5]
+
+
+def test_a_column_that_nobody_needs_any_more_costs_nothing() -> None:
+    # given rows with an answer in the home, which only a task that is through with them needed
+    score = TaskSpec(name="score", needs=("answer",), gives=("number",), lease_s=10)
+    queue = Hosts(PLAIN, score, TaskSpec(name="end", needs=("number",), lease_s=10))
+    queue.put(2)
+    queue.complete(queue.admin, queue.lease(queue.admin, "plain"))
+    queue.made = SERVER
+    queue.complete(queue.admin, queue.lease(queue.admin, "score"))
+    # when the home is lost
+    event = queue.evict()
+    # then nothing happens, until a task is declared that needs it
+    assert (event.rows_failed, event.groups_remade, sorted(queue.live)) == (0, 0, [0, 1])
+    queue.do(queue.admin, cmd.Declare(task=TaskSpec(name="late", needs=("answer",), lease_s=10)))
+    assert {i: row.parent for i, row in queue.live.items()} == {2: 0, 3: 1}
+
+
+def test_a_group_that_lost_its_put_before_cannot_be_made_again() -> None:
+    # given rows whose prompt is lost, and which go on without
+    queue, worker = trained()
+    queue.puts, queue.made = AWAY, (2, 1)
+    queue.open_home("b", name="b", unit=queue.join("unit b"))
+    queue.put(1, 2)
+    generate(queue, worker)
+    assert queue.evict(1).rows_failed == 0
+    # when the home of their responses is lost, too
+    queue.do(queue.admin, cmd.EvictHome(home=2, epoch=1))
+    # then they fail
+    assert (queue.audit().failed, queue.audit().live) == (2, 0)
+
+
+def test_homes_that_are_lost_at_once_leave_no_child_without_its_put() -> None:
+    # given prompts in one home, and responses in another
+    queue, worker = trained(home_silence_s=20.0)
+    queue.puts, queue.made = AWAY, (2, 1)
+    other = queue.join("unit b")
+    queue.open_home("b", name="b", unit=other)
+    queue.put(1, 2)
+    generate(queue, worker)
+    # when both are silent for too long at the same time
+    queue.die(queue.unit)
+    queue.die(other)
+    queue.at(30.0)
+    # then nothing is made again
+    assert (queue.audit().failed, queue.audit().put, queue.audit().live) == (2, 2, 0)
+    events = [each for each in queue.events if isinstance(each, ev.HomeLost)]
+    assert [(each.home, each.rows_failed, each.groups_remade) for each in events] == [(1, 0, 0), (2, 2, 0)]
+
+
+def test_a_child_that_is_lost_again_has_a_child_of_its_own() -> None:
+    queue, worker = trained()
+    queue.put(1, 1)
+    for epoch in (1, 2, 3):
+        queue.made = (1, epoch)
+        generate(queue, worker)
+        assert queue.evict(1, epoch).groups_remade == 1
+        queue.open_home("a")
+    assert {i: row.parent for i, row in queue.live.items()} == {3: 2}
+    # and if it fails, its letter names its parent and the put
+    queue.do(queue.admin, cmd.Declare(task=TaskSpec(name="side", needs=("prompt",), lease_s=10, max_attempts=1)))
+    held = queue.lease(worker, "side")
+    queue.do(worker, cmd.GiveBack(token=held.token, blame=True))
+    (letter,) = queue.do(queue.admin, cmd.GetFailed()).groups
+    assert (letter.first, letter.parent) == (3, 2)
+
+
+def test_children_take_the_room_of_their_parents() -> None:
+    # given a queue that is full, in rows and in bytes
+    queue = Hosts(PLAIN, LAST, capacity_rows=4, capacity_bytes=400)
+    put = cmd.AddRows(groups=4, group_size=1, columns={"prompt": TOKENS}, nbytes=200)
+    queue.do(queue.admin, put)
+    made = queue.lease(queue.admin, "plain")
+    queue.do(queue.admin, cmd.Complete(token=made.token, columns={"answer": TOKENS}, nbytes=200))
+    ticket = queue.ask(queue.admin, cmd.AddRows(groups=1, group_size=1, columns={"prompt": TOKENS}, timeout_s=9.0))
+    # when all of it is made again
+    assert queue.evict().groups_remade == 4
+    # then there is no room for others
+    assert ticket not in queue.answers
+    assert queue.status().charged_bytes == 400
+    # and what is made again takes no more
+    queue.made = SERVER
+    made = queue.lease(queue.admin, "plain")
+    queue.do(queue.admin, cmd.Complete(token=made.token, columns={"answer": TOKENS}, nbytes=200))
+    assert queue.status().charged_bytes == 400
+
+
+def test_a_put_that_waits_with_its_payload_in_a_lost_home_is_refused() -> None:
+    queue = Hosts(PLAIN, capacity_rows=1)
+    queue.put(1)
+    queue.puts = AWAY
+    ticket = queue.ask(queue.admin, cmd.AddRows(groups=1, group_size=1, columns={"prompt": TEXT}, timeout_s=9.0))
+    queue.evict()
+    assert isinstance(queue.answers[ticket], PayloadLost)
+
+
+# ---- steps
+
+
+def test_a_full_step_with_lost_rows_is_filled_again() -> None:
+    # given two full steps, of which the first is leased
+    queue, worker = trained(max_staleness=2)
+    fill(queue, worker, 1)
+    queue.made = SERVER
+    fill(queue, worker, 1)
+    step = queue.lease(worker, "train", 1)
+    assert (step.step, ids(step)) == (0, [0, 1, 2, 3])
+    # when its rows are lost
+    assert queue.evict().groups_remade == 2
+    # then its lease ends, the next rows come first, and the children fill the second step
+    with pytest.raises(LeaseLost):
+        queue.complete(worker, step)
+    step = queue.lease(worker, "train", 1)
+    assert (step.step, ids(step)) == (0, [4, 5, 6, 7])
+    queue.complete(worker, step)
+    queue.publish(1)
+    queue.load(worker, 1)
+    generate(queue, worker)
+    score(queue, worker)
+    step = queue.lease(worker, "train", 1)
+    assert (step.step, ids(step)) == (1, [8, 9, 10, 11])
+
+
+def test_a_step_that_was_overtaken_is_made_again_for_later_steps() -> None:
+    # given two leased steps, of which the later is acknowledged, and one response of the earlier in the home
+    queue, worker = trained(max_staleness=2)
+    queue.put(2, 2)
+    generate(queue, worker, 2)
+    queue.made = SERVER
+    generate(queue, worker, 2)
+    score(queue, worker)
+    fill(queue, worker, 1)
+    first, second = (queue.lease(worker, "train", 1) for _ in range(2))
+    queue.complete(worker, second)
+    # when it is lost
+    event = queue.evict()
+    # then the whole step ends, and both of its groups are made again
+    assert (event.groups_remade, event.rows_failed) == (2, 0)
+    with pytest.raises(LeaseLost):
+        queue.complete(worker, first)
+    assert sorted(row.parent or 0 for row in queue.live.values()) == [0, 1, 2, 3]
+    assert queue.status().step == 2
+
+
+def test_a_part_of_a_step_with_a_lost_row_is_void() -> None:
+    # given a step that is leased in parts
+    queue, worker = trained()
+    queue.put(1, 2)
+    generate(queue, worker)
+    score(queue, worker)
+    delivered = queue.lease(worker, "train", 1, parts=True)
+    assert ids(delivered) == [0, 1]
+    # when a row of a delivered part is lost
+    queue.evict()
+    # then the lease ends, with the reason
+    with pytest.raises(LeaseLost, match=r"rows 0, 1 of its step ended \(expired\): payload lost: home a was lost"):
+        queue.lease(worker, "train", 1, parts=True, token=delivered.token)
+
+
+def test_trained_rows_are_not_made_again() -> None:
+    # given a trained step, which another task has still to read
+    queue, worker = trained()
+    queue.do(queue.admin, cmd.Declare(task=TaskSpec(name="log", needs=("reward",), lease_s=10)))
+    fill(queue, worker, 1, key="k")
+    queue.complete(worker, queue.lease(worker, "train", 1))
+    # when its payload is lost
+    event = queue.evict()
+    # then its rows fail, and the same put does not bring them again
+    assert (event.rows_failed, event.groups_remade, queue.audit().live) == (4, 0, 0)
+    assert queue.put(2, 2, key="k").again
+
+
+def test_a_trained_step_is_made_again_if_it_is_trained_again() -> None:
+    # given a trained step that no checkpoint covers, and which another task has still to read
+    queue, worker = trained(checkpoints=True)
+    queue.do(queue.admin, cmd.Declare(task=TaskSpec(name="log", needs=("reward",), lease_s=10)))
+    fill(queue, worker, 1)
+    held = queue.lease(worker, "log", 2)
+    queue.complete(worker, queue.lease(worker, "train", 1))
+    # when its payload is lost
+    event = queue.evict()
+    # then its rows stay, and the other task skips them
+    assert (event.rows_failed, event.groups_remade, len(queue.live)) == (0, 0, 4)
+    with pytest.raises(LeaseLost):
+        queue.complete(worker, held)
+    assert queue.status().rows["log"]["done"] == 4
+    assert queue.audit().reasons == {"skipped: payload lost: home a was lost, evicted by admin: it burns": 4}
+    # when the trainer begins anew
+    queue.do(queue.admin, cmd.Resume(step=0))
+    # then children take their place
+    assert {i: row.parent for i, row in queue.live.items()} == {4: 0, 5: 1, 6: 2, 7: 3}
+
+
+def test_a_trained_step_that_a_checkpoint_covers_needs_no_payload() -> None:
+    queue, worker = trained(checkpoints=True)
+    fill(queue, worker, 1)
+    queue.complete(worker, queue.lease(worker, "train", 1))
+    queue.evict()
+    queue.do(queue.admin, cmd.AddCheckpoint(step=1, covers=1))
+    assert (queue.audit().consumed, queue.audit().live) == (4, 0)
+
+
+def test_rows_in_steps_that_nobody_wants_any_more_fail() -> None:
+    # given the last two steps, of which the later is acknowledged
+    queue, worker = trained(max_staleness=2, steps=2)
+    fill(queue, worker, 1)
+    queue.made = SERVER
+    fill(queue, worker, 1)
+    _, second = (queue.lease(worker, "train", 1) for _ in range(2))
+    queue.complete(worker, second)
+    # when the earlier is lost
+    event = queue.evict()
+    # then no step is left for children
+    assert (event.rows_failed, event.groups_remade, queue.audit().live) == (4, 0, 0)
+    assert queue.status().over
+
+
+def test_the_last_step_is_filled_again_after_the_end_of_the_stream() -> None:
+    # given a last step that is full, and a stream that was ended
+    queue, worker = trained(steps=1)
+    fill(queue, worker, 1)
+    queue.do(queue.admin, cmd.End())
+    # when it is lost
+    queue.evict()
+    # then its children fill it, although nothing more can be put
+    queue.made = SERVER
+    generate(queue, worker)
+    score(queue, worker)
+    queue.complete(worker, queue.lease(worker, "train", 1))
+    assert (queue.audit().consumed, queue.audit().live) == (4, 0)
+
+
+def test_a_replay_makes_the_same_children() -> None:
+    """The twin gets the same inputs; here its rows move in memory at other times."""
+    queue = Hosts(PLAIN, LAST, options={"initial_rows": 4})
+    for epoch in range(1, 30):
+        queue.made = (1, epoch)
+        queue.put(3, 1)
+        queue.complete(queue.admin, queue.lease(queue.admin, "plain", 2))
+        queue.evict(1, epoch)
+        queue.open_home("a")
+        queue.check()
+        queue.made = SERVER
+        queue.complete(queue.admin, queue.lease(queue.admin, "plain"))
+        queue.complete(queue.admin, queue.lease(queue.admin, "last"))
+    assert queue.audit().consumed == 29 * 3
+    assert queue.audit().expired == 29 * 2

@@ -1,0 +1,156 @@
+"""Storage units as processes: started once for a host, detached, and ended with their run."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import Child, hear, say
+from hosts import Registry
+from queue_runs import in_threads, running
+from waiting import until
+
+from asyncflow_sdk.errors import ConfigError, DeadlineExceeded
+from asyncflow_sdk.interfaces.store import HomeCatalog, HomeOffer
+from asyncflow_sdk.queue.connection import BlockingPort, Connection
+from asyncflow_sdk.queue.coroutines import run_blocking
+from asyncflow_sdk.queue.home_catalog import catalog_of
+from asyncflow_sdk.queue.unit_process import run_unit
+from asyncflow_sdk.queue.unit_start import UnitConfig, ensure_unit
+from asyncflow_sdk.wire import RunKey
+
+
+class ServedRegistry(Registry):
+    """A registry of a unit's process that needs the run's server, as the ledger's does."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._port = BlockingPort(connection)
+
+    def open(self, offer: HomeOffer) -> tuple[int, int]:
+        run_blocking(self._port.call(None))
+        return super().open(offer)
+
+
+def unit_of(address: str, key: str) -> None:
+    """A unit of a run that is served elsewhere, until the run ends or a line is heard."""
+    stop, registries = threading.Event(), list[Registry]()
+    threading.Thread(target=lambda: (hear(), stop.set()), daemon=True).start()
+
+    def told(text: str) -> None:
+        (home,) = registries[0].homes()
+        say([text, home.name, home.directory, home.key])
+
+    def catalog(connection: Connection) -> HomeCatalog:
+        registries.append(ServedRegistry(connection))
+        return registries[0]
+
+    known = RunKey.load(key) if key else None
+    run_unit(UnitConfig(address, key=known, insecure=not key), told, stop, catalog=catalog, beat_s=0.05)
+    say("ended")
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_a_unit_ends_with_its_run_and_leaves_nothing(tmp_path: Path, secure: bool) -> None:
+    served = running("tcp", tmp_path / "run") if secure else running("tcp", insecure=True)
+    with served as run:
+        key = str(tmp_path / "run" / "run.key") if secure else ""
+        with Child(unit_of, run.address, key) as child:
+            text, name, directory, public = child.hear()
+            assert text.startswith("home 1, epoch 1, is served at tcp://127.0.0.1:")
+            assert name.endswith("-127.0.0.1")
+            assert bool(public) == secure
+            assert (Path(directory) / "home").exists()
+            # when the run ends
+            run.run.queue.end()
+            run.close()
+            # then
+            assert child.hear() == "ended"
+            assert not Path(directory).exists()
+
+
+def test_a_unit_that_is_stopped_leaves_its_files_to_the_next(tmp_path: Path) -> None:
+    with running("tcp", tmp_path / "run") as run:
+        key = str(tmp_path / "run" / "run.key")
+        with Child(unit_of, run.address, key) as child:
+            directory = Path(child.hear()[2])
+            child.say("stop")
+            assert child.hear() == "ended"
+        assert directory.exists()
+        with Child(unit_of, run.address, key) as child:
+            assert Path(child.hear()[2]) == directory
+            run.run.queue.end()
+            run.close()
+            assert child.hear() == "ended"
+        assert not directory.exists()
+
+
+def test_the_server_of_a_run_with_one_home_keeps_no_list() -> None:
+    with running("ipc") as run, pytest.raises(ConfigError, match="keeps no list of homes"):
+        run.queue().connection.homes()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError):
+        catalog_of(lambda command: None)
+
+
+# ---- starting
+
+
+STARTED = """
+import sys, os, time, pathlib
+folder = pathlib.Path({folder!r})
+(folder / f"started-{{os.getpid()}}").write_bytes(sys.stdin.buffer.read())
+time.sleep(0.2)
+(folder / "open").touch()
+time.sleep(60)
+"""
+
+
+def started(folder: Path) -> list[int]:
+    return [int(path.name.partition("-")[2]) for path in folder.glob("started-*")]
+
+
+@pytest.fixture
+def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return "run"
+
+
+def test_workers_that_start_at_the_same_time_start_one_unit(tmp_path: Path, name: str) -> None:
+    program = ("-c", STARTED.format(folder=str(tmp_path)))
+    config = UnitConfig("tcp://127.0.0.1:1", name="n")
+
+    def work(number: int) -> Any:
+        return ensure_unit(name, config, (tmp_path / "open").exists, program=program)
+
+    in_threads(4, work)
+    (pid,) = started(tmp_path)
+    try:
+        # in a session of its own, and told what to serve
+        assert os.getsid(pid) == pid
+        assert b'"address":"tcp://127.0.0.1:1"' in next(tmp_path.glob("started-*")).read_bytes()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_unit_that_cannot_start_says_why(tmp_path: Path, name: str) -> None:
+    config = UnitConfig("tcp://127.0.0.1:1")
+    with pytest.raises(DeadlineExceeded, match="ended with 3; its log, .*, ends: no such luck"):
+        ensure_unit(name, config, lambda: False, program=("-c", "print('no such luck'); raise SystemExit(3)"))
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="did not open its home"):
+        ensure_unit(name, config, lambda: False, program=("-c", STARTED.format(folder=str(tmp_path))), timeout_s=0.5)
+    assert time.monotonic() - began < 60
+    for pid in started(tmp_path):
+        until(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), "its end")  # type: ignore[misc]
+
+
+def test_the_real_program_reads_its_config_and_says_what_is_wrong(name: str) -> None:
+    assert sys.executable
+    with running("tcp", insecure=True) as run:
+        config = UnitConfig(run.address, insecure=True)
+        with pytest.raises(DeadlineExceeded, match="ended with 1; .*ConfigError: .*keeps no list of homes"):
+            ensure_unit(name, config, lambda: False)
