@@ -18,7 +18,7 @@ from ..interfaces import OnFailure, Sampler, TrackedRun, check_on_failure
 from ..memory import make_private_directory
 from ..queue import Connection, QueueServer
 from ..types import Batch, Event
-from ..types.defaults import CALL_S, CAPACITY_ROWS, KEEP_VERSIONS, MAX_STALENESS
+from ..types.defaults import CALL_S, CAPACITY_ROWS, HOME_SILENCE_S, KEEP_VERSIONS, MAX_STALENESS
 from ..wire import MAX_BYTES, KeyPair, ensure_keys, generate_keys, is_loopback
 from .address import JOURNAL, find_address, write_addresses
 from .events.event_sinks import EventSink, call_all
@@ -51,6 +51,7 @@ def serve(
     durability: Literal["process", "host"] | None = None,
     store: str = "local",
     store_options: Mapping[str, Any] | None = None,
+    home_silence_s: float = HOME_SILENCE_S,
     max_call_bytes: int = MAX_BYTES,
     samplers: Mapping[str, Callable[..., Sampler]] | None = None,
     on_failure: OnFailure = "stop",
@@ -92,7 +93,8 @@ def serve(
 
     ``store``: where columns stay: "local", in the memory of this host; "hosts", on the host that
     makes them, served by a storage unit there, which its first worker or ``asyncflow store`` starts;
-    or another installed one, with ``store_options``. A resumed run needs the same store. ``on_step``
+    or another installed one, with ``store_options``. ``home_silence_s``: a host without a storage
+    unit for this long is lost: rows put there fail, columns made there are made again. A resumed run needs the same store. ``on_step``
     with another store than "local" needs ``checkpoints``: rows stay until they are covered.
 
     ``on_event`` receives every event; ``on_step`` the number of each acknowledged step with a function
@@ -143,7 +145,7 @@ def serve(
             run.queue.configure(
                 max_staleness=max_staleness, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, steps=steps,
                 keep_versions=keep_versions, max_swapping=max_swapping, quorum=quorum,
-                staleness_policy=policy, checkpoints=checkpoints or None,
+                staleness_policy=policy, checkpoints=checkpoints or None, home_silence_s=home_silence_s,
             )  # fmt: skip
         if path is not None:
             try:

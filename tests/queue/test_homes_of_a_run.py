@@ -19,7 +19,6 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.interfaces.store import HomeCatalog, StorageHome
-from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection, open_queue
 from asyncflow_sdk.queue.hosts_store import HostsStore
 from asyncflow_sdk.queue.unit import StorageUnit
@@ -76,11 +75,7 @@ class Cluster:
         return open_queue(self.ends.enter_context(contextlib.closing(HostClient(self.run, host))))
 
     def home(self, host: str) -> StorageHome:
-        connection = self.ends.enter_context(contextlib.closing(Connection(self.run.address, "looks")))
-        return next(home for home in connection.homes().homes() if home.name == host)
-
-    def send(self, command: Any) -> Any:
-        return self.run.queue.send(command)  # type: ignore[attr-defined]
+        return next(home for home in self.run.homes() if home.name == host)
 
     def files(self, host: str) -> list[str]:
         return sorted(path.name for path in (self.folder / host).glob("*/h*!s*"))
@@ -145,7 +140,7 @@ def test_rows_put_on_a_lost_host_fail_by_name_and_may_be_put_again(cluster: Clus
     cluster.client("a").put({"x": np.arange(4)}, group_size=2, key="epoch-0")
     cluster.run.queue.put({"x": np.arange(3)})  # these are in the server's memory
     # when the host is given up
-    cluster.send(cmd.EvictHome(home=1, epoch=1, reason="its disk burns"))
+    cluster.run.evict_home(cluster.home("a"), "its disk burns")
     # then
     audit = cluster.run.audit()
     assert (audit.put, audit.failed, audit.live, audit.balanced) == (11, 8, 3, True)
@@ -168,7 +163,7 @@ def test_columns_made_on_a_lost_host_are_made_again(cluster: Cluster) -> None:
         batch.complete({"y": batch["x"] ** 2})
     assert own_home(stage) == (1, 1)
     # when the host of y is lost
-    cluster.send(cmd.EvictHome(home=1, epoch=1))
+    cluster.run.evict_home(cluster.home("a"))
     # then four rows have children, which are squared elsewhere
     audit = cluster.run.audit()
     assert (audit.put, audit.expired, audit.live, audit.balanced) == (10, 4, 6, True)
@@ -192,7 +187,8 @@ def test_a_lost_epoch_gets_no_more_blocks_and_a_writer_goes_on_in_the_next(clust
     cluster.run.queue.declare("work", needs=["x"])
     producer = cluster.client("a")
     producer.put({"x": np.arange(2)})
-    cluster.send(cmd.EvictHome(home=1, epoch=1))
+    lost = cluster.home("a")
+    cluster.run.evict_home(lost)
     # when the unit has begun another epoch, and the writer goes on
     until(lambda: cluster.home("a").epoch == 2, "the next epoch")
     producer.put({"x": np.arange(3)})
@@ -205,14 +201,14 @@ def test_a_lost_epoch_gets_no_more_blocks_and_a_writer_goes_on_in_the_next(clust
     # and the files of the lost epoch are gone
     until(lambda: all(name.startswith("h1.2!") for name in cluster.files("a")), "the end of the lost files")
     with pytest.raises(ConfigError, match="epoch 1 of home 1"):
-        cluster.send(cmd.EvictHome(home=1, epoch=1))
+        cluster.run.evict_home(lost)
 
 
 def test_a_home_without_a_sign_of_life_is_given_up(cluster: Cluster) -> None:
     cluster.unit("a")
     cluster.run.queue.declare("work", needs=["x"])
     cluster.client("a").put({"x": np.arange(2)})
-    cluster.send(cmd.Configure(home_silence_s=0.0))
+    cluster.run.queue.configure(home_silence_s=0.0)
     # when its unit dies
     cluster.units["a"].kill()
     # then
@@ -238,7 +234,9 @@ def test_a_server_that_comes_back_knows_its_homes(tmp_path: Path) -> None:
     with cluster.ends:
         cluster.unit("a")
         cluster.run.queue.declare("work", needs=["x"])
-        cluster.client("a").put({"x": np.arange(3)})
+        producer = cluster.client("a")
+        producer.put({"x": np.arange(3)})
+        producer.connection.close()  # type: ignore[attr-defined]
         # when the server ends with live rows, and another continues the run
         cluster.run.close()
         with pytest.raises(ConfigError, match="serve it with the same store again"):
