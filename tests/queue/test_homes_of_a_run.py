@@ -243,10 +243,42 @@ def test_a_server_that_comes_back_knows_its_homes(tmp_path: Path) -> None:
             af.serve(tmp_path / "run", address="tcp://127.0.0.1:0")
         cluster.serve()
         # then the rows are where they were
+        assert cluster.run.recovered is not None
+        assert cluster.run.recovered.differing == 0
         with cluster.client("b").get("work", 3, timeout_s=60) as batch:
             assert batch["x"].tolist() == [0, 1, 2]
             batch.ack()
         assert cluster.run.audit().consumed == 3
+        cluster.run.queue.end()
+
+
+def test_a_server_that_comes_back_knows_what_was_lost_and_made_again(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, durability="process")
+    with cluster.ends:
+        cluster.unit("a")
+        cluster.run.queue.declare("square", needs=["x"], gives=["y"])
+        cluster.run.queue.declare("use", needs=["y"])
+        cluster.run.queue.put({"x": np.arange(4)})
+        stage = cluster.client("a")
+        stage.put({"x": np.arange(10, 13)})
+        with stage.get("square", 2) as batch:
+            batch.complete({"y": batch["x"] ** 2})
+        cluster.run.evict_home(cluster.home("a"))
+        stage.connection.close()  # type: ignore[attr-defined]
+        audit = cluster.run.audit()
+        assert (audit.put, audit.expired, audit.failed, audit.live) == (9, 2, 3, 4)
+        # when another server continues the run
+        cluster.run.close()
+        cluster.serve()
+        # then
+        assert cluster.run.recovered is not None
+        assert cluster.run.recovered.differing == 0
+        assert cluster.run.audit() == audit
+        with cluster.run.queue.get("square", 4) as batch:
+            assert sorted(batch["x"].tolist()) == [0, 1, 2, 3]
+            batch.complete({"y": batch["x"] ** 2})
+        cluster.run.queue.get("use", 4).ack()
+        assert cluster.run.audit().consumed == 4
         cluster.run.queue.end()
 
 
