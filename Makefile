@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services test-ray test-contrib test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-engines bench-trainers fidelity clean
+.PHONY: help install demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services test-ray test-contrib test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -31,6 +31,7 @@ help:
 	@echo "make bench-engines  vLLM and SGLang behind the SDK beside the same engines driven directly"
 	@echo "make bench-overlap  rollout, stages and training side by side, beside bounds and a simulation"
 	@echo "make bench-scale  32 to 1,024 replicas on one server, beside a straight line and a simulation (JSON=PATH writes the rows)"
+	@echo "make bench-hosts  columns that stay on their host, beside columns through the server and bare sockets (needs root and iproute2)"
 	@echo "make bench-trainers  the engines that train beside each other on the demo task, three seeds each (long)"
 	@echo "make fidelity    what staleness does to what is learned, with and without correction (long)"
 
@@ -219,6 +220,9 @@ bench-scale: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # Each engine in its own environment; one whose environment is not there is left out.
+bench-hosts: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hosts $(if $(JSON),--json $(JSON)) $(ARGS)
+
 bench-engines: install .venv-vllm/.ready .venv-sglang/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engines $(if $(JSON),--json $(JSON)) $(ARGS)
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 from children import warm_python
 
+from benchmarks.hosts.network import unavailable
 from benchmarks.overlap.plan import GROUP, Plan
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +87,30 @@ def test_replicas_in_numbers_are_run_and_further_ones_simulated(tmp_path: Path) 
     assert simulated["rows/s"] is None
     assert simulated["of linear, simulated"] == pytest.approx(simulated["simulated"] / run["simulated"] / 2)
     assert "The server needs" in done.stdout
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "hosts can be made")
+def test_columns_stay_off_the_link_of_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.hosts",
+        "--quick",
+        "--pairs",
+        "1",
+        "--rate",
+        "none",
+        "--json",
+        str(path),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())
+    assert all(row["ours"] > 0 for row in rows)
+    for row in rows[1::2]:  # bytes on the server's link, for each byte of payload
+        assert row["ours"] < 0.05
+        assert row["peer"] > 2
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ class TransferQueue(abc.ABC):
         quorum: int | None = None,
         staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None = None,
         checkpoints: bool | None = None,
+        home_silence_s: float | None = None,
     ) -> None:
         """Set the queue's limits, before its tasks are declared. None leaves a limit as it is.
 
@@ -77,7 +78,8 @@ class TransferQueue(abc.ABC):
         ``keep_versions``: versions available for fetches and rollbacks. ``max_swapping``: replicas
         loading at once, beside those that get no prompts before they load; 0: all. ``quorum``:
         replicas that must have a version staged before any loads it; 0: none. ``checkpoints``: keep
-        rows of acknowledged steps until a checkpoint covers them. Raises ConfigError, PluginError.
+        rows of acknowledged steps until a checkpoint covers them. ``home_silence_s``: a host without
+        a storage unit for this long is lost, with its payload. Raises ConfigError, PluginError.
         """
 
     @abc.abstractmethod

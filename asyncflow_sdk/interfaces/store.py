@@ -16,7 +16,7 @@ Register a factory as an adapter of kind "store". It is called in each client, a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,11 @@ class HomeCatalog(ABC):
     @abstractmethod
     def homes(self) -> Sequence[StorageHome]:
         """Return all homes but home 0, also lost ones. Raises ServerLost."""
+
+    @abstractmethod
+    def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
+        """Return the segments of a home that rows need, and the numbers of the sessions that may write
+        further ones. Raises ServerLost."""
 
 
 @dataclass(frozen=True, kw_only=True)

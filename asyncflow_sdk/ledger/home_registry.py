@@ -27,7 +27,7 @@ class HomeRegistry:
         self._state = state
 
     def open(self, session: Session, command: cmd.OpenHome) -> cmd.Reply:
-        """Make a session the unit of a home."""
+        """Make a session the unit of a home. Repeated by the unit as a sign of life."""
         homes = self._state.homes
         if not (command.store and command.name and command.identity):
             raise ConfigError("a home needs the name of its store, a name, and the identity of its contents")
@@ -40,14 +40,15 @@ class HomeRegistry:
             homes.add(home)
         elif not same:
             self._begin_epoch(session, home, command.identity)
-        home.address, home.key, home.directory, home.owner = (
-            command.address, command.key, command.directory, command.owner
-        )  # fmt: skip
+        described = command.address, command.key, command.directory, command.owner
+        repeated = home.unit == session.id and described == (home.address, home.key, home.directory, home.owner)
+        home.address, home.key, home.directory, home.owner = described
         if (before := self._state.sessions.by_id.get(home.unit)) is not None:
             before.home = NONE
         homes.serve(home, session.id)
         session.home = home.number
-        self._publish(home, "opened", f"{session.name} at {command.address}")
+        if not repeated:
+            self._publish(home, "opened", f"{session.name} at {command.address}")
         return cmd.HomeOpened(home=home.number, epoch=home.epoch)
 
     def evict(self, session: Session, command: cmd.EvictHome) -> cmd.Reply:

@@ -167,6 +167,34 @@ class BlockIndex:
         rows: Ids = np.unique(np.concatenate(found)) + self._base
         return rows
 
+    def copy(self, parents: Ids, children: Ids, columns: tuple[str, ...]) -> None:
+        """Assign to each child the places of its parent's ``columns``."""
+        self._reserve(min(int(parents.min()), int(children.min())), int(children.max()))
+        for family, array in self._families.items():
+            if not set(family) <= set(columns):
+                continue
+            places = array[parents - self._base]
+            here = places >= 0
+            array[children[here] - self._base] = places[here]
+            np.add.at(self._blocks[:, 5], places[here] >> _SHIFT, 1)
+
+    def drop(self, gone: Callable[[str], bool]) -> list[tuple[Ids, Family]]:
+        """Forget all blocks in segments for which ``gone`` is true. Return the rows of each family
+        that had such a block."""
+        numbers = [number for number, name in self._segments.used() if gone(name)]
+        used = np.ones(len(self._blocks), np.bool_)
+        used[self._free] = False
+        lost = used & np.isin(self._blocks[:, 0], numbers)
+        dropped = []
+        for family, array in self._families.items():
+            at = np.flatnonzero((array >= 0) & lost[np.maximum(array, 0) >> _SHIFT])
+            if len(at):
+                array[at] = _NOWHERE
+                dropped.append((at + self._base, family))
+        if lost.any():
+            self._forget(np.flatnonzero(lost))
+        return dropped
+
     def segments(self) -> set[str]:
         """Return the segments that rows need."""
         return self._segments.of()
@@ -298,6 +326,10 @@ class _Segments:
     def of(self, owner: str | None = None) -> set[str]:
         """Return the segments of an owner; None: of all."""
         return {name for each, name in self._number if owner in (None, each)}
+
+    def used(self) -> list[tuple[int, str]]:
+        """Return the numbers and names of the segments in use."""
+        return [(number, name) for (_, name), number in self._number.items()]
 
     def enter(self, owner: str, name: str) -> int:
         """Count one block more in a segment, and return its number."""

@@ -23,12 +23,13 @@ from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.payload_loss import LOST_REASON
 from ..ledger.state.grants import Grant
+from ..ledger.state.homes import HomeLoss
 from ..types import ColumnSpec, Event
 from ..types.blocks import Block, BlockSlices
 from . import remote_payload
 from .checks import check_call, completed, owns
 from .clients import ClientProcess, ClientTable
-from .fetch import FetchRequest
+from .fetch import FetchRequest, NeededRequest
 from .listeners import Listeners
 from .measures import Measures
 from .payload_manager import PayloadManager
@@ -126,8 +127,8 @@ class CallExecutor:
                 self._answer(ticket, session, CallResult(cmd.Done()))
             elif isinstance(call.command, ClientHello):
                 self._open_session(session, ticket, call.command, now)
-            elif isinstance(call.command, FetchRequest):
-                raise ProtocolError("a request for columns changes nothing, and is not executed")
+            elif isinstance(call.command, (FetchRequest, NeededRequest)):
+                raise ProtocolError("a request that changes nothing is not executed")
             else:
                 self._execute(session, ticket, call, now)
         except AsyncFlowError as error:
@@ -194,7 +195,7 @@ class CallExecutor:
     def _execute(self, session: str, ticket: int, call: Call, now: float) -> None:
         command, block = call.command, call.block
         assert command is not None
-        assert not isinstance(command, ClientHello | FetchRequest)
+        assert not isinstance(command, (ClientHello, FetchRequest, NeededRequest))
         if isinstance(command, cmd.OpenSession):
             raise ProtocolError("sessions are opened by hello, not by join")
         number = self.clients.number(session)
@@ -303,6 +304,8 @@ class CallExecutor:
         """Send answers, call listeners, and free memory. ``trained``: the acknowledged step."""
         effects = self.ledger.drain()
         following: list[tuple[int, PendingCall, cmd.LeaseRows]] = []
+        for remade in effects.remade:  # an answer may lease the children
+            self.payloads.place_children(remade)
         for ticket, reply in effects.answers:
             pending = self._pending.pop(ticket, None)
             if pending is None:
@@ -323,11 +326,22 @@ class CallExecutor:
             self._listeners.event(self.clock.to_host_time(event))
         for ids in effects.retired:
             self.payloads.retire(ids)
+        if effects.homes_lost:
+            self._lose_homes(effects.homes_lost)
         for ticket, call, lease in following:
             self._pending[ticket] = call
             self.ledger.apply(self.clients.number(call.session), lease, self.ledger.now, ticket)
-        if following:
+        if following or effects.homes_lost:
             self._flush()
+
+    def _lose_homes(self, lost: list[HomeLoss]) -> None:
+        """Report the columns in lost homes to the ledger: rows fail, or are made again."""
+        losses, tickets = [], []
+        for each in lost:
+            columns, waiting = self.payloads.drop_home(each)
+            losses.append((each, columns))
+            tickets += waiting
+        self.ledger.lose_homes(losses, self.ledger.now, tickets)
 
     def _apply_reply(self, ticket: int, pending: PendingCall, reply: cmd.Reply | AsyncFlowError) -> CallResult:
         """Place or free the payload of a call, and return its result."""

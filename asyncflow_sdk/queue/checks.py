@@ -24,6 +24,7 @@ from ..ledger.commands import Ids
 from ..types import ColumnSpec, check_column_name
 from ..types.blocks import Block
 from .blocks import ALIGN, kind_of
+from .homes import SERVER_MEMORY, home_of, segment_prefix
 
 _LARGEST = 1 << 63
 _EXACT: dict[Any, tuple[type, ...]] = {
@@ -110,8 +111,8 @@ MAX_PUT_ROWS = 1 << 22
 
 
 def owns(session: int, segment: str) -> bool:
-    """Return True if a session writes rows into this segment."""
-    return segment.startswith(f"s{session}-") and "/" not in segment
+    """Return True if a session writes rows into this segment, in any home."""
+    return segment.startswith(segment_prefix(home_of(segment), session)) and "/" not in segment
 
 
 def check_call(
@@ -126,6 +127,14 @@ def check_call(
         raise SchemaError("a call has columns without payload, or payload without columns")
     if block is not None:
         _check_block(block, command.columns)
+    if block is not None and (where := home_of(block.segment)) != SERVER_MEMORY:
+        if not owns(session, block.segment):
+            raise SchemaError(f"this session has no such payload in segment {block.segment!r}")
+        if not ledger.state.homes.is_live(*where):
+            raise PayloadLost(
+                f"epoch {where.epoch} of home {where.home} is lost, with segment {block.segment}; the call had no effect"
+            )
+    elif block is not None:
         size = _size(f"{directory}/{block.segment}") if owns(session, block.segment) else 0
         if size is None:
             raise PayloadLost(

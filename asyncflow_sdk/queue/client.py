@@ -70,11 +70,12 @@ class QueueVerbs(Generic[B]):
         quorum: int | None = None,
         staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None = None,
         checkpoints: bool | None = None,
+        home_silence_s: float | None = None,
     ) -> None:
         command = cmd.Configure(
             capacity_rows=capacity_rows, max_staleness=max_staleness, steps=steps, capacity_bytes=capacity_bytes,
             row_bytes=row_bytes, keep_versions=keep_versions, max_swapping=max_swapping, quorum=quorum,
-            staleness=policy_spec(staleness_policy), checkpoints=checkpoints,
+            staleness=policy_spec(staleness_policy), checkpoints=checkpoints, home_silence_s=home_silence_s,
         )  # fmt: skip
         await self._port.send(command)
 

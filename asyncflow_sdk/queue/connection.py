@@ -36,9 +36,10 @@ from ..wire import Client, RunKey, WireReply, await_key, find_key, own_address, 
 from .checks import check_arguments
 from .coroutines import run_blocking
 from .fetch import FetchReply, FetchRequest
-from .home_catalog import catalog_of
-from .homes import KnownHomes
+from .home_catalog import LedgerCatalog
+from .homes import SERVER_MEMORY, KnownHomes, home_of
 from .journal import DISK_RETRY_S
+from .measures import measures_of
 from .protocol import Call, CallResult, ClientHello, ResultWithPayload, Welcome, decode_result, encode
 from .reader import from_image
 from .stores import LOCAL, make_store
@@ -146,8 +147,8 @@ class Connection:
         ensure_unit(self.run, UnitConfig(self.wire.address, key=self.key, insecure=self.wire.insecure), is_open)
 
     def homes(self) -> HomeCatalog:
-        """Return the catalog of the run's homes. Raises ConfigError if its server keeps none."""
-        return catalog_of(lambda command: run_blocking(BlockingPort(self).send(command)))
+        """Return the catalog of the run's homes."""
+        return LedgerCatalog(lambda command: run_blocking(BlockingPort(self).send(command)))
 
     def fetch(self, request: FetchRequest, timeout_s: float) -> tuple[FetchReply, Any]:
         """Fetch columns of rows in the server's memory. Return the reply, and the bytes of its blocks."""
@@ -286,6 +287,8 @@ class Port(ABC):
         if isinstance(command, cmd.AddRows) and command.key:
             command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
         stored = self.connection.store.write(columns, copy=keep or self._must_copy, grow=grow)
+        if stored.block is not None and home_of(stored.block.segment) != SERVER_MEMORY:
+            command = msgspec.structs.replace(command, measures=measures_of(columns))
         return PendingWrite(msgspec.structs.replace(command, columns=specs), stored)
 
     async def submit(self, pending: PendingWrite, then: cmd.LeaseRows | None = None) -> CallResult:

@@ -46,6 +46,20 @@ class FetchRequest(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     parts: tuple[FetchPart, ...]
 
 
+class NeededRequest(msgspec.Struct, frozen=True, array_like=True, tag="needed"):
+    """Request for the segments of a home that are needed."""
+
+    home: int
+    epoch: int
+
+
+class Needed(msgspec.Struct, frozen=True, array_like=True, tag="segments"):
+    """``segments`` have payload of rows; further ones of the open ``sessions`` may get some."""
+
+    segments: tuple[str, ...]
+    sessions: tuple[int, ...]
+
+
 class SentBlock(msgspec.Struct, frozen=True, array_like=True):
     """A block of the answer. ``digest``: XXH3 (64 bits) of its bytes."""
 

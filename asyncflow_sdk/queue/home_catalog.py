@@ -1,16 +1,70 @@
-"""catalog_of: the homes of a run, as its server's ledger keeps them."""
+"""HomeCatalogs of a run with a ledger: for its clients and units, and for the server's own process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from ..errors import ConfigError
-from ..interfaces.store import HomeCatalog
+from ..errors import ConfigError, ServerLost
+from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
 from ..ledger import commands as cmd
+from ..types.defaults import CALL_S
+from .fetch import NeededRequest
 
 
-def catalog_of(send: Callable[[cmd.AnyCommand], Any]) -> HomeCatalog:
-    """Return the catalog of a run. ``send``: sends a command of a session, and returns the reply.
-    Raises ConfigError if the server keeps no homes."""
-    raise ConfigError("the server of this run keeps no list of homes: its store is 'local'")
+class LedgerCatalog(HomeCatalog):
+    """``send``: sends a command to the server, and returns the reply. Thread-safe if it is."""
+
+    def __init__(self, send: Callable[[Any], Any]) -> None:
+        self._send = send
+
+    def open(self, offer: HomeOffer) -> tuple[int, int]:
+        opened = self._send(
+            cmd.OpenHome(
+                store=offer.store, name=offer.name, identity=offer.identity, address=offer.address, key=offer.key,
+                directory=offer.directory, owner=offer.owner,
+            )
+        )  # fmt: skip
+        return opened.home, opened.epoch
+
+    def homes(self) -> Sequence[StorageHome]:
+        return storage_homes(self._send(cmd.GetHomes()))
+
+    def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
+        found = self._send(NeededRequest(home, epoch))
+        return set(found.segments), set(found.sessions)
+
+
+class ServerCatalog(HomeCatalog):
+    """The homes as the server's own process reads them. ``call``: runs a function in the server's
+    thread. Thread-safe; not to be used in that thread."""
+
+    def __init__(self, call: Callable[[Callable[[], None]], None], listed: Callable[[], Any]) -> None:
+        self._call, self._listed = call, listed
+
+    def homes(self) -> Sequence[StorageHome]:
+        found: Future[Any] = Future()
+        self._call(lambda: found.set_result(self._listed()))
+        try:
+            return storage_homes(found.result(CALL_S))
+        except FutureTimeout:
+            raise ServerLost(f"the server's thread did not list its homes in {CALL_S:g} s") from None
+
+    def open(self, offer: HomeOffer) -> tuple[int, int]:
+        raise ConfigError("the queue server serves home 0 only")
+
+    def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
+        raise ConfigError("the queue server serves home 0 only")
+
+
+def storage_homes(listed: cmd.HomeList) -> tuple[StorageHome, ...]:
+    """Return the homes of a ledger's list. An absent one has no address."""
+    return tuple(
+        StorageHome(
+            home=each.home, epoch=each.epoch, name=each.name, address=each.address if each.absent_s < 0 else "",
+            key=each.key, directory=each.directory, owner=each.owner, lost=each.lost,
+        )
+        for each in listed.homes
+    )  # fmt: skip

@@ -20,6 +20,7 @@ from ..wire import boot_id
 REFRESH_S = 0.5
 """Unknown homes are looked up at most this often."""
 _ROWS = re.compile(r"(h[0-9]+\.[0-9]+!)?s[0-9]+-[0-9a-f-]{1,60}")
+_SESSION = re.compile(r"(?:h[0-9]+\.[0-9]+!)?s([0-9]{1,18})-[0-9a-f-]{1,60}")
 _NAME = re.compile(r"h([1-9][0-9]{0,17})\.([1-9][0-9]{0,17})!s[0-9]")
 
 
@@ -43,6 +44,12 @@ def home_of(segment: str) -> HomeId:
     """Return the home of a segment. Any name that is not one of another home is of home 0."""
     found = _NAME.match(segment)
     return SERVER_MEMORY if found is None else HomeId(int(found[1]), int(found[2]))
+
+
+def session_of(segment: str) -> int:
+    """Return the session that writes to a segment of rows; -1 for any other name."""
+    found = _SESSION.fullmatch(segment)
+    return -1 if found is None else int(found[1])
 
 
 def is_row_segment(segment: str) -> bool:

@@ -5,10 +5,13 @@ They are recorded, so a replay needs no payload.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError, SchemaError
 from ..ledger import Ledger
 from ..ledger import commands as cmd
 from ..types import Column, ColumnSpec
@@ -16,6 +19,7 @@ from ..types.blocks import Block, BlockSlices
 from ..types.columns import unpack
 from .block_index import BlockIndex
 from .blocks import BLOCK, RUN
+from .homes import SERVER_MEMORY, home_of
 from .reader import ColumnReader
 
 CHUNK_ROWS = 4096  # rows read at a time
@@ -28,6 +32,18 @@ def measure(column: Column) -> npt.NDArray[np.float64]:
     return np.asarray(unpack(column)).astype(np.float64)
 
 
+def measures_of(columns: Mapping[str, Column]) -> dict[str, bytes]:
+    """Return the measures of all columns that have one: float64 for each row."""
+    return {name: measure(column).tobytes() for name, column in columns.items() if column.spec.measurable}
+
+
+def _checked(sent: bytes, name: str, rows: int) -> bytes:
+    """Return the measures sent for a column. Raises SchemaError."""
+    if len(sent) != 8 * rows:
+        raise SchemaError(f"column {name!r} lies on another host, and {rows} measures must be sent with it")
+    return sent
+
+
 class Measures:
     """Adds measures to commands. Not thread-safe: only the server's thread uses it."""
 
@@ -35,12 +51,16 @@ class Measures:
         self._ledger, self._index, self._reader = ledger, index, reader
 
     def fill(self, command: cmd.AnyCommand, block: Block | None) -> cmd.AnyCommand:
-        """Return the command with its measures. Measures sent by a client are dropped."""
+        """Return the command with its measures. Those sent by a client are dropped, except of a block
+        in another home: its writer has measured it. Raises SchemaError."""
         if isinstance(command, (cmd.AddRows, cmd.Complete)):
             known = self._ledger.state.rows.measures
             names = [n for n, s in command.columns.items() if n in known and s.measurable] if known else []
             if block is not None and names:
-                measures = {name: self._of_block(block, name, command.columns[name]) for name in names}
+                if home_of(block.segment) != SERVER_MEMORY:
+                    measures = {name: _checked(command.measures.get(name, b""), name, block.rows) for name in names}
+                else:
+                    measures = {name: self._of_block(block, name, command.columns[name]) for name in names}
                 return msgspec.structs.replace(command, measures=measures)
             return msgspec.structs.replace(command, measures={}) if command.measures else command
         if isinstance(command, cmd.Declare):
@@ -68,6 +88,15 @@ class Measures:
         if known is None or not known.measurable or name in ledger.state.rows.measures:
             return msgspec.structs.replace(command, measures=b"") if command.measures else command
         there = ledger.state.columns.having(name)
+        if any(
+            home_of(segment) != SERVER_MEMORY
+            for part in (self._index.locate(there, (name,)) if len(there) else ())
+            for segment in part.segments
+        ):
+            raise ConfigError(
+                f"task {spec.name!r} chooses rows by column {name!r}, and some rows have it on other hosts: declare the"
+                " task before rows are put"
+            )
 
         def read() -> bytes:
             """Read the measures of all rows with the column."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,11 +21,13 @@ from ..ledger import StatusReport
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.state import LedgerState
+from ..ledger.state.homes import HomeLoss, LostColumns, Replacement
 from ..memory import BlockHold, Mapper, find_blocks
-from ..types import Batch, ColumnSpec
+from ..types import Batch, Column, ColumnSpec
 from ..types.blocks import Block, BlockSlices
 from . import remote_payload
 from .block_index import BlockCheck, BlockIndex
+from .homes import SERVER_MEMORY, HomeId, home_of
 from .reader import ColumnReader
 from .remote_payload import RemotePayload
 
@@ -52,6 +54,8 @@ class PayloadManager:
         self._pending_blocks: dict[int, tuple[str, Block]] = {}  # by ticket of a waiting call: owner and block
         # by wanted columns, and the bit mask of common columns
         self._schemas: dict[tuple[tuple[str, ...], int], dict[str, ColumnSpec]] = {}
+        self.read_homes: Callable[[Sequence[BlockSlices], Mapping[str, ColumnSpec]], dict[str, Column]]
+        """Reads rows with columns in other homes, from any thread but the server's. Set if the run has a store with homes."""
         self._step_reads: weakref.WeakSet[DeferredStepRead] = weakref.WeakSet()
 
     # ---- sessions
@@ -158,6 +162,25 @@ class PayloadManager:
         self.files.remove_pending()
         self.remote.free_pending()
 
+    # ---- homes
+
+    def place_children(self, remade: Replacement) -> None:
+        """Give children the put columns of their parents, in the same blocks."""
+        self.index.copy(remade.parents, remade.children, remade.columns)
+
+    def drop_home(self, lost: HomeLoss) -> tuple[list[LostColumns], list[int]]:
+        """Forget the blocks in a lost home. Return the columns of rows that were there, and the
+        tickets of waiting puts with their payload there."""
+        where = HomeId(lost.home, lost.epoch)
+        waiting = [ticket for ticket, (_, block) in self._pending_blocks.items() if home_of(block.segment) == where]
+        dropped = self.index.drop(lambda segment: home_of(segment) == where)
+        return [LostColumns(ids, columns) for ids, columns in dropped], waiting
+
+    def needed(self, where: HomeId) -> tuple[str, ...]:
+        """Return the segments of a home that rows or calls need."""
+        segments = self.index.segments() | {block.segment for _, block in self._pending_blocks.values()}
+        return tuple(sorted(segment for segment in segments if home_of(segment) == where))
+
     # ---- reading rows
 
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[tuple[BlockSlices, ...], dict[str, ColumnSpec]]:
@@ -165,7 +188,8 @@ class PayloadManager:
         specs = self._columns.specs
         if not len(ids):  # a rank without rows still needs the schema
             return (), {name: specs[name] for name in columns if name in specs}
-        common = int(np.bitwise_and.reduce(self._rows.columns[self._rows.at(ids)]))
+        at = self._rows.at(ids)
+        common = int(np.bitwise_and.reduce(self._rows.columns[at] & ~self._rows.lost[at]))
         schema = self._schemas.get((columns, common))
         if schema is None:
             here = [name for name in columns if self._columns.contains(common, name)]
@@ -181,18 +205,21 @@ class PayloadManager:
         columns_of = self.index.columns_of(ids)
         slices = self.index.locate(ids, columns_of)
         schema = {name: self._columns.specs[name] for name in columns_of}
+        here = all(home_of(segment) == SERVER_MEMORY for part in slices for segment in part.segments)
         held: list[BlockHold] = []
         version_step_offsets = self._versions.lineage.offsets
 
         def read() -> Batch:
             """Read the rows."""
-            columns = remote_payload.read(self.reader, slices, schema)
+            columns = remote_payload.read(self.reader, slices, schema) if here else self.read_homes(slices, schema)
             held.clear()  # columns that are views hold their blocks themselves
             batch = Batch(ids, groups, columns)
             batch.completed_at, batch.version_step_offsets = completed_at, version_step_offsets
             return batch
 
         step = DeferredStepRead(read)
+        if not here:  # the rows stay until a checkpoint covers them, and this thread must not wait for other hosts
+            return step
         try:
             if sum(each.unread for each in self._step_reads) >= MOST_UNREAD:
                 step.now()
@@ -206,7 +233,10 @@ class PayloadManager:
     # ---- lost payload
 
     def blocks_exist(self, segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
-        """Return True for each block of a segment that can be read."""
+        """Return True for each block of a segment that can be read. Blocks in other homes exist until
+        their home is lost."""
+        if home_of(segment) != SERVER_MEMORY:
+            return np.ones(len(starts), np.bool_)
         return find_blocks(self.rows / segment, starts, serials, sizes)
 
     def find_lost(self, exist: BlockCheck, among: Ids | None = None) -> tuple[Ids, list[int]]:

@@ -12,7 +12,7 @@ from ..ledger.commands import AnyCommand, AnyReply, LeaseRows
 from ..types import ColumnSpec, Event
 from ..types.blocks import Block, BlockSlices
 from ..wire import MAX_BYTES
-from .fetch import FetchReply, FetchRequest
+from .fetch import FetchReply, FetchRequest, Needed, NeededRequest
 
 
 class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -60,7 +60,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     of the answer beside it, too, if all are in the server's memory.
     """
 
-    command: AnyCommand | ClientHello | FetchRequest | None
+    command: AnyCommand | ClientHello | FetchRequest | NeededRequest | None
     block: Block | None = None
     events: tuple[Event, ...] = ()
     then: LeaseRows | None = None
@@ -77,7 +77,7 @@ class CallResult(msgspec.Struct, frozen=True, array_like=True):
     answer, with the columns of ``schema``; 0 if the rows ended before they were sent.
     """
 
-    reply: AnyReply | Welcome | FetchReply | None = None
+    reply: AnyReply | Welcome | FetchReply | Needed | None = None
     error: tuple[str, str] | None = None
     slices: tuple[BlockSlices, ...] = ()
     schema: dict[str, ColumnSpec] = {}

@@ -14,6 +14,7 @@ from ..ledger.commands import Ids
 from ..wire import Server
 from . import snapshot
 from .call_executor import CallExecutor
+from .homes import SERVER_MEMORY, home_of
 from .journal import DropRecord, Journal, JournalReader, Record, RequestRecord, RestartRecord, SessionEndRecord
 from .journal_directory import JournalDirectory, boot
 from .listeners import Listeners
@@ -190,7 +191,8 @@ def recover(directory: JournalDirectory, recoverable: RecoverableState) -> Resum
 
     def exist(segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
         """Return True for each readable block that survived."""
-        return executor.payloads.blocks_exist(segment, starts, serials, sizes) & (not gone)
+        survived = not gone or home_of(segment) != SERVER_MEMORY
+        return executor.payloads.blocks_exist(segment, starts, serials, sizes) & survived
 
     lost, waiting = executor.payloads.find_lost(exist)
     restart = RestartRecord(executor.clock(), lost.tobytes(), boot(), recorded.boot, tuple(waiting))

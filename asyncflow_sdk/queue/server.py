@@ -15,31 +15,39 @@ from typing import Any
 import msgspec
 
 from .._version import __version__
-from ..errors import AsyncFlowError, MemoryFull, ProtocolError, WireError
+from ..errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, WireError
 from ..interfaces import Sampler, StalenessPolicy
+from ..interfaces.store import PayloadStore, StoreContext
 from ..ledger import Ledger, StatusReport
 from ..ledger import commands as cmd
 from ..ledger.factory import make_policy, make_sampler
 from ..types import Batch, Event
 from ..types import events as ev
 from ..types.blocks import Block
-from ..wire import MAX_BYTES, KeyPair, PayloadSink, Server, has_ended, offer_key, process_key
+from ..wire import MAX_BYTES, KeyPair, PayloadSink, RunKey, Server, has_ended, offer_key, process_key
 from .call_executor import CallExecutor, Clock
 from .deferred import DeferredRequest, DeferredRequests
 from .durability import Durability
-from .fetch import FetchRequest
+from .fetch import FetchRequest, Needed, NeededRequest
+from .home_catalog import ServerCatalog
+from .homes import HomeId
 from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
 from .listeners import Listeners
 from .payload_manager import PayloadManager
 from .protocol import Call, CallResult, ClientHello, Welcome, decode_call, decode_result, encode, failure
 from .recovery import RecoverableState, Recovered
 from .remote_payload import DECODE_ERRORS, IncomingBlock, RefusedUpload
+from .stores import LOCAL, make_store
 
 STATUS_EVERY_S = 1.0
 MOST_SESSIONS = 4096
 """A session costs memory, and one file descriptor for each of its connections."""
-READ_ONLY = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetTrainingPosition, cmd.GetPut, cmd.GetRestoreTarget)
+READ_ONLY = (
+    cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetTrainingPosition, cmd.GetPut, cmd.GetRestoreTarget, cmd.GetHomes,
+)  # fmt: skip
 """Commands that change nothing. They are not recorded."""
+UNIT_SILENCE_S = 20.0
+"""The session of a storage unit ends after this long without a sign of life. Its home is then absent."""
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +70,8 @@ class QueueServer:
     sent, so a later server on the same directory continues the run (``recovered``: what it found).
     ``durability``: "process" (any process may die at any time), or "host" (payload is also on disk
     before a put is acknowledged); None: that of the existing journal, else "process". ``history``:
-    keep replaced journals for replays.
+    keep replaced journals for replays. ``store``, ``store_options``: the kind of store of all
+    clients, and its options. Storage units that give no sign of life for UNIT_SILENCE_S are absent.
     Raises ConfigError if another process serves the directory, or if another version wrote it.
     """
 
@@ -81,7 +90,11 @@ class QueueServer:
         samplers: Mapping[str, Callable[..., Sampler]] | None = None,
         policies: Mapping[str, Callable[..., StalenessPolicy]] | None = None,
         history: bool = False,
+        store: str = LOCAL,
+        store_options: Mapping[str, Any] | None = None,
     ) -> None:
+        self._store = store
+        self._home_reader: PayloadStore | None = None
         self._durability = Durability(journal, durability, history)
         self.durability, self.directory = self._durability.level, self._durability.directory
         self.rows = self._durability.rows
@@ -106,7 +119,10 @@ class QueueServer:
         )
         path, rows = self.directory.path, self.rows
         self._payloads = PayloadManager(self._ledger.state, rows, path, synced=self.durability == "host")
-        welcome = Welcome(0, str(path), __version__, self.durability, "" if rows == path else str(rows))
+        welcome = Welcome(
+            0, str(path), __version__, self.durability, "" if rows == path else str(rows), store=store,
+            store_options=dict(store_options or {}),
+        )  # fmt: skip
         self._executor = CallExecutor(
             self._ledger, self._payloads, self._clock, self._listeners, welcome, self._wire.answer, self._wire.forget
         )
@@ -119,6 +135,10 @@ class QueueServer:
         try:
             self.recovered = self._durability.recover(self._recoverable)
             self._ledger.staleness.check_available()
+            if store == LOCAL and self._ledger.state.homes.by_number:
+                raise ConfigError(
+                    "payload of this run is in homes on other hosts: serve it with the same store again"
+                )
         except BaseException:
             self._wire.stop()
             self._payloads.close()
@@ -131,6 +151,10 @@ class QueueServer:
                 self.gone(session, f"process {client.pid} ended while no server was running", blame=False)
             else:
                 self._wire.watch(session, client.pid, client.pid_key)
+        if store != LOCAL:
+            self._home_reader = self._open_home_reader(store, store_options or {}, None if keys is None else keys.run)
+            self._payloads.read_homes = self._home_reader.read
+        self._units = dict.fromkeys(self._unit_sessions(), self._clock())  # last sign of life
         self._executor.report_steps_again()
         self._wire.start()
 
@@ -146,6 +170,14 @@ class QueueServer:
         offer_key(self.directory.path, server.addresses, run, bound=True)
         return server
 
+    def _open_home_reader(self, store: str, options: Mapping[str, Any], key: RunKey | None) -> PayloadStore:
+        """Return the store by which this process reads rows of other homes for its listeners."""
+        catalog = ServerCatalog(self._wire.call, self._ledger.home_registry.listed)
+        context = StoreContext(
+            run=self.directory.path.name, session=0, rows=self.rows, check_size=lambda nbytes: None, homes=catalog, key=key,
+        )  # fmt: skip
+        return make_store(store, options, context)
+
     def _note(self, text: str, level: str) -> None:
         self._listeners.event(ev.Note(time_s=time.monotonic(), text=text, level=level))
 
@@ -160,6 +192,8 @@ class QueueServer:
         journal = self._durability.path
         self._wire.stop(for_good=lambda: journal is None or self._is_over())
         self._payloads.close()
+        if self._home_reader is not None:
+            self._home_reader.close()
         over = self._is_over()
         if journal is not None and not over:
             live = self._ledger.audit().live
@@ -239,7 +273,10 @@ class QueueServer:
         if self._deferred.due(now):
             self._try_deferred(now)
         self._expire_deferred(now)
+        self._end_silent_units(now)
         deadlines = [self._ledger.next_deadline(), self._deferred.next_due()]
+        if self._units:
+            deadlines.append(min(self._units.values()) + UNIT_SILENCE_S)
         if self._listeners.events:
             if now >= self._next_status:
                 self._next_status = now + STATUS_EVERY_S
@@ -248,6 +285,19 @@ class QueueServer:
         if self._durability.try_again_s is not None:
             deadlines.append(now + self._durability.try_again_s)
         return min((d - now for d in deadlines if d is not None), default=None)
+
+    def _end_silent_units(self, now: float) -> None:
+        for session, heard in list(self._units.items()):
+            if session not in self._clients:
+                del self._units[session]
+            elif now - heard >= UNIT_SILENCE_S:
+                del self._units[session]
+                self.gone(session, f"this storage unit gave no sign of life for {UNIT_SILENCE_S:g} s", blame=False)
+
+    def _unit_sessions(self) -> list[str]:
+        """Return the sessions of the homes' storage units."""
+        units = {home.unit for home in self._ledger.state.homes.by_number.values()}
+        return [session for session, number in self._clients.numbers().items() if number in units]
 
     def settle(self) -> bool:
         """Commit this round's records. Return True if its answers may be sent."""
@@ -274,12 +324,14 @@ class QueueServer:
         try:
             if isinstance(call.command, ClientHello):
                 self._check_session_limit(session)
+            if isinstance(call.command, cmd.OpenHome) and call.command.store != self._store:
+                raise ConfigError(f"this run has the store {self._store!r}, and no home of {call.command.store!r}")
             self._deferred.check_turn(request)
             self._execute(request)
         except MemoryFull as full:
             self._defer(request, full, now)
-        except WireError as no_room:
-            self._reply(ticket, no_room)
+        except (WireError, ConfigError) as refused:
+            self._reply(ticket, refused)
 
     def _execute(self, request: DeferredRequest) -> None:
         """Execute and record a request. Raises MemoryFull, with no effect, if the disk is full."""
@@ -292,6 +344,8 @@ class QueueServer:
             except AsyncFlowError as error:
                 self._reply(request.ticket, error)
                 return
+        if isinstance(call.command, cmd.OpenHome):
+            self._units[session] = request.since
         new = session not in self._clients
         self._executor.execute(session, request.ticket, call, request.since)
         if new and (client := self._clients.by_session.get(session)) is not None:
@@ -356,17 +410,20 @@ class QueueServer:
             return False
         if call.command is None:
             return not self._payloads.has_freed(session)
-        if isinstance(call.command, FetchRequest):
+        if isinstance(call.command, (FetchRequest, NeededRequest)):
             return True
         return session not in self._clients or (isinstance(call.command, READ_ONLY) and call.then is None)
 
     def _answer_read_only(
-        self, session: str, ticket: int, command: cmd.AnyCommand | ClientHello | FetchRequest | None
+        self, session: str, ticket: int, command: cmd.AnyCommand | ClientHello | FetchRequest | NeededRequest | None
     ) -> None:
         if session not in self._clients:
             self._reply(ticket, ProtocolError("unknown session: send hello first, or its process has ended"))
         elif command is None:
             self._reply(ticket, cmd.Done())
+        elif isinstance(command, NeededRequest):
+            segments = self._payloads.needed(HomeId(command.home, command.epoch))
+            self._reply(ticket, Needed(segments, tuple(self._clients.numbers().values())))
         elif isinstance(command, FetchRequest):
             make = functools.partial(self._payloads.remote.fetch, command)
             self._wire.answer(ticket, b"", at_once=True, recorded=False, make=make)
@@ -375,7 +432,7 @@ class QueueServer:
             for _, reply in self._ledger.drain().answers:
                 self._reply(ticket, self._fill(reply) if isinstance(reply, StatusReport) else reply)
 
-    def _reply(self, ticket: int, reply: cmd.Reply | AsyncFlowError, back: Block | None = None) -> None:
+    def _reply(self, ticket: int, reply: cmd.Reply | Needed | AsyncFlowError, back: Block | None = None) -> None:
         """Answer a call that is not recorded. ``back``: its block, to be freed by the client."""
         freed = b"" if back is None else back.packed_serial
         if isinstance(reply, AsyncFlowError):

@@ -26,7 +26,7 @@ from ..memory import HomeDirectory, Mapper
 from ..wire import Frames, RunKey, ServerKeys, Service, generate_keys
 from .fetch import FetchRequest, decode_request, encode, read_parts
 from .home_fetcher import MAX_REQUEST_BYTES
-from .homes import HomeId, home_of, owner_of
+from .homes import HomeId, home_of, owner_of, session_of
 from .reader import ColumnReader
 
 BEAT_S = 5.0
@@ -103,15 +103,15 @@ class StorageUnit:
         )  # fmt: skip
 
     def beat(self) -> None:
-        """Give a sign of life, and remove the segments of lost epochs. Raises ServerLost, ConfigError,
-        FileNotFoundError if its directory is gone."""
+        """Give a sign of life, and remove the segments of lost epochs and of ended sessions. Raises
+        ServerLost, ConfigError, FileNotFoundError if its directory is gone."""
         self._directory.touch()
-        where = HomeId(*self._catalog.open(self._offer))
-        if where != self.where:
-            self.where = where
-            for path in self._directory.segments():
-                if home_of(path.name) != where:
-                    path.unlink(missing_ok=True)
+        there = self._directory.segments()  # before the question: later ones may be of later sessions
+        self.where = where = HomeId(*self._catalog.open(self._offer))
+        needed, sessions = self._catalog.needed(*where)
+        for path in there:
+            if home_of(path.name) != where or not (path.name in needed or session_of(path.name) in sessions):
+                path.unlink(missing_ok=True)
 
     def serve(self, ended: Callable[[], bool], stop: threading.Event, *, beat_s: float = BEAT_S) -> bool:
         """Serve until the run has ended, or ``stop`` is set. Return True if its files are needed no more:

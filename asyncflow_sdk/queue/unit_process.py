@@ -9,47 +9,69 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
-from ..errors import AsyncFlowError
-from ..interfaces.store import HomeCatalog
+from ..errors import AsyncFlowError, ProtocolError
+from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
 from ..wire import own_address
 from .connection import Connection
 from .unit import BEAT_S, StorageUnit
 from .unit_start import UnitConfig, remove_unit_log
 
 
+class UnitCatalog(HomeCatalog):
+    """The catalog of a run, for its unit. ``connection``: opened again after the server has ended its
+    session, because the unit was silent for too long. Not thread-safe."""
+
+    def __init__(self, config: UnitConfig) -> None:
+        self._config = config
+        self.connection = self._connect()
+
+    def _connect(self) -> Connection:
+        return Connection(self._config.address, "store", key=self._config.key, insecure=self._config.insecure)
+
+    def open(self, offer: HomeOffer) -> tuple[int, int]:
+        try:
+            return self.connection.homes().open(offer)
+        except ProtocolError:  # its session is unknown now
+            self.connection.close()
+            self.connection = self._connect()
+            return self.connection.homes().open(offer)
+
+    def homes(self) -> Sequence[StorageHome]:
+        return self.connection.homes().homes()
+
+    def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
+        return self.connection.homes().needed(home, epoch)
+
+
 def run_unit(
-    config: UnitConfig,
-    say: Callable[[str], None],
-    stop: threading.Event,
-    *,
-    catalog: Callable[[Connection], HomeCatalog] = Connection.homes,
-    beat_s: float = BEAT_S,
+    config: UnitConfig, say: Callable[[str], None], stop: threading.Event, *, beat_s: float = BEAT_S
 ) -> None:
     """Serve this host's home until the run ends or ``stop`` is set. ``say``: gets one line once it is
     open. After ``stop`` the files are left to the next unit. Raises ConfigError, AccessDenied,
     ServerLost."""
-    connection = Connection(config.address, "store", key=config.key, insecure=config.insecure)
+    catalog = UnitCatalog(config)
+    connection = catalog.connection
     try:
         host = own_address(connection.wire.address, connection.server_addresses)
         unit = StorageUnit(
-            catalog(connection), connection.run, name=config.name or f"{socket.gethostname()}-{host}", host=host,
+            catalog, connection.run, name=config.name or f"{socket.gethostname()}-{host}", host=host,
             key=connection.key, insecure=config.insecure, listen=config.listen,
         )  # fmt: skip
         over = False
         try:
             where = unit.where
             say(f"home {where.home}, epoch {where.epoch}, is served at {unit.address}; its files: {unit.directory}")
-            over = unit.serve(lambda: connection.wire.server_closed, stop, beat_s=beat_s)
+            over = unit.serve(lambda: catalog.connection.wire.server_closed, stop, beat_s=beat_s)
         finally:
             unit.close(keep=not over)
             if over:
                 remove_unit_log(connection.run)
     finally:
-        connection.close()
+        catalog.connection.close()
 
 
 def main() -> int:

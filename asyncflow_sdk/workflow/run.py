@@ -15,7 +15,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
@@ -31,6 +31,7 @@ from ..interfaces import (
     WeightSync,
     WorkerSettings,
 )
+from ..interfaces.store import StorageHome
 from ..ledger import Audit
 from ..ledger import commands as cmd
 from ..queue import Connection, QueueClient, QueueServer, Recovered, open_queue
@@ -130,6 +131,15 @@ class Run(WeightSync):
         others. Does not wait for their end. 0: none, until scaled up again. Raises ConfigError.
         """
         return self._pool.scale(which, replicas, grace_s)
+
+    def homes(self) -> Sequence[StorageHome]:
+        """Return the homes of payload beside the server's memory. Raises ServerLost."""
+        return self._connection.homes().homes()
+
+    def evict_home(self, home: StorageHome, reason: str = "its host is gone") -> None:
+        """Give up a host at once, with its payload: rows put there fail, columns made there are made
+        again. The next storage unit there begins anew. Raises ConfigError if it is lost already."""
+        self.queue.send(cmd.EvictHome(home=home.home, epoch=home.epoch, reason=reason))
 
     def evict(self, session: int, reason: str = "its host is gone") -> None:
         """End the session of a client on a lost host, whose death the server cannot see. Its leases

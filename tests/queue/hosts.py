@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,14 @@ class Registry(HomeCatalog):
     def homes(self) -> Sequence[StorageHome]:
         return list(self.by_number.values())
 
+    def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
+        return set(), set(range(100))
+
 
 class HostView(HomeCatalog):
-    """The registry as one host sees it: directories of other hosts are not there."""
+    """The homes as one host sees them: directories of other hosts are not there."""
 
-    def __init__(self, registry: Registry, host: str) -> None:
+    def __init__(self, registry: HomeCatalog, host: str) -> None:
         self.registry, self.host = registry, host
 
     def open(self, offer: HomeOffer) -> tuple[int, int]:
@@ -69,6 +72,9 @@ class HostView(HomeCatalog):
             home if home.name == self.host else msgspec.structs.replace(home, directory=f"/elsewhere{home.directory}")
             for home in self.registry.homes()
         ]
+
+    def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
+        return self.registry.needed(home, epoch)
 
 
 class _Asking(HomeCatalog):
@@ -81,6 +87,9 @@ class _Asking(HomeCatalog):
 
     def homes(self) -> Sequence[StorageHome]:
         raise NotImplementedError
+
+    def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
+        return set(), set(range(100))
 
 
 def be_unit(name: str, base: str, key: dict[str, Any] | None) -> None:

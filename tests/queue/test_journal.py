@@ -230,3 +230,18 @@ def test_a_directory_is_served_by_one_process_with_one_durability_for_the_eyes_o
         af.serve(tmp_path / "run", durability="host")
     with af.serve(tmp_path / "run") as run:
         run.queue.end(cancel=True)
+
+
+def test_an_answer_that_differs_from_the_first_one_is_counted(killed: Killed) -> None:
+    # given a record whose answers had another digest when it was written
+    at = next(number for number, part in enumerate(killed.parts) if b"key-3" in part)
+    _, number, _ = struct.unpack_from("<IQQ", killed.parts[at])
+    entry = msgspec.msgpack.decode(killed.parts[at][20:])
+    content = msgspec.msgpack.encode([*entry[:-1], entry[-1] ^ 1])
+    head = struct.pack("<IQQ", len(content), number, xxhash.xxh3_64_intdigest(content, number))
+    # when it is replayed
+    puts, run = killed.served(b"".join([*killed.parts[:at], head + content, *killed.parts[at + 1 :]]))
+    # then nothing is lost, and the difference is an error to report
+    found = ended(run).recovered
+    assert found is not None
+    assert (puts, found.differing, found.level) == (PUTS, 1, "error")

@@ -1,5 +1,6 @@
 """Storage units as processes: started once for a host, detached, and ended with their run."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -10,53 +11,37 @@ from typing import Any
 
 import pytest
 from children import Child, hear, say
-from hosts import Registry
 from queue_runs import in_threads, running
 from waiting import until
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded
-from asyncflow_sdk.interfaces.store import HomeCatalog, HomeOffer
-from asyncflow_sdk.queue.connection import BlockingPort, Connection
-from asyncflow_sdk.queue.coroutines import run_blocking
-from asyncflow_sdk.queue.home_catalog import catalog_of
+from asyncflow_sdk.interfaces.store import HomeOffer
+from asyncflow_sdk.queue.connection import Connection
 from asyncflow_sdk.queue.unit_process import run_unit
 from asyncflow_sdk.queue.unit_start import UnitConfig, ensure_unit
 from asyncflow_sdk.wire import RunKey
 
 
-class ServedRegistry(Registry):
-    """A registry of a unit's process that needs the run's server, as the ledger's does."""
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__()
-        self._port = BlockingPort(connection)
-
-    def open(self, offer: HomeOffer) -> tuple[int, int]:
-        run_blocking(self._port.call(None))
-        return super().open(offer)
-
-
 def unit_of(address: str, key: str) -> None:
     """A unit of a run that is served elsewhere, until the run ends or a line is heard."""
-    stop, registries = threading.Event(), list[Registry]()
+    stop = threading.Event()
     threading.Thread(target=lambda: (hear(), stop.set()), daemon=True).start()
 
+    known = RunKey.load(key) if key else None
+
     def told(text: str) -> None:
-        (home,) = registries[0].homes()
+        with contextlib.closing(Connection(address, "test", key=known, insecure=not key)) as connection:
+            (home,) = connection.homes().homes()
         say([text, home.name, home.directory, home.key])
 
-    def catalog(connection: Connection) -> HomeCatalog:
-        registries.append(ServedRegistry(connection))
-        return registries[0]
-
-    known = RunKey.load(key) if key else None
-    run_unit(UnitConfig(address, key=known, insecure=not key), told, stop, catalog=catalog, beat_s=0.05)
+    run_unit(UnitConfig(address, key=known, insecure=not key), told, stop, beat_s=0.05)
     say("ended")
 
 
 @pytest.mark.parametrize("secure", [True, False])
 def test_a_unit_ends_with_its_run_and_leaves_nothing(tmp_path: Path, secure: bool) -> None:
-    served = running("tcp", tmp_path / "run") if secure else running("tcp", insecure=True)
+    keys: dict[str, Any] = {"directory": tmp_path / "run"} if secure else {"insecure": True}
+    served = running("tcp", store="hosts", **keys)
     with served as run:
         key = str(tmp_path / "run" / "run.key") if secure else ""
         with Child(unit_of, run.address, key) as child:
@@ -74,7 +59,7 @@ def test_a_unit_ends_with_its_run_and_leaves_nothing(tmp_path: Path, secure: boo
 
 
 def test_a_unit_that_is_stopped_leaves_its_files_to_the_next(tmp_path: Path) -> None:
-    with running("tcp", tmp_path / "run") as run:
+    with running("tcp", tmp_path / "run", store="hosts") as run:
         key = str(tmp_path / "run" / "run.key")
         with Child(unit_of, run.address, key) as child:
             directory = Path(child.hear()[2])
@@ -89,11 +74,12 @@ def test_a_unit_that_is_stopped_leaves_its_files_to_the_next(tmp_path: Path) -> 
         assert not directory.exists()
 
 
-def test_the_server_of_a_run_with_one_home_keeps_no_list() -> None:
-    with running("ipc") as run, pytest.raises(ConfigError, match="keeps no list of homes"):
-        run.queue().connection.homes()  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError):
-        catalog_of(lambda command: None)
+def test_a_run_with_one_home_opens_no_others() -> None:
+    with running("ipc") as run:
+        homes = run.queue().connection.homes()  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match="has the store 'local', and no home of 'hosts'"):
+            homes.open(HomeOffer(store="hosts", name="b", identity="b"))
+        assert homes.homes() == ()
 
 
 # ---- starting
@@ -152,5 +138,5 @@ def test_the_real_program_reads_its_config_and_says_what_is_wrong(name: str) -> 
     assert sys.executable
     with running("tcp", insecure=True) as run:
         config = UnitConfig(run.address, insecure=True)
-        with pytest.raises(DeadlineExceeded, match="ended with 1; .*ConfigError: .*keeps no list of homes"):
+        with pytest.raises(DeadlineExceeded, match="ended with 1; .*ConfigError: .*has the store .local."):
             ensure_unit(name, config, lambda: False)

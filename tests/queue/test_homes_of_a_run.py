@@ -1,0 +1,311 @@
+"""A run with payload on several hosts: a real server, storage units in processes of their own, and clients that see the memory
+of their own host only."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from children import Child, hear, say
+from hosts import HostView
+from waiting import until
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.interfaces import TransferQueue
+from asyncflow_sdk.interfaces.store import HomeCatalog, StorageHome
+from asyncflow_sdk.queue import Connection, open_queue
+from asyncflow_sdk.queue.hosts_store import HostsStore
+from asyncflow_sdk.queue.unit import StorageUnit
+from asyncflow_sdk.queue.unit_process import UnitCatalog
+from asyncflow_sdk.queue.unit_start import UnitConfig
+from asyncflow_sdk.types import Batch
+from asyncflow_sdk.wire import RunKey
+
+
+def serve_home(address: str, key: str, name: str, base: str) -> None:
+    """The storage unit of a host whose memory is ``base``."""
+    stop = threading.Event()
+    threading.Thread(target=lambda: (hear(), stop.set()), daemon=True).start()
+    catalog = UnitCatalog(UnitConfig(address, key=RunKey.load(key)))
+    connection = catalog.connection
+    unit = StorageUnit(catalog, connection.run, name=name, host="127.0.0.1", key=connection.key, base=Path(base))
+    say("serves")
+    unit.serve(lambda: catalog.connection.wire.server_closed, stop, beat_s=0.05)
+    unit.close(keep=True)
+
+
+class HostClient(Connection):
+    """A client on one of the hosts. It does not see the server's memory."""
+
+    def __init__(self, run: af.Run, host: str) -> None:
+        self.host = host
+        super().__init__(run.address, f"client on {host}", shared_memory=False)
+
+    def homes(self) -> HomeCatalog:
+        return HostView(super().homes(), self.host)
+
+
+class Cluster:
+    """``run``: served here. Hosts come up with ``unit``."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder = folder
+        self.ends = contextlib.ExitStack()
+        self.units: dict[str, Child] = {}
+        self.serve(**options)
+
+    def serve(self, **options: Any) -> None:
+        self.run = af.serve(self.folder / "run", address="tcp://127.0.0.1:0", store="hosts", **options)
+        self.ends.callback(self.run.close)
+
+    def unit(self, host: str) -> None:
+        base = self.folder / host
+        base.mkdir(exist_ok=True)
+        key = str(self.folder / "run" / "run.key")
+        self.units[host] = self.ends.enter_context(Child(serve_home, self.run.address, key, host, str(base)))
+        assert self.units[host].hear() == "serves"
+
+    def client(self, host: str) -> TransferQueue:
+        return open_queue(self.ends.enter_context(contextlib.closing(HostClient(self.run, host))))
+
+    def home(self, host: str) -> StorageHome:
+        return next(home for home in self.run.homes() if home.name == host)
+
+    def files(self, host: str) -> list[str]:
+        return sorted(path.name for path in (self.folder / host).glob("*/h*!s*"))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    with cluster.ends:
+        yield cluster
+
+
+def own_home(queue: TransferQueue) -> tuple[int, int] | None:
+    store = queue.connection.store  # type: ignore[attr-defined]
+    assert isinstance(store, HostsStore)
+    return store.home
+
+
+def test_columns_go_from_host_to_host_in_one_hop(cluster: Cluster) -> None:
+    # given hosts a and b, which see neither each other's memory nor the server's
+    cluster.unit("a")
+    cluster.unit("b")
+    cluster.run.queue.declare("work", needs=["x", "text"])
+    producer, consumer, near = cluster.client("a"), cluster.client("b"), cluster.client("a")
+    x = np.arange(12.0).reshape(4, 3)
+    # when rows made on a are read on b, on a, and by the server's process
+    for reader in (consumer, near, cluster.run.queue):
+        producer.put({"x": x, "text": ["one", "", "three", "four"]})
+        with reader.get("work", 4) as batch:
+            # then they are the same
+            assert batch["x"].tolist() == x.tolist()
+            assert list(batch["text"]) == ["one", "", "three", "four"]
+            batch.ack()
+    # and none of their bytes was with the server
+    assert own_home(producer) == (1, 1)
+    assert not list(Path(cluster.run.directory or "", "shm").glob("s*"))
+    assert cluster.run.queue.status().held_bytes < 1 << 16
+    assert cluster.run.audit().consumed == 12
+
+
+def test_a_restarted_unit_is_late_not_lost(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.run.queue.declare("work", needs=["x"])
+    producer, consumer = cluster.client("a"), cluster.client("b")
+    producer.put({"x": np.arange(5)})
+    address = cluster.home("a").address
+    # when the unit is killed, and another one finds its files
+    cluster.units["a"].kill()
+    until(lambda: not cluster.home("a").address, "the home without a unit")
+    cluster.unit("a")
+    # then nothing was lost
+    assert cluster.home("a").address != address
+    with consumer.get("work", 5) as batch:
+        assert batch["x"].tolist() == [0, 1, 2, 3, 4]
+        batch.ack()
+    assert cluster.run.audit().consumed == 5
+
+
+def test_rows_put_on_a_lost_host_fail_by_name_and_may_be_put_again(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.run.queue.declare("work", needs=["x"])
+    cluster.client("a").put({"x": np.arange(4)}, group_size=2, key="epoch-0")
+    cluster.run.queue.put({"x": np.arange(3)})  # these are in the server's memory
+    # when the host is given up
+    cluster.run.evict_home(cluster.home("a"), "its disk burns")
+    # then
+    audit = cluster.run.audit()
+    assert (audit.put, audit.failed, audit.live, audit.balanced) == (11, 8, 3, True)
+    (reason,) = {reason for group in cluster.run.queue.failed() for reason in group.reasons}
+    assert "payload lost: home a was lost, evicted by" in reason
+    assert "its disk burns" in reason
+    # when they are put again
+    again = cluster.client("b").put({"x": np.arange(4)}, group_size=2, key="epoch-0")
+    assert again.count == 8
+    assert cluster.run.audit().live == 11
+
+
+def test_columns_made_on_a_lost_host_are_made_again(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.run.queue.declare("square", needs=["x"], gives=["y"])
+    cluster.run.queue.declare("use", needs=["x", "y"])
+    cluster.run.queue.put({"x": np.arange(6)})
+    stage = cluster.client("a")
+    with stage.get("square", 4) as batch:
+        batch.complete({"y": batch["x"] ** 2})
+    assert own_home(stage) == (1, 1)
+    # when the host of y is lost
+    cluster.run.evict_home(cluster.home("a"))
+    # then four rows have children, which are squared elsewhere
+    audit = cluster.run.audit()
+    assert (audit.put, audit.expired, audit.live, audit.balanced) == (10, 4, 6, True)
+    squared = []
+    while len(squared) < 6:
+        with cluster.run.queue.get("square", 6) as batch:
+            squared += batch["x"].tolist()
+            batch.complete({"y": batch["x"] ** 2})
+    used: list[tuple[int, int]] = []
+    while len(used) < 6:
+        with cluster.run.queue.get("use", 6) as batch:
+            used += zip(batch["x"].tolist(), batch["y"].tolist(), strict=True)
+            batch.ack()
+    assert sorted(used) == [(x, x * x) for x in range(6)]
+    audit = cluster.run.audit()
+    assert (audit.consumed, audit.live, audit.balanced) == (6, 0, True)
+
+
+def test_a_lost_epoch_gets_no_more_blocks_and_a_writer_goes_on_in_the_next(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.run.queue.declare("work", needs=["x"])
+    producer = cluster.client("a")
+    producer.put({"x": np.arange(2)})
+    lost = cluster.home("a")
+    cluster.run.evict_home(lost)
+    # when the unit has begun another epoch, and the writer goes on
+    until(lambda: cluster.home("a").epoch == 2, "the next epoch")
+    producer.put({"x": np.arange(3)})
+    # then its rows are there, and can be read elsewhere
+    assert own_home(producer) == (1, 2)
+    with cluster.client("b").get("work", 3) as batch:
+        assert batch["x"].tolist() == [0, 1, 2]
+        batch.ack()
+    assert cluster.run.audit().failed == 2
+    # and the files of the lost epoch are gone
+    until(lambda: all(name.startswith("h1.2!") for name in cluster.files("a")), "the end of the lost files")
+    with pytest.raises(ConfigError, match="epoch 1 of home 1"):
+        cluster.run.evict_home(lost)
+
+
+def test_a_home_without_a_sign_of_life_is_given_up(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.run.queue.declare("work", needs=["x"])
+    cluster.client("a").put({"x": np.arange(2)})
+    cluster.run.queue.configure(home_silence_s=0.0)
+    # when its unit dies
+    cluster.units["a"].kill()
+    # then
+    until(lambda: cluster.run.audit().failed == 2, "the loss of the home")
+    assert "silent for" in cluster.home("a").lost
+
+
+def test_segments_of_sessions_that_have_ended_are_removed_by_the_unit(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.run.queue.declare("work", needs=["x"])
+    producer = cluster.client("a")
+    producer.put({"x": np.arange(2)})
+    producer.connection.close()  # type: ignore[attr-defined]
+    assert cluster.files("a")
+    with cluster.client("b").get("work", 2) as batch:
+        assert batch["x"].tolist() == [0, 1]
+        batch.ack()
+    until(lambda: not cluster.files("a"), "the end of the files")
+
+
+def test_a_server_that_comes_back_knows_its_homes(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, durability="process")
+    with cluster.ends:
+        cluster.unit("a")
+        cluster.run.queue.declare("work", needs=["x"])
+        producer = cluster.client("a")
+        producer.put({"x": np.arange(3)})
+        producer.connection.close()  # type: ignore[attr-defined]
+        # when the server ends with live rows, and another continues the run
+        cluster.run.close()
+        with pytest.raises(ConfigError, match="serve it with the same store again"):
+            af.serve(tmp_path / "run", address="tcp://127.0.0.1:0")
+        cluster.serve()
+        # then the rows are where they were
+        assert cluster.run.recovered is not None
+        assert cluster.run.recovered.differing == 0
+        with cluster.client("b").get("work", 3, timeout_s=60) as batch:
+            assert batch["x"].tolist() == [0, 1, 2]
+            batch.ack()
+        assert cluster.run.audit().consumed == 3
+        cluster.run.queue.end()
+
+
+def test_a_server_that_comes_back_knows_what_was_lost_and_made_again(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, durability="process")
+    with cluster.ends:
+        cluster.unit("a")
+        cluster.run.queue.declare("square", needs=["x"], gives=["y"])
+        cluster.run.queue.declare("use", needs=["y"])
+        cluster.run.queue.put({"x": np.arange(4)})
+        stage = cluster.client("a")
+        stage.put({"x": np.arange(10, 13)})
+        with stage.get("square", 2) as batch:
+            batch.complete({"y": batch["x"] ** 2})
+        cluster.run.evict_home(cluster.home("a"))
+        stage.connection.close()  # type: ignore[attr-defined]
+        audit = cluster.run.audit()
+        assert (audit.put, audit.expired, audit.failed, audit.live) == (9, 2, 3, 4)
+        # when another server continues the run
+        cluster.run.close()
+        cluster.serve()
+        # then
+        assert cluster.run.recovered is not None
+        assert cluster.run.recovered.differing == 0
+        assert cluster.run.audit() == audit
+        with cluster.run.queue.get("square", 4) as batch:
+            assert sorted(batch["x"].tolist()) == [0, 1, 2, 3]
+            batch.complete({"y": batch["x"] ** 2})
+        cluster.run.queue.get("use", 4).ack()
+        assert cluster.run.audit().consumed == 4
+        cluster.run.queue.end()
+
+
+def test_samplers_choose_by_columns_on_other_hosts(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.run.queue.declare("work", needs=["x"], sampler=("by_column", {"column": "x"}))
+    cluster.client("a").put({"x": np.array([1.0, 5.0, 3.0]), "z": np.arange(3)})
+    with cluster.client("b").get("work", 2) as batch:
+        assert sorted(batch["x"].tolist()) == [3.0, 5.0]
+        batch.ack()
+    # a task that comes later cannot measure them
+    with pytest.raises(ConfigError, match="declare the task before rows are put"):
+        cluster.run.queue.declare("late", needs=["z"], sampler=("by_column", {"column": "z"}))
+
+
+def test_a_step_is_read_for_its_listener_from_the_host_that_has_it(tmp_path: Path) -> None:
+    steps: list[Batch] = []
+    with pytest.raises(ConfigError, match="set checkpoints=True"):
+        af.serve(store="hosts", on_step=lambda number, read: None)
+    reads: list[Any] = []
+    cluster = Cluster(tmp_path, on_step=lambda number, read: reads.append(read), checkpoints=True)
+    with cluster.ends:
+        cluster.unit("a")
+        cluster.run.queue.declare("train", needs=["x"], batch_rows=2)
+        cluster.client("a").put({"x": np.arange(2)})
+        with cluster.client("b").get("train", 2) as batch:
+            batch.ack()
+        until(lambda: reads, "the step")
+        steps.append(reads[0]())
+        assert steps[0]["x"].tolist() == [0, 1]
