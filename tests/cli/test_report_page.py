@@ -305,8 +305,11 @@ def test_lengths_generated_and_trained_are_compared(tmp_path: Path) -> None:
     }
     run = write_run(tmp_path / "run", [*synthetic_run(12, None), *events], summary)
 
-    page = Page(write_report(run).read_text())
+    html = write_report(run).read_text()
+    page = Page(html)
 
+    (generated,) = re.findall(r"<tr>\s*<td[^>]*>generated</td>(.*?)</tr>", html, re.DOTALL)
+    assert generated.count('class="n"') == 5, "all numbers are aligned"
     assert (
         "what is trained is shorter than what is generated: 4.0 tokens a response against 130.0, ratio 0.03"
         in page.text

@@ -311,3 +311,13 @@ def test_server_and_trainer_of_ones_own_loop_are_killed_in_turns(tmp_path: Path)
     server.say("close")
     assert server.wait() == 0
     server.__exit__()
+
+
+def test_a_trainer_that_resumes_before_its_first_step_publishes_nothing_again(loop: Loop) -> None:
+    # given a checkpoint of the weights that were published first
+    with loop.run.weight_publisher("shm") as publisher:
+        publisher.publish(0, {"w": np.zeros(3)}).wait()
+        loop.run.checkpoint(loop.save)
+        # then version 0 is current, and need not be published by the next trainer
+        point = loop.run.resume()
+    assert (point.step, point.version) == (0, None)

@@ -142,3 +142,10 @@ def test_a_cycle_is_found_exactly_where_no_order_exists(drawn: list[tuple[int, l
         flow = echo_workflow(stages=stages)
         edges = {(edge["from"], edge["to"]) for edge in flow.describe()["edges"]}
         assert edges >= {(f"t{of}", f"t{number}") for number, needs in drawn for of in needs if of != 6}
+
+
+@pytest.mark.parametrize(("capacity_rows", "said"), [(31, True), (32, False)])
+def test_a_capacity_below_the_steps_under_way_is_said(capacity_rows: int, said: bool) -> None:
+    """Two steps of 16 rows may be under way."""
+    workflow = echo_workflow(capacity_rows=capacity_rows, staleness=af.Staleness(max_staleness=1))
+    assert ("fewer than the 1 + 1 steps" in str(workflow)) == said
