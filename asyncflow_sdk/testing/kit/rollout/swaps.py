@@ -17,8 +17,8 @@ from ..precision import too_far
 from .lab import Ids, RolloutLab
 
 MIXTURE = "load_weights: requests that begin during a load are answered from a mixture of two versions"
-HELD_S, ASKED = 0.3, 4
-"""Seconds a load is held half-way, and the requests of each of several clients meanwhile."""
+HELD_S, ASKED, TURNS = 0.3, 4, 12
+"""Seconds a load is held half-way, the requests of each of several clients meanwhile, and how often a check tries to meet responses that run."""
 
 
 @check(
@@ -49,25 +49,54 @@ async def update_in_flight(lab: RolloutLab) -> None:
     """With weights loaded while requests run, each token's span and log-prob are of its own
     version."""
     prompts, most, mixed = lab.policy.prompts(min(4, lab.rows), seed=28), min(512, lab.context - 32), 0
-    tokens, whole_s = min(96, most), 0.0
-    for turn in range(8):
+    tokens, moment = min(96, most), None
+    for _ in range(TURNS):
         requests = [lab.request(p, temperature=1.0, max_tokens=tokens, seed=1) for p in prompts]
-        whole_s = whole_s or await lab.timed(requests)
+        moment = moment or _Moment(await lab.timed(requests))
         old, new = lab.version, lab.version + 1
         running = asyncio.create_task(lab.answers(requests))
-        await asyncio.sleep(whole_s * ((turn + 1) % 8) / 8)
+        await moment.wait()
         await lab.update(new)
+        seen: set[int] = set()
         for prompt, (got,) in zip(prompts, await running, strict=True):
-            mixed += len({span.version for span in got.spans}) > 1
+            versions = {span.version for span in got.spans}
+            mixed, seen = mixed + (len(versions) > 1), seen | versions
             _check_mixed(lab, prompt, got, old, new)
         if mixed >= 2:
             return
+        moment.learn(too_early=seen == {new}, too_late=seen == {old})
         if not mixed and tokens < most:  # they may have ended before the load reached the engine
-            tokens, whole_s = min(2 * tokens, most), 0.0
+            tokens, moment = min(2 * tokens, most), None
     expect(
         mixed,
-        "in 8 updates while requests ran, no response got tokens of both versions: the engine waits for their end",
+        f"in {TURNS} updates while requests ran, no response got tokens of both versions: the engine waits for their"
+        " end",
     )
+
+
+class _Moment:
+    """When to act while responses are drawn: halfway, then searched by bisection.
+
+    ``whole_s`` is what such responses took once. The machine may be many times faster or slower
+    the next time, so each attempt says whether it was too early or too late.
+    """
+
+    def __init__(self, whole_s: float) -> None:
+        self._early, self._late = 0.0, whole_s
+
+    async def wait(self) -> None:
+        """Return in the middle of the times that are left."""
+        await asyncio.sleep((self._early + self._late) / 2)
+
+    def learn(self, *, too_early: bool, too_late: bool) -> None:
+        """Leave out one half of the times; if hardly any are left, the speed changed: begin anew."""
+        middle = (self._early + self._late) / 2
+        if too_early:
+            self._early = middle
+        elif too_late:
+            self._late = middle
+        if self._late - self._early < self._late / 8:
+            self._early, self._late = 0.0, 2 * self._late
 
 
 def _check_mixed(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: int) -> None:
@@ -204,20 +233,20 @@ async def interrupted(lab: RolloutLab) -> None:
     """Interrupted responses return with their tokens, and continue from there."""
     prompts, tokens = lab.policy.prompts(min(4, lab.rows), seed=29), min(96, lab.context - 32)
     requests = [lab.request(p, max_tokens=tokens) for p in prompts]
-    whole_s = await lab.timed(requests)
-    cut = empty = 0
-    for turn in range(8):
+    moment, cut, empty = _Moment(await lab.timed(requests)), 0, 0
+    for _ in range(TURNS):
         running = [asyncio.create_task(lab.answer(request, aborted=True)) for request in requests]
-        await asyncio.sleep(whole_s * ((turn + 1) % 8) / 8)
+        await moment.wait()
         lab.doing = "waiting for interrupt(), and then for what it ended"
         await lab.engine.interrupt()
-        rests = []
+        rests, lengths = [], []
         for prompt, (got,) in zip(prompts, await asyncio.gather(*running), strict=True):
             have, aborted = np.asarray(got.token_ids, np.int32), got.finish_reason == "aborted"
             wanted = lab.policy.greedy(lab.version, prompt, tokens)
             lab.check_response(
                 prompt, got, wanted[: len(have)] if aborted else wanted, when=" of an interrupted response"
             )
+            lengths.append(len(have))
             if not aborted or len(have) == tokens:
                 continue
             cut, empty = cut + (len(have) > 0), empty + (len(have) == 0)
@@ -227,5 +256,7 @@ async def interrupted(lab: RolloutLab) -> None:
             lab.check_response(rest.prompt_ids, more, wanted, when=" of a response that goes on")
         if cut >= 2:
             return
-    expect(cut or empty, "in 8 interruptions every response ran to its end: interrupt() does not end what runs")
-    expect(cut, "in 8 interruptions every interrupted response came back empty: the tokens it had are thrown away")
+        moment.learn(too_early=not any(lengths), too_late=not rests)
+    times = f"in {TURNS} interruptions"
+    expect(cut or empty, f"{times} every response ran to its end: interrupt() does not end what runs")
+    expect(cut, f"{times} every interrupted response came back empty: the tokens it had are thrown away")
