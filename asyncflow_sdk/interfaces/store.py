@@ -142,7 +142,7 @@ class StoreContext:
     at which others reach this host. ``rows``: the server's directory of segments; None if it is not
     visible here. ``synced``: payload has to be on disk before its call counts. ``check_size``:
     raises ProtocolError for a call of too many bytes. ``homes``: None if the run has only home 0.
-    ``fetch``: sends a request of ``queue.fetch`` to the server, as (request, timeout_s); returns its
+    ``fetch``: sends a request of ``queue.stores.fetch`` to the server, as (request, timeout_s); returns its
     reply and payload. ``key``: the run's ``RunKey``, or None. ``start_unit``: starts a
     storage unit on this host and returns once it is one of ``homes``; None: nothing may be started.
     """

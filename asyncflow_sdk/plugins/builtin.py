@@ -74,9 +74,12 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             can={"hosts": "one"},
         ),
         AdapterSpec(
-            kind="store", name="local", factory="asyncflow_sdk.queue.stores:local_store", can={"hosts": "one"}
+            kind="store", name="local", factory="asyncflow_sdk.queue.stores.factory:local_store", can={"hosts": "one"}
         ),
         AdapterSpec(
-            kind="store", name="hosts", factory="asyncflow_sdk.queue.stores:hosts_store", can={"hosts": "many"}
+            kind="store",
+            name="hosts",
+            factory="asyncflow_sdk.queue.stores.factory:hosts_store",
+            can={"hosts": "many"},
         ),
     ]

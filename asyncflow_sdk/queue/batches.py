@@ -20,10 +20,10 @@ from ..interfaces import LeasedBatch
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..types import Batch, Column
-from .blocks import pack_columns
 from .connection import PendingWrite, Port
 from .coroutines import run_blocking, sync
 from .error_text import error_text, plain_text
+from .stores.blocks import pack_columns
 
 if TYPE_CHECKING:
     from .protocol import CallResult

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..ledger.commands import Ids
 from ..types.blocks import Block, BlockSlices
-from .blocks import BLOCK, RUN
+from .stores.blocks import BLOCK, RUN
 
 _NOWHERE = -1
 _SHIFT = 32  # a place is (slot of a block << 32) + entry in the block

@@ -29,11 +29,11 @@ from ..types.blocks import Block, BlockSlices
 from . import remote_payload
 from .checks import check_call, completed, owns
 from .clients import ClientProcess, ClientTable
-from .fetch import FetchRequest, NeededRequest
 from .listeners import Listeners
 from .measures import Measures
 from .payload_manager import PayloadManager
 from .protocol import Call, CallResult, ClientHello, Welcome, decode_result, encode, failure
+from .stores.fetch import FetchRequest, NeededRequest
 
 _log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..types import ColumnSpec, check_column_name
 from ..types.blocks import Block
-from .blocks import ALIGN, kind_of
-from .homes import SERVER_MEMORY, home_of, segment_prefix
+from .stores.blocks import ALIGN, kind_of
+from .stores.homes import SERVER_MEMORY, home_of, segment_prefix
 
 _LARGEST = 1 << 63
 _EXACT: dict[Any, tuple[type, ...]] = {

@@ -26,13 +26,13 @@ from ..types.columns import empty
 from ..types.defaults import LEASE_S, MAX_ATTEMPTS, TIMEOUT_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.tasks import PolicySpec, SamplerSpec, TaskSpec
-from . import blocks
 from .batches import AsyncLeasedBatch, BatchVerbs, BlockingBatch
 from .checks import check_arguments, check_columns, check_name, check_names
 from .connection import BlockingPort, Connection, LoopPort, Port, received_columns
 from .coroutines import run_blocking, sync
 from .leased_steps import AsyncStepStream, BlockingStepStream
 from .protocol import CallResult
+from .stores import blocks
 from .streams import AsyncStream, BlockingStream
 
 LATE_S = 0.2

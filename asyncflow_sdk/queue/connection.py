@@ -35,14 +35,14 @@ from ..types.defaults import CALL_S
 from ..wire import Client, RunKey, WireReply, await_key, find_key, own_address, process_key, same_host
 from .checks import check_arguments
 from .coroutines import run_blocking
-from .fetch import FetchReply, FetchRequest
 from .home_catalog import LedgerCatalog
-from .homes import SERVER_MEMORY, KnownHomes, home_of
 from .journal import DISK_RETRY_S
 from .measures import measures_of
 from .protocol import Call, CallResult, ClientHello, ResultWithPayload, Welcome, decode_result, encode
-from .reader import from_image
-from .stores import LOCAL, make_store
+from .stores.factory import LOCAL, make_store
+from .stores.fetch import FetchReply, FetchRequest
+from .stores.homes import SERVER_MEMORY, KnownHomes, home_of
+from .stores.reader import from_image
 from .unit_start import UnitConfig, ensure_unit
 
 LARGE_BYTES = 128 << 20

@@ -11,7 +11,7 @@ from ..errors import ConfigError, ServerLost
 from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
 from ..ledger import commands as cmd
 from ..types.defaults import CALL_S
-from .fetch import NeededRequest
+from .stores.fetch import NeededRequest
 
 
 class LedgerCatalog(HomeCatalog):

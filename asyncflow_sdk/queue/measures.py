@@ -18,9 +18,9 @@ from ..types import Column, ColumnSpec
 from ..types.blocks import Block, BlockSlices
 from ..types.columns import unpack
 from .block_index import BlockIndex
-from .blocks import BLOCK, RUN
-from .homes import SERVER_MEMORY, home_of
-from .reader import ColumnReader
+from .stores.blocks import BLOCK, RUN
+from .stores.homes import SERVER_MEMORY, home_of
+from .stores.reader import ColumnReader
 
 CHUNK_ROWS = 4096  # rows read at a time
 

@@ -27,9 +27,9 @@ from ..types import Batch, Column, ColumnSpec
 from ..types.blocks import Block, BlockSlices
 from . import remote_payload
 from .block_index import BlockCheck, BlockIndex
-from .homes import SERVER_MEMORY, HomeId, home_of
-from .reader import ColumnReader
 from .remote_payload import RemotePayload
+from .stores.homes import SERVER_MEMORY, HomeId, home_of
+from .stores.reader import ColumnReader
 
 MOST_UNREAD = 16
 """Steps that may hold descriptors of their segments until read. Further steps are read at once."""

@@ -12,7 +12,7 @@ from ..ledger.commands import AnyCommand, AnyReply, LeaseRows
 from ..types import ColumnSpec, Event
 from ..types.blocks import Block, BlockSlices
 from ..wire import MAX_BYTES
-from .fetch import FetchReply, FetchRequest, Needed, NeededRequest
+from .stores.fetch import FetchReply, FetchRequest, Needed, NeededRequest
 
 
 class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

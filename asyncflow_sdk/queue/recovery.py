@@ -14,11 +14,11 @@ from ..ledger.commands import Ids
 from ..wire import Server
 from . import snapshot
 from .call_executor import CallExecutor
-from .homes import SERVER_MEMORY, home_of
 from .journal import DropRecord, Journal, JournalReader, Record, RequestRecord, RestartRecord, SessionEndRecord
 from .journal_directory import JournalDirectory, boot
 from .listeners import Listeners
 from .protocol import decode_call
+from .stores.homes import SERVER_MEMORY, home_of
 
 
 @dataclass(frozen=True)

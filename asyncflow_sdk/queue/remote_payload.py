@@ -21,11 +21,11 @@ from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena
 from ..types import Column, ColumnSpec
 from ..types.blocks import Block, BlockSlices
-from .blocks import to_image
-from .fetch import FetchRequest, check_parts, read_parts
-from .homes import SERVER_MEMORY, home_of
 from .protocol import Call, CallResult, decode_call, encode, failure
-from .reader import ColumnReader, from_image
+from .stores.blocks import to_image
+from .stores.fetch import FetchRequest, check_parts, read_parts
+from .stores.homes import SERVER_MEMORY, home_of
+from .stores.reader import ColumnReader, from_image
 
 OWNER, NUMBER = "", 0
 """Who owns blocks that the server wrote: no session."""

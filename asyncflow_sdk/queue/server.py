@@ -28,16 +28,16 @@ from ..wire import MAX_BYTES, KeyPair, PayloadSink, RunKey, Server, has_ended, o
 from .call_executor import CallExecutor, Clock
 from .deferred import DeferredRequest, DeferredRequests
 from .durability import Durability
-from .fetch import FetchRequest, Needed, NeededRequest
 from .home_catalog import ServerCatalog
-from .homes import HomeId
 from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
 from .listeners import Listeners
 from .payload_manager import PayloadManager
 from .protocol import Call, CallResult, ClientHello, Welcome, decode_call, decode_result, encode, failure
 from .recovery import RecoverableState, Recovered
 from .remote_payload import DECODE_ERRORS, IncomingBlock, RefusedUpload
-from .stores import LOCAL, make_store
+from .stores.factory import LOCAL, make_store
+from .stores.fetch import FetchRequest, Needed, NeededRequest
+from .stores.homes import HomeId
 
 STATUS_EVERY_S = 1.0
 MOST_SESSIONS = 4096

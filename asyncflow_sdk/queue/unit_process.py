@@ -17,7 +17,7 @@ from ..errors import AsyncFlowError, ProtocolError
 from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
 from ..wire import own_address
 from .connection import Connection
-from .unit import BEAT_S, StorageUnit
+from .stores.unit import BEAT_S, StorageUnit
 from .unit_start import UnitConfig, remove_unit_log
 
 

@@ -1,5 +1,5 @@
 """Block, BlockSlices, BlockImage: the location of written columns, of the rows of a batch, and a
-block to send. ``queue.blocks`` has their layout in memory."""
+block to send. ``queue.stores.blocks`` has their layout in memory."""
 
 from __future__ import annotations
 

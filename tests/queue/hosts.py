@@ -19,9 +19,9 @@ from children import Child, hear, say
 
 from asyncflow_sdk.interfaces.store import HomeCatalog, HomeOffer, StorageHome, StoreContext, StoredBlock
 from asyncflow_sdk.queue.block_index import BlockIndex
-from asyncflow_sdk.queue.blocks import pack_columns
-from asyncflow_sdk.queue.hosts_store import HostsStore
-from asyncflow_sdk.queue.unit import StorageUnit
+from asyncflow_sdk.queue.stores.blocks import pack_columns
+from asyncflow_sdk.queue.stores.hosts import HostsStore
+from asyncflow_sdk.queue.stores.unit import StorageUnit
 from asyncflow_sdk.types import Column
 from asyncflow_sdk.types.blocks import BlockSlices
 from asyncflow_sdk.wire import KeyPair, RunKey, generate_keys

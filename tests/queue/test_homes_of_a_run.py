@@ -20,8 +20,8 @@ from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.interfaces.store import HomeCatalog, StorageHome
 from asyncflow_sdk.queue import Connection, open_queue
-from asyncflow_sdk.queue.hosts_store import HostsStore
-from asyncflow_sdk.queue.unit import StorageUnit
+from asyncflow_sdk.queue.stores.hosts import HostsStore
+from asyncflow_sdk.queue.stores.unit import StorageUnit
 from asyncflow_sdk.queue.unit_process import UnitCatalog
 from asyncflow_sdk.queue.unit_start import UnitConfig
 from asyncflow_sdk.types import Batch

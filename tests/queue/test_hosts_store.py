@@ -15,12 +15,12 @@ from waiting import in_thread
 
 from asyncflow_sdk.errors import AccessDenied, DigestMismatch, LeaseLost, ProtocolError, SchemaError, StoreUnavailable
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.queue.blocks import pack_columns
 from asyncflow_sdk.queue.connection import BlockingPort, Connection
 from asyncflow_sdk.queue.coroutines import run_blocking
-from asyncflow_sdk.queue.fetch import FetchPart, FetchReply, FetchRequest, SentBlock, check_parts, unpack_parts
-from asyncflow_sdk.queue.home_fetcher import HomeFetcher
-from asyncflow_sdk.queue.homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
+from asyncflow_sdk.queue.stores.blocks import pack_columns
+from asyncflow_sdk.queue.stores.fetch import FetchPart, FetchReply, FetchRequest, SentBlock, check_parts, unpack_parts
+from asyncflow_sdk.queue.stores.home_fetcher import HomeFetcher
+from asyncflow_sdk.queue.stores.homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
 from asyncflow_sdk.types.blocks import BlockSlices
 from asyncflow_sdk.wire import generate_keys
 

@@ -12,10 +12,10 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import LeaseLost, StoreUnavailable
 from asyncflow_sdk.interfaces.store import PayloadStore
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.queue.blocks import pack_columns
 from asyncflow_sdk.queue.connection import BlockingPort, Connection
 from asyncflow_sdk.queue.coroutines import run_blocking
-from asyncflow_sdk.queue.shared_store import SharedStore
+from asyncflow_sdk.queue.stores.blocks import pack_columns
+from asyncflow_sdk.queue.stores.shared import SharedStore
 from asyncflow_sdk.types import Column, ColumnSpec
 from asyncflow_sdk.types.blocks import BlockSlices
 

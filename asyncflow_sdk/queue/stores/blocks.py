@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import LeaseLost, SchemaError
-from ..memory import HEADER_BYTES, Allocation, Arena
-from ..types import Column, ColumnSpec, carrier, check_column_name
-from ..types.blocks import Block, BlockImage
-from ..types.columns import pack
-from ..types.ragged import Array
+from ...errors import LeaseLost, SchemaError
+from ...memory import HEADER_BYTES, Allocation, Arena
+from ...types import Column, ColumnSpec, carrier, check_column_name
+from ...types.blocks import Block, BlockImage
+from ...types.columns import pack
+from ...types.ragged import Array
 
 ALIGN = 64
 JOIN_BYTES = 64 << 10

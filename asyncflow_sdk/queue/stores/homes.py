@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from ..interfaces.store import HomeCatalog, StorageHome
-from ..wire import boot_id
+from ...interfaces.store import HomeCatalog, StorageHome
+from ...wire import boot_id
 
 REFRESH_S = 0.5
 """Unknown homes are looked up at most this often."""

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..errors import AsyncFlowError, ConfigError, LeaseLost, ProtocolError, WireError
-from ..interfaces.store import HomeCatalog, HomeOffer
-from ..memory import HomeDirectory, Mapper
-from ..wire import Frames, RunKey, ServerKeys, Service, generate_keys
+from ...errors import AsyncFlowError, ConfigError, LeaseLost, ProtocolError, WireError
+from ...interfaces.store import HomeCatalog, HomeOffer
+from ...memory import HomeDirectory, Mapper
+from ...wire import Frames, RunKey, ServerKeys, Service, generate_keys
 from .fetch import FetchRequest, decode_request, encode, read_parts
 from .home_fetcher import MAX_REQUEST_BYTES
 from .homes import HomeId, home_of, owner_of, session_of

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from ..interfaces.store import PayloadStore, StoredBlock
-from ..memory import HEADER_BYTES, Allocation, Arena, Mapper
-from ..types import Column, ColumnSpec
-from ..types.blocks import Block, BlockSlices
-from ..types.ragged import Array
+from ...interfaces.store import PayloadStore, StoredBlock
+from ...memory import HEADER_BYTES, Allocation, Arena, Mapper
+from ...types import Column, ColumnSpec
+from ...types.blocks import Block, BlockSlices
+from ...types.ragged import Array
 from . import blocks
 from .reader import ColumnReader
 

@@ -14,18 +14,18 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..errors import AsyncFlowError, ConfigError, LeaseLost, ServerLost
-from ..interfaces.store import PayloadStore, StoreContext, StoredBlock
-from ..memory import Mapper
-from ..types import Column, ColumnSpec
-from ..types.blocks import BlockSlices
-from ..types.ragged import Array
+from ...errors import AsyncFlowError, ConfigError, LeaseLost, ServerLost
+from ...interfaces.store import PayloadStore, StoreContext, StoredBlock
+from ...memory import Mapper
+from ...types import Column, ColumnSpec
+from ...types.blocks import BlockSlices
+from ...types.ragged import Array
 from .fetch import FetchPart, SlicesOfHome, merge, split
 from .home_fetcher import FETCH_S, HomeFetcher
 from .homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
-from .inline_store import InlineStore
+from .inline import InlineStore
 from .reader import ColumnReader
-from .shared_store import SharedStore
+from .shared import SharedStore
 
 LOOK_AGAIN_S = 30.0
 """A client without visible memory looks for a storage unit, or starts one, at this interval."""

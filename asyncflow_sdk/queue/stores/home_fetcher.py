@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ..errors import (
+from ...errors import (
     AccessDenied,
     AsyncFlowError,
     DigestMismatch,
@@ -24,9 +24,9 @@ from ..errors import (
     StoreUnavailable,
     WireError,
 )
-from ..interfaces.store import StorageHome
-from ..types import Column
-from ..wire import RunKey, ServiceAddress, ServiceClient
+from ...interfaces.store import StorageHome
+from ...types import Column
+from ...wire import RunKey, ServiceAddress, ServiceClient
 from .fetch import FetchPart, FetchReply, FetchRequest, decode_reply, encode, unpack_parts
 from .homes import SERVER_MEMORY, HomeId, KnownHomes
 

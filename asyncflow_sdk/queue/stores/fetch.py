@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..errors import DigestMismatch, ProtocolError, SchemaError
-from ..types import Column, ColumnSpec
-from ..types.blocks import BlockSlices
+from ...errors import DigestMismatch, ProtocolError, SchemaError
+from ...types import Column, ColumnSpec
+from ...types.blocks import BlockSlices
 from .blocks import MOST_BYTES, Ints, kind_of, to_image
 from .homes import is_row_segment
 from .reader import ColumnReader, from_image

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import AsyncFlowError, ConfigError, PluginError
-from ..interfaces.store import PayloadStore, StoreContext
-from ..plugins import registry
+from ...errors import AsyncFlowError, ConfigError, PluginError
+from ...interfaces.store import PayloadStore, StoreContext
+from ...plugins import registry
 from .homes import SERVER_MEMORY, segment_prefix
-from .hosts_store import HostsStore
-from .inline_store import InlineStore
-from .shared_store import SharedStore
+from .hosts import HostsStore
+from .inline import InlineStore
+from .shared import SharedStore
 
 LOCAL = "local"
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import LeaseLost, SchemaError
-from ..memory import HEADER_BYTES, BlockHold, MappedSegment, Mapper
-from ..types import Column, ColumnSpec
-from ..types.blocks import BlockSlices
-from ..types.ragged import Array
+from ...errors import LeaseLost, SchemaError
+from ...memory import HEADER_BYTES, BlockHold, MappedSegment, Mapper
+from ...types import Column, ColumnSpec
+from ...types.blocks import BlockSlices
+from ...types.ragged import Array
 from .blocks import BLOCK, MOST_BYTES, RUN, TABLE, Ints, Kind, check_serials, damaged, kind_of, tables
 
 COPY_BYTES = 16 << 10

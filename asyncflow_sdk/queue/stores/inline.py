@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ..errors import ProtocolError
-from ..interfaces.store import PayloadStore, StoredBlock
-from ..memory import HEADER_BYTES, Allocation
-from ..types import Column, ColumnSpec
-from ..types.blocks import Block, BlockImage, BlockSlices
+from ...errors import ProtocolError
+from ...interfaces.store import PayloadStore, StoredBlock
+from ...memory import HEADER_BYTES, Allocation
+from ...types import Column, ColumnSpec
+from ...types.blocks import Block, BlockImage, BlockSlices
 from .blocks import to_image
 
 
