@@ -117,6 +117,7 @@ if TYPE_CHECKING:
     from .types import Ragged as Ragged
     from .types import Sampling as Sampling
     from .types import Staleness as Staleness
+    from .types import Store as Store
     from .types import TokenAges as TokenAges
     from .types import VersionSpan as VersionSpan
     from .types import Weights as Weights
@@ -167,7 +168,7 @@ _NAMES = {
     "queue": "StreamDataLoader",
     "queue.replay": "replay",
     "service": "Trainer",
-    "types": "Batch Checkpoint Manifest Probe Ragged Sampling Staleness TokenAges VersionSpan Weights",
+    "types": "Batch Checkpoint Manifest Probe Ragged Sampling Staleness Store TokenAges VersionSpan Weights",
     "weights": "Restoration TransportPublisher",
     "workflow": (
         "Agent EngineProducer Generate Logprobs Result Rollout Run Stage Train Turn Turns Workflow ages_of "

@@ -19,7 +19,8 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, WorkerFailed
-from ..types.defaults import CAPACITY_ROWS, CHECK_S, GROUP_SIZE, MAX_STALENESS
+from ..types.config import LOCAL, Store
+from ..types.defaults import CAPACITY_ROWS, CHECK_S, GROUP_SIZE, HOME_SILENCE_S, MAX_STALENESS
 from .new_plugin import new_plugin
 from .options import Debug, Insecure, Json, Key, MaybeText, NoPlugin, Queue, Texts, named_options, option, repeatable
 from .signals import raise_on_interrupt
@@ -205,6 +206,16 @@ def serve(
     durability: Annotated[
         str | None, option("'process' survives a killed process, 'host' also a reboot; default: neither.")
     ] = None,
+    store: Annotated[str, option("Where payload stays: local, hosts, ...", "NAME", "--store")] = LOCAL,
+    store_options: Annotated[
+        Texts, repeatable("Store option, for example replicas=2.", "NAME=VALUE", "--store-option")
+    ] = None,
+    home_silence: Annotated[
+        float, option("Seconds without a storage unit after which a host is lost.", min=0.0)
+    ] = HOME_SILENCE_S,
+    checkpoints: Annotated[
+        bool, option("Keep rows of trained steps until a checkpoint covers them.", "", "--checkpoints")
+    ] = False,
     tracker: Annotated[Texts, repeatable("Tracker of the run.", "NAME")] = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
@@ -221,6 +232,8 @@ def serve(
     serve_run(
         directory, address, Console(), feed, insecure=insecure, steps=steps, max_staleness=max_staleness,
         staleness_policy=staleness_policy, capacity_rows=capacity_rows, durability=durability, trackers=tracker or [],
+        store=Store(kind=store, silence_s=home_silence, options=named_options(store_options, "--store-option")),
+        checkpoints=checkpoints,
     )  # fmt: skip
 
 
@@ -398,6 +411,11 @@ def doctor(
     ] = None,
     python: Annotated[Texts, repeatable("Interpreter of workers to check.", "PATH")] = None,
     address: Annotated[Texts, repeatable("Address for a run, for example tcp://0.0.0.0:7000.", "ADDRESS")] = None,
+    runs: Annotated[
+        Texts, repeatable("Address of a running run: check the links to it and its stores.", "ADDRESS", "--run")
+    ] = None,
+    key: Key = None,
+    insecure: Insecure = False,
     as_json: Json = False,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
@@ -408,7 +426,7 @@ def doctor(
     """
     from .doctor import examine
 
-    examination = examine(paths or [], python or [], address or [])
+    examination = examine(paths or [], python or [], address or [], runs or [], key, insecure)
     if as_json:
         typer.echo(examination.json())
     else:

@@ -15,6 +15,7 @@ from ..plugins.inspection import EnvironmentReport
 from ..workflow.plan.toml import problems_of_file
 from .findings import FAILS, FINE, Finding, show, verdict
 from .interpreters import Interpreter, inspect, interpreters_of
+from .links import links
 from .machine import address, gpus, keys, machine
 
 
@@ -36,11 +37,19 @@ class Examination(msgspec.Struct, kw_only=True):
         console.print(Text(f"\n{self.verdict}", style="green" if self.fine else "bold red"), soft_wrap=True)
 
 
-def examine(paths: Sequence[Path], pythons: Sequence[str], addresses: Sequence[str]) -> Examination:
+def examine(
+    paths: Sequence[Path],
+    pythons: Sequence[str],
+    addresses: Sequence[str],
+    runs: Sequence[str] = (),
+    key: Path | None = None,
+    insecure: bool = False,
+) -> Examination:
     """Examine interpreters and machine. ``paths``: TOML workflows, run directories, key files.
-    Raises ConfigError for others."""
+    ``runs``: addresses of running runs, reached with ``key`` or ``insecure``. Raises ConfigError for
+    other paths."""
     interpreters: dict[str | None, Interpreter] = {None: Interpreter(None)}
-    runs: list[Path] = []
+    keyed: list[Path] = []
     files: list[Path] = []
     for path in paths:
         if path.suffix == ".toml":
@@ -48,7 +57,7 @@ def examine(paths: Sequence[Path], pythons: Sequence[str], addresses: Sequence[s
             for program, each in interpreters_of(path).items():
                 interpreters.setdefault(program, Interpreter(program)).wants += each.wants
         elif path.is_dir() or path.suffix == ".key":
-            runs.append(path)
+            keyed.append(path)
         else:
             raise ConfigError(f"{path} is neither a workflow (FILE.toml), a run directory nor a key (FILE.key)")
     for program in pythons:
@@ -63,8 +72,10 @@ def examine(paths: Sequence[Path], pythons: Sequence[str], addresses: Sequence[s
         findings += list(_workflow_problems(path, findings))
     findings += [*machine(), gpu_finding]
     findings += [address(each) for each in addresses]
-    for path in runs:
+    for path in keyed:
         findings += keys(path)
+    for where in runs:
+        findings += links(where, key, insecure)
     fine = all(each.level != FAILS for each in findings)
     return Examination(fine=fine, verdict=verdict(findings), findings=findings, interpreters=seen)
 

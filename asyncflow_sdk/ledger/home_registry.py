@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from ..errors import ConfigError
 from ..types import events as ev
+from ..types.reports import HomeStatus
 from . import commands as cmd
 from .state import LedgerState
 from .state.homes import SERVER_HOME, Home
@@ -80,6 +81,22 @@ class HomeRegistry:
                 )
                 for home in self._state.homes.by_number.values()
             )
+        )  # fmt: skip
+
+    def statuses(self) -> tuple[HomeStatus, ...]:
+        """Return the state and the losses of all homes; empty if there is only home 0."""
+        homes = self._state.homes.by_number.values()
+        own = [HomeStatus(SERVER_HOME, 0, "server", "served")] if homes else []
+        return (*own, *map(self._status, homes))
+
+    def _status(self, home: Home) -> HomeStatus:
+        unit = self._state.sessions.by_id.get(home.unit)
+        absent_s = 0.0 if unit is not None or home.lost else self._state.context.now - home.absent_since
+        return HomeStatus(
+            home.number, home.epoch, home.name,
+            state="lost" if home.lost else "served" if unit is not None else "absent",
+            address=home.address if unit is not None else "", detail=home.lost or (unit.name if unit is not None else ""),
+            absent_s=absent_s, rows_failed=home.rows_failed, groups_remade=home.groups_remade,
         )  # fmt: skip
 
     def session_closed(self, session: Session, reason: str) -> None:

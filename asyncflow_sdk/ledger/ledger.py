@@ -32,6 +32,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from ..errors import AsyncFlowError, DeadlineExceeded, LeaseLost, PayloadLost
 from ..interfaces import Sampler, StalenessPolicy
 from ..types.reports import TERMINAL, Audit, StatusReport
@@ -281,11 +283,12 @@ class Ledger:
         """Return the balance of rows, with live rows counted from scratch."""
         ended = dict(zip(TERMINAL, self.state.rows.ended[1:].tolist(), strict=True))
         live = len(self.state.rows.live_ids())
-        return Audit(put=self.state.budget.put, live=live, reasons=dict(self.terminations.reasons), **ended)
+        reasons, homes = dict(self.terminations.reasons), self.home_registry.statuses()
+        return Audit(put=self.state.budget.put, live=live, reasons=reasons, homes=homes, **ended)
 
     def status(self) -> StatusReport:
         """Return rows by task and state, sessions, leases, and the reason of each wait."""
-        return self._reporter.report()
+        return msgspec.structs.replace(self._reporter.report(), homes=self.home_registry.statuses())
 
     def parts(self) -> dict[str, object]:
         """Return the parts of the state and the rules by name; a snapshot has their attributes."""

@@ -67,6 +67,8 @@ class PayloadLoss:
             needing = np.concatenate([np.empty(0, np.int64), *(self._needing(each) for each in lost)])
             reason = f"{LOST_REASON}: home {loss.name} was lost, {loss.reason}"
             failed, remade = self._end(np.unique(needing), reason)
+            home = self._state.homes[loss.home]
+            home.rows_failed, home.groups_remade = home.rows_failed + failed, home.groups_remade + remade
             self._state.context.publish(
                 ev.HomeLost(
                     time_s=self._state.context.now, home=loss.home, epoch=loss.epoch, name=loss.name,

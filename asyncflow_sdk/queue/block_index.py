@@ -106,6 +106,13 @@ class BlockIndex:
             out += [self._scattered(name, at) for name in columns if name not in found]
         return tuple(out)
 
+    def bytes_by_segment(self) -> dict[str, int]:
+        """Return the bytes of blocks in use, by segment."""
+        used = np.delete(self._blocks, self._free, axis=0)
+        numbers, at = np.unique(used[:, 0], return_inverse=True)
+        sums = np.bincount(at, used[:, 4], len(numbers)).astype(np.int64)
+        return {self._segments.names[number]: int(nbytes) for number, nbytes in zip(numbers, sums, strict=True)}
+
     def columns_of(self, ids: Ids) -> tuple[str, ...]:
         """Return the columns that all of these rows have."""
         at = ids - self._base

@@ -24,8 +24,17 @@ import msgspec
 import numpy as np
 
 from .._version import __version__
-from ..errors import DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, ProtocolError, SchemaError, ServerLost
-from ..interfaces.store import HomeCatalog, PayloadStore, StoreContext, StoredBlock
+from ..errors import (
+    DeadlineExceeded,
+    LeaseLost,
+    MemoryFull,
+    PayloadLost,
+    ProtocolError,
+    SchemaError,
+    ServerLost,
+    StoreUnavailable,
+)
+from ..interfaces.store import HomeCatalog, PayloadStore, StorageHome, StoreContext, StoredBlock
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import GrowthNeeded
@@ -41,6 +50,7 @@ from .measures import measures_of
 from .protocol import Call, CallResult, ClientHello, ResultWithPayload, Welcome, decode_result, encode
 from .stores.factory import LOCAL, make_store
 from .stores.fetch import FetchReply, FetchRequest
+from .stores.home_fetcher import open_unit
 from .stores.homes import SERVER_MEMORY, KnownHomes, home_of
 from .stores.reader import from_image
 from .unit_start import UnitConfig, ensure_unit
@@ -149,6 +159,19 @@ class Connection:
     def homes(self) -> HomeCatalog:
         """Return the catalog of the run's homes."""
         return LedgerCatalog(lambda command: run_blocking(BlockingPort(self).send(command)))
+
+    def ping_home(self, home: StorageHome, timeout_s: float) -> float:
+        """Reach the storage unit of a home from here. Return the seconds it took to connect and to be
+        answered. Raises StoreUnavailable, AccessDenied."""
+        began = time.monotonic()
+        if not home.address:
+            raise StoreUnavailable(f"home {home.home} ({home.name}) has no storage unit now")
+        with contextlib.closing(open_unit(home, self.key)) as unit:
+            try:
+                unit.greet(timeout_s, f"home {home.home} ({home.name})")
+            except ServerLost as error:
+                raise StoreUnavailable(f"{error}; does the network reach {home.address} from this host?") from None
+        return time.monotonic() - began
 
     def fetch(self, request: FetchRequest, timeout_s: float) -> tuple[FetchReply, Any]:
         """Fetch columns of rows in the server's memory. Return the reply, and the bytes of its blocks."""

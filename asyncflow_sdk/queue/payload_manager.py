@@ -11,13 +11,14 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import AsyncFlowError
-from ..ledger import StatusReport
+from ..ledger import Audit, StatusReport
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.state import LedgerState
@@ -31,6 +32,7 @@ from .remote_payload import RemotePayload
 from .stores.homes import SERVER_MEMORY, HomeId, home_of
 from .stores.reader import ColumnReader
 
+Report = TypeVar("Report", Audit, StatusReport)
 MOST_UNREAD = 16
 """Steps that may hold descriptors of their segments until read. Further steps are read at once."""
 
@@ -268,10 +270,21 @@ class PayloadManager:
                 total += sum(path.stat().st_blocks * 512 for path in directory.iterdir())
         return total
 
+    def fill_homes(self, report: Report) -> Report:
+        """Return a status report or an audit with the bytes of payload of each home."""
+        if not report.homes:
+            return report
+        nbytes: dict[int, int] = {}
+        for segment, used in self.index.bytes_by_segment().items():
+            where = home_of(segment)
+            nbytes[where.home] = nbytes.get(where.home, 0) + used
+        homes = tuple(msgspec.structs.replace(each, payload_bytes=nbytes.get(each.home, 0)) for each in report.homes)
+        return msgspec.structs.replace(report, homes=homes)
+
     def fill(self, report: StatusReport) -> StatusReport:
         """Return the report with the bytes of payload."""
         return msgspec.structs.replace(
-            report, payload_bytes=self.index.live_bytes, held_bytes=self.held_bytes(),
+            self.fill_homes(report), payload_bytes=self.index.live_bytes, held_bytes=self.held_bytes(),
             written_bytes=self.index.written_bytes,
         )  # fmt: skip
 

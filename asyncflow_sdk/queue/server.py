@@ -18,7 +18,7 @@ from .._version import __version__
 from ..errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, WireError
 from ..interfaces import Sampler, StalenessPolicy
 from ..interfaces.store import PayloadStore, StoreContext
-from ..ledger import Ledger, StatusReport
+from ..ledger import Audit, Ledger, StatusReport
 from ..ledger import commands as cmd
 from ..ledger.factory import make_policy, make_sampler
 from ..types import Batch, Event
@@ -430,7 +430,7 @@ class QueueServer:
         else:
             self._ledger.apply(self._clients.number(session), command, self._clock(), ticket)  # type: ignore[arg-type]
             for _, reply in self._ledger.drain().answers:
-                self._reply(ticket, self._fill(reply) if isinstance(reply, StatusReport) else reply)
+                self._reply(ticket, self._fill(reply))
 
     def _reply(self, ticket: int, reply: cmd.Reply | Needed | AsyncFlowError, back: Block | None = None) -> None:
         """Answer a call that is not recorded. ``back``: its block, to be freed by the client."""
@@ -443,8 +443,13 @@ class QueueServer:
 
     # ---- status
 
-    def _fill(self, report: StatusReport) -> StatusReport:
-        """Add deferred requests, processes and byte counts to the ledger's report."""
+    def _fill(self, reply: Any) -> Any:
+        """Add bytes to an audit, and to a status report the deferred requests and processes, too."""
+        if isinstance(reply, Audit):
+            return self._payloads.fill_homes(reply)
+        return self._fill_status(reply) if isinstance(reply, StatusReport) else reply
+
+    def _fill_status(self, report: StatusReport) -> StatusReport:
         report = self._deferred.status(report, self._clients.numbers(), self._clock())
         report = self._payloads.fill(self._clients.fill(report))
         garbage, pid, host = self._wire.garbage, os.getpid(), socket.gethostname()

@@ -1,4 +1,4 @@
-"""User configuration: staleness, sampling, weights, checkpoints. Frozen, keyword-only, validated by
+"""User configuration: staleness, sampling, weights, checkpoints, stores. Frozen, keyword-only, validated by
 the constructor."""
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ..errors import ConfigError
-from .defaults import CHECKPOINT_STEPS, KEEP_CHECKPOINTS, KEEP_VERSIONS, MAX_STALENESS
+from .defaults import CHECKPOINT_STEPS, HOME_SILENCE_S, KEEP_CHECKPOINTS, KEEP_VERSIONS, MAX_STALENESS
 from .dtypes import check_floating
 from .probe import Probe, validate_probe
-from .validation import UserConfig, check_fields, check_least, check_types
+from .validation import UserConfig, check_above, check_fields, check_least, check_types
 
 SwapPolicy = Literal["auto", "drain", "boundary", "partial", "in_flight"]
 Proof = Literal["probe", "held"]
+LOCAL = "local"
+"""The store with one home, the server's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,28 @@ class Checkpoint(UserConfig):
     def __post_init__(self) -> None:
         check_fields(self)
         check_least(1, every=self.every, keep=self.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store(UserConfig):
+    """Where the columns of rows stay. ``kind``: "local", in the memory of the server's host; "hosts",
+    on the host that makes them, served by a storage unit there, which its first worker or
+    ``asyncflow store`` starts; or another installed store. ``options``: its keyword arguments.
+    ``silence_s``: a host without a storage unit for this long (seconds) is lost: rows put there
+    fail, columns made there are made again."""
+
+    kind: str = LOCAL
+    silence_s: float = HOME_SILENCE_S
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_above(0, silence_s=self.silence_s)
+
+    @classmethod
+    def of(cls, store: str | Store) -> Store:
+        """Return a store that may be given by its kind alone."""
+        return store if isinstance(store, Store) else cls(kind=store)
 
 
 def check_policy(swap: str) -> None:

@@ -16,8 +16,28 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True
     """Root of all replies of a queue."""
 
 
+class HomeStatus(msgspec.Struct, frozen=True, array_like=True):
+    """A place of payload. Home 0 is the server's memory. ``state``: "served" by a storage unit at
+    ``address``, "absent" for ``absent_s`` because its unit is gone, or "lost" for the reason
+    ``detail``. ``rows_failed``, ``groups_remade``: in all lost epochs. ``payload_bytes``: of live
+    rows; known only to a server."""
+
+    home: int
+    epoch: int
+    name: str
+    state: str
+    address: str = ""
+    detail: str = ""
+    absent_s: float = 0.0
+    rows_failed: int = 0
+    groups_remade: int = 0
+    payload_bytes: int = 0
+
+
 class Audit(Reply, frozen=True, tag="audit"):
-    """The balance: rows put = live + all terminal states."""
+    """The balance: rows put = live + all terminal states. ``reasons``: rows by reason of their end.
+    ``homes``: the places of payload, and what was lost with each; empty if there is only the
+    server's memory."""
 
     put: int
     live: int
@@ -27,6 +47,7 @@ class Audit(Reply, frozen=True, tag="audit"):
     failed: int
     cancelled: int
     reasons: dict[str, int]
+    homes: tuple[HomeStatus, ...] = ()
 
     @property
     def balanced(self) -> bool:
@@ -153,7 +174,7 @@ class StatusReport(Reply, frozen=True, tag="status"):
     ``held``: trained live rows not covered by a checkpoint. ``checkpoint``: the next step after the
     newest checkpoint, or -1. ``staleness``: the policy's name, with its ``promise``.
     ``max_staleness``: -1 without steps. ``ages``: of the step in training, None before the first.
-    ``in_parts``: step and delivered rows of each step leased in parts.
+    ``in_parts``: step and delivered rows of each step leased in parts. ``homes``: as in ``Audit``.
     """
 
     rows: dict[str, dict[str, int]]
@@ -199,3 +220,4 @@ class StatusReport(Reply, frozen=True, tag="status"):
     promise: str = ""
     ages: StepAges | None = None
     in_parts: tuple[tuple[int, int], ...] = ()
+    homes: tuple[HomeStatus, ...] = ()

@@ -283,10 +283,15 @@ class ServiceClient:
         until = time.monotonic() + timeout_s
         with self._lock:
             if not self._introduced:
-                self._exchange(PeerHello(os.getpid(), process_key(os.getpid())), timeout_s, what, (), since, None)
+                self.greet(timeout_s, what, since)
                 self._introduced = True
         request = CallRequest(body, _sizes(frames))
         return self._exchange(request, until - time.monotonic(), what, frames, since, most_bytes)
+
+    def greet(self, timeout_s: float, what: str, since: int | None = None) -> None:
+        """Introduce this client, and wait for the answer: the service is reached, with its keys.
+        Arguments and errors as of ``call``."""
+        self._exchange(PeerHello(os.getpid(), process_key(os.getpid())), timeout_s, what, (), since, None)
 
     @property
     def interrupts(self) -> int:

@@ -18,7 +18,8 @@ from ..interfaces import OnFailure, Sampler, TrackedRun, check_on_failure
 from ..memory import make_private_directory
 from ..queue import Connection, QueueServer
 from ..types import Batch, Event
-from ..types.defaults import CALL_S, CAPACITY_ROWS, HOME_SILENCE_S, KEEP_VERSIONS, MAX_STALENESS
+from ..types.config import LOCAL, Store
+from ..types.defaults import CALL_S, CAPACITY_ROWS, KEEP_VERSIONS, MAX_STALENESS
 from ..wire import MAX_BYTES, KeyPair, ensure_keys, generate_keys, is_loopback
 from .address import JOURNAL, find_address, write_addresses
 from .events.event_sinks import EventSink, call_all
@@ -49,9 +50,7 @@ def serve(
     checkpoints: bool = False,
     history: bool = False,
     durability: Literal["process", "host"] | None = None,
-    store: str = "local",
-    store_options: Mapping[str, Any] | None = None,
-    home_silence_s: float = HOME_SILENCE_S,
+    store: str | Store = LOCAL,
     max_call_bytes: int = MAX_BYTES,
     samplers: Mapping[str, Callable[..., Sampler]] | None = None,
     on_failure: OnFailure = "stop",
@@ -91,11 +90,9 @@ def serve(
     is trained exactly once in the surviving lineage; all are kept before the first checkpoint.
     ``history``: keep the whole journal after the end, for ``replay``.
 
-    ``store``: where columns stay: "local", in the memory of this host; "hosts", on the host that
-    makes them, served by a storage unit there, which its first worker or ``asyncflow store`` starts;
-    or another installed one, with ``store_options``. ``home_silence_s``: a host without a storage
-    unit for this long is lost: rows put there fail, columns made there are made again. A resumed run needs the same store. ``on_step``
-    with another store than "local" needs ``checkpoints``: rows stay until they are covered.
+    ``store``: where columns stay: "local", "hosts", another installed kind, or a ``Store`` with
+    options. A resumed run needs the same store. ``on_step`` with another store than "local" needs
+    ``checkpoints``: rows stay until they are covered.
 
     ``on_event`` receives every event; ``on_step`` the number of each acknowledged step with a function
     that reads its rows, once, in any thread, at any time; ``on_final`` a number before a checkpoint
@@ -123,9 +120,10 @@ def serve(
         )
     receiving = [*([tracking] if tracking else []), *sinks]
     recording = [sink for sink in receiving if sink.records_steps]
-    if store != "local" and (on_step is not None or recording) and not checkpoints:
+    store = Store.of(store)
+    if store.kind != LOCAL and (on_step is not None or recording) and not checkpoints:
         raise ConfigError(
-            f"on_step reads rows after they were trained, and with store={store!r} they may be gone from their host then:"
+            f"on_step reads rows after they were trained, and with store={store.kind!r} they may be gone from their host then:"
             " set checkpoints=True"
         )
     policy, own = find_policy(staleness_policy)
@@ -134,7 +132,7 @@ def serve(
         on_step=call_all([*(sink.step for sink in recording), on_step]),
         on_final=call_all([*(sink.settle for sink in recording), on_final]), journal=journal, durability=durability,
         keys=keys, insecure=insecure, max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history,
-        store=store, store_options=store_options,
+        store=store.kind, store_options=store.options,
     )  # fmt: skip
     try:
         run = Run(Connection(server.here, name), server, path, on_failure, trackers=tracking)
@@ -145,7 +143,7 @@ def serve(
             run.queue.configure(
                 max_staleness=max_staleness, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, steps=steps,
                 keep_versions=keep_versions, max_swapping=max_swapping, quorum=quorum,
-                staleness_policy=policy, checkpoints=checkpoints or None, home_silence_s=home_silence_s,
+                staleness_policy=policy, checkpoints=checkpoints or None, home_silence_s=store.silence_s,
             )  # fmt: skip
         if path is not None:
             try:

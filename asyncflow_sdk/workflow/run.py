@@ -51,6 +51,9 @@ from .workers.ranks import RankId
 from .workers.supervisor import Worker
 from .workers.worker_pool import WorkerPool
 
+PING_S = 5.0
+"""Limit of the wait for the answer of a storage unit (seconds)."""
+
 
 class Run(WeightSync):
     """A connection to a run: its queue, its weights, and the workers started from here. Thread-safe."""
@@ -135,6 +138,11 @@ class Run(WeightSync):
     def homes(self) -> Sequence[StorageHome]:
         """Return the homes of payload beside the server's memory. Raises ServerLost."""
         return self._connection.homes().homes()
+
+    def ping_home(self, home: StorageHome, timeout_s: float = PING_S) -> float:
+        """Reach the storage unit of a home from this host. Return the seconds it took. Raises
+        StoreUnavailable, AccessDenied."""
+        return self._connection.ping_home(home, timeout_s)
 
     def evict_home(self, home: StorageHome, reason: str = "its host is gone") -> None:
         """Give up a host at once, with its payload: rows put there fail, columns made there are made

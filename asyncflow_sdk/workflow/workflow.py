@@ -25,8 +25,9 @@ from ..errors import AsyncFlowError, ConfigError, Interrupted, MemoryFull, Worke
 from ..interfaces import OnFailure, Placement
 from ..ledger import Audit
 from ..plugins import registry
-from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Weights
+from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Store, Weights
 from ..types import events as ev
+from ..types.config import LOCAL
 from ..types.defaults import STALL_S
 from .data import Feeder, Prompts, load_prompts
 from .endpoints import serve
@@ -76,7 +77,8 @@ class Workflow(Serializable):
     ``on_failure``: stop or continue once a worker has failed for good. ``capacity_rows``: limit of
     live rows; None: as batch and staleness need. ``checkpoint``: how often to save, so that
     ``resume`` continues the run after any death, and a restarted trainer (``max_restarts``) its
-    training. ``stall_timeout_s``: fail, with all waits of the run, if no step was trained for this
+    training. ``store``: where columns stay; another one than "local" needs a ``checkpoint``, since
+    the record of the run reads rows after they were trained. ``stall_timeout_s``: fail, with all waits of the run, if no step was trained for this
     long. ``trackers``: as of ``serve``.
 
     The constructor raises ConfigError with every problem that can be known before a process starts;
@@ -103,6 +105,7 @@ class Workflow(Serializable):
         on_failure: OnFailure = "stop",
         capacity_rows: int | None = None,
         checkpoint: Checkpoint | None = None,
+        store: str | Store = LOCAL,
         stall_timeout_s: float = STALL_S,
         trackers: Tracked | Sequence[Tracked] = (),
     ) -> None:
@@ -123,7 +126,7 @@ class Workflow(Serializable):
             seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),
             capacity_rows=ahead if capacity_rows is None else capacity_rows,
             on_failure=Placement(on_failure=on_failure).on_failure or "stop", checkpoint=checkpoint,
-            stall_timeout_s=stall_timeout_s, trackers=tracker_list(trackers),
+            store=Store.of(store), stall_timeout_s=stall_timeout_s, trackers=tracker_list(trackers),
         )  # fmt: skip
         check_plan(self.plan)
 
@@ -248,7 +251,7 @@ class _Execution:
             capacity_rows=plan.capacity_rows, keep_versions=plan.weights.keep,
             max_swapping=plan.weights.max_swapping, quorum=plan.weights.quorum, on_failure=plan.on_failure,
             checkpoints=resumable, durability="process" if resumable else None,
-            history=plan.checkpoint is not None and plan.checkpoint.history,
+            store=plan.store, history=plan.checkpoint is not None and plan.checkpoint.history,
             trackers=plan.trackers, description=describe(plan) if plan.trackers else None,
         )  # fmt: skip
         completed = False

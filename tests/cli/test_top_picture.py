@@ -10,7 +10,7 @@ from asyncflow_sdk.cli.formats import rate, size
 from asyncflow_sdk.cli.screens.queue_rates import QueueRates
 from asyncflow_sdk.cli.screens.queue_screen import queue_screen
 from asyncflow_sdk.ledger import StatusReport
-from asyncflow_sdk.types.reports import LeaseStatus, ParkedStatus, SessionStatus, StepAges, VersionStatus
+from asyncflow_sdk.types.reports import HomeStatus, LeaseStatus, ParkedStatus, SessionStatus, StepAges, VersionStatus
 
 pytestmark = pytest.mark.fast
 WHY = (
@@ -281,3 +281,23 @@ def test_hearing_of_newer_weights_is_no_waiting() -> None:
     assert "1 waiting" in who
     assert "rollout-4" in who.splitlines()[1]
     assert who.count("waits: weights") == 1
+
+
+def test_homes_are_shown_with_bytes_and_losses_the_absent_first() -> None:
+    homes = (
+        HomeStatus(0, 0, "server", "served", payload_bytes=2_000),
+        HomeStatus(1, 2, "node7-10.0.0.7", "served", "tcp://10.0.0.7:40001", "unit", payload_bytes=30_000_000, groups_remade=3),
+        HomeStatus(2, 1, "node8-10.0.0.8", "absent", absent_s=12.0, payload_bytes=5_000_000),
+        HomeStatus(3, 1, "node9-10.0.0.9", "lost", detail="silent for 60 s", rows_failed=64),
+    )  # fmt: skip
+    lines = picture(100, 40, homes=homes)
+    start = next(number for number, line in enumerate(lines) if "PAYLOAD IN" in line)
+    assert [line.split()[:5] for line in lines[start : start + 5]] == [
+        ["PAYLOAD", "IN", "bytes", "4", "homes"],
+        ["●", "node8-10.0.0.8", "5.0", "MB", "no"],
+        ["●", "node9-10.0.0.9", "0", "B", "lost:"],
+        ["●", "server", "2.0", "kB", "this"],
+        ["●", "node7-10.0.0.7", "30.0", "MB", "tcp://10.0.0.7:40001"],
+    ]
+    assert "lost: silent for 60 s · 64 rows lost, 0 groups made again" in lines[start + 2]
+    assert not any("PAYLOAD IN" in line for line in picture(100, 40))

@@ -16,7 +16,9 @@ from hosts import HostView
 from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.cli.doctor import examine
+from asyncflow_sdk.cli.findings import Finding
+from asyncflow_sdk.errors import ConfigError, StoreUnavailable
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.interfaces.store import HomeCatalog, StorageHome
 from asyncflow_sdk.queue import Connection, open_queue
@@ -25,7 +27,7 @@ from asyncflow_sdk.queue.stores.unit import StorageUnit
 from asyncflow_sdk.queue.unit_process import UnitCatalog
 from asyncflow_sdk.queue.unit_start import UnitConfig
 from asyncflow_sdk.types import Batch
-from asyncflow_sdk.wire import RunKey
+from asyncflow_sdk.wire import RunKey, ensure_keys
 
 
 def serve_home(address: str, key: str, name: str, base: str) -> None:
@@ -214,6 +216,40 @@ def test_a_home_without_a_sign_of_life_is_given_up(cluster: Cluster) -> None:
     # then
     until(lambda: cluster.run.audit().failed == 2, "the loss of the home")
     assert "silent for" in cluster.home("a").lost
+
+
+def test_status_audit_and_doctor_know_the_homes_and_what_was_lost_with_them(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.run.queue.declare("work", needs=["x"])
+    cluster.client("a").put({"x": np.arange(4.0)}, group_size=2)
+    address = next(each for each in cluster.run.addresses if each.startswith("tcp:"))
+
+    def link(key: Path = cluster.folder / "run" / "run.key") -> Finding:
+        return [each for each in examine([], [], [], [address], key).findings if each.where == address][-1]
+
+    # with a unit
+    server, home = cluster.run.queue.status().homes
+    assert (server.name, server.state, server.payload_bytes) == ("server", "served", 0)
+    assert (home.name, home.state, home.address) == ("a", "served", cluster.home("a").address)
+    assert home.payload_bytes >= 4 * 8
+    assert cluster.run.audit().homes[1].payload_bytes == home.payload_bytes
+    assert 0 < cluster.run.ping_home(cluster.home("a")) < 60
+    assert (link().level, link().subject) == ("fine", "home 1 (a)")
+    # with another key
+    ensure_keys(cluster.folder / "other.server.key", cluster.folder / "other.key")
+    assert link(cluster.folder / "other.key").level == "fails"
+    # without a unit
+    cluster.units["a"].kill()
+    until(lambda: cluster.run.queue.status().homes[1].state == "absent", "the home without a unit")
+    assert (link().level, link().message[:15]) == ("warning", "no storage unit")
+    with pytest.raises(StoreUnavailable, match=r"home 1 \(a\) has no storage unit"):
+        cluster.run.ping_home(cluster.home("a"))
+    # and lost
+    cluster.run.evict_home(cluster.home("a"))
+    home = cluster.run.audit().homes[1]
+    assert (home.state, home.rows_failed, home.groups_remade, home.payload_bytes) == ("lost", 8, 0, 0)
+    assert "evicted by" in home.detail
+    assert "8 rows failed" in link().message
 
 
 def test_segments_of_sessions_that_have_ended_are_removed_by_the_unit(cluster: Cluster) -> None:

@@ -16,6 +16,7 @@ from rich.text import Text
 from ...ledger import StatusReport
 from ...types.reports import ParkedStatus, SessionStatus
 from ..formats import duration, plural, printable, rate, size
+from .homes_table import homes_table
 from .queue_rates import QueueRates
 from .run_screen import STATES
 from .screen import PATIENCE_S, Clipped, Sparkline, bar, fit, more, name, table
@@ -33,15 +34,20 @@ def queue_screen(
     width = max(width, 20)
     header = [*_header(report, rates, title, width - 2), Text()]
     foot = foot if height >= 16 else ""
-    free = max(height - len(header) - (2 if foot else 0), 6)
-    task_lines = min(len(report.rows) + 2, max(free // 2, 3))
+    room = max(height - len(header) - (2 if foot else 0), 6)
+    task_lines = min(len(report.rows) + 2, max(room // 2, 3))
 
     def _draw(most: int) -> list[RenderableType]:
+        free = room
         tasks = _tasks(report, rates, width - 2, max(free // 2, 3))
         weights, lines = weights_table(report, width - 2, max(free // 3, 3), most)
-        shown = lines and free >= task_lines + lines + 7
-        clients = _clients(report, width - 2, max(free - task_lines - (lines + 1) * bool(shown) - 1, 2), most)
-        return [*header, *tasks, *([Text(), *weights] if shown else []), Text(), *clients]
+        between: list[RenderableType] = []
+        for part, count in ((weights, lines), homes_table(report, max(free // 4, 3), most)):
+            if count and free >= task_lines + count + 7:
+                between += [Text(), *part]
+                free -= count + 1
+        clients = _clients(report, width - 2, max(free - task_lines - 1, 2), most)
+        return [*header, *tasks, *between, Text(), *clients]
 
     lines = fit(_draw, width, height - (2 if foot else 0), most=6, ascii_only=ascii_only)
     if foot:

@@ -42,7 +42,8 @@ class Replacement(NamedTuple):
 class Home:
     """A home served by a unit. ``identity``: of the contents of this epoch. ``unit``: its session;
     NONE while it is absent, since ``absent_since``, or lost. ``lost``: why this epoch is lost; ""
-    if it is not. ``expires``: when an absent home is given up, ledger seconds."""
+    if it is not. ``expires``: when an absent home is given up, ledger seconds. ``rows_failed``,
+    ``groups_remade``: in all lost epochs."""
 
     number: int
     store: str
@@ -57,6 +58,8 @@ class Home:
     absent_since: float = 0.0
     expires: float = 0.0
     lost: str = ""
+    rows_failed: int = 0
+    groups_remade: int = 0
 
 
 class Homes:

@@ -8,12 +8,11 @@ from typing import Any
 from ...errors import AsyncFlowError, ConfigError, PluginError
 from ...interfaces.store import PayloadStore, StoreContext
 from ...plugins import registry
+from ...types.config import LOCAL as LOCAL
 from .homes import SERVER_MEMORY, segment_prefix
 from .hosts import HostsStore
 from .inline import InlineStore
 from .shared import SharedStore
-
-LOCAL = "local"
 
 
 def local_store(context: StoreContext) -> PayloadStore:

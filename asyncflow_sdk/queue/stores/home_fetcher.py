@@ -45,6 +45,15 @@ Columns = dict[str, Column]
 _log = logging.getLogger(__name__)
 
 
+def open_unit(home: StorageHome, key: RunKey | None) -> ServiceClient:
+    """Return a connection to the unit of a home. ``key``: of the run. Raises AccessDenied without a
+    key that is needed."""
+    if home.key and key is None:
+        raise AccessDenied(f"home {home.home} ({home.name}) needs the run's key, and this client has none")
+    own = RunKey(home.key, key.public, key.secret) if home.key and key is not None else None
+    return ServiceClient(ServiceAddress(home.address, own, 0, ""), max_call_bytes=MAX_REQUEST_BYTES)
+
+
 class HomeFetcher:
     """``key``: the run's key; its client key opens all units. ``server``: sends a request for columns in
     home 0; see ``StoreContext.fetch``. Thread-safe."""
@@ -146,16 +155,9 @@ class HomeFetcher:
                     client.close()
                 if self._closed:
                     raise LeaseLost("the connection that reads these rows is closed")
-                client = ServiceClient(self._address(home), max_call_bytes=MAX_REQUEST_BYTES)
+                client = open_unit(home, self._key)
                 self._clients[where.home] = (home.address, home.key), client
             return client
-
-    def _address(self, home: StorageHome) -> ServiceAddress:
-        if not home.key:
-            return ServiceAddress(home.address, None, 0, "")
-        if self._key is None:
-            raise AccessDenied(f"home {home.home} ({home.name}) needs the run's key, and this client has none")
-        return ServiceAddress(home.address, RunKey(home.key, self._key.public, self._key.secret), 0, "")
 
     def _moved(self, where: HomeId) -> bool:
         """Look a home up again. True if its unit has another address or key now."""

@@ -14,6 +14,7 @@ import numpy as np
 from ...errors import ConfigError, PluginError, SchemaError
 from ...interfaces import Placement
 from ...plugins import registry
+from ...types.config import LOCAL
 from ...types.dtypes import floating_name
 from ...weights import AUTO
 from ...weights.publisher import check_publisher
@@ -73,6 +74,8 @@ def _find(plan: Plan, problems: Problems) -> None:
             _check_temperature(rollout, plan.train)
         with problems.collect("rollout", number, "sampling"):
             _check_stops(rollout)
+    with problems.collect("store"):
+        _check_store(plan)
     plan.choose()
     with problems.collect("weights"):
         _check_weights(plan)
@@ -80,6 +83,17 @@ def _find(plan: Plan, problems: Problems) -> None:
     for number, tracker in enumerate(plan.trackers):
         with problems.collect("trackers", number):
             check_tracker(tracker)
+
+
+def _check_store(plan: Plan) -> None:
+    if plan.store.kind == LOCAL:
+        return
+    registry().get("store", plan.store.kind)
+    if plan.checkpoint is None:
+        raise ConfigError(
+            f"store={plan.store.kind!r} needs checkpoint=af.Checkpoint(...): the record of the run reads the rows of a"
+            " step after it was trained, and without a checkpoint they may be gone from their host then"
+        )
 
 
 def _check_numbers(plan: Plan, problems: Problems) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import ConfigError, PluginError
 from ...interfaces import OnFailure
 from ...plugins import registry
-from ...types import Batch, Checkpoint, Staleness, Weights
+from ...types import Batch, Checkpoint, Staleness, Store, Weights
 from ...weights import AUTO, Choice, choose_encoding, choose_swap, choose_transport
 from ..specs import TRAINED, Rollout, Stage, Train
 from .dataflow import PROMPTS, Dataflow, Edge, Node
@@ -47,6 +47,7 @@ class Plan:
     capacity_rows: int
     on_failure: OnFailure
     checkpoint: Checkpoint | None
+    store: Store
     stall_timeout_s: float
     trackers: list[Any]
     problems: Problems = field(default_factory=Problems)

@@ -47,6 +47,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in plan.edges],
         "batch_size": plan.batch_size, "steps": plan.steps, "epochs": plan.epochs, "seed": plan.seed,
         "capacity_rows": plan.capacity_rows, "on_failure": plan.on_failure, "stall_timeout_s": plan.stall_timeout_s,
+        "store": msgspec.to_builtins(plan.store),
         "trackers": [tracker_label(each) for each in plan.trackers],
         "staleness": rule_of(plan.staleness), "weights": msgspec.to_builtins(plan.chosen_weights),
         "choices": choices(plan),
