@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from echo_runs import echo_workflow
+from echo_runs import TOML, echo_workflow
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, PluginError
+from asyncflow_sdk.workflow.plan.toml import load_workflow
 
 
 def test_another_store_needs_a_checkpoint_and_has_to_be_installed() -> None:
@@ -21,25 +22,12 @@ def test_another_store_needs_a_checkpoint_and_has_to_be_installed() -> None:
 
 
 def test_a_store_is_a_name_or_a_table_in_a_file(tmp_path: Path) -> None:
-    from asyncflow_sdk.workflow.plan.toml import load_workflow
-
-    (tmp_path / "data.jsonl").write_text('{"prompt_ids": [1, 2, 3]}\n' * 8)
     for text, wanted in (
         ('"hosts"', af.Store(kind="hosts")),
         ('{ kind = "hosts", silence_s = 5.0, options = { fetch_s = 9.0 } }', af.Store(kind="hosts", silence_s=5.0, options={"fetch_s": 9.0})),
     ):  # fmt: skip
         file = tmp_path / "run.toml"
-        file.write_text(
-            f"""
-            steps = 2
-            batch_size = 8
-            prompts = "data.jsonl"
-            store = {text}
-            checkpoint = {{ every = 1 }}
-            rollout = {{ engine = "echo", prompt = "prompt_ids", group_size = 4 }}
-            train = {{ engine = "echo" }}
-            """
-        )
+        file.write_text(f"store = {text}\ncheckpoint = {{ every = 1 }}\n{TOML}")
         assert load_workflow(file).plan.store == wanted
 
 
