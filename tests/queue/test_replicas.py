@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from children import Child, hear, say
@@ -17,10 +18,18 @@ from test_homes_of_a_run import Cluster, own_home
 from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.errors import ConfigError, DigestMismatch, LeaseLost, MemoryFull, ProtocolError
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.interfaces.store import HomeCatalog
+from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection, open_queue
+from asyncflow_sdk.queue.connection import BlockingPort
+from asyncflow_sdk.queue.protocol import decode_result
+from asyncflow_sdk.queue.stores.blocks import pack_columns, to_image
+from asyncflow_sdk.queue.stores.home_clients import HomeClients
+from asyncflow_sdk.queue.stores.homes import HomeId, KnownHomes
+from asyncflow_sdk.queue.stores.replica_chunks import ReplicaChunk, decode_kept, digest_of_chunk, encode
+from asyncflow_sdk.types.blocks import BlockPlace
 
 REPLICAS = {"replicas": 2, "fetch_s": 10.0}
 
@@ -234,10 +243,14 @@ def serve_run(folder: str, level: str) -> None:
 
 
 class KilledCluster(Cluster):
-    """Its server is a process of its own."""
+    """Its server is a process of its own, which ends after its clients."""
+
+    def __init__(self, folder: Path, servers: contextlib.ExitStack, level: str) -> None:
+        self.servers = servers
+        super().__init__(folder, level=level)
 
     def serve(self, **options: Any) -> None:
-        self.server = self.ends.enter_context(Child(serve_run, str(self.folder / "run"), options["level"]))
+        self.server = self.servers.enter_context(Child(serve_run, str(self.folder / "run"), options["level"]))
         address, differing = self.server.hear()
         assert not differing
         self.run = af.connect(address)
@@ -246,8 +259,9 @@ class KilledCluster(Cluster):
 
 @pytest.mark.parametrize("level", ["process", "host"])
 def test_a_resumed_run_knows_both_places(tmp_path: Path, level: str) -> None:
-    cluster = KilledCluster(tmp_path, level=level)
-    with cluster.ends:
+    servers = contextlib.ExitStack()
+    cluster = KilledCluster(tmp_path, servers, level)
+    with servers, cluster.ends:
         cluster.unit("a")
         declare(cluster)
         wanted = columns(6)
@@ -284,13 +298,13 @@ def test_a_unit_that_is_away_leaves_one_place_and_says_so(cluster: Cluster, capl
         near.put({name: value[1:2] for name, value in wanted.items()})
         near.put({name: value[2:3] for name, value in wanted.items()})
     assert len([record for record in caplog.records if "server's memory only" in record.message]) == 1
-    bytes_, whole = replicated(cluster)
-    assert bytes_ * 3 == whole
+    before, whole = replicated(cluster)
+    assert 0 < before < whole
     # and a client with a unit has the server as the second place
     cluster.units["b"].resume()
     cluster.unit("a")
     cluster.client("a").put({name: value[3:] for name, value in wanted.items()})
-    assert replicated(cluster)[0] == bytes_ * 2
+    assert replicated(cluster)[0] > before
     read_all(cluster.client("c"), wanted)
 
 
@@ -347,3 +361,79 @@ def test_the_number_of_replicas_is_checked() -> None:
     for wrong in (0, 3, "2", 1.5):
         with pytest.raises(ConfigError, match="keeps 1 or 2 replicas"):
             af.serve(store="hosts", store_options={"replicas": wrong})
+
+
+# ---- calls and chunks that no client of ours sends
+
+
+def test_a_replica_that_a_client_made_up_is_refused(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.unit("b")
+    declare(cluster)
+    client = cluster.client("a").connection  # type: ignore[attr-defined]
+    packed = pack_columns(columns(2))
+    port = BlockingPort(client)
+    mine = f"h2.1!s{client.session}-0123abcd-1"
+    for place in (
+        BlockPlace(f"h1.1!s{client.session}-0123abcd-1", 0, 5),  # in the same home
+        BlockPlace(f"h2.1!s{client.session + 1}-0123abcd-1", 0, 5),  # of another session
+        BlockPlace(f"h2.1!s{client.session}-1", 0, 5),  # not written by a unit
+        BlockPlace(f"s{client.session}-1", 0, 5),
+        BlockPlace("s0-0123abcd-1", 0, 5),
+        BlockPlace("../x", 0, 5),
+        BlockPlace(mine, 1, 5),
+        BlockPlace(mine, -64, 5),
+        BlockPlace(mine, 0, 0),
+    ):
+        for image in (None, to_image(packed)):
+            pending = port.write(cmd.AddRows(groups=2, group_size=1, columns={}), packed)
+            block = pending.stored.block
+            rows = None if image is None else image.rows
+            body = client.encode_call(pending.command, block, None, rows, place)
+            answer = decode_result(client.wire.exchange(body, 10, () if image is None else image.parts).body)
+            assert answer.error is not None
+            assert answer.error[0] in ("SchemaError", "ProtocolError"), answer.error
+            # and the client may use the memory of its block again
+            assert block is not None
+            assert block.packed_serial in answer.freed
+    assert cluster.run.audit().put == 0
+    assert replicated(cluster) == (0, 0)
+    # a replica in a home that is lost meanwhile is left out
+    pending = port.write(cmd.AddRows(groups=2, group_size=1, columns={}), packed)
+    body = client.encode_call(pending.command, pending.stored.block, None, None, BlockPlace(mine, 0, 5))
+    cluster.run.evict_home(cluster.home("b"))
+    assert decode_result(client.wire.exchange(body, 10).body).error is None
+    assert replicated(cluster)[0] == 0 < replicated(cluster)[1]
+
+
+def test_a_unit_refuses_chunks_that_are_damaged_or_made_up(cluster: Cluster) -> None:
+    cluster.unit("a")
+    connection = cluster.client("c").connection  # type: ignore[attr-defined]
+    unit = HomeClients(KnownHomes(connection.homes()), connection.key).client(HomeId(1, 1))
+    data = np.arange(256, dtype=np.uint8)
+    good = ReplicaChunk(1, 1, connection.session, 1024, 0, digest_of_chunk(data))
+    for error, changes in (
+        (DigestMismatch, {"digest": 1}),
+        (LeaseLost, {"epoch": 2}),
+        (LeaseLost, {"home": 2}),
+        (LeaseLost, {"serial": 1 << 40, "start": 256}),
+        (ProtocolError, {"start": 256}),
+        (ProtocolError, {"start": -64}),
+        (ProtocolError, {"serial": 5}),
+        (ProtocolError, {"nbytes": 255}),
+        (ProtocolError, {"nbytes": 1 << 60}),
+    ):
+        with pytest.raises(error):
+            unit.call(encode(msgspec.structs.replace(good, **changes)), 10, "", (data,))  # type: ignore[arg-type]
+    for frames in ((), (data, data)):
+        with pytest.raises(ProtocolError):
+            unit.call(encode(good), 10, "", frames)
+    with pytest.raises(MemoryFull):
+        unit.call(encode(msgspec.structs.replace(good, nbytes=1 << 45)), 10, "", (data,))
+    # the unit goes on
+    place = decode_kept(unit.call(encode(good), 10, "", (data,)).body)
+    for start in (256, 512, 768):
+        more = msgspec.structs.replace(good, start=start, serial=place.serial)
+        assert decode_kept(unit.call(encode(more), 10, "", (data,)).body) == place
+    with pytest.raises(LeaseLost):  # it is complete
+        unit.call(encode(more), 10, "", (data,))

@@ -12,6 +12,7 @@ import xxhash
 
 from ...errors import DigestMismatch, ProtocolError
 from ...types.blocks import BlockPlace
+from .blocks import MOST_BYTES
 
 CHUNK_BYTES = 4 << 20
 """The wire sends a chunk in fragments of 1 MiB."""
@@ -64,7 +65,7 @@ def check_chunk(chunk: ReplicaChunk, data: Any) -> None:
     nbytes = memoryview(data).nbytes
     continues = chunk.start > 0 and chunk.serial > 0
     begins = chunk.start == chunk.serial == 0
-    if not (continues or begins) or not 0 < nbytes <= chunk.nbytes - chunk.start:
+    if not (continues or begins) or not 0 < nbytes <= chunk.nbytes - chunk.start or chunk.nbytes > MOST_BYTES:
         raise ProtocolError(f"a block of {chunk.nbytes} bytes has no chunk of {nbytes} bytes at {chunk.start}")
     if digest_of_chunk(data) != chunk.digest:
         raise DigestMismatch(f"bytes {chunk.start} to {chunk.start + nbytes} of a block were damaged on their way")
