@@ -24,12 +24,12 @@ from asyncflow_sdk.interfaces.store import HomeCatalog
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection, open_queue
 from asyncflow_sdk.queue.connection import BlockingPort
-from asyncflow_sdk.queue.protocol import decode_result
+from asyncflow_sdk.queue.protocol import decode_call, decode_result
 from asyncflow_sdk.queue.stores.blocks import pack_columns, to_image
 from asyncflow_sdk.queue.stores.home_clients import HomeClients
 from asyncflow_sdk.queue.stores.homes import HomeId, KnownHomes
 from asyncflow_sdk.queue.stores.replica_chunks import ReplicaChunk, decode_kept, digest_of_chunk, encode
-from asyncflow_sdk.types.blocks import BlockPlace
+from asyncflow_sdk.types.blocks import Block, BlockPlace
 
 REPLICAS = {"replicas": 2, "fetch_s": 10.0}
 
@@ -355,6 +355,14 @@ def test_large_blocks_are_sent_in_chunks(cluster: Cluster) -> None:
     with cluster.client("c").get("large", 3) as batch:
         assert batch["x"].tobytes() == x.tobytes()
         batch.ack()
+
+
+def test_a_call_without_a_replica_has_no_field_for_it(cluster: Cluster) -> None:
+    connection = cluster.run.queue.connection
+    block = Block("s1-1", 0, 1, 1, 64, ("x",))
+    assert len(msgspec.msgpack.decode(connection.encode_call(cmd.GetAudit(), block))) == 6
+    call = decode_call(connection.encode_call(cmd.GetAudit(), block, None, None, BlockPlace("h1.1!s1-1", 0, 1)))
+    assert (call.block, call.replica) == (block, BlockPlace("h1.1!s1-1", 0, 1))
 
 
 def test_the_number_of_replicas_is_checked() -> None:
