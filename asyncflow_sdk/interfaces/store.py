@@ -24,17 +24,19 @@ from typing import Any
 import msgspec
 
 from ..types import Column, ColumnSpec
-from ..types.blocks import Block, BlockImage, BlockSlices
+from ..types.blocks import Block, BlockImage, BlockPlace, BlockSlices
 from ..types.ragged import Array
 
 
 class StoredBlock(msgspec.Struct, frozen=True):
     """Written columns whose call is not sent yet: ``block``, their location, or ``image``, the bytes
-    to send beside the call. ``space``: the store's own handle of a block."""
+    to send beside the call. ``space``: the store's own handle of a block. ``replica``: its second
+    place. With ``block`` and ``image``, the image is sent as the replica."""
 
     block: Block | None = None
     image: BlockImage | None = None
     space: Any = None
+    replica: BlockPlace | None = None
 
 
 class PayloadStore(ABC):
@@ -42,12 +44,14 @@ class PayloadStore(ABC):
 
     ``inline``: True if the server sends the columns of rows in its own memory beside its answers.
     ``synced``: True if payload is on disk before its call counts. ``may_wait``: True if ``read`` may
-    wait for other hosts; event loops then read in a thread.
+    wait for other hosts; event loops then read in a thread. ``replicates``: True if ``replicate`` does
+    anything.
     """
 
     inline: bool = False
     synced: bool = False
     may_wait: bool = False
+    replicates: bool = False
 
     @abstractmethod
     def write(self, columns: Mapping[str, Column], *, copy: bool, grow: bool = True) -> StoredBlock:
@@ -60,6 +64,11 @@ class PayloadStore(ABC):
     def rewrite(self, stored: StoredBlock) -> StoredBlock | None:
         """Return the same columns, stored again, for a call that failed with PayloadLost. None if
         the block is still there: a repeated call would fail again. Raises MemoryFull."""
+
+    def replicate(self, stored: StoredBlock) -> StoredBlock:
+        """Return the same columns, also written to a second home, before their call is sent. May wait
+        for other hosts. Without a second home, return them unchanged."""
+        return stored
 
     @abstractmethod
     def discard(self, stored: StoredBlock) -> None:
@@ -134,6 +143,11 @@ class HomeCatalog(ABC):
     def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
         """Return the segments of a home that rows need, and the numbers of the sessions that may write
         further ones. Raises ServerLost."""
+
+    def needed_replicas(self, home: int, epoch: int) -> Set[int]:
+        """Return the serials of the replicas in a home that rows or calls need. A unit with replicas
+        requests them. Raises ServerLost."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

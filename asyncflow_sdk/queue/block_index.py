@@ -10,11 +10,13 @@ import struct
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..ledger.commands import Ids
-from ..types.blocks import Block, BlockSlices
+from ..types.blocks import Block, BlockPlace, BlockSlices
+from .block_replicas import BlockReplicas
 from .stores.blocks import BLOCK, RUN
 
 _NOWHERE = -1
@@ -33,6 +35,13 @@ class FreedBlocks(NamedTuple):
     serials: bytes  # packed int64
 
 
+class OwnedPlace(NamedTuple):
+    """The place of a replica, and the owner of its memory."""
+
+    owner: str
+    place: BlockPlace
+
+
 class BlockIndex:
     """Not thread-safe: only the server's thread uses it."""
 
@@ -46,14 +55,16 @@ class BlockIndex:
         self._blocks = np.zeros((1024, 6), np.int64)
         self._free = list(range(1023, -1, -1))  # slots; the lowest is used first
         self._segments = _Segments()
-        self.live_bytes = 0  # of blocks in use
+        self._replicas = BlockReplicas()
+        self.live_bytes = 0  # of blocks in use, each counted once
+        self.replicated_bytes = 0  # of blocks in use with a replica
         self.written_bytes = 0  # of all blocks so far
 
-    def put(self, first: int, block: Block, owner: str, group_size: int) -> None:
+    def put(self, first: int, block: Block, owner: str, group_size: int, replica: OwnedPlace | None = None) -> None:
         """Assign ``block`` to rows from ``first`` on, ``group_size`` rows for each entry."""
         count = block.rows * group_size
         self._reserve(first, first + count - 1)
-        place = self._enter(block, owner, count) << _SHIFT
+        place = self._enter(block, owner, count, replica) << _SHIFT
         at = first - self._base
         if count == 1:
             self._families[block.columns][at] = place
@@ -63,14 +74,21 @@ class BlockIndex:
                 entries if group_size == 1 else entries.repeat(group_size)
             )
 
-    def add(self, ids: Ids, block: Block, owner: str, entries: npt.NDArray[np.int64]) -> None:
+    def add(
+        self,
+        ids: Ids,
+        block: Block,
+        owner: str,
+        entries: npt.NDArray[np.int64],
+        replica: OwnedPlace | None = None,
+    ) -> None:
         """Assign entry entries[i] of ``block`` to row ids[i]."""
         if len(ids):
             self._reserve(int(ids.min()), int(ids.max()))
-            place = self._enter(block, owner, len(ids)) << _SHIFT
+            place = self._enter(block, owner, len(ids), replica) << _SHIFT
             self._families[block.columns][ids - self._base] = place + entries
 
-    def _enter(self, block: Block, owner: str, rows: int) -> int:
+    def _enter(self, block: Block, owner: str, rows: int, replica: OwnedPlace | None) -> int:
         """Add a block needed by ``rows`` rows, and return its slot."""
         family = block.columns
         if family not in self._families:
@@ -87,10 +105,14 @@ class BlockIndex:
         self._blocks[slot] = segment, block.start, block.serial, block.rows, block.nbytes, rows
         self.live_bytes += block.nbytes
         self.written_bytes += block.nbytes
+        if replica is not None:
+            place = replica.place
+            self._replicas.add(slot, self._segments.enter(replica.owner, place.segment), place.start, place.serial)
+            self.replicated_bytes += block.nbytes
         return slot
 
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[BlockSlices, ...]:
-        """Return the slices of columns for these rows; every row must have them."""
+        """Return the slices of columns for these rows, with replicas; every row must have them."""
         if not len(ids):
             return ()
         at = ids - self._base
@@ -162,17 +184,28 @@ class BlockIndex:
             wanted = np.zeros_like(used)
             wanted[theirs[theirs >= 0] >> _SHIFT] = True
             used &= wanted
+        slots = np.flatnonzero(used)
+        slots = self._missing(exist, slots, self._blocks[slots, :3])
+        if self._replicas:
+            second = self._replicas.having(slots)
+            here = np.setdiff1d(second, self._missing(exist, second, self._replicas.at(second)))
+            slots = np.setdiff1d(slots, here)
         gone = np.zeros(len(self._blocks), np.bool_)
-        for number, name in enumerate(self._segments.names):
-            slots = np.flatnonzero(used & (self._blocks[:, 0] == number))
-            if len(slots):
-                _, starts, serials, _, sizes, _ = self._blocks[slots].T
-                gone[slots] = ~exist(name, starts, serials, sizes)
+        gone[slots] = True
         if not gone.any():
             return np.empty(0, np.int64)
         found = [np.flatnonzero((a >= 0) & gone[np.maximum(a, 0) >> _SHIFT]) for a in self._families.values()]
         rows: Ids = np.unique(np.concatenate(found)) + self._base
         return rows
+
+    def _missing(self, exist: BlockCheck, slots: Ids, places: Ids) -> Ids:
+        """Return the slots with a missing place. ``places``: segment, start and serial of each."""
+        missing = np.zeros(len(slots), np.bool_)
+        for number in np.unique(places[:, 0]).tolist():
+            mine = places[:, 0] == number
+            _, starts, serials = places[mine].T
+            missing[mine] = ~exist(self._segments.names[number], starts, serials, self._blocks[slots[mine], 4])
+        return slots[missing]
 
     def copy(self, parents: Ids, children: Ids, columns: tuple[str, ...]) -> None:
         """Assign to each child the places of its parent's ``columns``."""
@@ -186,12 +219,15 @@ class BlockIndex:
             np.add.at(self._blocks[:, 5], places[here] >> _SHIFT, 1)
 
     def drop(self, gone: Callable[[str], bool]) -> list[tuple[Ids, Family]]:
-        """Forget all blocks in segments for which ``gone`` is true. Return the rows of each family
-        that had such a block."""
+        """Forget all places in segments for which ``gone`` is true. Return the rows of each family
+        that had a block without another place."""
         numbers = [number for number, name in self._segments.used() if gone(name)]
         used = np.ones(len(self._blocks), np.bool_)
         used[self._free] = False
         lost = used & np.isin(self._blocks[:, 0], numbers)
+        if self._replicas:
+            self._free_replicas(self._replicas.in_segments(numbers))
+            lost[self._promote(self._replicas.having(np.flatnonzero(lost)))] = False
         dropped = []
         for family, array in self._families.items():
             at = np.flatnonzero((array >= 0) & lost[np.maximum(array, 0) >> _SHIFT])
@@ -202,9 +238,26 @@ class BlockIndex:
             self._forget(np.flatnonzero(lost))
         return dropped
 
+    def _promote(self, slots: Ids) -> Ids:
+        """Let replicas take the place of lost blocks."""
+        for number in self._blocks[slots, 0].tolist():
+            self._segments.leave(number, 1)
+        self._blocks[slots, :3] = self._replicas.take(slots)
+        self.replicated_bytes -= int(self._blocks[slots, 4].sum())
+        return slots
+
     def segments(self) -> set[str]:
         """Return the segments that rows need."""
         return self._segments.of()
+
+    def serials_in(self, wanted: Callable[[str], bool]) -> Ids:
+        """Return the serials of all places in segments for which ``wanted`` is true."""
+        numbers = [number for number, name in self._segments.used() if wanted(name)]
+        used = np.ones(len(self._blocks), np.bool_)
+        used[self._free] = False
+        first = self._blocks[used & np.isin(self._blocks[:, 0], numbers), 2]
+        second = self._replicas.at(self._replicas.in_segments(numbers))[:, 2]
+        return np.concatenate([first, second])
 
     def _retire_one(self, at: int) -> list[FreedBlocks]:
         freed: list[FreedBlocks] = []
@@ -225,7 +278,14 @@ class BlockIndex:
         self.live_bytes -= nbytes
         freed = FreedBlocks(self._segments.owners[segment], self._segments.names[segment], _SERIAL.pack(serial))
         self._segments.leave(segment, 1)
-        return [freed]
+        return [freed, *self._free_replicas(np.array([slot]))] if self._replicas else [freed]
+
+    def _free_replicas(self, slots: Ids) -> list[FreedBlocks]:
+        """Forget the replicas of blocks, and return them."""
+        slots = self._replicas.having(slots)
+        self.replicated_bytes -= int(self._blocks[slots, 4].sum())
+        numbers, _, serials = self._replicas.take(slots).T
+        return self._leave(numbers, serials) if len(slots) else []
 
     def segments_of(self, owner: str) -> Collection[str]:
         """Return the segments of an owner that rows need."""
@@ -263,7 +323,7 @@ class BlockIndex:
         count = len(places)
         if count == 1 or (int(places[-1]) - first == count - 1 and (places[1:] - places[:-1] == 1).all()):
             segment, *block, _ = self._blocks[first >> _SHIFT].tolist()
-            return BlockSlices(
+            slices = BlockSlices(
                 names,
                 fields if isinstance(fields, bytes) else fields[:1].tobytes(),
                 (self._segments.names[segment],),
@@ -271,13 +331,14 @@ class BlockIndex:
                 RUN.pack(first & _ENTRY),
                 RUN.pack(count),
             )
+            return slices if not self._replicas else self._with_replicas(slices, np.array([first >> _SHIFT]))
         run = np.flatnonzero(_steps(places, first - 2) != 1)  # starts of runs
         slots = places[run] >> _SHIFT
         new = np.flatnonzero(_steps(slots, -1))  # the first run of each block
         blocks = self._blocks[slots[new]]
         blocks[:, 5] = _sizes(new, len(run))
         segments, blocks[:, 0] = _numbered(blocks[:, 0])
-        return BlockSlices(
+        slices = BlockSlices(
             names,
             fields if isinstance(fields, bytes) else fields[run[new]].tobytes(),
             tuple(self._segments.names[segment] for segment in segments),
@@ -285,17 +346,36 @@ class BlockIndex:
             (places[run] & _ENTRY).astype(np.int32).tobytes(),
             _sizes(run, count).astype(np.int32).tobytes(),
         )
+        return slices if not self._replicas else self._with_replicas(slices, slots[new])
+
+    def _with_replicas(self, slices: BlockSlices, slots: Ids) -> BlockSlices:
+        """Add the replicas of its blocks to slices: see ``BlockSlices``."""
+        places = self._replicas.at(slots)
+        here = places[:, 0] >= 0
+        if not here.any():
+            return slices
+        blocks = np.zeros((len(slots), 6), np.int64)
+        blocks[:, :3] = places
+        segments, which = _numbered(places[here, 0])
+        blocks[here, 0] = which + len(slices.segments)
+        names = (*slices.segments, *(self._segments.names[segment] for segment in segments))
+        return msgspec.structs.replace(slices, segments=names, blocks=slices.blocks + blocks.tobytes())
 
     def _forget(self, slots: Ids) -> list[FreedBlocks]:
         self._free.extend(slots.tolist())
         blocks = self._blocks[slots]
         self.live_bytes -= int(blocks[:, 4].sum())
-        segments, which = _numbered(blocks[:, 0])
+        freed = self._leave(blocks[:, 0], blocks[:, 2])
+        return freed + self._free_replicas(slots) if self._replicas else freed
+
+    def _leave(self, numbers: Ids, serials: Ids) -> list[FreedBlocks]:
+        """Return freed blocks by segment, given the segment's number and the serial of each."""
+        segments, which = _numbered(numbers)
         out = []
         for number, segment in enumerate(segments):
-            serials = blocks[which == number, 2]
-            out.append(FreedBlocks(self._segments.owners[segment], self._segments.names[segment], serials.tobytes()))
-            self._segments.leave(segment, len(serials))
+            mine = serials[which == number]
+            out.append(FreedBlocks(self._segments.owners[segment], self._segments.names[segment], mine.tobytes()))
+            self._segments.leave(segment, len(mine))
         return out
 
     def _reserve(self, lowest: int, highest: int) -> None:

@@ -39,7 +39,7 @@ from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import GrowthNeeded
 from ..types import Column, Event, digest_of
-from ..types.blocks import Block
+from ..types.blocks import Block, BlockPlace
 from ..types.defaults import CALL_S
 from ..wire import Client, RunKey, WireReply, await_key, find_key, own_address, process_key, same_host
 from .checks import check_arguments
@@ -47,10 +47,10 @@ from .coroutines import run_blocking
 from .home_catalog import LedgerCatalog
 from .journal import DISK_RETRY_S
 from .measures import measures_of
-from .protocol import Call, CallResult, ClientHello, ResultWithPayload, Welcome, decode_result, encode
+from .protocol import Call, CallResult, ClientHello, PlainCall, ResultWithPayload, Welcome, decode_result, encode
 from .stores.factory import LOCAL, make_store
 from .stores.fetch import FetchReply, FetchRequest
-from .stores.home_fetcher import open_unit
+from .stores.home_clients import open_unit
 from .stores.homes import SERVER_MEMORY, KnownHomes, home_of
 from .stores.reader import from_image
 from .unit_start import UnitConfig, ensure_unit
@@ -207,13 +207,18 @@ class Connection:
         block: Block | None = None,
         then: cmd.LeaseRows | None = None,
         payload: int | None = None,
+        replica: BlockPlace | None = None,
     ) -> bytes:
         """Return the encoded call, with waiting events. Raises TypeError, SchemaError."""
         for each in (command, then):
             if each is not None:
                 check_arguments(each)
         with self._lock:
-            body = encode(Call(command, block, tuple(self._events), then, payload, self.store.inline))
+            events, inline = tuple(self._events), self.store.inline
+            if replica is None:
+                body = encode(PlainCall(command, block, events, then, payload, inline))
+            else:
+                body = encode(Call(command, block, events, then, payload, inline, replica))
             self._events.clear()
         return body
 
@@ -323,11 +328,14 @@ class Port(ABC):
         """
         began = time.monotonic()
         for left in reversed(range(SEND_TRIES)):
-            stored = pending.stored
-            image = stored.image
             try:
+                if self.connection.store.replicates and pending.stored is not _NOTHING:
+                    stored = await self.in_thread(self.connection.store.replicate, pending.stored)
+                    pending = PendingWrite(pending.command, stored)
+                stored = pending.stored
+                image = stored.image
                 body = self.connection.encode_call(
-                    pending.command, stored.block, then, None if image is None else image.rows
+                    pending.command, stored.block, then, None if image is None else image.rows, stored.replica
                 )
             except BaseException:
                 self.discard(pending)

@@ -10,8 +10,9 @@ from typing import Any
 from ..errors import ConfigError, ServerLost
 from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
 from ..ledger import commands as cmd
+from ..ledger import unpack_ids
 from ..types.defaults import CALL_S
-from .stores.fetch import NeededRequest
+from .stores.fetch import NeededReplicasRequest, NeededRequest
 
 
 class LedgerCatalog(HomeCatalog):
@@ -35,6 +36,9 @@ class LedgerCatalog(HomeCatalog):
     def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
         found = self._send(NeededRequest(home, epoch))
         return set(found.segments), set(found.sessions)
+
+    def needed_replicas(self, home: int, epoch: int) -> Set[int]:
+        return set(unpack_ids(self._send(NeededReplicasRequest(home, epoch)).serials).tolist())
 
 
 class ServerCatalog(HomeCatalog):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,16 +25,44 @@ from ..ledger.state import LedgerState
 from ..ledger.state.homes import HomeLoss, LostColumns, Replacement
 from ..memory import BlockHold, Mapper, find_blocks
 from ..types import Batch, Column, ColumnSpec
-from ..types.blocks import Block, BlockSlices
+from ..types.blocks import Block, BlockPlace, BlockSlices
 from . import remote_payload
-from .block_index import BlockCheck, BlockIndex
+from .block_index import BlockCheck, BlockIndex, OwnedPlace
 from .remote_payload import RemotePayload
-from .stores.homes import SERVER_MEMORY, HomeId, home_of
+from .stores.homes import SERVER_MEMORY, HomeId, home_of, is_replica_segment
 from .stores.reader import ColumnReader
+from .stores.replica_choice import choose_server_memory
 
 Report = TypeVar("Report", Audit, StatusReport)
 MOST_UNREAD = 16
 """Steps that may hold descriptors of their segments until read. Further steps are read at once."""
+
+
+class CallPayload(NamedTuple):
+    """The payload of a call being executed, and the owner of its block."""
+
+    owner: str
+    block: Block
+    replica: OwnedPlace | None = None
+
+    def segments(self) -> Iterator[str]:
+        """Yield the segments of its places."""
+        yield self.block.segment
+        if self.replica is not None:
+            yield self.replica.place.segment
+
+    def without(self, where: HomeId) -> CallPayload | None:
+        """Return the payload without its places in a lost home; None if there is no other place."""
+        replica = self.replica
+        if replica is not None and home_of(replica.place.segment) == where:
+            return self._replace(replica=None)
+        if home_of(self.block.segment) != where:
+            return self
+        if replica is None:
+            return None
+        place = replica.place
+        block = msgspec.structs.replace(self.block, segment=place.segment, start=place.start, serial=place.serial)
+        return CallPayload(replica.owner, block)
 
 
 class PayloadManager:
@@ -53,7 +81,7 @@ class PayloadManager:
         self.reader = ColumnReader(self._mapper)
         self.remote = RemotePayload(rows, self.reader, synced=synced)
         self._freed: dict[str, bytes] = {}  # by open session: serials of its freed blocks, for its next answer
-        self._pending_blocks: dict[int, tuple[str, Block]] = {}  # by ticket of a waiting call: owner and block
+        self._pending_blocks: dict[int, CallPayload] = {}  # by ticket of a waiting call
         # by wanted columns, and the bit mask of common columns
         self._schemas: dict[tuple[tuple[str, ...], int], dict[str, ColumnSpec]] = {}
         self.read_homes: Callable[[Sequence[BlockSlices], Mapping[str, ColumnSpec]], dict[str, Column]]
@@ -91,53 +119,61 @@ class PayloadManager:
 
     # ---- blocks of calls
 
-    def hold(self, ticket: int, owner: str, block: Block) -> None:
-        """Hold the block of a call being executed."""
-        self._pending_blocks[ticket] = owner, block
+    def hold(self, ticket: int, payload: CallPayload) -> None:
+        """Hold the payload of a call being executed."""
+        self._pending_blocks[ticket] = payload
 
     def put(self, ticket: int, command: cmd.AddRows, done: cmd.PutDone, groups: Ids) -> None:
         """Place the rows of a put. ``groups``: the block's groups that a repeated put adds."""
         if ticket not in self._pending_blocks:
             return
-        owner, block = self._pending_blocks.pop(ticket)
+        payload = self._pending_blocks.pop(ticket)
+        owner, block, replica = payload
         if done.again:
-            self.free(owner, block)
+            self.free(payload)
         elif done.groups:
             ids = np.arange(done.first, done.first + done.count)
-            self.index.add(ids, block, owner, groups.repeat(command.group_size))
+            self.index.add(ids, block, owner, groups.repeat(command.group_size), replica)
         else:
-            self.index.put(done.first, block, owner, command.group_size)
+            self.index.put(done.first, block, owner, command.group_size, replica)
 
     def complete(self, ticket: int, ids: Ids, revoked: Ids) -> None:
         """Place columns of rows, in the order of the block's entries, except for revoked rows."""
         if ticket not in self._pending_blocks:
             return
-        owner, block = self._pending_blocks.pop(ticket)
+        payload = self._pending_blocks.pop(ticket)
+        owner, block, replica = payload
         entries = np.arange(block.rows)
         if not len(revoked):
-            self.index.add(ids, block, owner, entries)
+            self.index.add(ids, block, owner, entries, replica)
             return
         kept = ~np.isin(ids, revoked)
-        self.index.add(ids[kept], block, owner, entries[kept])
+        self.index.add(ids[kept], block, owner, entries[kept], replica)
         if not kept.any():
-            self.free(owner, block)
+            self.free(payload)
 
     def discard(self, ticket: int) -> None:
-        """Free the block, if any, of a call that failed or was cancelled."""
+        """Free the payload, if any, of a call that failed or was cancelled."""
         if ticket in self._pending_blocks:
-            self.free(*self._pending_blocks.pop(ticket))
+            self.free(self._pending_blocks.pop(ticket))
 
     def forget(self, ticket: int) -> None:
-        """Forget the call of an ended session. Only an uploaded block is freed: others go with its
-        segments."""
+        """Forget the call of an ended session. Only uploads are freed: others go with its segments."""
         if ticket in self._pending_blocks:
-            owner, block = self._pending_blocks.pop(ticket)
-            if owner == remote_payload.OWNER:
-                self.free(owner, block)
+            owner, block, replica = self._pending_blocks.pop(ticket)
+            for each, place in ((owner, block), *(() if replica is None else (replica,))):
+                if each == remote_payload.OWNER:
+                    self.free_place(each, place)
 
-    def free(self, owner: str, block: Block) -> None:
-        """Free a block."""
-        self._free(owner, block.segment, block.packed_serial)
+    def free(self, payload: CallPayload) -> None:
+        """Free the block of a call, and its replica."""
+        self.free_place(payload.owner, payload.block)
+        if payload.replica is not None:
+            self.free_place(*payload.replica)
+
+    def free_place(self, owner: str, place: Block | BlockPlace) -> None:
+        """Free one place of a block."""
+        self._free(owner, place.segment, place.packed_serial)
 
     def retire(self, ids: Ids) -> None:
         """Free the blocks that no row needs once these rows have ended."""
@@ -149,11 +185,13 @@ class PayloadManager:
             return
         if owner in self._freed:
             self.free_later(owner, serials)
-        elif segment not in {
-            *self.index.segments_of(owner),
-            *(block.segment for _, block in self._pending_blocks.values()),
-        }:
+        elif segment not in {*self.index.segments_of(owner), *self._pending_segments()}:
             self.files.remove(segment)
+
+    def _pending_segments(self) -> Iterator[str]:
+        """Yield the segments of waiting calls."""
+        for payload in self._pending_blocks.values():
+            yield from payload.segments()
 
     def remove_old_weights(self) -> None:
         """Remove weights of versions that cannot be fetched any more."""
@@ -171,17 +209,36 @@ class PayloadManager:
         self.index.copy(remade.parents, remade.children, remade.columns)
 
     def drop_home(self, lost: HomeLoss) -> tuple[list[LostColumns], list[int]]:
-        """Forget the blocks in a lost home. Return the columns of rows that were there, and the
-        tickets of waiting puts with their payload there."""
+        """Forget the places in a lost home. Return the columns of rows without another place, and the
+        tickets of waiting puts without one."""
         where = HomeId(lost.home, lost.epoch)
-        waiting = [ticket for ticket, (_, block) in self._pending_blocks.items() if home_of(block.segment) == where]
+        waiting = []
+        for ticket, payload in self._pending_blocks.items():
+            left = payload.without(where)
+            if left is None:
+                waiting.append(ticket)
+            else:
+                self._pending_blocks[ticket] = left
         dropped = self.index.drop(lambda segment: home_of(segment) == where)
         return [LostColumns(ids, columns) for ids, columns in dropped], waiting
 
     def needed(self, where: HomeId) -> tuple[str, ...]:
         """Return the segments of a home that rows or calls need."""
-        segments = self.index.segments() | {block.segment for _, block in self._pending_blocks.values()}
+        segments = {*self.index.segments(), *self._pending_segments()}
         return tuple(sorted(segment for segment in segments if home_of(segment) == where))
+
+    def needed_replicas(self, where: HomeId) -> set[int]:
+        """Return the serials of the blocks that rows or calls need, in replica segments of a home."""
+
+        def holds(segment: str) -> bool:
+            """True for a replica segment of the home."""
+            return home_of(segment) == where and is_replica_segment(segment)
+
+        serials = set(self.index.serials_in(holds).tolist())
+        for _, block, replica in self._pending_blocks.values():
+            places = (block,) if replica is None else (block, replica.place)
+            serials |= {place.serial for place in places if holds(place.segment)}
+        return serials
 
     # ---- reading rows
 
@@ -206,14 +263,15 @@ class PayloadManager:
         """
         columns_of = self.index.columns_of(ids)
         slices = self.index.locate(ids, columns_of)
+        in_memory = tuple(map(choose_server_memory, slices))
         schema = {name: self._columns.specs[name] for name in columns_of}
-        here = all(home_of(segment) == SERVER_MEMORY for part in slices for segment in part.segments)
+        here = all(home_of(segment) == SERVER_MEMORY for part in in_memory for segment in part.segments)
         held: list[BlockHold] = []
         version_step_offsets = self._versions.lineage.offsets
 
         def read() -> Batch:
             """Read the rows."""
-            columns = remote_payload.read(self.reader, slices, schema) if here else self.read_homes(slices, schema)
+            columns = remote_payload.read(self.reader, in_memory, schema) if here else self.read_homes(slices, schema)
             held.clear()  # columns that are views hold their blocks themselves
             batch = Batch(ids, groups, columns)
             batch.completed_at, batch.version_step_offsets = completed_at, version_step_offsets
@@ -226,7 +284,7 @@ class PayloadManager:
             if sum(each.unread for each in self._step_reads) >= MOST_UNREAD:
                 step.now()
             else:
-                held += [hold for part in slices for hold in self.reader.hold(part)]
+                held += [hold for part in in_memory for hold in self.reader.hold(part)]
         except (AsyncFlowError, OSError):  # no descriptor is left, or a segment is gone: reading raises the error
             step.now()
         self._step_reads.add(step)
@@ -248,16 +306,12 @@ class PayloadManager:
         """
         if among is not None and not len(self.index.find_lost(exist, among)):
             return np.empty(0, np.int64), []
-        waiting = [
-            ticket
-            for ticket, (_, block) in self._pending_blocks.items()
-            if not exist(block.segment, *np.array([[block.start], [block.serial], [block.nbytes]])).all()
-        ]
+        waiting = [ticket for ticket, payload in self._pending_blocks.items() if not _exists(payload, exist)]
         return self.index.find_lost(exist), waiting
 
     def reconcile(self, sessions: Collection[int]) -> None:
         """After a crash, remove segments needed neither by these sessions nor by rows."""
-        needed = self.index.segments() | {block.segment for _, block in self._pending_blocks.values()}
+        needed = {*self.index.segments(), *self._pending_segments()}
         self.files.reconcile(sessions, needed)
 
     # ---- status and end
@@ -285,7 +339,7 @@ class PayloadManager:
         """Return the report with the bytes of payload."""
         return msgspec.structs.replace(
             self.fill_homes(report), payload_bytes=self.index.live_bytes, held_bytes=self.held_bytes(),
-            written_bytes=self.index.written_bytes,
+            written_bytes=self.index.written_bytes, replicated_bytes=self.index.replicated_bytes,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -294,6 +348,14 @@ class PayloadManager:
             step.now()
         self.remote.close()
         self._mapper.close()
+
+
+def _exists(payload: CallPayload, exist: BlockCheck) -> bool:
+    _, block, replica = payload
+    places = (block,) if replica is None else (block, replica.place)
+    return any(
+        exist(place.segment, *np.array([[place.start], [place.serial], [block.nbytes]])).all() for place in places
+    )
 
 
 class SegmentFiles:

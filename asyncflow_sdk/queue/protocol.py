@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -10,9 +10,9 @@ import numpy as np
 from ..errors import AsyncFlowError, error_from_name
 from ..ledger.commands import AnyCommand, AnyReply, LeaseRows
 from ..types import ColumnSpec, Event
-from ..types.blocks import Block, BlockSlices
+from ..types.blocks import Block, BlockPlace, BlockSlices
 from ..wire import MAX_BYTES
-from .stores.fetch import FetchReply, FetchRequest, Needed, NeededRequest
+from .stores.fetch import FetchReply, FetchRequest, Needed, NeededReplicas, NeededReplicasRequest, NeededRequest
 
 
 class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -51,8 +51,11 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     store_options: dict[str, Any] = {}
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
-    """A request. ``command`` None only delivers ``events``.
+CallCommand: TypeAlias = AnyCommand | ClientHello | FetchRequest | NeededRequest | NeededReplicasRequest
+
+
+class PlainCall(msgspec.Struct, frozen=True, array_like=True):
+    """A request as it is sent without a replica. ``command`` None only delivers ``events``.
 
     ``block``: payload of a put or a completion. ``then``: a lease to request once ``command`` (a
     completion or a return of rows) has succeeded; if it fails, nothing is leased. ``payload``:
@@ -60,12 +63,25 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     of the answer beside it, too, if all are in the server's memory.
     """
 
-    command: AnyCommand | ClientHello | FetchRequest | NeededRequest | None
+    command: CallCommand | None
     block: Block | None = None
     events: tuple[Event, ...] = ()
     then: LeaseRows | None = None
     payload: int | None = None
     inline: bool = False
+
+
+class Call(PlainCall, frozen=True, array_like=True):
+    """A request as it is read. ``replica``: the second place of its payload, in another home. With
+    ``block`` and ``payload``, the columns sent beside the call are the replica."""
+
+    replica: BlockPlace | None = None
+
+    @property
+    def client_serials(self) -> bytes:
+        """The serials of the client's own places, as in ``CallResult.freed``. Before an upload of this
+        call is stored."""
+        return b"".join(place.packed_serial for place in (self.block, self.replica) if place is not None)
 
 
 class CallResult(msgspec.Struct, frozen=True, array_like=True):
@@ -77,7 +93,7 @@ class CallResult(msgspec.Struct, frozen=True, array_like=True):
     answer, with the columns of ``schema``; 0 if the rows ended before they were sent.
     """
 
-    reply: AnyReply | Welcome | FetchReply | Needed | None = None
+    reply: AnyReply | Welcome | FetchReply | Needed | NeededReplicas | None = None
     error: tuple[str, str] | None = None
     slices: tuple[BlockSlices, ...] = ()
     schema: dict[str, ColumnSpec] = {}

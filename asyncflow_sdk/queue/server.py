@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from .._version import __version__
 from ..errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, WireError
 from ..interfaces import Sampler, StalenessPolicy
 from ..interfaces.store import PayloadStore, StoreContext
-from ..ledger import Audit, Ledger, StatusReport
+from ..ledger import Audit, Ledger, StatusReport, pack_ids
 from ..ledger import commands as cmd
 from ..ledger.factory import make_policy, make_sampler
 from ..types import Batch, Event
 from ..types import events as ev
-from ..types.blocks import Block
 from ..wire import MAX_BYTES, KeyPair, PayloadSink, RunKey, Server, has_ended, offer_key, process_key
 from .call_executor import CallExecutor, Clock
 from .deferred import DeferredRequest, DeferredRequests
@@ -32,11 +32,11 @@ from .home_catalog import ServerCatalog
 from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
 from .listeners import Listeners
 from .payload_manager import PayloadManager
-from .protocol import Call, CallResult, ClientHello, Welcome, decode_call, decode_result, encode, failure
+from .protocol import Call, CallCommand, CallResult, ClientHello, Welcome, decode_call, decode_result, encode, failure
 from .recovery import RecoverableState, Recovered
 from .remote_payload import DECODE_ERRORS, IncomingBlock, RefusedUpload
 from .stores.factory import LOCAL, make_store
-from .stores.fetch import FetchRequest, Needed, NeededRequest
+from .stores.fetch import FetchRequest, Needed, NeededReplicas, NeededReplicasRequest, NeededRequest
 from .stores.homes import HomeId
 
 STATUS_EVERY_S = 1.0
@@ -246,9 +246,9 @@ class QueueServer:
             return
         if (request := self._deferred.drop(ticket)) is not None:  # not recorded, but its block must be freed
             request.release()
-            if request.call.block is None:
+            if not request.call.client_serials:
                 return
-            answer = encode(CallResult(freed=request.call.block.packed_serial))
+            answer = encode(CallResult(freed=request.call.client_serials))
         now = self._clock()
         self._executor.drop(session, ticket, answer, now)
         self._record(DropRecord(now, session, seq))
@@ -342,7 +342,7 @@ class QueueServer:
                 call = self._payloads.remote.store(call, request.payload)
                 body = encode(call)
             except AsyncFlowError as error:
-                self._reply(request.ticket, error)
+                self._reply(request.ticket, error, request.call)
                 return
         if isinstance(call.command, cmd.OpenHome):
             self._units[session] = request.since
@@ -374,7 +374,7 @@ class QueueServer:
         """Let a request wait for disk space, up to its deadline."""
         if not request.may_wait:
             request.release()
-            self._reply(request.ticket, full, request.call.block)
+            self._reply(request.ticket, full, request.call)
             return
         if not self._deferred:
             self._note(f"{full}; new rows wait until the disk has room", "warning")
@@ -400,7 +400,7 @@ class QueueServer:
     def _expire_deferred(self, now: float) -> None:
         for request in self._deferred.take_expired(now):
             request.release()
-            self._reply(request.ticket, request.timeout_error(now), request.call.block)
+            self._reply(request.ticket, request.timeout_error(now), request.call)
 
     # ---- read-only requests
 
@@ -410,13 +410,11 @@ class QueueServer:
             return False
         if call.command is None:
             return not self._payloads.has_freed(session)
-        if isinstance(call.command, (FetchRequest, NeededRequest)):
+        if isinstance(call.command, (FetchRequest, NeededRequest, NeededReplicasRequest)):
             return True
         return session not in self._clients or (isinstance(call.command, READ_ONLY) and call.then is None)
 
-    def _answer_read_only(
-        self, session: str, ticket: int, command: cmd.AnyCommand | ClientHello | FetchRequest | NeededRequest | None
-    ) -> None:
+    def _answer_read_only(self, session: str, ticket: int, command: CallCommand | None) -> None:
         if session not in self._clients:
             self._reply(ticket, ProtocolError("unknown session: send hello first, or its process has ended"))
         elif command is None:
@@ -424,6 +422,8 @@ class QueueServer:
         elif isinstance(command, NeededRequest):
             segments = self._payloads.needed(HomeId(command.home, command.epoch))
             self._reply(ticket, Needed(segments, tuple(self._clients.numbers().values())))
+        elif isinstance(command, NeededReplicasRequest):
+            self._reply(ticket, NeededReplicas(self._needed_replicas(HomeId(command.home, command.epoch))))
         elif isinstance(command, FetchRequest):
             make = functools.partial(self._payloads.remote.fetch, command)
             self._wire.answer(ticket, b"", at_once=True, recorded=False, make=make)
@@ -432,9 +432,16 @@ class QueueServer:
             for _, reply in self._ledger.drain().answers:
                 self._reply(ticket, self._fill(reply))
 
-    def _reply(self, ticket: int, reply: cmd.Reply | Needed | AsyncFlowError, back: Block | None = None) -> None:
-        """Answer a call that is not recorded. ``back``: its block, to be freed by the client."""
-        freed = b"" if back is None else back.packed_serial
+    def _needed_replicas(self, where: HomeId) -> bytes:
+        deferred = {request.call.replica for request in self._deferred.requests} - {None}
+        serials = self._payloads.needed_replicas(where) | {place.serial for place in deferred if place is not None}
+        return pack_ids(np.array(sorted(serials), np.int64))
+
+    def _reply(
+        self, ticket: int, reply: cmd.Reply | Needed | NeededReplicas | AsyncFlowError, refused: Call | None = None
+    ) -> None:
+        """Answer a call that is not recorded. ``refused``: the client frees its payload."""
+        freed = b"" if refused is None else refused.client_serials
         if isinstance(reply, AsyncFlowError):
             self._wire.answer(ticket, encode(CallResult(error=failure(reply), freed=freed)), at_once=True)
         else:

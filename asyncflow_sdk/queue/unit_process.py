@@ -46,6 +46,9 @@ class UnitCatalog(HomeCatalog):
     def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
         return self.connection.homes().needed(home, epoch)
 
+    def needed_replicas(self, home: int, epoch: int) -> Set[int]:
+        return self.connection.homes().needed_replicas(home, epoch)
+
 
 def run_unit(
     config: UnitConfig, say: Callable[[str], None], stop: threading.Event, *, beat_s: float = BEAT_S

@@ -63,8 +63,8 @@ class Cluster:
         self.units: dict[str, Child] = {}
         self.serve(**options)
 
-    def serve(self, **options: Any) -> None:
-        self.run = af.serve(self.folder / "run", address="tcp://127.0.0.1:0", store="hosts", **options)
+    def serve(self, store: str | af.Store = "hosts", **options: Any) -> None:
+        self.run = af.serve(self.folder / "run", address="tcp://127.0.0.1:0", store=store, **options)
         self.ends.callback(self.run.close)
 
     def unit(self, host: str) -> None:

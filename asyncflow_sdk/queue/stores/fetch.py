@@ -1,7 +1,7 @@
 """Fetches: columns of rows in memory that a client does not see, sent by the process that sees it.
 
     request = encode(FetchRequest((FetchPart(slices, schema),)))          # client
-    reply, frames = read_parts(reader, decode_request(body).parts)        # storage unit, or server
+    reply, frames = read_parts(reader, request.parts)                     # storage unit, or server
     columns = unpack_parts(decode_reply(body), payload, request.parts)    # client
 
 Each part becomes one block. A digest of its bytes is checked by the client.
@@ -60,6 +60,19 @@ class Needed(msgspec.Struct, frozen=True, array_like=True, tag="segments"):
     sessions: tuple[int, ...]
 
 
+class NeededReplicasRequest(msgspec.Struct, frozen=True, array_like=True, tag="needed_replicas"):
+    """Request for the replicas in a home that are needed."""
+
+    home: int
+    epoch: int
+
+
+class NeededReplicas(msgspec.Struct, frozen=True, array_like=True, tag="replicas"):
+    """``serials``: int64, of the replicas that rows or calls need."""
+
+    serials: bytes
+
+
 class SentBlock(msgspec.Struct, frozen=True, array_like=True):
     """A block of the answer. ``digest``: XXH3 (64 bits) of its bytes."""
 
@@ -75,18 +88,7 @@ class FetchReply(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_decode_request = msgspec.msgpack.Decoder(FetchRequest).decode
 _decode_reply = msgspec.msgpack.Decoder(FetchReply).decode
-
-
-def decode_request(body: bytes) -> FetchRequest:
-    """Raises ProtocolError unless the body is a request of valid locations."""
-    try:
-        request = _decode_request(body)
-    except _BAD as error:
-        raise ProtocolError(f"this request for columns cannot be read: {error}") from None
-    check_parts(request.parts)
-    return request
 
 
 def decode_reply(body: bytes) -> FetchReply:

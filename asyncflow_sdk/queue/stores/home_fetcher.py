@@ -24,10 +24,10 @@ from ...errors import (
     StoreUnavailable,
     WireError,
 )
-from ...interfaces.store import StorageHome
 from ...types import Column
-from ...wire import RunKey, ServiceAddress, ServiceClient
+from ...wire import RunKey
 from .fetch import FetchPart, FetchReply, FetchRequest, decode_reply, encode, unpack_parts
+from .home_clients import HomeClients
 from .homes import SERVER_MEMORY, HomeId, KnownHomes
 
 FETCH_S = 30.0
@@ -39,24 +39,13 @@ LAST_S = 1.0
 PAUSE_S = 0.2
 THREADS = 2
 """Requests to one home at a time. Others of the same client wait for them."""
-MAX_REQUEST_BYTES = 16 << 20
-"""Of the locations of one request, on both sides."""
 Columns = dict[str, Column]
 _log = logging.getLogger(__name__)
 
 
-def open_unit(home: StorageHome, key: RunKey | None) -> ServiceClient:
-    """Return a connection to the unit of a home. ``key``: of the run. Raises AccessDenied without a
-    key that is needed."""
-    if home.key and key is None:
-        raise AccessDenied(f"home {home.home} ({home.name}) needs the run's key, and this client has none")
-    own = RunKey(home.key, key.public, key.secret) if home.key and key is not None else None
-    return ServiceClient(ServiceAddress(home.address, own, 0, ""), max_call_bytes=MAX_REQUEST_BYTES)
-
-
 class HomeFetcher:
-    """``key``: the run's key; its client key opens all units. ``server``: sends a request for columns in
-    home 0; see ``StoreContext.fetch``. Thread-safe."""
+    """``key``: the run's key. ``server``: sends a request for columns in home 0; see
+    ``StoreContext.fetch``. ``clients``: its connections. Thread-safe."""
 
     def __init__(
         self,
@@ -66,8 +55,8 @@ class HomeFetcher:
         *,
         timeout_s: float = FETCH_S,
     ) -> None:
-        self._homes, self._key, self._server, self._timeout_s = homes, key, server, timeout_s
-        self._clients: dict[int, tuple[tuple[str, str], ServiceClient]] = {}
+        self._homes, self._server, self._timeout_s = homes, server, timeout_s
+        self.clients = HomeClients(homes, key)
         self._lock = threading.Lock()
         self._closed = False
         self._threads: dict[HomeId, ThreadPoolExecutor] = {}
@@ -75,6 +64,13 @@ class HomeFetcher:
     def fetch(self, wanted: Mapping[HomeId, Sequence[FetchPart]]) -> dict[HomeId, list[Columns]]:
         """Return the columns of each part, all homes in parallel. Raises the first home's error:
         StoreUnavailable, LeaseLost, SchemaError, ProtocolError, AccessDenied."""
+        waiting = self.begin(wanted, self._timeout_s)
+        return {where: future.result() for where, future in waiting.items()}  # each ends at its own deadline
+
+    def begin(
+        self, wanted: Mapping[HomeId, Sequence[FetchPart]], timeout_s: float
+    ) -> dict[HomeId, Future[list[Columns]]]:
+        """Begin to fetch. ``timeout_s``: longest wait for one home. Raises LeaseLost after ``close``."""
         with self._lock:
             if self._closed:
                 raise LeaseLost("the connection that reads these rows is closed")
@@ -82,25 +78,23 @@ class HomeFetcher:
             for where, parts in wanted.items():  # threads for each: a lost host must not delay others
                 if where not in self._threads:
                     self._threads[where] = ThreadPoolExecutor(THREADS, f"asyncflow-home-{where.home}")
-                waiting[where] = self._threads[where].submit(self._fetch, where, parts)
-        return {where: future.result() for where, future in waiting.items()}  # each ends at its own deadline
+                waiting[where] = self._threads[where].submit(self._fetch, where, parts, timeout_s)
+        return waiting
 
     def close(self) -> None:
         """End all fetches and connections. Idempotent."""
         with self._lock:
             self._closed = True
-            clients, self._clients = list(self._clients.values()), {}
             pools, self._threads = list(self._threads.values()), {}
-        for _, client in clients:
-            client.close()
+        self.clients.close()
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _fetch(self, where: HomeId, parts: Sequence[FetchPart]) -> list[Columns]:
+    def _fetch(self, where: HomeId, parts: Sequence[FetchPart], timeout_s: float) -> list[Columns]:
         request = FetchRequest(tuple(parts))
         began, damaged, attempt_s = time.monotonic(), 0, ATTEMPT_S
         while True:
-            left = self._timeout_s - (time.monotonic() - began)
+            left = timeout_s - (time.monotonic() - began)
             try:
                 reply, payload = self._ask(where, request, min(max(left, LAST_S), attempt_s))
                 return unpack_parts(reply, payload, parts)
@@ -119,7 +113,7 @@ class HomeFetcher:
             if self._closed:
                 raise LeaseLost("the connection that reads these rows was closed")
             moved = self._moved(where)
-            if waited >= self._timeout_s and not moved:
+            if waited >= timeout_s and not moved:
                 raise StoreUnavailable(
                     f"{self._named(where)} could not be reached from this host in {waited:.1f} s: {reason}. The rows are"
                     " not lost; is its storage unit running, and does the network reach it?"
@@ -133,31 +127,8 @@ class HomeFetcher:
             if self._server is None:
                 raise ProtocolError("rows are in memory of the server that this client neither sees nor may request")
             return self._server(request, timeout_s)
-        answer = self._client(where).call(encode(request), timeout_s, f"rows in {self._named(where)}")
+        answer = self.clients.client(where).call(encode(request), timeout_s, f"rows in {self._named(where)}")
         return decode_reply(answer.body), answer.payload
-
-    def _client(self, where: HomeId) -> ServiceClient:
-        """Return the connection to a home's unit. Raises LeaseLost for a lost epoch, WireError if it
-        has no unit now."""
-        home = self._homes.find(where)
-        if home is None:
-            raise WireError(f"home {where.home} is unknown to this run's server")
-        if home.epoch != where.epoch or home.lost:
-            raise LeaseLost(
-                f"epoch {where.epoch} of home {where.home} ({home.name}) is lost: {home.lost or 'another one has begun'}"
-            )
-        if not home.address:
-            raise WireError("it has no storage unit now")
-        with self._lock:
-            known, client = self._clients.get(where.home, (None, None))
-            if client is None or known != (home.address, home.key):
-                if client is not None:
-                    client.close()
-                if self._closed:
-                    raise LeaseLost("the connection that reads these rows is closed")
-                client = open_unit(home, self._key)
-                self._clients[where.home] = (home.address, home.key), client
-            return client
 
     def _moved(self, where: HomeId) -> bool:
         """Look a home up again. True if its unit has another address or key now."""

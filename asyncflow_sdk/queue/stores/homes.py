@@ -1,7 +1,8 @@
 """Homes of blocks: names of their segments, and the homes that this client knows.
 
 A segment of session 7 in the server's memory (home 0) is named ``s7-1``; in epoch 1 of home 2,
-``h2.1!s7-1``. The name is that of the file, too. The ledger and the journal carry names unchanged.
+``h2.1!s7-1``; one with replicas of its blocks there ``h2.1!s7-1a2b3c4d-1``. The name is that of the
+file, too. The ledger and the journal carry names unchanged.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import secrets
 import threading
 import time
 from pathlib import Path
@@ -19,8 +21,11 @@ from ...wire import boot_id
 
 REFRESH_S = 0.5
 """Unknown homes are looked up at most this often."""
+AVOID_S = 15.0
+"""A home that did not answer is used only if there is no other choice, for this long."""
 _ROWS = re.compile(r"(h[0-9]+\.[0-9]+!)?s[0-9]+-[0-9a-f-]{1,60}")
 _SESSION = re.compile(r"(?:h[0-9]+\.[0-9]+!)?s([0-9]{1,18})-[0-9a-f-]{1,60}")
+_REPLICAS = re.compile(r"h[0-9]+\.[0-9]+!s[0-9]+-[0-9a-f]{8}-[0-9]+")
 _NAME = re.compile(r"h([1-9][0-9]{0,17})\.([1-9][0-9]{0,17})!s[0-9]")
 
 
@@ -37,6 +42,18 @@ SERVER_MEMORY = HomeId(0, 0)
 def segment_prefix(where: HomeId, session: int) -> str:
     """Return the beginning of the names of a session's segments in a home."""
     return f"s{session}-" if where == SERVER_MEMORY else f"h{where.home}.{where.epoch}!s{session}-"
+
+
+def replica_prefix(where: HomeId, session: int) -> str:
+    """Return the beginning of the names of segments in which a unit keeps replicas for a session.
+    No two calls return the same one: a unit may have died before."""
+    return f"{segment_prefix(where, session)}{secrets.token_hex(4)}-"
+
+
+@functools.lru_cache(4096)
+def is_replica_segment(segment: str) -> bool:
+    """True if a unit writes the segment, with replicas of blocks in other homes."""
+    return _REPLICAS.fullmatch(segment) is not None
 
 
 @functools.lru_cache(4096)
@@ -71,6 +88,7 @@ class KnownHomes:
         self._catalog = catalog
         self._by_number: dict[int, StorageHome] = {}
         self._visible: dict[tuple[str, str], bool] = {}
+        self._avoided_until_s: dict[HomeId, float] = {}
         self._lock = threading.Lock()
         self._read_s = -REFRESH_S
 
@@ -100,15 +118,20 @@ class KnownHomes:
     def directory(self, where: HomeId) -> Path | None:
         """Return the directory of a live home; None if its memory is not visible here."""
         found = self.find(where)
-        if found is None or found.epoch != where.epoch or found.lost or not self._sees(found):
+        if found is None or found.epoch != where.epoch or found.lost or not self.sees(found):
             return None
         return Path(found.directory)
 
     def visible(self) -> list[StorageHome]:
         """Return the live homes with memory that this process can write to."""
-        return [each for each in list(self._by_number.values()) if not each.lost and self._sees(each)]
+        return [each for each in list(self._by_number.values()) if not each.lost and self.sees(each)]
 
-    def _sees(self, home: StorageHome) -> bool:
+    def live(self) -> list[StorageHome]:
+        """Return the live homes with a storage unit."""
+        return [each for each in list(self._by_number.values()) if each.address and not each.lost]
+
+    def sees(self, home: StorageHome) -> bool:
+        """True if this process can write to the memory of a home."""
         key = home.directory, home.owner
         if not home.directory or not home.owner:
             return False
@@ -120,6 +143,14 @@ class KnownHomes:
             except OSError:
                 self._visible[key] = False
         return self._visible[key]
+
+    def avoid(self, where: HomeId) -> None:
+        """Prefer other homes for AVOID_S."""
+        self._avoided_until_s[where] = time.monotonic() + AVOID_S
+
+    def is_avoided(self, where: HomeId) -> bool:
+        """True if another home is preferred now."""
+        return self._avoided_until_s.get(where, 0.0) > time.monotonic()
 
     def forget_directory(self, where: HomeId) -> None:
         """Check again whether the memory of a home is visible."""

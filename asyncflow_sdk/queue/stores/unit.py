@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,17 +24,21 @@ from ...errors import AsyncFlowError, ConfigError, LeaseLost, ProtocolError, Wir
 from ...interfaces.store import HomeCatalog, HomeOffer
 from ...memory import HomeDirectory, Mapper
 from ...wire import Frames, RunKey, ServerKeys, Service, generate_keys
-from .fetch import FetchRequest, decode_request, encode, read_parts
-from .home_fetcher import MAX_REQUEST_BYTES
+from .fetch import FetchRequest, check_parts, encode, read_parts
+from .home_clients import MAX_REQUEST_BYTES
 from .homes import HomeId, home_of, owner_of, session_of
 from .reader import ColumnReader
+from .replica_arenas import ReplicaArenas
+from .replica_chunks import KeptReplica, ReplicaChunk
 
 BEAT_S = 5.0
 """Interval of signs of life."""
 ALONE_S = 3600.0
 """A unit without contact to its run's server for this long ends."""
-READERS = 2
+THREADS = 2
 STORE = "hosts"
+_decode = msgspec.msgpack.Decoder(FetchRequest | ReplicaChunk).decode
+_BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _log = logging.getLogger(__name__)
 
 
@@ -74,7 +78,8 @@ class StorageUnit:
         self.directory = self._directory.path
         self._mapper = Mapper(self.directory)
         self._reader = ColumnReader(self._mapper)
-        self._threads = ThreadPoolExecutor(READERS, "asyncflow-unit")
+        self._replicas = ReplicaArenas(self.directory)
+        self._threads = ThreadPoolExecutor(THREADS, "asyncflow-unit")
         self._service: Service | None = None
         self._closed = False
         try:
@@ -106,12 +111,15 @@ class StorageUnit:
         """Give a sign of life, and remove the segments of lost epochs and of ended sessions. Raises
         ServerLost, ConfigError, FileNotFoundError if its directory is gone."""
         self._directory.touch()
-        there = self._directory.segments()  # before the question: later ones may be of later sessions
+        there, held = self._directory.segments(), self._replicas.held()
+        # before the question: later ones may be of later sessions
         self.where = where = HomeId(*self._catalog.open(self._offer))
         needed, sessions = self._catalog.needed(*where)
         for path in there:
-            if home_of(path.name) != where or not (path.name in needed or session_of(path.name) in sessions):
+            writable = session_of(path.name) in sessions and not self._replicas.abandoned(path.name)
+            if home_of(path.name) != where or not (path.name in needed or writable):
                 path.unlink(missing_ok=True)
+        self._replicas.sweep(held, where, sessions, lambda: self._catalog.needed_replicas(*where))
 
     def serve(self, ended: Callable[[], bool], stop: threading.Event, *, beat_s: float = BEAT_S) -> bool:
         """Serve until the run has ended, or ``stop`` is set. Return True if its files are needed no more:
@@ -140,25 +148,38 @@ class StorageUnit:
             self._service.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._mapper.close()
+        self._replicas.close()
         self._directory.close(keep=keep)
 
     # ---- called by the service
 
     def request(self, peer: str, ticket: int, body: bytes, frames: Frames) -> None:
-        """See ``ServiceHandler.request``. Columns are read in a thread of their own."""
-        request = decode_request(body)
+        """See ``ServiceHandler.request``. Columns are read, and replicas written, in other threads."""
+        try:
+            request = _decode(body)
+        except _BAD as error:
+            raise ProtocolError(f"this request to a storage unit cannot be read: {error}") from None
+        if isinstance(request, ReplicaChunk):
+            if len(frames) != 1:
+                raise ProtocolError(f"{len(frames)} frames came with a chunk of a block")
+            self._threads.submit(self._answer, ticket, lambda: self._keep(request, frames[0]))
+            return
+        check_parts(request.parts)
         for part in request.parts:
             for segment in part.slices.segments:
                 if home_of(segment) != self.where:
                     raise LeaseLost(
                         f"segment {segment[:100]!r} is not in epoch {self.where.epoch} of home {self.where.home}"
                     )
-        self._threads.submit(self._answer, ticket, request)
+        self._threads.submit(self._answer, ticket, lambda: read_parts(self._reader, request.parts))
 
-    def _answer(self, ticket: int, request: FetchRequest) -> None:
+    def _keep(self, chunk: ReplicaChunk, data: Any) -> tuple[KeptReplica, Frames]:
+        return KeptReplica(self._replicas.write(self.where, chunk, data)), ()
+
+    def _answer(self, ticket: int, make: Callable[[], tuple[Any, Frames]]) -> None:
         assert self._service is not None
         try:
-            reply, frames = read_parts(self._reader, request.parts)
+            reply, frames = make()
         except AsyncFlowError as error:
             self._service.fail(ticket, error)
         except Exception as error:  # one request must not end the unit
