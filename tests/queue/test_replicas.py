@@ -18,7 +18,7 @@ from test_homes_of_a_run import Cluster, own_home
 from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, DigestMismatch, LeaseLost, MemoryFull, ProtocolError
+from asyncflow_sdk.errors import ConfigError, DigestMismatch, LeaseLost, MemoryFull, ProtocolError, StoreUnavailable
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.interfaces.store import HomeCatalog
 from asyncflow_sdk.ledger import commands as cmd
@@ -228,6 +228,36 @@ def test_a_reader_takes_the_other_place_if_one_cannot_be_reached(cluster: Cluste
     read_all(reader, wanted)
     assert not cluster.home("a").lost
     cluster.units["a"].resume()
+
+
+def test_a_reader_takes_the_other_place_if_its_own_memory_is_gone(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.unit("b")
+    declare(cluster)
+    wanted = columns(4)
+    cluster.client("a").put(wanted)
+    for name in cluster.files("a"):
+        next((cluster.folder / "a").glob(f"*/{name}")).unlink()
+    read_all(cluster.client("a"), wanted)
+
+
+def test_rows_are_late_if_neither_place_can_be_reached(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, store_options={"replicas": 2, "fetch_s": 0.5})
+    with cluster.ends:
+        cluster.unit("a")
+        cluster.unit("b")
+        declare(cluster)
+        wanted = columns(4)
+        cluster.client("a").put(wanted)
+        cluster.units["a"].stop()
+        cluster.units["b"].stop()
+        reader = cluster.client("c")
+        with pytest.raises(StoreUnavailable, match="could not be reached"):
+            reader.get("work", 4, timeout_s=1)
+        cluster.units["b"].resume()
+        read_all(reader, wanted)
+        cluster.units["a"].resume()
+        assert cluster.run.audit().failed == 0
 
 
 # ---- servers and units that die
