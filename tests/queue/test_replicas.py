@@ -25,6 +25,7 @@ from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection, open_queue
 from asyncflow_sdk.queue.connection import BlockingPort
 from asyncflow_sdk.queue.protocol import decode_call, decode_result
+from asyncflow_sdk.queue.replay import replay
 from asyncflow_sdk.queue.stores.blocks import pack_columns, to_image
 from asyncflow_sdk.queue.stores.home_clients import HomeClients
 from asyncflow_sdk.queue.stores.homes import HomeId, KnownHomes
@@ -313,6 +314,7 @@ def test_a_resumed_run_knows_both_places(tmp_path: Path, level: str) -> None:
         assert replicated(cluster)[0] == 0
         read_all(cluster.client("c"), wanted)
         assert cluster.run.audit().consumed == 6
+        assert replay(tmp_path / "run").differing == 0
         cluster.run.queue.end()
 
 
@@ -372,6 +374,23 @@ def test_replicas_survive_their_units_process(cluster: Cluster) -> None:
     cluster.unit("b")
     a.put({name: value[2:] for name, value in wanted.items()})
     cluster.run.evict_home(cluster.home("a"))
+    read_all(cluster.client("c"), wanted)
+
+
+def test_a_writer_whose_home_was_lost_sends_its_block_again_with_a_replica(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.unit("b")
+    declare(cluster)
+    wanted = columns(4)
+    a = cluster.client("a")
+    a.put({name: value[:2] for name, value in wanted.items()})
+    cluster.run.evict_home(cluster.home("a"))
+    until(lambda: cluster.home("a").epoch == 2, "the next epoch")
+    # when it writes into the lost epoch once more
+    a.put({name: value[2:] for name, value in wanted.items()})
+    # then the block is in the next one, with a replica; the first block has one place
+    assert own_home(a) == (1, 2)
+    assert 0 < replicated(cluster)[0] < replicated(cluster)[1]
     read_all(cluster.client("c"), wanted)
 
 
