@@ -175,7 +175,7 @@ class Connection:
 
     def fetch(self, request: FetchRequest, timeout_s: float) -> tuple[FetchReply, Any]:
         """Fetch columns of rows in the server's memory. Return the reply, and the bytes of its blocks."""
-        received = self.wire.exchange(encode(Call(request)), timeout_s, grace_s=0.0)
+        received = self.wire.exchange(encode(PlainCall(request)), timeout_s, grace_s=0.0)
         answer = decode_result(received.body)
         answer.raise_error()
         if not isinstance(answer.reply, FetchReply) or received.payload is None:
@@ -184,7 +184,7 @@ class Connection:
 
     def _hello(self, timeout_s: float) -> Welcome:
         hello = ClientHello(self.name, os.getpid(), process_key(os.getpid()), __version__, socket.gethostname())
-        answer = decode_result(self.wire.request(encode(Call(hello)), timeout_s, grace_s=0.0))
+        answer = decode_result(self.wire.request(encode(PlainCall(hello)), timeout_s, grace_s=0.0))
         answer.raise_error()
         assert isinstance(answer.reply, Welcome)
         return answer.reply

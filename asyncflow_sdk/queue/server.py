@@ -93,7 +93,7 @@ class QueueServer:
         store: str = LOCAL,
         store_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._store = store
+        self._store, self._store_options = store, dict(store_options or {})
         self._home_reader: PayloadStore | None = None
         self._durability = Durability(journal, durability, history)
         self.durability, self.directory = self._durability.level, self._durability.directory
@@ -119,10 +119,7 @@ class QueueServer:
         )
         path, rows = self.directory.path, self.rows
         self._payloads = PayloadManager(self._ledger.state, rows, path, synced=self.durability == "host")
-        welcome = Welcome(
-            0, str(path), __version__, self.durability, "" if rows == path else str(rows), store=store,
-            store_options=dict(store_options or {}),
-        )  # fmt: skip
+        welcome = Welcome(0, str(path), __version__, self.durability, "" if rows == path else str(rows))
         self._executor = CallExecutor(
             self._ledger, self._payloads, self._clock, self._listeners, welcome, self._wire.answer, self._wire.forget
         )
@@ -152,7 +149,7 @@ class QueueServer:
             else:
                 self._wire.watch(session, client.pid, client.pid_key)
         if store != LOCAL:
-            self._home_reader = self._open_home_reader(store, store_options or {}, None if keys is None else keys.run)
+            self._home_reader = self._open_home_reader(store, self._store_options, None if keys is None else keys.run)
             self._payloads.read_homes = self._home_reader.read
         self._units = dict.fromkeys(self._unit_sessions(), self._clock())  # last sign of life
         self._executor.report_steps_again()
@@ -224,7 +221,8 @@ class QueueServer:
             self._wire.forget(session)
 
     def make(self, body: bytes) -> tuple[bytes, Sequence[Any]]:
-        """Complete a result when it is sent: a welcome with this process, a lease with its columns."""
+        """Complete a result when it is sent: a welcome with this process and its store, a lease with its
+        columns."""
         answer = decode_result(body)
         if not isinstance(answer.reply, Welcome):
             return self._payloads.remote.inline(answer)
@@ -237,6 +235,8 @@ class QueueServer:
             pid_key=process_key(pid),
             max_bytes=self._wire.max_bytes,
             addresses=tuple(each for each in self.addresses if each.startswith("tcp://")),
+            store=self._store,
+            store_options=self._store_options,
         )
         return encode(msgspec.structs.replace(answer, reply=reply)), ()
 

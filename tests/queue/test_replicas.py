@@ -18,13 +18,14 @@ from test_homes_of_a_run import Cluster, own_home
 from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, DigestMismatch, LeaseLost, MemoryFull, ProtocolError
+from asyncflow_sdk.errors import ConfigError, DigestMismatch, LeaseLost, MemoryFull, ProtocolError, StoreUnavailable
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.interfaces.store import HomeCatalog
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection, open_queue
 from asyncflow_sdk.queue.connection import BlockingPort
 from asyncflow_sdk.queue.protocol import decode_call, decode_result
+from asyncflow_sdk.queue.replay import replay
 from asyncflow_sdk.queue.stores.blocks import pack_columns, to_image
 from asyncflow_sdk.queue.stores.home_clients import HomeClients
 from asyncflow_sdk.queue.stores.homes import HomeId, KnownHomes
@@ -230,6 +231,36 @@ def test_a_reader_takes_the_other_place_if_one_cannot_be_reached(cluster: Cluste
     cluster.units["a"].resume()
 
 
+def test_a_reader_takes_the_other_place_if_its_own_memory_is_gone(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.unit("b")
+    declare(cluster)
+    wanted = columns(4)
+    cluster.client("a").put(wanted)
+    for name in cluster.files("a"):
+        next((cluster.folder / "a").glob(f"*/{name}")).unlink()
+    read_all(cluster.client("a"), wanted)
+
+
+def test_rows_are_late_if_neither_place_can_be_reached(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, store_options={"replicas": 2, "fetch_s": 0.5})
+    with cluster.ends:
+        cluster.unit("a")
+        cluster.unit("b")
+        declare(cluster)
+        wanted = columns(4)
+        cluster.client("a").put(wanted)
+        cluster.units["a"].stop()
+        cluster.units["b"].stop()
+        reader = cluster.client("c")
+        with pytest.raises(StoreUnavailable, match="could not be reached"):
+            reader.get("work", 4, timeout_s=1)
+        cluster.units["b"].resume()
+        read_all(reader, wanted)
+        cluster.units["a"].resume()
+        assert cluster.run.audit().failed == 0
+
+
 # ---- servers and units that die
 
 
@@ -281,6 +312,7 @@ def test_a_resumed_run_knows_both_places(tmp_path: Path, level: str) -> None:
         assert replicated(cluster)[0] == 0
         read_all(cluster.client("c"), wanted)
         assert cluster.run.audit().consumed == 6
+        assert replay(tmp_path / "run").differing == 0
         cluster.run.queue.end()
 
 
@@ -340,6 +372,23 @@ def test_replicas_survive_their_units_process(cluster: Cluster) -> None:
     cluster.unit("b")
     a.put({name: value[2:] for name, value in wanted.items()})
     cluster.run.evict_home(cluster.home("a"))
+    read_all(cluster.client("c"), wanted)
+
+
+def test_a_writer_whose_home_was_lost_sends_its_block_again_with_a_replica(cluster: Cluster) -> None:
+    cluster.unit("a")
+    cluster.unit("b")
+    declare(cluster)
+    wanted = columns(4)
+    a = cluster.client("a")
+    a.put({name: value[:2] for name, value in wanted.items()})
+    cluster.run.evict_home(cluster.home("a"))
+    until(lambda: cluster.home("a").epoch == 2, "the next epoch")
+    # when it writes into the lost epoch once more
+    a.put({name: value[2:] for name, value in wanted.items()})
+    # then the block is in the next one, with a replica; the first block has one place
+    assert own_home(a) == (1, 2)
+    assert 0 < replicated(cluster)[0] < replicated(cluster)[1]
     read_all(cluster.client("c"), wanted)
 
 
