@@ -12,11 +12,13 @@ from children import hear, say
 from queue_children import asking_again_soon
 
 import asyncflow_sdk as af
+from asyncflow_sdk.queue import connection as CALLS
 from asyncflow_sdk.queue import server as WAITS
 from asyncflow_sdk.queue.unit_process import run_unit
 from asyncflow_sdk.queue.unit_start import UnitConfig
 from asyncflow_sdk.types.events import HomeLost
 from asyncflow_sdk.wire import RunKey
+from asyncflow_sdk.wire import client as SOCKETS
 
 BEAT_S = 0.2
 WIDTH = 3000
@@ -71,9 +73,12 @@ def unit(address: str, key: str, listen: str | None) -> None:
         say("ended")
 
 
-def client(address: str, key: str, name: str) -> None:
-    """A producer, a worker of "score" and a trainer."""
+def client(address: str, key: str, name: str, patience_s: float) -> None:
+    """A producer, a worker of "score" and a trainer. The server is lost for a call after twice ``patience_s``; 0: after the
+    usual time."""
     asking_again_soon()
+    if patience_s:
+        CALLS.CALL_S = SOCKETS.GRACE_S = patience_s
     try:
         run = af.connect(address, key=key, name=name)
     except af.AsyncFlowError as error:

@@ -71,13 +71,14 @@ class Attacked:
     def unit(self, host: int, *, listen: str | None = None, key: str = "") -> Process:
         return self.start(host, children.unit, self.address, key or self.key, listen)
 
-    def client(self, host: int, *, key: str = "") -> Process:
-        return self.start(host, children.client, self.address, key or self.key, f"client of host {host}")
+    def client(self, host: int, *, key: str = "", patience_s: float = 0.0) -> Process:
+        name = f"client of host {host}"
+        return self.start(host, children.client, self.address, key or self.key, name, patience_s)
 
-    def populate(self, *hosts: int) -> list[Process]:
+    def populate(self, *hosts: int, patience_s: float = 0.0) -> list[Process]:
         """Start a unit and a client on each host, all at the same time. Returns the clients."""
         self.units |= {host: self.unit(host) for host in hosts}
-        clients = [self.client(host) for host in hosts]
+        clients = [self.client(host, patience_s=patience_s) for host in hosts]
         for host in hosts:
             assert "is served at" in self.units[host].hear()
         for client in clients:
@@ -256,7 +257,7 @@ def connections(attacked: Attacked, host: int) -> int:
 def test_a_consumer_with_a_cut_cable_costs_rows_no_attempt(attacked: Attacked, server_dies: bool) -> None:
     attacked.serve(durability="process")
     attacked.declare()
-    near, far = attacked.populate(NEAR, FAR)
+    near, far = attacked.populate(NEAR, FAR, patience_s=0.0 if server_dies else 1.0)
     near(f"put({list(range(6))})")
     near("score(6)")
     trained = far("train(2)")
