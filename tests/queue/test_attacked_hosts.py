@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import attacked_children as children
+import msgspec
 import pytest
 from children import Child
-from small_disk import SmallDisk
+from small_disk import SmallDisk, small_disk
 from waiting import until
 
-from asyncflow_sdk.wire import ensure_keys
+from asyncflow_sdk.wire import RunKey, ensure_keys
+from asyncflow_sdk.wire.keys import save
 from benchmarks.hosts.network import Network, unavailable
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "hosts can be made")
@@ -301,16 +303,53 @@ def test_the_memory_of_a_host_is_full(attacked: Attacked) -> None:
     attacked.ended(consumed=504)
 
 
+def test_the_disk_of_the_server_is_full(attacked: Attacked, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 40) as disk:
+        attacked.folder, attacked.key = disk.path, str(disk.path / "run" / "run.key")
+        attacked.serve(durability="host")
+        attacked.declare()
+        near, far = attacked.populate(NEAR, FAR)
+        # when the journal finds no room
+        disk.fill()
+        number = 0
+        while not waits(attacked):
+            near.say(f"put([{number}], key='{number}' + 300_000 * 'k', timeout_s=100.0)")
+            number += 1
+            until(lambda n=number: attacked.audit()["put"] == n or waits(attacked), "the put, or its wait")  # type: ignore[misc]
+            if not waits(attacked):
+                assert near.hear() == 1
+        # then the put waits, and says for what, while rows that are there are worked on
+        assert "No space left on device" in waits(attacked)[0]
+        rows = list(range(number - 1))
+        assert sorted(far(f"score({len(rows)})")) == sorted(far(f"train({len(rows)})")) == rows
+        # and when there is room, it goes on, once
+        disk.free()
+        assert near.hear() == 1
+        assert far("score(1)") == far("train(1)") == [number - 1]
+        attacked.ended(consumed=number)
+
+
+def waits(attacked: Attacked) -> list[str]:
+    """Why puts wait."""
+    found: list[str] = attacked.server("[each.why for each in queue.status().parked if each.verb.startswith('put')]")
+    return found
+
+
 def test_others_keys_open_nothing_and_change_nothing(attacked: Attacked) -> None:
     attacked.serve()
     attacked.declare()
     near, far = attacked.populate(NEAR, FAR)
     near(f"put({list(range(4))})")
     before = attacked.audit(), attacked.server("run.homes()")
-    # when a unit and a client come with the key of another run
-    other = attacked.folder / "other.key"
-    ensure_keys(attacked.folder / "server.key", other)
-    strangers = attacked.unit(NEAR, key=str(other)), attacked.client(FAR, key=str(other))
+    # when units and clients come with keys of another run
+    other, mixed = attacked.folder / "other.key", attacked.folder / "mixed.key"
+    key = ensure_keys(attacked.folder / "server.key", other).run
+    save(mixed, msgspec.structs.replace(key, server=RunKey.load(attacked.key).server))  # it knows this server
+    strangers = [
+        start(host, key=str(path))
+        for path in (other, mixed)
+        for host, start in ((NEAR, attacked.unit), (FAR, attacked.client))
+    ]
     # then each is refused by name
     for stranger in strangers:
         assert stranger.hear().startswith("AccessDenied: ")
