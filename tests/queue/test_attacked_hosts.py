@@ -201,20 +201,32 @@ def test_a_lost_host_costs_what_was_put_there_and_what_was_made_there_is_made_ag
     attacked.ended(consumed=14, failed=6, expired=6)
 
 
-def test_a_units_folder_is_removed_under_it(attacked: Attacked) -> None:
+@pytest.mark.parametrize("what", ["folder", "files", "files, and nobody is there to see it"])
+def test_what_a_unit_serves_is_removed_under_it(attacked: Attacked, what: str) -> None:
     attacked.serve()
     attacked.declare()
     near, far = attacked.populate(NEAR, FAR)
     near(f"put({list(range(4))}, key='epoch-0')")
+    folder = attacked.folder_of(NEAR)
     # when
-    shutil.rmtree(attacked.folder_of(NEAR))
-    # then the unit ends
-    assert attacked.units[NEAR].hear() == "ended"
-    # and its clients go on in the memory of the server
-    assert near(f"put({list(range(4, 8))})") == 4
+    if "nobody" in what:
+        attacked.units[NEAR].kill()
+    if what == "folder":
+        shutil.rmtree(folder)
+    else:
+        for path in folder.glob("h*!s*"):
+            path.unlink()
+    # then the unit ends, and its clients go on in the memory of the server
+    if "nobody" not in what:
+        assert attacked.units[NEAR].hear() == "ended"
+        assert near(f"put({list(range(4, 8))})") == 4
     # and once another unit is there, what was lost is known
-    assert "epoch 2" in attacked.unit(NEAR).hear()
+    listen = f"tcp://{attacked.network.address(NEAR)}:7111"
+    assert f"epoch 2, is served at {listen}" in attacked.unit(NEAR, listen=listen).hear()
+    assert not folder.exists()
     assert attacked.server("failed()")["epoch-0"][0] == 4
+    if "nobody" in what:
+        assert near(f"put({list(range(4, 8))})") == 4
     assert near(f"put({list(range(4))}, key='epoch-0')") == 4
     assert sorted(far("score(8)")) == sorted(far("train(8)")) == list(range(8))
     attacked.ended(consumed=8, failed=4)
