@@ -23,7 +23,7 @@ from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
 from ..types import Batch
 from ..types.columns import empty
-from ..types.defaults import LEASE_S, MAX_ATTEMPTS, TIMEOUT_S
+from ..types.defaults import CALL_S, LEASE_S, MAX_ATTEMPTS, TIMEOUT_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.tasks import PolicySpec, SamplerSpec, TaskSpec
 from .batches import AsyncLeasedBatch, BatchVerbs, BlockingBatch
@@ -168,10 +168,11 @@ class QueueVerbs(Generic[B]):
         rank of a group gets a batch without rows then, since the others work on this very lease. If
         their host cannot be reached now, the request is repeated until its own deadline.
         """
-        left, began = _READ_TRIES, time.monotonic()
+        left, until = _READ_TRIES, time.monotonic() + request.timeout_s
         while True:
             left -= 1
             if answer is None:
+                await self._return_leases(request.timeout_s)
                 answer = await self._port.call(request)
             answer.raise_error()
             lease = answer.reply
@@ -185,26 +186,41 @@ class QueueVerbs(Generic[B]):
                     return await self._port.in_thread(self._read, answer, lease, kind), lease
                 return self._read(answer, lease, kind), lease
             except BaseException as error:
-                with contextlib.suppress(AsyncFlowError):
-                    await self._port.send(
-                        cmd.GiveBack(
-                            token=lease.token, reason="reading the rows failed", rank=lease.rank,
-                            unread=isinstance(error, LeaseLost),
-                        )
-                    )  # fmt: skip
                 alone = lease.world_size == 1 or lease.step >= 0
-                if isinstance(error, StoreUnavailable) and alone and not request.token:
-                    left_s = request.timeout_s - (time.monotonic() - began)
-                    if left_s > 0:  # late, not lost: the rows cost no attempt
-                        await self._port.pause(min(LATE_S, left_s))
-                        request, answer, left = msgspec.structs.replace(request, timeout_s=left_s), None, left + 1
-                        continue
+                late = isinstance(error, StoreUnavailable) and alone and not request.token
+                self._port.connection.unreturned.append(
+                    cmd.GiveBack(
+                        token=lease.token, reason="reading the rows failed", rank=lease.rank,
+                        unread=isinstance(error, LeaseLost),
+                    )
+                )  # fmt: skip
+                with contextlib.suppress(AsyncFlowError):
+                    await self._return_leases(max(CALL_S, until - time.monotonic() if late else 0.0))
+                if late and (left_s := until - time.monotonic()) > 0:  # late, not lost: the rows cost no attempt
+                    await self._port.pause(min(LATE_S, left_s))
+                    request, answer, left = msgspec.structs.replace(request, timeout_s=left_s), None, left + 1
+                    continue
                 if request.token or not (left and isinstance(error, LeaseLost)):
                     raise
                 if alone:
                     answer = None  # rows ended before they were read
                     continue
                 return self._without_rows(answer, kind), msgspec.structs.replace(lease, ids=b"", groups=b"")
+
+    async def _return_leases(self, timeout_s: float) -> None:
+        """Give back the leases whose rows could not be read. Raises ServerLost if the server cannot be
+        reached; they are then given back before the next lease: their rows may be all that there is."""
+        connection = self._port.connection
+        while connection.unreturned:
+            try:
+                back = connection.unreturned.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            try:
+                connection.unpack(await self._port.request(connection.encode_call(back), timeout_s))
+            except BaseException:
+                connection.unreturned.append(back)
+                raise
 
     def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R]) -> R:
         """Return the leased rows as a batch of views and copies."""

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,8 @@ class Connection:
         self.wire = Client(address, known, insecure=insecure)
         self.on_lease: Callable[[Any], None] = lambda lease: None
         """Called with each new lease, in the thread that asked for it."""
+        self.unreturned: deque[cmd.GiveBack] = deque()
+        """Leases whose rows could not be read, and that the server does not know to be given back."""
         self._events: list[Event] = []
         self._lock = threading.Lock()
         try:

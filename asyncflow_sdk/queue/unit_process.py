@@ -5,6 +5,7 @@ python -m asyncflow_sdk.queue.unit_process < config.json     # a UnitConfig; sta
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import sys
@@ -19,6 +20,8 @@ from ..wire import own_address
 from .connection import Connection
 from .stores.unit import BEAT_S, StorageUnit
 from .unit_start import UnitConfig, remove_unit_log
+
+_log = logging.getLogger(__name__)
 
 
 class UnitCatalog(HomeCatalog):
@@ -59,11 +62,11 @@ def run_unit(
     catalog = UnitCatalog(config)
     connection = catalog.connection
     try:
-        host = own_address(connection.wire.address, connection.server_addresses)
-        unit = StorageUnit(
-            catalog, connection.run, name=config.name or f"{socket.gethostname()}-{host}", host=host,
-            key=connection.key, insecure=config.insecure, listen=config.listen,
-        )  # fmt: skip
+        try:
+            unit = _open_unit(catalog, config)
+        except FileNotFoundError as error:
+            _log.warning("files of an earlier storage unit are gone, and this one begins anew: %s", error)
+            unit = _open_unit(catalog, config)
         over = False
         try:
             where = unit.where
@@ -75,6 +78,15 @@ def run_unit(
                 remove_unit_log(connection.run)
     finally:
         catalog.connection.close()
+
+
+def _open_unit(catalog: UnitCatalog, config: UnitConfig) -> StorageUnit:
+    connection = catalog.connection
+    host = own_address(connection.wire.address, connection.server_addresses)
+    return StorageUnit(
+        catalog, connection.run, name=config.name or f"{socket.gethostname()}-{host}", host=host,
+        key=connection.key, insecure=config.insecure, listen=config.listen,
+    )  # fmt: skip
 
 
 def main() -> int:

@@ -1,16 +1,18 @@
-"""Hosts on one machine: network namespaces on a bridge, each with its own address, /dev/shm and host name.
+"""Hosts on one machine: network namespaces on a bridge, each with its own address, /dev/shm, host name and process numbers.
 
 Needs root and iproute2. Nothing of the machine's own network is touched. Processors and files are shared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,9 +34,11 @@ def unavailable() -> str:
 
 
 class Network:
-    """``count`` hosts, numbered from 1, with links of ``rate`` ("500mbit"; "": unlimited) both ways."""
+    """``count`` hosts, numbered from 1, with links of ``rate`` ("500mbit"; "": unlimited) both ways, and ``memory`` (as
+    mount takes it) in /dev/shm."""
 
-    def __init__(self, count: int, rate: str = "") -> None:
+    def __init__(self, count: int, rate: str = "", memory: str = "1g") -> None:
+        self._size = memory
         self._prefix = f"afb{os.getpid()}-"
         self._switch = f"{self._prefix}switch"
         self._folder = Path(tempfile.mkdtemp(prefix="asyncflow-hosts-"))
@@ -60,7 +64,7 @@ class Network:
             _run("ip", "-n", host, "link", "set", "eth0", "up")
             _run("ip", "-n", host, "route", "add", "default", "via", f"{NET}.254")
             (self._folder / host).mkdir()
-            _run("mount", "-t", "tmpfs", "-o", "size=1g", "tmpfs", str(self._folder / host))
+            self._mount(number)
             if rate:  # at both ends: tbf limits what is sent
                 limit = ("root", "tbf", "rate", rate, "burst", "1mb", "limit", "8mb")
                 _run("ip", "netns", "exec", host, "tc", "qdisc", "add", "dev", "eth0", *limit)
@@ -71,12 +75,42 @@ class Network:
 
     def start(self, number: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
         """Start this Python on a host, with pipes."""
-        host = self._hosts[number - 1]
-        inside = ["bash", "-c", MOUNT, "-", str(self._folder / host), f"host{number}", sys.executable, *arguments]
         return subprocess.Popen(
-            ["ip", "netns", "exec", host, "unshare", "--mount", "--uts", "--", *inside], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [*self.within(number), sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
+
+    def within(self, number: int) -> list[str]:
+        """The command that runs another one on a host. A signal kills both."""
+        inside = ["bash", "-c", MOUNT, "-", str(self.memory(number)), f"host{number}"]
+        spaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
+        return ["ip", "netns", "exec", self._hosts[number - 1], *spaces, *inside]
+
+    def memory(self, number: int) -> Path:
+        """The /dev/shm of a host, as this process sees it."""
+        return self._folder / self._hosts[number - 1]
+
+    def cut(self, number: int) -> None:
+        """Pull a host's cable: its packets vanish."""
+        _run("ip", "-n", self._switch, "link", "set", f"to{number}", "nomaster")
+
+    def mend(self, number: int) -> None:
+        """Put a host's cable back."""
+        _run("ip", "-n", self._switch, "link", "set", f"to{number}", "master", "br0")
+
+    def kill(self, number: int) -> None:
+        """End a host as a power failure does: its processes and its memory are gone, its cable is not."""
+        host = self._hosts[number - 1]
+        while pids := _run("ip", "netns", "pids", host, check=False).split():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.01)
+        _run("umount", "-l", str(self.memory(number)))
+        self._mount(number)
+
+    def _mount(self, number: int) -> None:
+        _run("mount", "-t", "tmpfs", "-o", f"size={self._size}", "tmpfs", str(self.memory(number)))
 
     def link_bytes(self, number: int) -> tuple[int, int]:
         """Bytes that a host has received and sent on its link."""
@@ -88,7 +122,8 @@ class Network:
         """End all processes on the hosts, and remove them."""
         for host in self._hosts:
             for pid in _run("ip", "netns", "pids", host, check=False).split():
-                os.kill(int(pid), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             _run("umount", "-l", str(self._folder / host), check=False)
             _run("ip", "netns", "del", host, check=False)
         _run("ip", "netns", "del", self._switch, check=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from asyncflow_sdk.cli.findings import Finding
 from asyncflow_sdk.errors import ConfigError, StoreUnavailable
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.interfaces.store import HomeCatalog, StorageHome
+from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection, open_queue
+from asyncflow_sdk.queue.connection import Port
+from asyncflow_sdk.queue.protocol import CallResult
 from asyncflow_sdk.queue.stores.hosts import HostsStore
 from asyncflow_sdk.queue.stores.unit import StorageUnit
 from asyncflow_sdk.queue.unit_process import UnitCatalog
@@ -135,6 +139,36 @@ def test_a_restarted_unit_is_late_not_lost(cluster: Cluster) -> None:
         assert batch["x"].tolist() == [0, 1, 2, 3, 4]
         batch.ack()
     assert cluster.run.audit().consumed == 5
+
+
+def test_a_reader_of_an_absent_host_waits_until_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Enough(Exception):
+        pass
+
+    cluster = Cluster(tmp_path, store_options={"fetch_s": 0.0})
+    with cluster.ends:
+        cluster.unit("a")
+        cluster.run.queue.declare("work", needs=["x"], max_attempts=1)
+        cluster.client("a").put({"x": np.arange(5)})
+        cluster.units["a"].kill()
+        until(lambda: not cluster.home("a").address, "the home without a unit")
+        # when its rows are leased again and again
+        deadlines: list[float] = []
+        call = Port.call
+
+        async def recorded(port: Port, command: Any) -> CallResult:
+            if isinstance(command, cmd.LeaseRows):
+                deadlines.append(time.monotonic() + command.timeout_s)
+                if len(deadlines) == 5:
+                    raise Enough
+            return await call(port, command)
+
+        monkeypatch.setattr(Port, "call", recorded)
+        with pytest.raises(Enough):
+            cluster.client("b").get("work", 5)
+        # then no request ends before the first one would have, and the rows have lost no attempt
+        assert min(deadlines) == deadlines[0]
+        assert cluster.run.audit().live == 5
 
 
 def test_rows_put_on_a_lost_host_fail_by_name_and_may_be_put_again(cluster: Cluster) -> None:

@@ -74,6 +74,22 @@ def test_a_unit_that_is_stopped_leaves_its_files_to_the_next(tmp_path: Path) -> 
         assert not directory.exists()
 
 
+def test_a_unit_ends_if_its_files_are_removed_and_the_next_begins_anew(tmp_path: Path) -> None:
+    with running("tcp", tmp_path / "run", store="hosts") as run:
+        key = str(tmp_path / "run" / "run.key")
+        run.run.queue.declare("work", needs=["x"])
+        with Child(unit_of, run.address, key) as child:
+            directory = Path(child.hear()[2])
+            run.queue(shared_memory=False).put({"x": [1.0, 2.0]})
+            (segment,) = directory.glob("h*!s*")
+            segment.unlink()
+            assert child.hear() == "ended"
+        assert not directory.exists()
+        with Child(unit_of, run.address, key) as child:
+            assert child.hear()[0].startswith("home 1, epoch 2, ")
+            assert run.run.audit().failed == 2
+
+
 def test_a_run_with_one_home_opens_no_others() -> None:
     with running("ipc") as run:
         homes = run.queue().connection.homes()  # type: ignore[attr-defined]

@@ -10,10 +10,11 @@ no state but these files, so its process may die: the next unit of the run on th
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +55,8 @@ class StorageUnit:
     ``name``: of the home, unique in the run. ``host``: the IP address at which others reach this
     host. ``listen``: an address; default: a free port of ``host``. ``key``: a key of the run's
     clients, which is accepted; None: ``insecure``, everyone is. ``base``: see ``HomeDirectory``.
-    Raises ConfigError, ServerLost.
+    Raises ConfigError, ServerLost; FileNotFoundError if files that an earlier unit left are gone: then
+    its directory is removed, and the next unit begins anew.
     """
 
     def __init__(
@@ -90,8 +92,8 @@ class StorageUnit:
             self._offer = self._describe(name, keys)
             self.where = HomeId(0, 0)
             self.beat()
-        except BaseException:
-            self.close(keep=True)
+        except BaseException as error:
+            self.close(keep=not isinstance(error, FileNotFoundError))
             raise
 
     @property
@@ -109,7 +111,7 @@ class StorageUnit:
 
     def beat(self) -> None:
         """Give a sign of life, and remove the segments of lost epochs and of ended sessions. Raises
-        ServerLost, ConfigError, FileNotFoundError if its directory is gone."""
+        ServerLost, ConfigError, FileNotFoundError if its directory or a needed segment is gone."""
         self._directory.touch()
         there, held = self._directory.segments(), self._replicas.held()
         # before the question: later ones may be of later sessions
@@ -120,18 +122,24 @@ class StorageUnit:
             if home_of(path.name) != where or not (path.name in needed or writable):
                 path.unlink(missing_ok=True)
         self._replicas.sweep(held, where, sessions, lambda: self._catalog.needed_replicas(*where))
+        self._check_segments(needed)
+
+    def _check_segments(self, needed: Set[str]) -> None:
+        missing = {name for name in needed if not (self.directory / name).exists()}
+        if missing and (gone := missing & self._catalog.needed(*self.where)[0]):  # else its rows ended meanwhile
+            raise FileNotFoundError(errno.ENOENT, "a segment was removed", str(self.directory / min(gone)))
 
     def serve(self, ended: Callable[[], bool], stop: threading.Event, *, beat_s: float = BEAT_S) -> bool:
         """Serve until the run has ended, or ``stop`` is set. Return True if its files are needed no more:
-        the run has ended, its server was silent for ALONE_S, or the directory is gone. Raises
+        the run has ended, its server was silent for ALONE_S, or files of it are gone. Raises
         ConfigError if another unit has taken its place."""
         heard = time.monotonic()
         while not stop.wait(beat_s):
             try:
                 self.beat()
                 heard = time.monotonic()
-            except FileNotFoundError:
-                _log.error("the directory of this storage unit is gone: %s", self.directory)
+            except FileNotFoundError as error:
+                _log.error("files of this storage unit are gone: %s", error)
                 return True
             except WireError as error:
                 if ended() or time.monotonic() - heard > ALONE_S:

@@ -1,0 +1,399 @@
+"""The store "hosts" under attack: a run on three hosts, and what befalls its units, hosts, cables, memory and server.
+
+Whatever it is: the books balance, each row ends once, losses are counted, nothing is trained twice, and all that is read
+is what was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attacked_children as children
+import msgspec
+import pytest
+from children import Child
+from small_disk import SmallDisk, small_disk
+from waiting import until
+
+from asyncflow_sdk.wire import RunKey, ensure_keys
+from asyncflow_sdk.wire.keys import save
+from benchmarks.hosts.network import Network, unavailable
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "hosts can be made")
+SERVER, NEAR, FAR = 1, 2, 3
+PORT = 7000
+
+
+class Process(Child):
+    """A process that answers expressions. ``rows``: the next answer, numbers of rows, sorted."""
+
+    def __call__(self, expression: str) -> Any:
+        self.say(expression)
+        return self.hear()
+
+    def rows(self) -> list[int]:
+        found = self.hear()
+        assert isinstance(found, list), found
+        return sorted(found)
+
+
+class Attacked:
+    """A run on three hosts. Host 1 has the server; NEAR and FAR have units and clients as they are started."""
+
+    def __init__(self, network: Network, folder: Path, ends: contextlib.ExitStack) -> None:
+        self.network, self.folder, self._ends = network, folder, ends
+        self.address = f"tcp://{network.address(SERVER)}:{PORT}"
+        self.key = str(folder / "run" / "run.key")
+        self.units: dict[int, Process] = {}
+
+    def start(self, host: int, function: Callable[..., None], *arguments: Any) -> Process:
+        return self._ends.enter_context(Process(function, *arguments, within=self.network.within(host)))
+
+    def serve(self, **options: Any) -> Any:
+        """Serve the run, again after ``kill``. Returns what was recovered."""
+        self.server = self.start(SERVER, children.serve, str(self.folder / "run"), self.address, options)
+        return self.server.hear()
+
+    def kill_server(self) -> None:
+        """Kill the server, and serve its run again. The journal gives the same answers."""
+        live = self.audit()["live"]
+        self.server.kill()
+        assert self.serve() == {"rows": live, "differing": 0}
+
+    def declare(self) -> None:
+        """A lost attempt is a failed row."""
+        self.server("queue.declare('score', needs=['x', 'number'], gives=['y'], max_attempts=1)")
+        self.server("queue.declare('train', needs=['x', 'ids', 'text', 'y', 'number'], max_attempts=1)")
+
+    def unit(self, host: int, *, listen: str | None = None, key: str = "") -> Process:
+        return self.start(host, children.unit, self.address, key or self.key, listen)
+
+    def client(self, host: int, *, key: str = "", patience_s: float = 0.0) -> Process:
+        name = f"client of host {host}"
+        return self.start(host, children.client, self.address, key or self.key, name, patience_s)
+
+    def populate(self, *hosts: int, patience_s: float = 0.0) -> list[Process]:
+        """Start a unit and a client on each host, all at the same time. Returns the clients."""
+        self.units |= {host: self.unit(host) for host in hosts}
+        clients = [self.client(host, patience_s=patience_s) for host in hosts]
+        for host in hosts:
+            assert "is served at" in self.units[host].hear()
+        for client in clients:
+            assert client.hear() == "connected"
+        return clients
+
+    def audit(self) -> dict[str, int]:
+        found: dict[str, int] = self.server("audit()")
+        return found
+
+    def home(self, host: int) -> dict[str, Any]:
+        (found,) = (home for home in self.server("run.homes()") if home["name"].startswith(f"host{host}-"))
+        return dict(found)
+
+    def evict(self, host: int) -> None:
+        name = self.home(host)["name"]
+        self.server(f"run.evict_home(next(home for home in run.homes() if home.name == {name!r}), 'it burns')")
+
+    def absent(self, host: int) -> bool:
+        return not self.home(host)["address"]
+
+    def folder_of(self, host: int) -> Path:
+        """The directory of a host's unit, as this process sees it."""
+        return self.network.memory(host) / Path(self.home(host)["directory"]).name
+
+    def ended(self, **states: int) -> None:
+        """Each row ended once: ``states`` are all that there are."""
+        audit = self.audit()
+        assert audit == {**dict.fromkeys(audit, 0), **states, "put": sum(states.values())}
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    with Network(3, memory="300m") as network:
+        yield network
+
+
+@pytest.fixture
+def attacked(network: Network, tmp_path: Path) -> Iterator[Attacked]:
+    with contextlib.ExitStack() as ends:
+        yield Attacked(network, tmp_path, ends)
+    for host in (SERVER, NEAR, FAR):
+        network.mend(host)
+        network.kill(host)
+
+
+@pytest.mark.parametrize("server_dies", [False, True], ids=["alone", "with the server"])
+def test_a_killed_unit_is_followed_by_another_at_another_address(attacked: Attacked, server_dies: bool) -> None:
+    attacked.serve(durability="process")
+    attacked.declare()
+    near, far = attacked.populate(NEAR, FAR)
+    near(f"put({list(range(10))})")
+    # given a reader that knows the unit's address
+    trained = far("score(4)") and far("train(4)")
+    home = attacked.home(NEAR)
+    # when the unit is killed while the reader waits for rows
+    attacked.units[NEAR].kill()
+    until(lambda: attacked.absent(NEAR), "the home without a unit")
+    far.say("score(6)")
+    if server_dies:
+        attacked.kill_server()
+    listen = f"tcp://{attacked.network.address(NEAR)}:7111"
+    assert (
+        f"home {home['home']}, epoch {home['epoch']}, is served at {listen}"
+        in attacked.unit(NEAR, listen=listen).hear()
+    )
+    # then another unit has lost nothing
+    assert sorted(far.rows() + trained) == list(range(10))
+    assert near(f"put({list(range(10, 14))})") == 4
+    assert sorted(far("score(4)")) == list(range(10, 14))
+    assert sorted(trained + far("train(10)")) == list(range(14))
+    attacked.ended(consumed=14)
+    assert attacked.server("failed()") == {}
+    assert attacked.server("events") == []
+
+
+@pytest.mark.parametrize("how", ["silent", "evicted", "evicted, and the server killed"])
+def test_a_lost_host_costs_what_was_put_there_and_what_was_made_there_is_made_again(
+    attacked: Attacked, how: str
+) -> None:
+    attacked.serve(durability="process")
+    attacked.declare()
+    near, far = attacked.populate(NEAR, FAR)
+    # given rows put on one host, and scored on the other
+    far(f"put({list(range(8))})")
+    assert sorted(near("score(8)")) == list(range(8))
+    trained = far("train(2)")
+    near(f"put({list(range(10, 16))}, key='epoch-0', group_size=1)")
+    # when that other host is lost
+    attacked.network.kill(NEAR)
+    if "killed" in how:
+        attacked.kill_server()
+    if how == "silent":
+        attacked.server("queue.configure(home_silence_s=0.5)")
+    else:
+        attacked.evict(NEAR)
+    until(lambda: attacked.audit()["failed"], "the loss of the home")
+    # then what was put there failed, what was made there expired, and the children of the latter are there
+    audit = attacked.audit()
+    assert (audit["failed"], audit["expired"], audit["consumed"], audit["live"]) == (6, 6, 2, 6)
+    assert audit["put"] == 8 + 6 + 6
+    (lost,) = attacked.server("events")
+    assert (lost["rows_failed"], lost["groups_remade"], lost["name"]) == (6, 6, attacked.home(NEAR)["name"])
+    (entry,) = attacked.server("failed()").items()
+    assert (entry[0], entry[1][0]) == ("epoch-0", 6)
+    assert all("payload lost: home host2-" in reason for reason in entry[1][1])
+    if "killed" in how:
+        attacked.kill_server()
+    # when the lost rows are put again elsewhere, and the host is there again, with nothing
+    assert far(f"put({list(range(10, 16))}, key='epoch-0', group_size=1)") == 6
+    (again,) = attacked.populate(NEAR)
+    assert attacked.home(NEAR)["epoch"] == 2
+    # then all that was ever put is trained once
+    scored = again("score(6)") + far("score(6)")
+    trained += far("train(6)") + again("train(6)")
+    assert sorted(trained) == [*range(8), *range(10, 16)]
+    assert sorted(scored) == sorted(set(trained) - set(trained[:2]))
+    attacked.ended(consumed=14, failed=6, expired=6)
+
+
+@pytest.mark.parametrize("what", ["folder", "files", "files, and nobody is there to see it"])
+def test_what_a_unit_serves_is_removed_under_it(attacked: Attacked, what: str) -> None:
+    attacked.serve()
+    attacked.declare()
+    near, far = attacked.populate(NEAR, FAR)
+    near(f"put({list(range(4))}, key='epoch-0')")
+    folder = attacked.folder_of(NEAR)
+    # when
+    if "nobody" in what:
+        attacked.units[NEAR].kill()
+    if what == "folder":
+        shutil.rmtree(folder)
+    else:
+        for path in folder.glob("h*!s*"):
+            path.unlink()
+    # then the unit ends, and its clients go on in the memory of the server
+    if "nobody" not in what:
+        assert attacked.units[NEAR].hear() == "ended"
+        assert near(f"put({list(range(4, 8))})") == 4
+    # and once another unit is there, what was lost is known
+    listen = f"tcp://{attacked.network.address(NEAR)}:7111"
+    assert f"epoch 2, is served at {listen}" in attacked.unit(NEAR, listen=listen).hear()
+    assert not folder.exists()
+    assert attacked.server("failed()")["epoch-0"][0] == 4
+    if "nobody" in what:
+        assert near(f"put({list(range(4, 8))})") == 4
+    assert near(f"put({list(range(4))}, key='epoch-0')") == 4
+    assert sorted(far("score(8)")) == sorted(far("train(8)")) == list(range(8))
+    attacked.ended(consumed=8, failed=4)
+
+
+@pytest.mark.parametrize("server_dies", [False, True], ids=["alone", "with the server"])
+def test_the_cable_of_units_and_producers_is_cut(attacked: Attacked, server_dies: bool) -> None:
+    attacked.serve(durability="process")
+    attacked.declare()
+    near, far = attacked.populate(NEAR, FAR)
+    near(f"put({list(range(8))})")
+    trained = far("score(2)") and far("train(2)")
+    # when the host that has the rows is cut off, while it puts more, and others want to read them
+    attacked.network.cut(NEAR)
+    near.say(f"put({list(range(8, 12))}, key='more')")
+    far.say("score(10)")
+    until(lambda: attacked.absent(NEAR), "the unit's silence")
+    if server_dies:
+        attacked.kill_server()
+    else:
+        until(lambda: connections(attacked, NEAR) == 0, "the end of connections")
+    attacked.network.mend(NEAR)
+    # then nothing was lost, and no row an attempt
+    assert near.hear() == 4
+    assert sorted(far.rows() + trained) == list(range(12))
+    assert sorted(trained + far("train(10)")) == list(range(12))
+    assert attacked.home(NEAR)["epoch"] == 1
+    attacked.ended(consumed=12)
+    assert attacked.server("failed()") == {}
+    assert attacked.server("events") == []
+
+
+def connections(attacked: Attacked, host: int) -> int:
+    """Established connections of a host with the server."""
+    pid = attacked.units[host].pid
+    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    server = f":{PORT:04X}"
+    return sum(fields[3] == "01" for line in lines if (fields := line.split())[2].endswith(server))
+
+
+@pytest.mark.parametrize("server_dies", [False, True], ids=["alone", "with the server"])
+def test_a_consumer_with_a_cut_cable_costs_rows_no_attempt(attacked: Attacked, server_dies: bool) -> None:
+    attacked.serve(durability="process")
+    attacked.declare()
+    near, far = attacked.populate(NEAR, FAR, patience_s=0.0 if server_dies else 1.0)
+    near(f"put({list(range(6))})")
+    near("score(6)")
+    trained = far("train(2)")
+    # given a consumer that has leased rows, and waits for their columns
+    attacked.network.cut(NEAR)
+    far.say("train(4)")
+    until(lambda: attacked.server("queue.status().rows['train']['leased']"), "the lease")
+    # when its own cable is cut, and the other mended
+    attacked.network.cut(FAR)
+    attacked.network.mend(NEAR)
+    until(lambda: attacked.absent(FAR), "the unit's silence")
+    if server_dies:
+        attacked.kill_server()
+    else:
+        until(lambda: connections(attacked, FAR) == 0, "the end of connections")
+    attacked.network.mend(FAR)
+    # then
+    assert sorted(far.rows() + trained) == list(range(6))
+    attacked.ended(consumed=6)
+    assert attacked.server("failed()") == {}
+
+
+def test_the_memory_of_a_host_is_full(attacked: Attacked) -> None:
+    attacked.serve()
+    attacked.declare()
+    near, far = attacked.populate(NEAR, FAR)
+    near(f"put({list(range(4))})")
+    disk = SmallDisk(attacked.network.memory(NEAR))
+    # when
+    disk.fill()
+    # then a put that does not fit says so, and stores nothing
+    many = list(range(100, 600))
+    assert near(f"put({many}, timeout_s=1.0)").startswith("MemoryFull: no room for")
+    assert attacked.audit()["put"] == 4
+    # and what is there is read
+    assert sorted(far("score(4)")) == sorted(far("train(4)")) == list(range(4))
+    # and when there is room, it goes on
+    disk.free()
+    assert near(f"put({many})") == 500
+    assert sorted(far("score(500)")) == sorted(far("train(500)")) == many
+    attacked.ended(consumed=504)
+
+
+def test_the_disk_of_the_server_is_full(attacked: Attacked, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 40) as disk:
+        attacked.folder, attacked.key = disk.path, str(disk.path / "run" / "run.key")
+        attacked.serve(durability="host")
+        attacked.declare()
+        near, far = attacked.populate(NEAR, FAR)
+        # when the journal finds no room
+        disk.fill()
+        number = 0
+        while not waits(attacked):
+            near.say(f"put([{number}], key='{number}' + 300_000 * 'k', timeout_s=100.0)")
+            number += 1
+            until(lambda n=number: attacked.audit()["put"] == n or waits(attacked), "the put, or its wait")  # type: ignore[misc]
+            if not waits(attacked):
+                assert near.hear() == 1
+        # then the put waits, and says for what, while rows that are there are worked on
+        assert "No space left on device" in waits(attacked)[0]
+        rows = list(range(number - 1))
+        assert sorted(far(f"score({len(rows)})")) == sorted(far(f"train({len(rows)})")) == rows
+        # and when there is room, it goes on, once
+        disk.free()
+        assert near.hear() == 1
+        assert far("score(1)") == far("train(1)") == [number - 1]
+        attacked.ended(consumed=number)
+
+
+def waits(attacked: Attacked) -> list[str]:
+    """Why puts wait."""
+    found: list[str] = attacked.server("[each.why for each in queue.status().parked if each.verb.startswith('put')]")
+    return found
+
+
+def test_others_keys_open_nothing_and_change_nothing(attacked: Attacked) -> None:
+    attacked.serve()
+    attacked.declare()
+    near, far = attacked.populate(NEAR, FAR)
+    near(f"put({list(range(4))})")
+    before = attacked.audit(), attacked.server("run.homes()")
+    # when units and clients come with keys of another run
+    other, mixed = attacked.folder / "other.key", attacked.folder / "mixed.key"
+    key = ensure_keys(attacked.folder / "server.key", other).run
+    save(mixed, msgspec.structs.replace(key, server=RunKey.load(attacked.key).server))  # it knows this server
+    strangers = [
+        start(host, key=str(path))
+        for path in (other, mixed)
+        for host, start in ((NEAR, attacked.unit), (FAR, attacked.client))
+    ]
+    # then each is refused by name
+    for stranger in strangers:
+        assert stranger.hear().startswith("AccessDenied: ")
+    # and nothing has changed
+    assert (attacked.audit(), attacked.server("run.homes()")) == before
+    assert sorted(far("score(4)")) == sorted(far("train(4)")) == list(range(4))
+    attacked.ended(consumed=4)
+
+
+def test_an_evicted_epoch_is_refused_for_ever(attacked: Attacked) -> None:
+    attacked.serve()
+    attacked.declare()
+    near, far = attacked.populate(NEAR, FAR)
+    near(f"put({list(range(6))}, key='epoch-0')")
+    trained = far("score(2)") and far("train(2)")
+    old = {path.name for path in attacked.folder_of(NEAR).glob("h*!*")}
+    # when a host that cannot be reached is evicted, while it puts rows there, and others want to read some
+    attacked.network.cut(NEAR)
+    near.say(f"put({list(range(6, 9))})")
+    far.say("score(3)")
+    until(lambda: attacked.server("queue.status().rows['score']['leased']"), "the lease")
+    attacked.evict(NEAR)
+    attacked.network.mend(NEAR)
+    # then its unit begins anew, with the rows that were on their way
+    until(lambda: attacked.home(NEAR)["epoch"] == 2, "the next epoch")
+    assert near.hear() == 3
+    assert far.rows() == [6, 7, 8]
+    assert sorted(far("train(3)")) == [6, 7, 8]
+    until(lambda: not old & set(os.listdir(attacked.folder_of(NEAR))), "the end of the old files")
+    # and what was lost may be put again, but not what was trained
+    assert attacked.server("failed()")["epoch-0"][0] == 4
+    assert near(f"put({list(range(6))}, key='epoch-0')") == 4
+    rest = sorted(set(range(6)) - set(trained))
+    assert sorted(far("score(4)")) == sorted(far("train(4)")) == rest
+    attacked.ended(consumed=9, failed=4)
