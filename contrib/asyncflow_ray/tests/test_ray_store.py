@@ -115,7 +115,7 @@ def test_a_unit_that_dies_loses_nothing(cluster: str, tmp_path: Path) -> None:
         run = stored.run
         run.queue.declare("read", needs=["x"])
         child(tmp_path, run.addresses[1], "queue.put({'x': np.arange(4.0)})")
-        unit = next(client for client in run.queue.status().clients if client.name == "store")
+        unit = next(client for client in run.queue.status().sessions if client.name == "store")
         os.kill(unit.pid, signal.SIGKILL)
         until(lambda: not run.homes()[0].address, "the absent home")
         stored.start_unit()
