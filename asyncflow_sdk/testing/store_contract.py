@@ -134,7 +134,8 @@ class StoreContract:
         rows = 512
         tokens = [np.arange(n % 700, dtype=np.int64) + n for n in range(rows)]
         x = np.arange(rows * 512, dtype=np.float64).reshape(rows, 512)
-        queue.put({"x": x, "tokens": tokens})
+        queue.put({"x": x[:300], "tokens": tokens[:300]})
+        queue.put({"x": x[300:], "tokens": tokens[300:]})
         for count in (1, 100, 50, 361):
             with queue.get("add", count) as batch:
                 batch.complete({"y": batch.array("x")[:, :1] * 2})

@@ -19,9 +19,9 @@ import numpy as np
 from asyncflow_sdk.errors import ConfigError, LeaseLost, MemoryFull, StoreUnavailable
 from asyncflow_sdk.interfaces import BlockMemory, BlockRead, BlockStore, StoreContext
 
-os.environ.setdefault("GLOG_minloglevel", "2")
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
-MISSING, NO_ROOM, UNREACHABLE = -704, -200, -900
+MISSING, NO_ROOM = -704, -200
 PORT_S = 2.0
 PATTERN_PREFIXES = 64
 """Prefixes in one pattern for the master."""
@@ -116,12 +116,14 @@ class MooncakeStore(BlockStore):
 
     def read(self, address: str, reads: Sequence[BlockRead]) -> None:
         client = self._client()
-        whole = [each for each in reads if each.ranges == [(0, each.into.nbytes)]]
-        for each in whole:
+        parts = list[BlockRead]()
+        for each in reads:
+            if list(each.ranges) != [(0, each.into.nbytes)]:
+                parts.append(each)
+                continue
             code = client.get_into(each.name, each.into.ctypes.data, each.into.nbytes)
             if code != each.into.nbytes:
                 raise _unread(each.name, code)
-        parts = [each for each in reads if each not in whole]
         if parts:
             self._read_ranges(client, parts)
 
@@ -140,9 +142,7 @@ class MooncakeStore(BlockStore):
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            client, self._made = self._made, None
-        if client is not None:
-            client.close()
+            self._made = None  # closed with the last call of another thread, and never during it
 
     def _client(self) -> Any:
         with self._lock:
