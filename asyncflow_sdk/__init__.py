@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from .errors import WriteOnceError as WriteOnceError
     from .interfaces import TRAIN_COLUMNS as TRAIN_COLUMNS
     from .interfaces import Algorithm as Algorithm
+    from .interfaces import BlockMemory as BlockMemory
+    from .interfaces import BlockRead as BlockRead
+    from .interfaces import BlockStore as BlockStore
     from .interfaces import Candidates as Candidates
     from .interfaces import Capabilities as Capabilities
     from .interfaces import Completion as Completion
@@ -161,7 +164,7 @@ _NAMES = {
         " WeightUpdate WorkerExit WorkerHandle WorkerSpec"
         " Fetched FilePlace Host LoadableUpdate PutRows RollbackResult Room TensorType"
         " WeightReceiver WeightSender WeightTransport WorkerSettings"
-        " HomeCatalog HomeOffer PayloadStore StorageHome StoreContext StoredBlock"
+        " BlockMemory BlockRead BlockStore HomeCatalog HomeOffer PayloadStore StorageHome StoreContext StoredBlock"
     ),
     "ledger": "Audit",
     "plugins": "AdapterSpec HookSpecs hookimpl",

@@ -18,7 +18,17 @@ from .queue import PutRows, TransferQueue
 from .rollout import Capabilities, Completion, Completions, Request, RolloutEngine
 from .sampler import Candidates, Sampler
 from .staleness import StalenessPolicy, StepWindow
-from .store import HomeCatalog, HomeOffer, PayloadStore, StorageHome, StoreContext, StoredBlock
+from .store import (
+    BlockMemory,
+    BlockRead,
+    BlockStore,
+    HomeCatalog,
+    HomeOffer,
+    PayloadStore,
+    StorageHome,
+    StoreContext,
+    StoredBlock,
+)
 from .tracker import TrackedRun, Tracker
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
 from .weight_sync import (
@@ -49,6 +59,9 @@ __all__ = [
     "TRAIN_COLUMNS",
     "Advantages",
     "Algorithm",
+    "BlockMemory",
+    "BlockRead",
+    "BlockStore",
     "Candidates",
     "Capabilities",
     "Completion",

@@ -16,7 +16,7 @@ from .mapped_segment import BlockHold, MappedSegment
 from .mapper import Mapper
 from .private_files import make_private_directory, private_opener
 from .private_maps import PrivateMaps
-from .segment import HEADER_BYTES, find_blocks, sync_directory
+from .segment import HEADER_BYTES, block_header, find_blocks, sync_directory
 
 __all__ = [
     "HEADER_BYTES",
@@ -30,6 +30,7 @@ __all__ = [
     "Mapper",
     "PrivateMaps",
     "SharedDirectory",
+    "block_header",
     "directory_at",
     "find_blocks",
     "find_home_directory",

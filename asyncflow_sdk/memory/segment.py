@@ -32,6 +32,11 @@ _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 _POPULATE_WRITE = 23  # madvise advice, unnamed in Python
 
 
+def block_header(serial: int) -> bytes:
+    """Return the first bytes of a block."""
+    return HEADER.pack(MAGIC, serial)
+
+
 def find_blocks(path: Path, starts: Sizes, serials: Sizes, sizes: Sizes) -> npt.NDArray[np.bool_]:
     """Return a mask of the blocks still in a segment's file; all False without a file."""
     found = np.zeros(len(starts), np.bool_)

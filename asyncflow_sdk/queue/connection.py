@@ -149,13 +149,13 @@ class Connection:
         return make_store(welcome.store, welcome.store_options, context)
 
     def _start_unit(self) -> None:
-        """Start a storage unit on this host, if none is visible here."""
+        """Start a storage unit on this host, if it has none."""
         homes = KnownHomes(self.homes())
 
         def is_open() -> bool:
-            """Return True if a home's memory is visible here."""
+            """Return True if this host has a home."""
             homes.refresh()
-            return bool(homes.visible())
+            return homes.is_here()
 
         ensure_unit(self.run, UnitConfig(self.wire.address, key=self.key, insecure=self.wire.insecure), is_open)
 

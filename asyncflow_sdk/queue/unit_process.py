@@ -18,6 +18,8 @@ from ..errors import AsyncFlowError, ProtocolError
 from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
 from ..wire import own_address
 from .connection import Connection
+from .stores.block_payload import BlockPayloadStore
+from .stores.block_unit import BlockUnit
 from .stores.unit import BEAT_S, StorageUnit
 from .unit_start import UnitConfig, remove_unit_log
 
@@ -62,15 +64,16 @@ def run_unit(
     catalog = UnitCatalog(config)
     connection = catalog.connection
     try:
+        host = own_address(connection.wire.address, connection.server_addresses)
         try:
-            unit = _open_unit(catalog, config)
+            unit = open_unit(catalog, config, host)
         except FileNotFoundError as error:
             _log.warning("files of an earlier storage unit are gone, and this one begins anew: %s", error)
-            unit = _open_unit(catalog, config)
+            unit = open_unit(catalog, config, host)
         over = False
         try:
             where = unit.where
-            say(f"home {where.home}, epoch {where.epoch}, is served at {unit.address}; its files: {unit.directory}")
+            say(f"home {where.home}, epoch {where.epoch}, is served at {unit.address}; its payload: {unit.directory}")
             over = unit.serve(lambda: catalog.connection.wire.server_closed, stop, beat_s=beat_s)
         finally:
             unit.close(keep=not over)
@@ -80,13 +83,22 @@ def run_unit(
         catalog.connection.close()
 
 
-def _open_unit(catalog: UnitCatalog, config: UnitConfig) -> StorageUnit:
+def open_unit(catalog: UnitCatalog, config: UnitConfig, host: str) -> StorageUnit | BlockUnit:
+    """Open this host's unit, of the kind that the run's store needs. ``host``: its IP address."""
     connection = catalog.connection
-    host = own_address(connection.wire.address, connection.server_addresses)
+    name = config.name or f"{socket.gethostname()}-{host}"
+    if isinstance(store := connection.store, BlockPayloadStore):
+        memory = store.blocks.open_memory(connection.run, name, host)
+        return BlockUnit(catalog, memory, store=store.kind, name=name)
     return StorageUnit(
-        catalog, connection.run, name=config.name or f"{socket.gethostname()}-{host}", host=host,
-        key=connection.key, insecure=config.insecure, listen=config.listen,
-    )  # fmt: skip
+        catalog,
+        connection.run,
+        name=name,
+        host=host,
+        key=connection.key,
+        insecure=config.insecure,
+        listen=config.listen,
+    )
 
 
 def main() -> int:

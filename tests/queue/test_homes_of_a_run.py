@@ -145,7 +145,7 @@ def test_a_reader_of_an_absent_host_waits_until_its_deadline(tmp_path: Path, mon
     class Enough(Exception):
         pass
 
-    cluster = Cluster(tmp_path, store_options={"fetch_s": 0.0})
+    cluster = Cluster(tmp_path, store=af.Store(kind="hosts", options={"fetch_s": 0.0}))
     with cluster.ends:
         cluster.unit("a")
         cluster.run.queue.declare("work", needs=["x"], max_attempts=1)

@@ -243,7 +243,7 @@ def test_a_reader_takes_the_other_place_if_its_own_memory_is_gone(cluster: Clust
 
 
 def test_rows_are_late_if_neither_place_can_be_reached(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, store_options={"replicas": 2, "fetch_s": 0.5})
+    cluster = Cluster(tmp_path, store=af.Store(kind="hosts", options={"replicas": 2, "fetch_s": 0.5}))
     with cluster.ends:
         cluster.unit("a")
         cluster.unit("b")

@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import secrets
+import socket
 import threading
 import time
 from pathlib import Path
@@ -81,6 +82,11 @@ def owner_of(directory: Path) -> str:
     return f"{boot_id()} {found.st_dev} {found.st_ino} {directory.name}"
 
 
+def this_host() -> str:
+    """Return an identity of this host, or of this container: of its kernel's start and its host name."""
+    return f"{boot_id()} {socket.gethostname()}"
+
+
 class KnownHomes:
     """The homes of a run as this client last read them, and the directories that it sees. Thread-safe."""
 
@@ -126,9 +132,14 @@ class KnownHomes:
         """Return the live homes with memory that this process can write to."""
         return [each for each in list(self._by_number.values()) if not each.lost and self.sees(each)]
 
-    def live(self) -> list[StorageHome]:
-        """Return the live homes with a storage unit."""
-        return [each for each in list(self._by_number.values()) if each.address and not each.lost]
+    def served(self) -> list[StorageHome]:
+        """Return the live homes with a storage unit, those of this host first."""
+        live = [each for each in list(self._by_number.values()) if not each.lost and each.address]
+        return sorted(live, key=lambda each: each.owner != this_host())
+
+    def is_here(self) -> bool:
+        """True if this host has a live home with a unit, or with memory visible to this process."""
+        return bool(self.visible()) or any(each.owner == this_host() for each in self.served())
 
     def sees(self, home: StorageHome) -> bool:
         """True if this process can write to the memory of a home."""

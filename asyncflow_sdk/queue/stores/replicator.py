@@ -75,7 +75,7 @@ class Replicator:
         number = next(self._numbers)
         others = [
             home
-            for home in self._homes.live()
+            for home in self._homes.served()
             if not (self._homes.sees(home) or self._homes.is_avoided(HomeId(home.home, home.epoch)))
             and home.home != first.home
         ]

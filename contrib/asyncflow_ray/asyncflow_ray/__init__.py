@@ -1,1 +1,1 @@
-"""Workers of AsyncFlow SDK as Ray actors: ``launcher="ray"``."""
+"""Ray for AsyncFlow SDK: workers as actors, ``launcher="ray"``, and payload in its object store, ``store="ray"``."""

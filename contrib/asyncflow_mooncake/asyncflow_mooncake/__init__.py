@@ -1,0 +1,1 @@
+"""Payload of AsyncFlow SDK in Mooncake Store: ``store="mooncake"``."""

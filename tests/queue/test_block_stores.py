@@ -1,0 +1,225 @@
+"""The payload store made of a BlockStore, and its storage unit: faults of the store, and the end of blocks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from folder_store import FolderStore
+from hosts import RUN, Registry, specs
+from waiting import until
+
+from asyncflow_sdk.errors import ConfigError, LeaseLost, MemoryFull, SchemaError, StoreUnavailable
+from asyncflow_sdk.interfaces.store import StoreContext, StoredBlock
+from asyncflow_sdk.memory import GrowthNeeded
+from asyncflow_sdk.queue.block_index import BlockIndex
+from asyncflow_sdk.queue.stores.block_payload import BlockPayloadStore
+from asyncflow_sdk.queue.stores.block_unit import BlockUnit
+from asyncflow_sdk.queue.stores.blocks import pack_columns
+from asyncflow_sdk.queue.stores.homes import SERVER_MEMORY, home_of
+from asyncflow_sdk.queue.stores.inline import InlineStore
+from asyncflow_sdk.queue.stores.sealed import PIECE_BYTES, PieceReader, SealedBlock
+from asyncflow_sdk.types.blocks import BlockSlices
+
+
+class Catalog(Registry):
+    """``segments``, ``sessions``: what the server says to be needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.segments: set[str] = set()
+        self.sessions = {1, 2}
+
+    def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
+        return self.segments, self.sessions
+
+
+class Place:
+    """One home in a folder, and its rows. ``store``: of session 1."""
+
+    def __init__(self, folder: Path) -> None:
+        self.blocks = FolderStore(folder)
+        self.catalog = Catalog()
+        self.unit = BlockUnit(self.catalog, self.blocks.open_memory(RUN, "a", "host"), store="folder", name="a")
+        self.index = BlockIndex()
+        self.store = self.client(1)
+        self._rows = 0
+
+    def client(self, session: int, **context: Any) -> BlockPayloadStore:
+        settings: dict[str, Any] = {"check_size": lambda nbytes: None, "homes": self.catalog, **context}
+        made = StoreContext(run=RUN, session=session, **settings)
+        return BlockPayloadStore("folder", self.blocks, made, InlineStore(made.check_size))
+
+    def put(self, columns: Mapping[str, Any]) -> StoredBlock:
+        stored = self.store.write(pack_columns(columns), copy=False)
+        assert stored.block is not None
+        self.index.put(self._rows, stored.block, "owner", 1)
+        self._rows += stored.block.rows
+        return stored
+
+    def locate(self, ids: Sequence[int], *columns: str) -> tuple[BlockSlices, ...]:
+        return self.index.locate(np.array(ids), columns)
+
+    def read(self, ids: Sequence[int], columns: Mapping[str, Any]) -> dict[str, Any]:
+        return self.client(2).read(self.locate(ids, *columns), specs(columns))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+LARGE = {
+    "x": np.arange(64 * 4096.0).reshape(64, 4096),
+    "tokens": [np.arange(n * 100, dtype=np.int32) for n in range(64)],
+}
+
+
+def test_only_the_bytes_that_rows_need_are_read(place: Place) -> None:
+    place.put(LARGE)
+    found = place.read([7, 40], LARGE)
+    assert found["x"].values.tolist() == LARGE["x"][[7, 40]].tolist()  # type: ignore[call-overload]
+    assert [len(found["tokens"].values), found["tokens"].offsets.tolist()] == [4700, [0, 700, 4700]]
+    assert place.blocks.bytes_read < 10 * PIECE_BYTES
+
+
+@pytest.mark.parametrize("at", [0, 8, 100, 70_000, -1, -20])
+def test_damaged_bytes_are_not_returned(place: Place, at: int) -> None:
+    place.put(LARGE)
+    (file,) = place.blocks.files()
+    raw = bytearray(file.read_bytes())
+    raw[at] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(StoreUnavailable, match="damaged in its store, or on their way, twice"):
+        place.read(range(64), LARGE)
+
+
+def test_a_block_of_another_serial_is_lost(place: Place) -> None:
+    first, second = place.put({"x": np.zeros(5)}), place.put({"x": np.ones(5)})
+    assert first.block is not None
+    one, other = place.blocks.files()
+    shutil.copy(other, one)
+    with pytest.raises(LeaseLost):
+        place.read(range(5), {"x": np.zeros(5)})
+    assert second.block is not None
+
+
+def test_a_location_that_no_writer_made_is_refused(place: Place) -> None:
+    stored = place.put({"x": np.zeros(5)})
+    assert stored.block is not None
+    (slices,) = place.locate(range(5), "x")
+    for column, value in ((4, 7), (4, 0), (4, 1 << 60), (3, 99), (2, 5)):
+        blocks = np.frombuffer(slices.blocks, np.int64).copy()
+        blocks[column] = value
+        wrong = BlockSlices(
+            slices.columns, slices.fields, slices.segments, blocks.tobytes(), slices.entries, slices.counts
+        )
+        with pytest.raises((LeaseLost, SchemaError, StoreUnavailable)):
+            place.store.read([wrong], specs({"x": np.zeros(5)}))
+
+
+def test_freed_blocks_make_room(place: Place) -> None:
+    place.blocks.limit_bytes = 1 << 20
+    columns = pack_columns({"x": np.zeros(100_000)})
+    stored = place.store.write(columns, copy=False, grow=False)
+    assert stored.block is not None
+    with pytest.raises(GrowthNeeded):
+        place.store.write(columns, copy=False, grow=False)
+    with pytest.raises(MemoryFull):
+        place.store.write(columns, copy=False)
+    place.store.free([stored.block.serial])
+    assert place.store.write(columns, copy=False).block is not None
+
+
+def test_a_read_that_hangs_ends_at_its_deadline(place: Place) -> None:
+    place.put({"x": np.arange(5)})
+    place.blocks.fetch_s = 0.2
+    place.blocks.hangs.clear()
+    with pytest.raises(StoreUnavailable, match=r"home 1 \(a\): no answer in 0.2 s"):
+        place.read(range(5), {"x": np.arange(5)})
+    place.blocks.hangs.set()
+    assert place.read(range(5), {"x": np.arange(5)})["x"].values.tolist() == list(range(5))
+
+
+def test_columns_go_to_the_server_while_the_store_is_away(place: Place) -> None:
+    place.blocks.away = True
+    assert place.store.write(pack_columns({"x": np.zeros(5)}), copy=False).image is not None
+    with pytest.raises(StoreUnavailable):
+        place.unit.beat()
+
+
+def test_contents_that_are_lost_are_another_epoch(place: Place) -> None:
+    stored = place.put({"x": np.arange(5)})
+    shutil.rmtree(place.blocks.folder / place.unit.directory)
+    # before the unit has noticed, rows are late
+    with pytest.raises(StoreUnavailable, match="has not noticed yet"):
+        place.read(range(5), {"x": np.arange(5)})
+    place.unit.beat()
+    assert place.unit.where == (1, 2)
+    with pytest.raises(LeaseLost, match="epoch 1 of home 1"):
+        place.read(range(5), {"x": np.arange(5)})
+    # a call with a block of the lost epoch is repeated with one of the next
+    again = place.store.rewrite(stored)
+    assert again is not None and again.block is not None
+    assert home_of(again.block.segment) == (1, 2)
+    place.index.put(100, again.block, "owner", 1)
+    assert place.read(range(100, 105), {"x": np.arange(5)})["x"].values.tolist() == list(range(5))
+    assert place.store.rewrite(again) is None
+
+
+def test_without_a_home_columns_go_to_the_server_and_a_lost_block_too(place: Place) -> None:
+    stored = place.put({"x": np.arange(5)})
+    place.catalog.lose(1)
+    again = place.store.rewrite(stored)
+    assert again is not None and again.image is not None
+    assert place.client(2).write(pack_columns({"x": np.zeros(5)}), copy=False).image is not None
+
+
+def test_the_unit_frees_blocks_of_ended_sessions_and_of_lost_epochs(place: Place) -> None:
+    first, second = place.put({"x": np.zeros(5)}), place.client(2).write(pack_columns({"x": np.zeros(5)}), copy=False)
+    assert first.block is not None and second.block is not None
+    place.catalog.sessions, place.catalog.segments = {3}, {first.block.segment}
+    place.unit.beat()
+    assert [file.name for file in place.blocks.files()] == [str(first.block.serial)]
+    place.catalog.segments = set()
+    place.unit.beat()
+    assert not place.blocks.files()
+    # a home that was evicted, and is still there
+    place.catalog.sessions = {1}
+    place.put({"x": np.zeros(5)})
+    place.catalog.lose(1)
+    place.unit.beat()
+    assert place.unit.where == (1, 2)
+    assert not place.blocks.files()
+
+
+def test_a_discarded_block_is_freed(place: Place) -> None:
+    stored = place.put({"x": np.zeros(5)})
+    place.store.discard(stored)
+    place.store.discard(stored)
+    until(lambda: not place.blocks.files(), "the end of the block")
+
+
+def test_payload_on_disk_is_refused(place: Place) -> None:
+    with pytest.raises(ConfigError, match="durability='host'"):
+        place.client(3, synced=True)
+    with pytest.raises(ConfigError, match="a list of homes"):
+        place.client(3, homes=None)
+
+
+def test_pieces_are_read_once_and_with_their_digests() -> None:
+    block = SealedBlock(pack_columns({"x": np.arange(50_000)}), 1)
+    reader = PieceReader(block.nbytes)
+    end = len(block.sealed)
+    assert reader.missing([(0, 10), (20, 30)]) == [(0, PIECE_BYTES), (block.nbytes, end)]
+    request = reader.missing([(PIECE_BYTES - 1, PIECE_BYTES + 1)])
+    assert request == [(0, 2 * PIECE_BYTES), (block.nbytes, end)]
+    reader.sealed[:] = block.sealed
+    reader.check(request)
+    assert reader.missing([(5, 5), (0, 2 * PIECE_BYTES)]) == []
+    assert reader.missing([(0, block.nbytes)]) == [(2 * PIECE_BYTES, block.nbytes)]
+    assert home_of("s1-0") == SERVER_MEMORY
