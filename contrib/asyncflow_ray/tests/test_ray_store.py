@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import ray
 
+import asyncflow_sdk as af
 from asyncflow_sdk.errors import MemoryFull
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.testing.store_contract import StoreContract, StoredRun, until
