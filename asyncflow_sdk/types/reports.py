@@ -34,7 +34,7 @@ class HomeStatus(msgspec.Struct, frozen=True, array_like=True):
     payload_bytes: int = 0
 
 
-class Audit(Reply, frozen=True, tag="audit"):
+class Audit(Reply, frozen=True, tag="audit", repr_omit_defaults=True):
     """The balance: rows put = live + all terminal states. ``reasons``: rows by reason of their end.
     ``homes``: the places of payload, and what was lost with each; empty if there is only the
     server's memory."""
