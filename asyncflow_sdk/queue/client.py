@@ -168,7 +168,7 @@ class QueueVerbs(Generic[B]):
         rank of a group gets a batch without rows then, since the others work on this very lease. If
         their host cannot be reached now, the request is repeated until its own deadline.
         """
-        left, until = _READ_TRIES, time.monotonic() + request.timeout_s
+        left, began, timeout_s = _READ_TRIES, time.monotonic(), request.timeout_s  # checked with the first call
         while True:
             left -= 1
             if answer is None:
@@ -195,8 +195,10 @@ class QueueVerbs(Generic[B]):
                     )
                 )  # fmt: skip
                 with contextlib.suppress(AsyncFlowError):
-                    await self._return_leases(max(CALL_S, until - time.monotonic() if late else 0.0))
-                if late and (left_s := until - time.monotonic()) > 0:  # late, not lost: the rows cost no attempt
+                    await self._return_leases(max(CALL_S, began + timeout_s - time.monotonic() if late else 0.0))
+                if (
+                    late and (left_s := began + timeout_s - time.monotonic()) > 0
+                ):  # late, not lost: the rows cost no attempt
                     await self._port.pause(min(LATE_S, left_s))
                     request, answer, left = msgspec.structs.replace(request, timeout_s=left_s), None, left + 1
                     continue
