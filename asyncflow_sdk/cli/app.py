@@ -213,9 +213,6 @@ def serve(
     home_silence: Annotated[
         float, option("Seconds without a storage unit after which a host is lost.", min=0.0)
     ] = HOME_SILENCE_S,
-    checkpoints: Annotated[
-        bool, option("Keep rows of trained steps until a checkpoint covers them.", "", "--checkpoints")
-    ] = False,
     tracker: Annotated[Texts, repeatable("Tracker of the run.", "NAME")] = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
@@ -233,7 +230,6 @@ def serve(
         directory, address, Console(), feed, insecure=insecure, steps=steps, max_staleness=max_staleness,
         staleness_policy=staleness_policy, capacity_rows=capacity_rows, durability=durability, trackers=tracker or [],
         store=Store(kind=store, silence_s=home_silence, options=named_options(store_options, "--store-option")),
-        checkpoints=checkpoints,
     )  # fmt: skip
 
 

@@ -130,7 +130,7 @@ class BlockIndex:
 
     def bytes_by_segment(self) -> dict[str, int]:
         """Return the bytes of blocks in use, by segment."""
-        used = np.delete(self._blocks, self._free, axis=0)
+        used = self._blocks[self._used()]
         numbers, at = np.unique(used[:, 0], return_inverse=True)
         sums = np.bincount(at, used[:, 4], len(numbers)).astype(np.int64)
         return {self._segments.names[number]: int(nbytes) for number, nbytes in zip(numbers, sums, strict=True)}
@@ -175,8 +175,7 @@ class BlockIndex:
     def find_lost(self, exist: BlockCheck, among: Ids | None = None) -> Ids:
         """Return the rows of lost blocks. ``among``: check only the blocks of these rows; the
         result includes other rows of these blocks."""
-        used = np.ones(len(self._blocks), np.bool_)
-        used[self._free] = False
+        used = self._used()
         if among is not None:
             at = among - self._base
             at = at[(at >= 0) & (at < self._capacity)]
@@ -197,6 +196,12 @@ class BlockIndex:
         found = [np.flatnonzero((a >= 0) & gone[np.maximum(a, 0) >> _SHIFT]) for a in self._families.values()]
         rows: Ids = np.unique(np.concatenate(found)) + self._base
         return rows
+
+    def _used(self) -> npt.NDArray[np.bool_]:
+        """Return which slots have a block."""
+        used = np.ones(len(self._blocks), np.bool_)
+        used[self._free] = False
+        return used
 
     def _missing(self, exist: BlockCheck, slots: Ids, places: Ids) -> Ids:
         """Return the slots with a missing place. ``places``: segment, start and serial of each."""
@@ -222,8 +227,7 @@ class BlockIndex:
         """Forget all places in segments for which ``gone`` is true. Return the rows of each family
         that had a block without another place."""
         numbers = [number for number, name in self._segments.used() if gone(name)]
-        used = np.ones(len(self._blocks), np.bool_)
-        used[self._free] = False
+        used = self._used()
         lost = used & np.isin(self._blocks[:, 0], numbers)
         if self._replicas:
             self._free_replicas(self._replicas.in_segments(numbers))
@@ -253,8 +257,7 @@ class BlockIndex:
     def serials_in(self, wanted: Callable[[str], bool]) -> Ids:
         """Return the serials of all places in segments for which ``wanted`` is true."""
         numbers = [number for number, name in self._segments.used() if wanted(name)]
-        used = np.ones(len(self._blocks), np.bool_)
-        used[self._free] = False
+        used = self._used()
         first = self._blocks[used & np.isin(self._blocks[:, 0], numbers), 2]
         second = self._replicas.at(self._replicas.in_segments(numbers))[:, 2]
         return np.concatenate([first, second])

@@ -41,6 +41,7 @@ from ..ledger import unpack_ids
 from ..memory import GrowthNeeded
 from ..types import Column, Event, digest_of
 from ..types.blocks import Block, BlockPlace
+from ..types.config import LOCAL
 from ..types.defaults import CALL_S
 from ..wire import Client, RunKey, WireReply, await_key, find_key, own_address, process_key, same_host
 from .checks import check_arguments
@@ -49,7 +50,7 @@ from .home_catalog import LedgerCatalog
 from .journal import DISK_RETRY_S
 from .measures import measures_of
 from .protocol import Call, CallResult, ClientHello, PlainCall, ResultWithPayload, Welcome, decode_result, encode
-from .stores.factory import LOCAL, make_store
+from .stores.factory import make_store
 from .stores.fetch import FetchReply, FetchRequest
 from .stores.home_clients import open_unit
 from .stores.homes import SERVER_MEMORY, KnownHomes, home_of

@@ -24,6 +24,7 @@ from ..ledger import commands as cmd
 from ..ledger.factory import make_policy, make_sampler
 from ..types import Batch, Event
 from ..types import events as ev
+from ..types.config import LOCAL
 from ..wire import MAX_BYTES, KeyPair, PayloadSink, RunKey, Server, has_ended, offer_key, process_key
 from .call_executor import CallExecutor, Clock
 from .deferred import DeferredRequest, DeferredRequests
@@ -35,7 +36,7 @@ from .payload_manager import PayloadManager
 from .protocol import Call, CallCommand, CallResult, ClientHello, Welcome, decode_call, decode_result, encode, failure
 from .recovery import RecoverableState, Recovered
 from .remote_payload import DECODE_ERRORS, IncomingBlock, RefusedUpload
-from .stores.factory import LOCAL, make_store
+from .stores.factory import make_store
 from .stores.fetch import FetchRequest, Needed, NeededReplicas, NeededReplicasRequest, NeededRequest
 from .stores.homes import HomeId
 

@@ -65,15 +65,11 @@ class BlockFetcher:
 
     def _find(self, where: HomeId) -> StorageHome:
         try:
-            home = self._homes.find(where)
+            home = self._homes.in_epoch(where)
         except WireError as error:
             raise StoreUnavailable(f"home {where.home}: the run's server does not answer: {error}") from None
         if home is None:
             raise StoreUnavailable(f"home {where.home} is unknown to this run's server")
-        if home.epoch != where.epoch or home.lost:
-            raise LeaseLost(
-                f"epoch {where.epoch} of home {where.home} ({home.name}) is lost: {home.lost or 'another one has begun'}"
-            )
         if not home.address:
             with contextlib.suppress(WireError):
                 self._homes.refresh(after_s=REFRESH_S)

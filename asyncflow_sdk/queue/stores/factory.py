@@ -8,7 +8,7 @@ from typing import Any
 from ...errors import AsyncFlowError, ConfigError, PluginError
 from ...interfaces.store import BlockStore, PayloadStore, StoreContext
 from ...plugins import registry
-from ...types.config import LOCAL as LOCAL
+from ...types.config import LOCAL
 from .block_payload import BlockPayloadStore
 from .homes import SERVER_MEMORY, segment_prefix
 from .hosts import HostsStore

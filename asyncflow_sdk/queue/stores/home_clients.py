@@ -34,13 +34,9 @@ class HomeClients:
     def client(self, where: HomeId) -> ServiceClient:
         """Return the connection to a home's unit. Raises LeaseLost for a lost epoch and after
         ``close``, WireError if it has no unit now, AccessDenied."""
-        home = self._homes.find(where)
+        home = self._homes.in_epoch(where)
         if home is None:
             raise WireError(f"home {where.home} is unknown to this run's server")
-        if home.epoch != where.epoch or home.lost:
-            raise LeaseLost(
-                f"epoch {where.epoch} of home {where.home} ({home.name}) is lost: {home.lost or 'another one has begun'}"
-            )
         if not home.address:
             raise WireError("it has no storage unit now")
         with self._lock:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from ...errors import LeaseLost
 from ...interfaces.store import HomeCatalog, StorageHome
 from ...wire import boot_id
 
@@ -115,6 +116,16 @@ class KnownHomes:
             self.refresh(after_s=REFRESH_S)
             found = self._by_number.get(where.home)
         return found
+
+    def in_epoch(self, where: HomeId) -> StorageHome | None:
+        """Return a home in this epoch; None if it is unknown. Raises LeaseLost if the epoch is lost,
+        ServerLost."""
+        home = self.find(where)
+        if home is not None and (home.epoch != where.epoch or home.lost):
+            raise LeaseLost(
+                f"epoch {where.epoch} of home {where.home} ({home.name}) is lost: {home.lost or 'another one has begun'}"
+            )
+        return home
 
     def is_live(self, where: HomeId) -> bool:
         """True if blocks of this epoch are not given up."""

@@ -113,8 +113,8 @@ class StorageUnit:
         """Give a sign of life, and remove the segments of lost epochs and of ended sessions. Raises
         ServerLost, ConfigError, FileNotFoundError if its directory or a needed segment is gone."""
         self._directory.touch()
+        # before the server is asked: later segments may be of sessions that it does not list
         there, held = self._directory.segments(), self._replicas.held()
-        # before the question: later ones may be of later sessions
         self.where = where = HomeId(*self._catalog.open(self._offer))
         needed, sessions = self._catalog.needed(*where)
         for path in there:
