@@ -35,7 +35,7 @@ def _link(address: str, run: Run, home: StorageHome, status: HomeStatus) -> Find
     subject = f"home {home.home} ({home.name})"
     losses = f"{plural(status.rows_failed, 'row')} failed and {plural(status.groups_remade, 'group')} made again"
     if status.state == "lost":
-        return Finding(address, subject, NOTE, f"lost: {status.detail}; with all its losses {losses}")
+        return Finding(address, subject, NOTE, f"lost: {status.detail}; {losses} in all its losses")
     if status.state == "absent":
         return Finding(
             address, subject, WARNING, f"no storage unit for {duration(status.absent_s)}",

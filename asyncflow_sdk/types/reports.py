@@ -16,7 +16,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True
     """Root of all replies of a queue."""
 
 
-class HomeStatus(msgspec.Struct, frozen=True, array_like=True):
+class HomeStatus(msgspec.Struct, frozen=True, array_like=True, repr_omit_defaults=True):
     """A place of payload. Home 0 is the server's memory. ``state``: "served" by a storage unit at
     ``address``, "absent" for ``absent_s`` because its unit is gone, or "lost" for the reason
     ``detail``. ``rows_failed``, ``groups_remade``: in all lost epochs. ``payload_bytes``: of live
