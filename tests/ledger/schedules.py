@@ -23,6 +23,7 @@ from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost
 from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger.state.homes import HomeLoss
+from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.reports import Audit
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
@@ -55,6 +56,7 @@ class World(CheckedLedger):
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._asked: dict[int, tuple[int, Callable[[Any], None]]] = {}  # ticket → session, what to do with the reply
         self.workers: list[Worker] = []
+        self.expired_on_load = 0  # rows whose replica loaded a version as it was rolled back
         admin = self.join("admin")
         for command in [limits, *(cmd.Declare(task=task) for task in tasks)]:
             assert self.send(admin, command) == cmd.Done()
@@ -74,6 +76,15 @@ class World(CheckedLedger):
     def some(self, count: int, share: float) -> list[int]:
         """About this share of the first numbers."""
         return [i for i in range(count) if self.random.random() < share]
+
+    def ask(self, session: int, command: Any) -> int:
+        before = len(self.events)
+        ticket = super().ask(session, command)
+        if isinstance(command, cmd.ReportLoaded):
+            reason = f"version {command.version} was rolled back"
+            ended = [event for event in self.events[before:] if isinstance(event, ev.RowsEnded)]
+            self.expired_on_load += sum(event.count for event in ended if event.reason == reason)
+        return ticket
 
     def call(self, session: int, command: Any, then: Callable[[Any], None]) -> None:
         self._asked[self.tickets + 1] = session, then
