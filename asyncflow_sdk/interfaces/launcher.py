@@ -165,11 +165,6 @@ class Launcher(abc.ABC):
     """Starts workers. Made without arguments by its plugin's factory, once for each run that names
     it. The launcher must end its workers when the driver ends, however the driver ends."""
 
-    ranks: bool = False
-    """True if the launcher can start the ranks of one worker: processes of the driver's host, each
-    with the environment of its placement. The environment holds an address of this host, by which
-    the ranks connect."""
-
     def check(self, placement: Placement) -> None:
         """Raise ConfigError for an impossible placement. Called for each placement before a worker
         starts there. Optional."""
@@ -179,6 +174,19 @@ class Launcher(abc.ABC):
         """Start a worker and return as soon as its handle can be waited for. Raises ConfigError.
         Any exception during a restart ends the worker for good. Called from any thread, for
         different workers at the same time."""
+
+    def start_ranks(self, specs: Sequence[WorkerSpec]) -> Sequence[WorkerHandle]:
+        """Start all ranks of one worker, or none. Return a handle for each. The ranks find each other
+        through the run. Raises as ``start``. Default: call ``start`` for each."""
+        handles: list[WorkerHandle] = []
+        try:
+            handles.extend(self.start(spec) for spec in specs)
+        except BaseException:
+            for handle in handles:
+                handle.kill()
+                handle.wait()
+            raise
+        return handles
 
     def close(self) -> None:
         """Free the launcher's resources. Called after every worker has ended. Optional."""

@@ -31,8 +31,6 @@ _NO_MODULE = re.compile(r"No module named '?[\w.]+'?(?=\)?\s*$)")
 class ProcessLauncher(Launcher):
     """Local processes. ``cpus``: their CPU affinity; ``gpus``: CUDA_VISIBLE_DEVICES."""
 
-    ranks = True
-
     def check(self, placement: Placement) -> None:
         """Check the interpreter, and the CPUs and GPUs of this host. Raises ConfigError."""
         if placement.python is not None and shutil.which(placement.python) is None:

@@ -38,7 +38,7 @@ class RankCommunicator:
     def __init__(
         self, queue: QueueClient | None = None, group: str = "train", rank: int = 0, world_size: int = 1
     ) -> None:
-        self._queue, self._group, self.rank, self.world_size = queue, group, rank, world_size
+        self._queue, self.group, self.rank, self.world_size = queue, group, rank, world_size
 
     @property
     def first(self) -> bool:
@@ -48,7 +48,7 @@ class RankCommunicator:
     @property
     def shares(self) -> dict[str, Any]:
         """Arguments of a lease that all ranks share."""
-        return {"group": self._group, "rank": self.rank, "world_size": self.world_size}
+        return {"group": self.group, "rank": self.rank, "world_size": self.world_size}
 
     def all_gather(self, what: str, payload: bytes = b"", timeout_s: float = GATHER_S) -> tuple[bytes, ...]:
         """Wait until every rank has called this for ``what``. Return the payloads by rank. Raises
@@ -56,7 +56,7 @@ class RankCommunicator:
         if self._queue is None or self.world_size == 1:
             return (payload,)
         command = cmd.AllGather(
-            group=self._group, what=what, rank=self.rank, world_size=self.world_size, payload=payload,
+            group=self.group, what=what, rank=self.rank, world_size=self.world_size, payload=payload,
             timeout_s=timeout_s,
         )  # fmt: skip
         reply: cmd.AllGathered = self._queue.send(command)

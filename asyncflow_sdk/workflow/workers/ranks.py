@@ -2,8 +2,8 @@
 
     handle = RankLauncher(launcher, 2).start(spec)    # two processes: if one fails, both end
 
-Each process finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
-environment, as under torchrun. Under torchrun itself ``own_rank`` reads them.
+``join_ranks`` sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each
+process, as torchrun does. Under torchrun itself ``own_rank`` reads them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from ...errors import ConfigError
 from ...interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
+from ...queue import Connection
+from ...queue.stores.homes import this_host
+from ...wire import is_loopback, own_address
+from .rank_communicator import RankCommunicator
 
 AFTER_S = 2.0
 """After one rank's error the others may take this long to end and to log what they saw (seconds)."""
@@ -60,11 +66,10 @@ def check_ranks(launcher: Launcher, placement: Placement, world_size: int) -> No
     launcher.check(placement)
     if world_size == 1:
         return
-    if not launcher.ranks:
+    if placement.launcher == "thread":
         raise ConfigError(
-            f"launcher={placement.launcher!r} starts no ranks: world_size={world_size} needs processes of one"
-            " host, which"
-            ' launcher="process" starts; over several hosts start `asyncflow worker` under torchrun or the like'
+            f"launcher={placement.launcher!r} starts no ranks: world_size={world_size} needs processes, which"
+            ' launcher="process" starts, or torchrun'
         )
     taken = sorted({"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(placement.env))
     if taken:
@@ -85,8 +90,6 @@ class RankExit(WorkerExit):
 class RankLauncher(Launcher):
     """Starts each worker as ``world_size`` ranks, by another launcher."""
 
-    ranks = True
-
     def __init__(self, launcher: Launcher, world_size: int) -> None:
         self._launcher, self.world_size = launcher, world_size
 
@@ -96,26 +99,31 @@ class RankLauncher(Launcher):
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start all ranks, or none after an error."""
-        handles: dict[str, WorkerHandle] = {}
-        try:
-            for each in rank_specs(spec, self.world_size):
-                handles[each.name] = self._launcher.start(each)
-        except BaseException:
-            for handle in handles.values():
-                handle.kill()
-                handle.wait()
-            raise
-        return RankHandles(handles)
+        specs = rank_specs(spec, self.world_size)
+        return RankHandles(dict(zip((each.name for each in specs), self._launcher.start_ranks(specs), strict=True)))
 
 
 class RankHandles(WorkerHandle):
-    """The ranks of one start. One rank's error ends the others, which would wait for it in a
-    collective. ``pids``: by name of the rank."""
+    """The ranks of one start, by name. One rank's error ends the others, which would wait for it in a
+    collective."""
 
     def __init__(self, handles: Mapping[str, WorkerHandle]) -> None:
-        self._handles = list(handles.values())
-        self.pids = {name: handle.pid for name, handle in handles.items()}
-        self.pid, self.host = self._handles[0].pid, self._handles[0].host
+        self._by_name, self._handles = handles, list(handles.values())
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The ranks' processes, by name."""
+        return {name: handle.pid for name, handle in self._by_name.items()}
+
+    @property
+    def pid(self) -> int:  # type: ignore[override]
+        """The process of the first rank."""
+        return self._handles[0].pid
+
+    @property
+    def host(self) -> str:  # type: ignore[override]
+        """The host of the first rank."""
+        return self._handles[0].host
 
     def wait(self) -> WorkerExit:
         """Wait for all ranks. ``AFTER_S`` after the first error the others are killed."""
@@ -162,30 +170,55 @@ def _put_exit(exits: queue.SimpleQueue[tuple[int, WorkerExit]], rank: int, handl
 
 
 def rank_specs(spec: WorkerSpec, world_size: int) -> list[WorkerSpec]:
-    """Return the spec of each rank: its share of the CPUs, all GPUs (its local rank selects one), the
-    address of the ranks' rendezvous, and no restarts of its own."""
-    placement, port = spec.placement, free_port()
+    """Return the spec of each rank: its share of the CPUs, all GPUs (its local rank selects one), and
+    no restarts of its own."""
+    placement = spec.placement
     share = len(placement.cpus) // world_size
     specs = []
     for rank in range(world_size):
-        environment = {
-            "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}", "LOCAL_WORLD_SIZE": f"{world_size}",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}",
-        }  # fmt: skip
-        own = replace(
-            placement,
-            cpus=placement.cpus[rank * share :][:share],
-            env={**environment, **placement.env},
-            max_restarts=0,
-        )
+        own = replace(placement, cpus=placement.cpus[rank * share :][:share], max_restarts=0)
         log = spec.log.with_stem(f"{spec.log.stem}-rank-{rank}")
         name = rank_name(spec.name, rank)
         specs.append(replace(spec, name=name, rank=rank, world_size=world_size, placement=own, log=log))
     return specs
 
 
+class _RankPlace(msgspec.Struct, frozen=True):
+    host: str
+    address: str
+    port: int
+    set_by_launcher: bool
+
+
+def join_ranks(ranks: RankCommunicator, connection: Connection, environment: Mapping[str, str]) -> None:
+    """Set the environment of torchrun in this process, one of a worker's ranks, unless torchrun has set
+    it; ``environment``, of the placement, has precedence. The ranks meet at the queue, since the host
+    of rank 0 is known only once it runs. Waits for all ranks."""
+    if ranks.world_size == 1:
+        return
+    address = own_address(connection.wire.address, connection.server_addresses)
+    set_by_launcher = own_rank() == (ranks.rank, ranks.world_size)
+    own = _RankPlace(this_host(), address, free_port(), set_by_launcher)
+    found = ranks.all_gather("the addresses of all ranks", msgspec.json.encode(own))
+    places = [msgspec.json.decode(each, type=_RankPlace) for each in found]
+    if all(place.set_by_launcher for place in places):
+        return
+    hosts = [place.host for place in places]
+    first, alone = places[0], len(set(hosts)) == 1
+    if not alone and is_loopback(f"tcp://{first.address}:1"):
+        raise ConfigError(
+            f"the ranks of {ranks.group!r} run on {len(set(hosts))} hosts, and rank 0 knows no address of its host"
+            " for the others: serve the run at an address of the network, as tcp://0.0.0.0:7000"
+        )
+    os.environ.update({
+        "RANK": f"{ranks.rank}", "WORLD_SIZE": f"{ranks.world_size}", "LOCAL_RANK": f"{hosts[: ranks.rank].count(own.host)}",
+        "LOCAL_WORLD_SIZE": f"{hosts.count(own.host)}", "MASTER_ADDR": "127.0.0.1" if alone else first.address,
+        "MASTER_PORT": f"{first.port}", **environment,
+    })  # fmt: skip
+
+
 def free_port() -> int:
-    """Return a free port of the loopback interface."""
+    """Return a free port of this host."""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind(("", 0))
         return int(free.getsockname()[1])

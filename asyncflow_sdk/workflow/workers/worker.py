@@ -35,6 +35,7 @@ from ..serialization import from_json
 from ..specs import Rollout, Stage, Train
 from .engines import loading_model, make_engine, whole_step_text
 from .rank_communicator import RankCommunicator
+from .ranks import join_ranks
 from .train_worker import train
 from .user_code import FunctionFailed
 
@@ -115,6 +116,7 @@ class WorkerRuntime:
     def _work_as(self, role: Rollout | Stage | Train, queue: QueueClient) -> None:
         trains = isinstance(role, Train)
         ranks = RankCommunicator(queue, self.spec.group, self.spec.rank, self.spec.world_size)
+        join_ranks(ranks, queue.connection, self.spec.placement.env)
         self._renewer = LeaseRenewer(queue.connection, TRAIN_PATIENCE_S if trains else PATIENCE_S)
         if isinstance(role, Rollout):
             asyncio.run(_generate(role, self.spec.settings, queue))
