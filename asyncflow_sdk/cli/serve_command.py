@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from ..types.defaults import LEAVE_S
 from ..types.events import Chosen, Event, Note, Status, StepTrained, WorkerState
 from ..wire import is_loopback
 from ..workflow import Run, serve
+from ..workflow.address import advertised
 from .formats import printable
 from .screens.live_view import LiveView
 from .signals import sigterm_as_interrupt
@@ -93,12 +93,9 @@ def serve_run(
 
 def invitation(directory: Path, address: str, insecure: bool) -> str:
     """Return the commands that start workers on other hosts."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
     keyed = address.startswith("tcp:") and not insecure and not is_loopback(address)
     option = " --key run.key" if keyed else " --insecure" if insecure else ""
-    if host in ("0.0.0.0", "[::]", "*"):
-        host = socket.gethostname()
-    where = f"tcp://{host}:{port}" if address.startswith("tcp:") else address
+    where = advertised(address) if address.startswith("tcp:") else address
     join = f"asyncflow worker {where}{option}"
     key = f"copy {directory / 'run.key'} to every host, readable only by its user; then run there:\n" if keyed else ""
     return (

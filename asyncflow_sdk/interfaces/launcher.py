@@ -34,15 +34,19 @@ class Placement:
 
     ``python``: interpreter of an environment with the SDK and the engine. ``env``: variables added
     to the worker's environment. ``max_restarts``: restarts after a death, at most. ``launcher``:
-    registered name of the launcher. ``cpus``, ``gpus``: numbers of the host's CPUs and GPUs for the
-    worker; () restricts nothing. ``on_failure``: stop the run or continue it once the worker has
-    failed for good; None: the workflow's setting.
+    registered name of the launcher; ``launcher_options``: its options, in JSON types. ``hosts``:
+    names for the launcher, as ``ssh`` takes them; replicas take turns on them, ranks are divided
+    into equal blocks. (): the launcher chooses. ``cpus``, ``gpus``: numbers of each host's CPUs and
+    GPUs for the worker; () restricts nothing. ``on_failure``: stop the run or continue it once the
+    worker has failed for good; None: the workflow's setting.
     """
 
     python: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 3
     launcher: str = "process"
+    launcher_options: Mapping[str, Any] = field(default_factory=dict)
+    hosts: Sequence[str] = ()
     cpus: Sequence[int] = ()
     gpus: Sequence[int] = ()
     on_failure: OnFailure | None = None
@@ -51,6 +55,10 @@ class Placement:
         check_fields(self)
         object.__setattr__(self, "cpus", tuple(self.cpus))
         object.__setattr__(self, "gpus", tuple(self.gpus))
+        object.__setattr__(self, "hosts", tuple(self.hosts))
+        for host in self.hosts:
+            if not host or host.startswith("-") or not host.isprintable() or " " in host:
+                raise ConfigError(f"hosts are names or addresses of hosts, as ssh takes them, not {host!r}")
         odd = [name for name, value in self.env.items() if not name or "=" in name or "\0" in name + value]
         if odd:
             raise ConfigError(f"env has {odd[0]!r}: names need a character and have no '=', and neither has a NUL")
@@ -94,8 +102,9 @@ class WorkerSpec:
     ``role``: the Rollout, Stage or Train as plain data. ``address``, ``key``, ``insecure``: how the
     worker connects to the run. ``import_path``: folders to import the user's modules from.
     ``plugins``: environment variables with the driver's choice of plugins. ``rank`` of
-    ``world_size``: of a worker of several processes; ``group``: their name in the queue. ``log``: a file on the driver's host for the
-    worker's output, if the launcher can collect it.
+    ``world_size``: of a worker of several processes; ``group``: their name in the queue. ``host``:
+    the one of its placement's hosts to run on; "": the launcher chooses. ``log``: a file on the
+    driver's host for the worker's output, if the launcher can collect it.
     """
 
     name: str
@@ -109,6 +118,7 @@ class WorkerSpec:
     rank: int = 0
     world_size: int = 1
     group: str = ""
+    host: str = ""
     placement: Placement
     log: Path
 
@@ -162,8 +172,10 @@ class WorkerHandle(abc.ABC):
 
 
 class Launcher(abc.ABC):
-    """Starts workers. Made without arguments by its plugin's factory, once for each run that names
-    it. The launcher must end its workers when the driver ends, however the driver ends."""
+    """Starts workers. Made by its plugin's factory, with ``launcher_options``, once for each run that
+    names it with these options. The launcher must end its workers when the driver ends, however the
+    driver ends. If its AdapterSpec declares ``can={"hosts": "many"}``, its workers get the address
+    of the run for other hosts, with a key, if the run has one."""
 
     def check(self, placement: Placement) -> None:
         """Raise ConfigError for an impossible placement. Called for each placement before a worker

@@ -6,7 +6,7 @@ from .exchange import WireReply
 from .handler import Handler
 from .key_offers import await_key, find_key, offer_key
 from .keys import KeyPair, RunKey, ServerKeys, ensure_keys, generate_keys
-from .own_address import own_address
+from .own_address import LOOPBACK, own_address
 from .processes import boot_id, has_ended, process_key, same_host
 from .server import Server
 from .service import Frames, Service, ServiceAddress, ServiceClient
@@ -14,6 +14,7 @@ from .sockets import RETRY_S, is_loopback, probe
 from .transfers import MemorySink, PayloadSink
 
 __all__ = [
+    "LOOPBACK",
     "MAX_BYTES",
     "RETRY_S",
     "Client",

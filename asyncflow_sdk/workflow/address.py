@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from pathlib import Path
 
 from ..errors import ConfigError, ServerLost
 from ..memory import private_opener
 from ..queue import is_unfinished
-from ..wire import RETRY_S, probe
+from ..wire import LOOPBACK, RETRY_S, own_address, probe
 
 FILE = "address"
 JOURNAL = "journal"
@@ -42,6 +43,17 @@ def remove_addresses(directory: Path, addresses: list[str]) -> None:
 
 def _text(addresses: list[str]) -> str:
     return "".join(f"{address}\n" for address in addresses if not address.startswith("inproc:"))
+
+
+def advertised(address: str, advertise: str | None = None) -> str:
+    """Return the tcp address at which other hosts reach a server: with ``advertise`` as its host, or
+    with its own; of a server on all interfaces, the one of the default route, or the host's name."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if advertise is None and host not in ("0.0.0.0", "[::]", "*"):
+        return address
+    own = advertise or own_address(address)
+    own = socket.gethostname() if own == LOOPBACK and advertise is None else own
+    return f"tcp://{f'[{own}]' if ':' in own.strip('[]') and '[' not in own else own}:{port}"
 
 
 def find_address(directory: Path, timeout_s: float) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from ..errors import ConfigError, MemoryFull
 from ..interfaces import OnFailure, Sampler, TrackedRun, check_on_failure
 from ..memory import make_private_directory
@@ -21,11 +23,12 @@ from ..types import Batch, Event
 from ..types.config import LOCAL, Store
 from ..types.defaults import CALL_S, CAPACITY_ROWS, KEEP_VERSIONS, MAX_STALENESS
 from ..wire import MAX_BYTES, KeyPair, ensure_keys, generate_keys, is_loopback
-from .address import JOURNAL, find_address, write_addresses
+from .address import JOURNAL, advertised, find_address, write_addresses
 from .events.event_sinks import EventSink, call_all
 from .events.trackers import Tracked, Trackers, make_trackers
 from .plan.policy import Policy, find_policy
 from .run import Run
+from .workers.worker_pool import Endpoint
 
 RUN_KEY = "run.key"
 
@@ -34,6 +37,7 @@ def serve(
     directory: str | Path | None = None,
     *,
     address: str | None = None,
+    advertise: str | None = None,
     key: str | os.PathLike[str] | None = None,
     insecure: bool = False,
     on_event: Callable[[Event], None] | None = None,
@@ -66,11 +70,13 @@ def serve(
     existing one keeps its mode; new files in it are readable by their owner only.
 
     ``address``: a further address to listen at (``tcp://127.0.0.1:0`` picks a port); a local socket
-    is always there. A tcp address has keys: ``server.key`` and ``run.key`` in ``directory``, made
-    unless present. Clients of the same user on the same host find the key by themselves; others need
-    a copy of ``run.key``. ``key``: another path for ``server.key``. ``insecure``: no keys; every
-    process that reaches the address may read and change the run. ``max_call_bytes``: limit of one
-    put or completion from there, and of the payload of all incomplete calls together.
+    is always there. ``advertise``: name or IP address of this host for others; default: the host of
+    ``address`` or, for all interfaces, the address on the default route. A tcp address has keys:
+    ``server.key`` and ``run.key`` in ``directory``, made unless present. Clients of the same user on
+    the same host find the key by themselves; others need a copy of ``run.key``. ``key``: another path
+    for ``server.key``. ``insecure``: no keys; every process that reaches the address may read and
+    change the run. ``max_call_bytes``: limit of one put or completion from there, and of the payload
+    of all incomplete calls together.
 
     ``capacity_rows``, ``capacity_bytes``: limits of live rows and of their payload; default: half of
     the free bytes of the segments' file system. ``max_staleness``: limit of a trained token's
@@ -112,6 +118,8 @@ def serve(
     if durability is not None and path is None:
         raise ConfigError(f'a run of durability "{durability}" needs a directory for its journal')
     journal = path / JOURNAL if path is not None and (durability or (path / JOURNAL).is_dir()) else None
+    if advertise is not None and not (address or "").startswith("tcp:"):
+        raise ConfigError("advertise= is for a tcp address, which other hosts can reach")
     keys = _keys(path, address, key, insecure)
     tracking = Trackers(make_trackers(trackers))
     if tracking and path is None:
@@ -135,7 +143,11 @@ def serve(
         store=store.kind, store_options=store.options,
     )  # fmt: skip
     try:
-        run = Run(Connection(server.here, name), server, path, on_failure, trackers=tracking)
+        far = None
+        if address is not None and address.startswith("tcp:"):
+            to_run = None if keys is None else msgspec.to_builtins(keys.run)
+            far = Endpoint(advertised(server.addresses[-1], advertise), to_run, insecure)
+        run = Run(Connection(server.here, name), server, path, on_failure, trackers=tracking, far=far)
         if capacity_bytes is None:
             room = os.statvfs(server.rows)
             capacity_bytes = max(room.f_bavail * room.f_frsize // 2, 1)

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
+import msgspec
+
 from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded
 from ..interfaces import (
     TRAIN_COLUMNS,
@@ -49,7 +51,7 @@ from .specs import Rollout, Stage, Train, declare_task
 from .workers.logs import LogFolder
 from .workers.ranks import RankId
 from .workers.supervisor import Worker
-from .workers.worker_pool import WorkerPool
+from .workers.worker_pool import Endpoint, WorkerPool
 
 PING_S = 5.0
 """Limit of the wait for the answer of a storage unit (seconds)."""
@@ -61,6 +63,7 @@ class Run(WeightSync):
     def __init__(
         self, connection: Connection, server: QueueServer | None = None, directory: Path | None = None,
         on_failure: OnFailure = "stop", logs: Path | None = None, trackers: EventSink | None = None,
+        far: Endpoint | None = None,
     ) -> None:  # fmt: skip
         self.queue: QueueClient = open_queue(connection)
         self.directory = directory
@@ -76,7 +79,9 @@ class Run(WeightSync):
         )  # other processes start workers of the same roles
         if logs is None and directory is not None:
             logs = directory / "logs"
-        self._pool = WorkerPool(self.queue, self._near, mark, LogFolder(logs), self.fail, on_failure)
+        self._pool = WorkerPool(
+            self.queue, self._near(), far or self._near(), mark, LogFolder(logs), self.fail, on_failure
+        )
         self._changes = self._pool.changed
 
     @property
@@ -99,10 +104,12 @@ class Run(WeightSync):
         """The state found of an earlier server; None for a new run, and in other processes."""
         return self._server.recovered if self._server is not None else None
 
-    @property
-    def _near(self) -> str:
-        """The address for workers started here: local, with shared memory, without a key."""
-        return self._connection.wire.address if self._server is None else self._server.addresses[1]
+    def _near(self) -> Endpoint:
+        """Return the endpoint for workers on this host: in the serving process a socket file, without a key."""
+        if self._server is not None:
+            return Endpoint(self._server.addresses[1])
+        wire = self._connection.wire
+        return Endpoint(wire.address, None if wire.key is None else msgspec.to_builtins(wire.key), wire.insecure)
 
     def start(self, spec: Rollout | Stage | Train, *, rank: RankId | None = None, **settings: Any) -> list[Worker]:
         """Declare the task of ``spec`` (except a trainer's) and start its workers. ``settings``: the

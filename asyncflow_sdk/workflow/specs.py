@@ -53,7 +53,9 @@ _BATCH = 256
 _SMALL_BATCH = 32
 """Rows of a call of a coroutine function, and of a lease of an engine."""
 
-_PLACEMENT = typing.get_type_hints(Placement) | {"env": Mapping[str, str] | None}
+_PLACEMENT: dict[str, Any] = typing.get_type_hints(Placement)
+_MAPPINGS = [field.name for field in dataclasses.fields(Placement) if field.default is dataclasses.MISSING]
+_PLACEMENT |= {name: _PLACEMENT[name] | None for name in _MAPPINGS}
 _Spec = TypeVar("_Spec", bound=Serializable)
 
 
@@ -68,7 +70,7 @@ def placed(**defaults: Any) -> Callable[[type[_Spec]], type[_Spec]]:
         more = [each for each in own if each.kind is each.VAR_KEYWORD and each.name == "options"]
         named = [each for each in own if each.kind is not each.VAR_KEYWORD]
         for field in dataclasses.fields(Placement):
-            plain = None if field.name == "env" else field.default
+            plain = None if field.name in _MAPPINGS else field.default
             default = defaults.get(field.name, plain)
             named.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default))
         constructor.__annotations__ |= _PLACEMENT
@@ -80,15 +82,15 @@ def placed(**defaults: Any) -> Callable[[type[_Spec]], type[_Spec]]:
 
 def _split_placement(given: dict[str, Any], **defaults: Any) -> tuple[Placement, dict[str, Any]]:
     """Return the placement, and the arguments that are not its own."""
-    place = {**defaults, **{name: value for name, value in given.items() if name in _PLACEMENT}}
-    if place.get("env", ()) is None:
-        del place["env"]
+    own = {name: value for name, value in given.items() if name in _PLACEMENT}
+    place = {**defaults, **{name: value for name, value in own.items() if value is not None or name not in _MAPPINGS}}
     return Placement(**place), {name: value for name, value in given.items() if name not in _PLACEMENT}
 
 
 @placed()
 class Rollout(Serializable):
-    """Generates responses with ``replicas`` workers of the rollout engine ``engine``.
+    """Generates responses with ``replicas`` workers of the rollout engine ``engine``; None: one, or one
+    on each of ``hosts``. 0: none from here, workers join by hand.
 
     ``model``: a Hugging Face model folder. ``prompt``: the column of prompts; "prompt_ids" holds
     token ids, any other holds text. ``tokenizer``: a folder or tokenizer.json; default: the model's.
@@ -117,7 +119,7 @@ class Rollout(Serializable):
         model: str | Path = "",
         group_size: int = GROUP_SIZE,
         sampling: Sampling | None = None,
-        replicas: int = 1,
+        replicas: int | None = None,
         prompt: str = "prompt",
         task: str = "rollout",
         prefix: str | None = None,
@@ -135,16 +137,18 @@ class Rollout(Serializable):
         check_policy(swap or "drain")
         check_proofs(verify or ())
         self.swap, self.verify = swap, verify
-        check_least(1, group_size=group_size, replicas=replicas)
+        check_least(1, group_size=group_size)
+        check_least(0, replicas=replicas)
         _check_task("rollout", task, lease_s)
         self.engine, self.model = engine_name(engine), str(model)
-        self.task, self.group_size, self.replicas = task, group_size, replicas
+        self.task, self.group_size = task, group_size
         self.partitions = _partitions("rollout", task, partitions)
         unprefixed = task == "rollout" or not takes_trained(self.partitions)
         self.prefix = ("" if unprefixed else f"{task}_") if prefix is None else prefix
         self.sampling = sampling or Sampling()
         self.lease_s = lease_s
         self.place, options = _split_placement(options)
+        self.replicas = max(1, len(self.place.hosts)) if replicas is None else replicas
         self.prompt, self.options = prompt, plain_options(self.engine, options)
         self.tokenizer = tokenizer_file(tokenizer, model)
         self.agent: Agent | None = None
@@ -284,6 +288,8 @@ class Stage(Serializable):
         self.gives = tuple(gives) if gives is not None else (self.task,)
         self.partitions = _partitions("stage", self.task, partitions)
         self.world_size = work.world_size if isinstance(work, Logprobs) else 1
+        self.replicas = max(1, len(self.place.hosts)) if self.world_size == 1 else 1
+        """Workers at the start: one on each of ``hosts``, or one whose ranks are there."""
         small = _SMALL_BATCH * self.world_size
         self.batch = batch or (_BATCH if callable(work) and not is_coroutine(work) else small)
         self.concurrency, self.lease_s = concurrency, lease_s
@@ -405,6 +411,8 @@ class Train(Serializable):
                 raise ConfigError(f"part_rows={part_rows} is of a step trained in parts: say stream=True, too")
         self.stream, self.part_rows = stream, part_rows
         self.place, options = _split_placement(options, max_restarts=0)
+        if world_size == 1 < len(self.place.hosts):
+            raise ConfigError(f"hosts={list(self.place.hosts)} of a trainer with world_size=1: it runs on one host")
         self.engine, self.model, self.world_size = engine_name(engine), str(model), world_size
         self.options = plain_options(self.engine, options)
         self.weights = weights

@@ -148,9 +148,13 @@ def _check_place(where: str, place: Placement, problems: Problems, *key: str | i
     if not checks_placements():
         return
     try:
-        check_ranks(problems.launcher(place.launcher), place, world_size)
+        check_ranks(problems.launcher(place), place, world_size)
     except (ConfigError, PluginError) as error:
-        about = [name for name in ("python", "cpus", "gpus", "env", "launcher") if f"{name}=" in str(error)]
+        about = [
+            name
+            for name in ("python", "cpus", "gpus", "env", "hosts", "launcher_options", "launcher")
+            if f"{name}=" in str(error)
+        ]
         problems.add(f"{where}: {error}", *key, *(about[:1] or ["launcher"]))
 
 
@@ -224,11 +228,12 @@ def _of_the_hub(model: str) -> str:
 def _check_here(stage: Stage, problems: Problems, *key: str | int) -> None:
     """Refuse a placement for a function that only the driver can run."""
     place = stage.place
-    if stage.here and (place.python or place.env or place.cpus or place.gpus or place.launcher != "process"):
+    own = place.python or place.env or place.cpus or place.gpus or place.hosts or place.launcher != "process"
+    if stage.here and own:
         problems.add(
             f"stage {stage.task!r} has a function that no other process can import, so it runs in the driver's,"
-            " and has no place of its own: put the function into a module, or leave python=, env=, cpus=, gpus="
-            " and launcher= out",
+            " and has no place of its own: put the function into a module, or leave python=, env=, cpus=, gpus=,"
+            " hosts= and launcher= out",
             *key,
         )
 

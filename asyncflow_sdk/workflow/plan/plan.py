@@ -17,6 +17,7 @@ from ...plugins import registry
 from ...types import Batch, Checkpoint, Staleness, Store, Weights
 from ...weights import AUTO, Choice, choose_encoding, choose_swap, choose_transport
 from ..specs import TRAINED, Rollout, Stage, Train
+from ..workers.launchers import reaches_hosts
 from .dataflow import PROMPTS, Dataflow, Edge, Node
 from .problems import Key, Problems
 
@@ -160,8 +161,7 @@ class Plan:
     def _remote(self) -> str:
         """Why some workers may be on other hosts; "" if none is."""
         for place in (*(each.place for each in self.rollouts), self.train.place):
-            adapter = registry().find("launcher", place.launcher)
-            if adapter is not None and adapter.spec.declared("hosts") == ("many",):
+            if reaches_hosts(place):
                 return f"launcher {place.launcher!r} may start workers on other hosts"
         return ""
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 from ...errors import AsyncFlowError, ConfigError, PluginError
-from ...interfaces import Launcher
-from ..workers.supervisor import make_launcher
+from ...interfaces import Launcher, Placement
+from ..workers.launchers import Launchers
 
 Key = tuple[str | int, ...]
 """The path of a value in a workflow: ("batch_size",), ("rollout", 0, "model")."""
@@ -54,7 +54,7 @@ class Problems:
 
     def __init__(self) -> None:
         self.found: list[tuple[Key, AsyncFlowError]] = []
-        self._launchers: dict[str, Launcher] = {}
+        self._launchers = Launchers()
 
     def add(self, text: str, *key: str | int) -> None:
         """Add a ConfigError of the value at ``key``."""
@@ -68,16 +68,13 @@ class Problems:
         except (ConfigError, PluginError) as error:
             self._add(error, key)
 
-    def launcher(self, name: str) -> Launcher:
-        """Return the launcher with a registered name, made once for all checks. Raises PluginError."""
-        if name not in self._launchers:
-            self._launchers[name] = make_launcher(name)
-        return self._launchers[name]
+    def launcher(self, place: Placement) -> Launcher:
+        """Return the launcher of a placement, made once for all checks. Raises PluginError, ConfigError."""
+        return self._launchers.of(place)
 
     def close(self) -> None:
         """Close the launchers of the checks; the run makes its own."""
-        for launcher in self._launchers.values():
-            launcher.close()
+        self._launchers.close()
 
     def raise_all(self) -> None:
         """Raise a single error unchanged, several as one ConfigError with a list."""

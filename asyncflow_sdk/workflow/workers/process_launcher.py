@@ -33,6 +33,8 @@ class ProcessLauncher(Launcher):
 
     def check(self, placement: Placement) -> None:
         """Check the interpreter, and the CPUs and GPUs of this host. Raises ConfigError."""
+        if placement.hosts:
+            raise ConfigError('hosts= needs a launcher that starts workers on them, as launcher="ssh"')
         if placement.python is not None and shutil.which(placement.python) is None:
             raise ConfigError(
                 f"cannot start {placement.python!r}: there is no such program; python= names an interpreter"

@@ -74,10 +74,14 @@ def check_ranks(launcher: Launcher, placement: Placement, world_size: int) -> No
     taken = sorted({"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(placement.env))
     if taken:
         raise ConfigError(f"env= sets {taken[0]}, which is another for each rank: leave it out")
-    if placement.gpus and len(placement.gpus) != world_size:
-        raise ConfigError(f"gpus={list(placement.gpus)} for world_size={world_size}: give each rank one GPU")
-    if len(placement.cpus) % world_size:
-        raise ConfigError(f"cpus={list(placement.cpus)} for world_size={world_size}: give each rank as many")
+    count, odd = divmod(world_size, len(placement.hosts) or 1)
+    if odd:
+        raise ConfigError(f"hosts={list(placement.hosts)} for world_size={world_size}: give each host as many ranks")
+    ranks = f"{count} ranks of each host" if placement.hosts else f"world_size={world_size}"
+    if placement.gpus and len(placement.gpus) != count:
+        raise ConfigError(f"gpus={list(placement.gpus)} for {ranks}: give each rank one GPU")
+    if len(placement.cpus) % count:
+        raise ConfigError(f"cpus={list(placement.cpus)} for {ranks}: give each rank as many")
 
 
 @dataclass(frozen=True)
@@ -170,16 +174,18 @@ def _put_exit(exits: queue.SimpleQueue[tuple[int, WorkerExit]], rank: int, handl
 
 
 def rank_specs(spec: WorkerSpec, world_size: int) -> list[WorkerSpec]:
-    """Return the spec of each rank: its share of the CPUs, all GPUs (its local rank selects one), and
-    no restarts of its own."""
-    placement = spec.placement
-    share = len(placement.cpus) // world_size
+    """Return the spec of each rank: its host, its share of the CPUs, all GPUs (its local rank selects
+    one), and no restarts of its own."""
+    placement, hosts = spec.placement, spec.placement.hosts or ("",)
+    count = world_size // len(hosts)
+    share = len(placement.cpus) // count
     specs = []
     for rank in range(world_size):
-        own = replace(placement, cpus=placement.cpus[rank * share :][:share], max_restarts=0)
+        own = replace(placement, cpus=placement.cpus[rank % count * share :][:share], max_restarts=0)
         log = spec.log.with_stem(f"{spec.log.stem}-rank-{rank}")
         name = rank_name(spec.name, rank)
-        specs.append(replace(spec, name=name, rank=rank, world_size=world_size, placement=own, log=log))
+        host = hosts[rank // count]
+        specs.append(replace(spec, name=name, rank=rank, world_size=world_size, host=host, placement=own, log=log))
     return specs
 
 

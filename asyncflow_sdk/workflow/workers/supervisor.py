@@ -8,9 +8,8 @@ import signal
 import threading
 import time
 
-from ...errors import PluginError, WorkerFailed
+from ...errors import WorkerFailed
 from ...interfaces import Launcher, WorkerExit, WorkerHandle, WorkerSpec
-from ...plugins import registry
 from ...types import Event
 from ...types import events as ev
 from .ranks import RankExit, RankHandles, exit_of
@@ -23,14 +22,6 @@ FORGIVEN_S = FORGIVEN * BACKOFF_MOST_S
 """The count of restarts resets once a worker has run this long (seconds)."""
 GRACE_S = 2.0
 """A stopped worker is killed after this, and abandoned after this once more (seconds)."""
-
-
-def make_launcher(name: str) -> Launcher:
-    """Make the launcher with a registered name. Raises PluginError if it is missing or no Launcher."""
-    made = registry().get("launcher", name).load()()
-    if not isinstance(made, Launcher):
-        raise PluginError(f"launcher {name!r} is a {type(made).__name__}, which is no asyncflow_sdk.Launcher")
-    return made
 
 
 class WorkerObserver(abc.ABC):

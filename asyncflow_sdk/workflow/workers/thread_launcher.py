@@ -25,7 +25,7 @@ class ThreadLauncher(Launcher):
 
     def check(self, placement: Placement) -> None:
         """Refuse settings of a process. Raises ConfigError."""
-        given = [name for name in ("python", "env", "cpus", "gpus") if getattr(placement, name)]
+        given = [name for name in ("python", "env", "cpus", "gpus", "hosts") if getattr(placement, name)]
         if given and self._stage is None:
             raise ConfigError(
                 f"{given[0]}= is for workers in processes; a thread has the interpreter, the environment and the"

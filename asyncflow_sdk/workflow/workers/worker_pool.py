@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-import msgspec
+from typing import NamedTuple
 
 from ...errors import AsyncFlowError, ConfigError, ServerLost, WorkerFailed
 from ...interfaces import Launcher, OnFailure, WorkerSettings, WorkerSpec
@@ -22,12 +21,21 @@ from ..events.waits import Changes
 from ..run_directory import own_path
 from ..serialization import to_json
 from ..specs import Rollout, Stage, Train
+from .launchers import Launchers, reaches_hosts
 from .logs import LogFolder
 from .ranks import RankId, RankLauncher, rank_name
-from .supervisor import GRACE_S, Worker, WorkerObserver, make_launcher
+from .supervisor import GRACE_S, Worker, WorkerObserver
 from .thread_launcher import ThreadLauncher
 
 Role = Rollout | Stage | Train
+
+
+class Endpoint(NamedTuple):
+    """How a worker connects to the run: the first fields of a WorkerSpec with these names."""
+
+    address: str
+    key: Mapping[str, str] | None = None
+    insecure: bool = False
 
 
 @dataclass
@@ -45,24 +53,30 @@ class _Replicas:
         """Running workers, without dismissed ones."""
         return [worker for worker in self.workers if not (worker.ended.is_set() or worker.leaving)]
 
+    @property
+    def next_host(self) -> str:
+        """The host with the fewest running workers; "" without hosts."""
+        running = [worker.spec.host for worker in self.staying]
+        return min(self.role.place.hosts, key=running.count, default="")
+
 
 class WorkerPool(WorkerObserver):
     """Starts, scales and stops workers.
 
-    ``address``: of the run, for workers started here. ``mark``: part of their names, unique to this
-    process. ``fail``: ends the run with an error. Thread-safe.
+    ``near``: the run, for workers on this host; ``far``: for those that may be on others. ``mark``:
+    part of their names, unique to this process. ``fail``: ends the run with an error. Thread-safe.
     """
 
     def __init__(
-        self, queue: QueueClient, address: str, mark: str, logs: LogFolder, fail: Callable[[BaseException], None],
-        on_failure: OnFailure = "stop",
+        self, queue: QueueClient, near: Endpoint, far: Endpoint, mark: str, logs: LogFolder,
+        fail: Callable[[BaseException], None], on_failure: OnFailure = "stop",
     ) -> None:  # fmt: skip
-        self._queue, self._address, self._mark, self._logs, self._fail = queue, address, mark, logs, fail
+        self._queue, self._near, self._far, self._mark, self._logs, self._fail = queue, near, far, mark, logs, fail
         self._connection = queue.connection
         self._on_failure = on_failure
         self._started: list[_Replicas] = []
         self._counts: dict[str, int] = {}
-        self._launchers: dict[str, Launcher] = {}
+        self._launchers = Launchers()
         self._lock = threading.RLock()
         self._closed = False
         self.changed = Changes()
@@ -84,7 +98,7 @@ class WorkerPool(WorkerObserver):
         replicas = _Replicas(role, settings, launcher, rank)
         with self._lock:
             try:
-                for _ in range(getattr(role, "replicas", 1)):
+                for _ in range(1 if isinstance(role, Train) else role.replicas):
                     self._add(replicas)
             except BaseException:
                 _end(replicas.workers)
@@ -121,10 +135,7 @@ class WorkerPool(WorkerObserver):
         workers = self.workers
         _end(workers)
         if all(worker.ended.is_set() for worker in workers):
-            with self._lock:
-                launchers, self._launchers = self._launchers, {}
-            for launcher in launchers.values():
-                launcher.close()
+            self._launchers.close()
             if self._closed and not any(worker.lost for worker in workers):  # keep the log of a failed one
                 self._logs.remove()
 
@@ -179,18 +190,18 @@ class WorkerPool(WorkerObserver):
     # ---- starting
 
     def _add(self, replicas: _Replicas) -> None:
-        role, rank, wire = replicas.role, replicas.rank, self._connection.wire
+        role, rank = replicas.role, replicas.rank
         if self._closed:
             raise ConfigError(f"no worker of {role.task!r} can be started: the run is closed")
         number = self._counts.get(role.task, 0)
         self._counts[role.task] = number + 1
         name = f"{role.task}-{self._mark}{number}"
         here = isinstance(role, Stage) and role.here
+        endpoint = self._far if reaches_hosts(role.place) else self._near
         alone = isinstance(role, Train) or rank is not None  # several workers of a stage are several groups
         spec = WorkerSpec(
             name=name if rank is None else rank_name(name, rank.rank), role={} if here else to_json(role, ""),
-            settings=replicas.settings, address=self._address,
-            key=None if wire.key is None else msgspec.to_builtins(wire.key), insecure=wire.insecure,
+            settings=replicas.settings, **endpoint._asdict(), host=replicas.next_host,
             import_path=own_path(), plugins=plugin_variables(), rank=rank.rank if rank else 0,
             world_size=rank.world_size if rank else 1, group=role.task if alone else name, placement=role.place, log=self._logs.file(name),
         )  # fmt: skip
@@ -210,11 +221,7 @@ class WorkerPool(WorkerObserver):
     def _launcher_of(self, role: Role) -> Launcher:
         if isinstance(role, Stage) and role.here:
             return ThreadLauncher(role)
-        name = role.place.launcher
-        with self._lock:
-            if name not in self._launchers:
-                self._launchers[name] = make_launcher(name)
-            return self._launchers[name]
+        return self._launchers.of(role.place)
 
     def _dismiss(self, name: str, ended: str = "") -> int:
         """Have the queue lease nothing more to a worker. ``ended``: why its process has ended; then
