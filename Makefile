@@ -41,7 +41,7 @@ install: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -e '.[torch,report,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[torch,report,data,dev]'
 	touch $(READY)
 
 demo: install

@@ -98,7 +98,7 @@ class Batch(Mapping[str, Values]):
         changes neither the stored value nor any numpy view. Raises SchemaError for text and bytes.
         """
         column = self._column(name)
-        if column.spec.kind in ("text", "bytes"):
+        if column.spec.kind not in ("fixed", "ragged"):
             raise SchemaError(f"column {name!r} is {column.spec.kind}; torch has no such tensors")
         values = self._writable(name) if self._writable is not None else None
         tensor = to_torch(column.values.copy() if values is None else values)
@@ -107,9 +107,9 @@ class Batch(Mapping[str, Values]):
         return tensor, to_torch(self.ragged(name).cu_seqlens)
 
     def to_torch(self) -> dict[str, Any]:
-        """Return every column as ``torch(name)`` does; text and bytes as lists."""
-        plain = {"text", "bytes"}
-        return {n: self[n] if c.spec.kind in plain else self.torch(n) for n, c in self.columns.items()}
+        """Return every column as ``torch(name)`` does; text, bytes and records as lists."""
+        tensors = {"fixed", "ragged"}
+        return {n: self.torch(n) if c.spec.kind in tensors else self[n] for n, c in self.columns.items()}
 
     def ages(self, step: int) -> TokenAges:
         """Return the ages of the trained tokens. Raises SchemaError without version spans."""

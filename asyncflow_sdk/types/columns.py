@@ -3,6 +3,7 @@
 pack("answer", ["12", "345"])          # text
 pack("logprobs", [lp0, lp1])           # ragged float32
 pack("reward", torch.tensor([0., 1.])) # fixed float32
+pack("prompt", [[{"role": "user", "content": "2+3="}]])     # json
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from ..errors import SchemaError
 from .dtypes import carrier, dtype_name, from_torch, is_torch
 from .ragged import Array, Ragged
 
-Kind = Literal["fixed", "ragged", "text", "bytes"]
-Values: TypeAlias = Array | Ragged | list[str] | list[bytes]
+Kind = Literal["fixed", "ragged", "text", "bytes", "json"]
+Values: TypeAlias = Array | Ragged | list[str] | list[bytes] | list[Any]
 
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
@@ -45,7 +46,7 @@ class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
         return not self.shape and dtype.names is None and dtype.kind != "c"
 
     def __str__(self) -> str:
-        if self.kind in ("text", "bytes"):
+        if self.kind in ("text", "bytes", "json"):
             return self.kind
         shape = ", ".join(("n" if self.kind == "ragged" else "", *map(str, self.shape))).strip(", ")
         return f"{self.kind} {self.dtype}[{shape}]"
@@ -77,7 +78,8 @@ def pack(name: str, value: Any) -> Column:
     """Pack ``value``, one entry a row. Arrays are not copied.
 
     Takes numpy arrays and torch tensors (first dimension = rows), Ragged, and sequences of str,
-    bytes, numbers, or arrays (ragged). Raises SchemaError naming the column.
+    bytes, numbers, arrays (ragged), or records and lists of records (json), such as chats. Raises
+    SchemaError naming the column.
     """
     try:
         return _pack(value)
@@ -115,7 +117,7 @@ def _pack(value: Any) -> Column:
 def find_invalid_entry(rows: Iterable[Any]) -> tuple[int, str] | None:
     """Return position and description of the first entry unsupported by any column, or None."""
     for number, row in enumerate(rows):
-        if isinstance(row, (str, bytes, bytearray, memoryview)) or is_torch(row):
+        if isinstance(row, (str, bytes, bytearray, memoryview)) or is_torch(row) or is_nested(row):
             continue
         try:
             kind = np.asarray(row).dtype.kind
@@ -126,24 +128,14 @@ def find_invalid_entry(rows: Iterable[Any]) -> tuple[int, str] | None:
     return None
 
 
-CHAT = (
-    'a chat, a list of {"role", "content"}; give it as text, such as tokenizer.apply_chat_template(chat, tokenize=False,'
-    " add_generation_prompt=True), or as token ids"
-)
-
-
-def is_chat(entry: Any) -> bool:
-    """True for a non-empty list of messages with roles."""
-    return (
-        isinstance(entry, (list, tuple))
-        and bool(entry)
-        and all(isinstance(each, Mapping) and "role" in each for each in entry)
+def is_nested(entry: Any) -> bool:
+    """True for a record, and for a non-empty list of records, such as the messages of a chat."""
+    return isinstance(entry, Mapping) or (
+        isinstance(entry, (list, tuple)) and bool(entry) and all(isinstance(each, Mapping) for each in entry)
     )
 
 
 def _describe(entry: Any) -> str:
-    if is_chat(entry):
-        return CHAT
     if isinstance(entry, int):
         return f"{entry}, which does not fit 64 bits"
     if entry is None:
@@ -154,7 +146,7 @@ def _describe(entry: Any) -> str:
         kind = f"an array of dtype {entry.dtype}"
     else:
         kind = f"of type {type(entry).__name__}"
-    return f"{kind}; a column has one number, array of numbers, text or bytes a row"
+    return f"{kind}; a column has one number, array of numbers, text, bytes or record a row"
 
 
 _NUMBERS = {bool, int, float, complex}
@@ -173,6 +165,8 @@ def _pack_sequence(rows: list[Any]) -> Column:
     if any(issubclass(k, (str, bytes, bytearray, memoryview)) for k in kinds):
         raise SchemaError(f"entries of different types are mixed: {', '.join(sorted(k.__name__ for k in kinds))}")
     plain = kinds <= _NUMBERS  # the usual case of rewards: no need to inspect each row
+    if not plain and any(is_nested(row) for row in rows):
+        return _pack_bytes("json", [_json(number, row) for number, row in enumerate(rows)])
     if not plain and any(is_torch(row) for row in rows):
         rows = [from_torch(row) if is_torch(row) else row for row in rows]
     numbers = [plain or isinstance(row, np.generic) or np.ndim(row) == 0 for row in rows]
@@ -193,6 +187,15 @@ def _pack_sequence(rows: list[Any]) -> Column:
         return _pack(Ragged.of(rows))
     except ValueError as error:
         raise SchemaError(str(error)) from None
+
+
+def _json(number: int, row: Any) -> bytes:
+    if not (is_nested(row) or (isinstance(row, (list, tuple)) and not row)):
+        raise SchemaError(f"entry {number} is a {type(row).__name__}, and others are records; give only one of them")
+    try:
+        return msgspec.json.encode(row)
+    except (TypeError, ValueError, UnicodeEncodeError, RecursionError) as error:
+        raise SchemaError(f"entry {number} has no form in JSON: {error}") from None
 
 
 def _pack_bytes(kind: Kind, rows: list[Any]) -> Column:
@@ -221,8 +224,8 @@ def _seed(spec: ColumnSpec) -> int:
 
 
 def unpack(column: Column) -> Values:
-    """Return a column as an array, a Ragged, or a list of str or bytes. Arrays are read-only views.
-    Raises SchemaError for text that is not UTF-8."""
+    """Return a column as an array, a Ragged, or a list of str, bytes or records. Arrays are read-only
+    views. Raises SchemaError for text that is not UTF-8, and for records that are not JSON."""
     if column.spec.kind in ("fixed", "ragged"):
         values = column.values
         if values.flags.writeable:
@@ -235,6 +238,11 @@ def unpack(column: Column) -> Values:
     pieces = [raw[a:b] for a, b in itertools.pairwise(ends)]
     if column.spec.kind == "bytes":
         return pieces
+    if column.spec.kind == "json":
+        try:
+            return [msgspec.json.decode(piece) for piece in pieces]
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise SchemaError(f"a json column holds bytes that are not JSON: {error}") from None
     try:
         return [p.decode() for p in pieces]
     except UnicodeDecodeError as error:

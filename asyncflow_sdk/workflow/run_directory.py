@@ -1,7 +1,7 @@
 """RunDirectory: the files that a run leaves for a resume, used by one process at a time.
 
 workflow.json        the workflow as asked for; under "again", its constructor's arguments
-prompts.safetensors  the data
+prompts.safetensors  the data, unless it is a stream
 summary.json         the outcome
 lock                 held while the run is run
 checkpoints/         of the trainer
@@ -33,13 +33,17 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write_description(self, description: dict[str, Any], resumable: Serializable | None, data: Batch) -> None:
-        """Write workflow.json and, for a ``resumable`` workflow, its arguments and data. Raises
-        ConfigError if another process could not make it again."""
+    def write_description(
+        self, description: dict[str, Any], resumable: Serializable | None, data: Batch | None
+    ) -> None:
+        """Write workflow.json and, for a ``resumable`` workflow, its arguments and ``data``; None: its
+        arguments name the function of its prompts. Raises ConfigError if another process could not make
+        it again."""
         if resumable is not None:
-            resumable.init_args.pop("prompts", None)
+            if data is not None:
+                resumable.init_args.pop("prompts", None)
+                write_batch(self.path / "prompts.safetensors", data)
             description["again"] = {"path": own_path(), "workflow": to_json(resumable, "")}
-            write_batch(self.path / "prompts.safetensors", data)
         _write_json(self.path / "workflow.json", description)
 
     def read_workflow(self) -> Any:
@@ -55,12 +59,14 @@ class RunDirectory:
         if not isinstance(how, dict) or not isinstance(how.get("path"), list) or "workflow" not in how:
             raise ConfigError(f"{directory} holds no workflow: its workflow.json is not what was written")
         sys.path += [entry for entry in how["path"] if entry not in sys.path]
+        data: dict[str, Any] = {}
         try:
-            data = read_batch(directory / "prompts.safetensors")
-        except (OSError, ValueError, KeyError) as error:
+            if "prompts" not in how["workflow"]:
+                data["prompts"] = dict(read_batch(directory / "prompts.safetensors"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"the prompts of {directory} cannot be read: {error}") from None
         try:
-            return from_json(how["workflow"], prompts=dict(data))
+            return from_json(how["workflow"], **data)
         except TypeError as error:  # arguments of another version of the SDK
             raise ConfigError(f"{directory} holds a workflow that cannot be made again: {error}") from error
 

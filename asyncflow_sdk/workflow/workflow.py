@@ -29,7 +29,7 @@ from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Store, Weights
 from ..types import events as ev
 from ..types.config import LOCAL
 from ..types.defaults import STALL_S
-from .data import Feeder, Prompts, load_prompts
+from .data import Feeder, Prompts, PromptStream, prompt_source
 from .endpoints import serve
 from .events.event_sinks import EventSink, Listener
 from .events.recorder import Recorder
@@ -119,8 +119,10 @@ class Workflow(Serializable):
             reward = Stage(reward, task="reward", gives=["reward"])
         ahead = batch_size * (staleness.max_staleness + AHEAD_STEPS)
         train = train.needing(LOSS_MASK) if masked else train
+        source = prompt_source(prompts, first.prompt)
+        stream = source if isinstance(source, PromptStream) else None
         self.plan = Plan(
-            data=load_prompts(prompts, first.prompt), rollouts=rollouts,
+            data=source.head if isinstance(source, PromptStream) else source, stream=stream, rollouts=rollouts,
             stages=(*([reward] if reward is not None else []), *stages), reward=reward is not None,
             train=train.sized(batch_size, first.group_size), batch_size=batch_size, steps=steps, epochs=epochs,
             seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),
@@ -184,7 +186,8 @@ class Workflow(Serializable):
                 recorder = Recorder(directory.path, again=again)
             try:
                 if not again:
-                    directory.write_description(self.describe(), self if resumable else None, self.plan.data)
+                    data = self.plan.data if self.plan.stream is None else None
+                    directory.write_description(self.describe(), self if resumable else None, data)
             except BaseException:
                 recorder.close()
                 (directory.path / "events.jsonl").unlink()
@@ -289,7 +292,7 @@ class _Execution:
         (trainer,) = run.start(plan.train, export=str(path / "model"), weights=weights, **saved)
         group_size = plan.rollout.group_size
         Feeder(
-            run.queue, plan.data, group_size=group_size, chunk=plan.batch_size // group_size,
+            run.queue, plan.stream or plan.data, group_size=group_size, chunk=plan.batch_size // group_size,
             seed=plan.seed, on_failure=run.fail, epochs=plan.epochs,
         ).start()  # fmt: skip
         return trainer

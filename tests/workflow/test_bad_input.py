@@ -57,7 +57,10 @@ from asyncflow_sdk.testing import EchoRollout
         ({"steps": 10**30}, "steps is 10*, and at most"),
         ({"rollout": {"env": {"A": 1}}}, "Rollout: env must be a mapping of str to str"),
         ({"rollout": {"lease_s": 0}}, "lease_s must be above 0"),
-        ({"reward": af.Stage(length, gives=["reward"], task="ok"), "prompts": 3}, "prompts must be .*, not int: 3"),
+        (
+            {"reward": af.Stage(length, gives=["reward"], task="ok"), "prompts": 3},
+            "prompts are texts, .*, not int: 3",
+        ),
         (
             {"prompts": {"prompt_ids": [[1.5], [2.0, 3.0]]}},
             r"token ids, a list of whole numbers a row, and not ragged float64\[n\]",
@@ -282,23 +285,6 @@ def test_a_listener_that_raises_is_left_out_and_named(tmp_path: Path) -> None:
     assert "no screen" in result.summary["warnings"][0]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("data.csv", b"prompt,answer\n2+3=,5\n", r"one is CSV; .*prompts=list\(csv.DictReader\(open\(FILE\)\)\)"),
-        ("data.json", b'[{"prompt": "2+3="}]', r"one is one JSON document; .*json.load"),
-        ("data.parquet", b"PAR1\x15\x04\xff", r"one is Parquet; .*pandas"),
-    ],
-)
-def test_a_file_of_another_format_is_named_with_how_its_records_are_read(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=message) as error:
-        af.load_prompts(tmp_path / name)
-    assert "malformed" not in str(error.value)
-
-
 class Records:
     """A data set with the methods of ``datasets.Dataset``."""
 
@@ -315,14 +301,3 @@ class Records:
 def test_a_data_set_of_another_class_is_taken_as_prompts() -> None:
     data = echo_workflow(prompts=Records([[1, 2], [3]])).plan.data
     assert [list(ids) for ids in data["prompt_ids"]] == [[1, 2], [3]]
-
-
-CHAT = [{"role": "user", "content": "2+3="}]
-
-
-@pytest.mark.parametrize("prompts", [[CHAT], {"prompt": [CHAT]}, [{"prompt": CHAT}]])
-def test_a_chat_is_refused_with_how_prompts_look(prompts: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"prompts: .*entry 0 is a chat.* text, such as .*apply_chat_template\(chat"
-    ):
-        af.load_prompts(prompts)

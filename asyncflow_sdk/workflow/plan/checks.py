@@ -65,6 +65,9 @@ def _find(plan: Plan, problems: Problems) -> None:
         _check_columns(plan, problems)
     with problems.collect("staleness", "policy"):
         _check_capacity(plan, rows_needed(plan.staleness, plan.batch_size), problems)
+    with problems.collect("prompts"):
+        if plan.stream is not None and plan.checkpoint is not None:
+            plan.stream.check_resumable()
     for number, rollout in enumerate(plan.rollouts):
         with problems.collect("prompts"):
             _check_ids(plan, rollout)
@@ -118,7 +121,7 @@ def _check_numbers(plan: Plan, problems: Problems) -> None:
         near = max(size, round(plan.batch_size / size) * size)
         text = f"no number of groups of {size} fills a batch of {plan.batch_size} rows; use batch_size={near}"
         problems.add(text, "batch_size")
-    elif plan.epochs and plan.data.rows * size * plan.epochs < plan.batch_size:
+    elif plan.epochs and plan.stream is None and plan.data.rows * size * plan.epochs < plan.batch_size:
         rows = plan.data.rows * size * plan.epochs
         problems.add(
             f"a step has {plan.batch_size} rows, and {plan.data.rows} prompts in groups of {size} give {rows} in"

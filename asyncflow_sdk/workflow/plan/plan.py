@@ -16,6 +16,7 @@ from ...interfaces import OnFailure
 from ...plugins import registry
 from ...types import Batch, Checkpoint, Staleness, Store, Weights
 from ...weights import AUTO, Choice, choose_encoding, choose_swap, choose_transport
+from ..data import PromptStream
 from ..specs import TRAINED, Rollout, Stage, Train
 from ..workers.launchers import reaches_hosts
 from .dataflow import PROMPTS, Dataflow, Edge, Node
@@ -29,12 +30,13 @@ AHEAD_STEPS = 3
 class Plan:
     """The settings of ``Workflow`` with all defaults filled in.
 
-    ``reward``: True if the first stage is the workflow's ``reward``. ``problems``: found so far.
-    ``transport``: of the weights. ``swaps``: the swap policy of each rollout; "auto": its worker
-    asks the engine. ``choices``: all choices, with reasons.
+    ``data``: the prompts; of a ``stream`` its first ones. ``reward``: True if the first stage is the
+    workflow's ``reward``. ``problems``: found so far. ``transport``: of the weights. ``swaps``: the swap
+    policy of each rollout; "auto": its worker asks the engine. ``choices``: all choices, with reasons.
     """
 
     data: Batch
+    stream: PromptStream | None
     rollouts: tuple[Rollout, ...]
     stages: tuple[Stage, ...]
     reward: bool

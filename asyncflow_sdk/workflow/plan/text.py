@@ -21,8 +21,9 @@ from .policy import rule_of
 
 def describe(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data; see ``Workflow.describe``."""
+    rows = None if plan.stream else plan.data.rows
     return {
-        "prompts": {"rows": plan.data.rows, "columns": {n: str(c.spec) for n, c in plan.data.columns.items()}},
+        "prompts": {"rows": rows, "columns": {n: str(c.spec) for n, c in plan.data.columns.items()}},
         "rollout": [
             {
                 "task": each.task, "engine": each.engine, "model": each.model, "options": each.options,
@@ -72,7 +73,8 @@ def _worked(stage: Stage) -> dict[str, Any]:
 
 def plan_text(plan: Plan) -> str:
     """Return tasks, columns and choices, one a line."""
-    rows = f"{plan.data.rows} prompts: {', '.join(f'{n} ({c.spec})' for n, c in plan.data.columns.items())}"
+    of = "a stream of" if plan.stream else plan.data.rows
+    rows = f"{of} prompts: {', '.join(f'{n} ({c.spec})' for n, c in plan.data.columns.items())}"
     tasks = [(PROMPTS, rows)]
     tasks += [(each.task, _rollout(each)) for each in plan.rollouts]
     tasks += [(each.task, _stage(each)) for each in plan.stages]
@@ -198,7 +200,7 @@ def choices(plan: Plan) -> dict[str, str]:
     for column, task in plan.dataflow.unused.items():
         if task not in {rollout.task for rollout in plan.rollouts}:
             found[f"column {column}"] = f"given by {task} and needed by nobody: training does not wait for it"
-    if plan.epochs is not None:
+    if plan.epochs is not None and plan.stream is None:
         steps = plan.data.rows * plan.rollout.group_size * plan.epochs // plan.batch_size
         found["epochs"] = (
             f"the prompts last for {min(steps, plan.steps)} of {plan.steps} steps, fewer if rows are filtered"

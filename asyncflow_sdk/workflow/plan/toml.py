@@ -244,12 +244,7 @@ class _File:
         if ":" not in value:
             self._add_error(key, f'prompts: there is no file {file}; a function is named "module:function"')
             raise _InvalidValue
-        found = self._function(value, key)
-        try:
-            return found() if callable(found) else found
-        except Exception as error:
-            self._add_error(key, f"prompts: {value}() raised {type(error).__name__}: {error}")
-            raise _InvalidValue from None
+        return self._function(value, key)
 
     def _algorithm(self, value: Any, key: Key) -> Any:
         """Make an installed algorithm, to report its errors with their lines; return the name and options of another."""
