@@ -76,7 +76,8 @@ class Host:
     after a resume; "" if unknown. ``address``: IP address of this host for other members of the
     run; a loopback address if all are on this host. ``rank`` of ``world_size``: the part of each
     version that a publishing end sends; the same for its successor. ``model``: the Hugging Face
-    folder being trained; "" if unknown.
+    folder being trained; "" if unknown. ``identity``: the same for all processes that can map each
+    other's shared memory, of this user on this host.
     """
 
     directory: Path | None
@@ -86,6 +87,7 @@ class Host:
     world_size: int = 1
     run: str = ""
     model: str = ""
+    identity: str = ""
 
     @property
     def elsewhere(self) -> str:
@@ -182,7 +184,7 @@ class Fetched:
     """A version's bytes at the fetching end, verified. ``chunks``: uint8 (nbytes,) each,
     contiguous; writing into them changes nothing elsewhere. ``moved``: bytes moved by ``encoding``:
     mapped (0 bytes), full or delta. ``places``: of each chunk in a file, if other processes of this
-    host can map it until ``release``; else empty."""
+    host can map it until ``release``; else empty. ``notes``: troubles on the way, for people."""
 
     manifest: Manifest
     chunks: Sequence[Any]
@@ -190,6 +192,7 @@ class Fetched:
     encoding: str = "full"
     on_release: Callable[[], None] | None = None
     places: Sequence[FilePlace] = ()
+    notes: Sequence[str] = ()
 
     def release(self) -> None:
         """Give the bytes back. Existing views stay valid. Idempotent."""

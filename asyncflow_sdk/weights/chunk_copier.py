@@ -26,7 +26,7 @@ from ..types import carrier
 from ..types.manifest import digest
 from .tensor_sources import TensorSource
 
-SPAN_BUCKETS = 2
+SPAN_BUCKETS = 8
 """Buckets of a large tensor that others copy before their digests are requested."""
 HELPER_BUCKETS = 1
 """Buckets left to the helper while more are added: only adding holds the interpreter lock."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -13,6 +14,7 @@ from ..interfaces import Fetched, WeightReceiver
 from ..ledger import commands as cmd
 from ..queue import Connection
 from ..types import Manifest, Probe
+from ..types import events as ev
 from ..types.probe import validate_probe
 from .choices import make_transport
 from .host import host_of
@@ -73,6 +75,7 @@ class VersionFetcher:
                     self._interruptible = receiver if interruptible else None
                     usable = base.get(rank) if receiver.keeps_base else None
                     fetched.append(await self._fetch_part(receiver, manifest, part.where, usable))
+                    self._report(fetched[-1].notes)
                 return StagedVersion(announcement, fetched, self._rename)
             except BaseException:
                 for each in fetched:
@@ -125,6 +128,11 @@ class VersionFetcher:
                 self._stuck.add(receiver)
             work.add_done_callback(_release_result)
             raise
+
+    def _report(self, notes: Sequence[str]) -> None:
+        worker = self._connection.name
+        for text in notes:
+            self._connection.report(ev.Note(time_s=time.monotonic(), worker=worker, text=text, level="warning"))
 
     def _release_former_bases(self) -> None:
         if not self._base_in_use:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from ..interfaces.weights import Host
 from ..queue import Connection
-from ..wire import own_address
+from ..wire import boot_id, own_address
 
 __all__ = ["host_of", "own_address"]
 
@@ -19,4 +21,13 @@ def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int
         world_size=world_size,
         run=connection.run,
         model=model,
+        identity=_identity(),
     )
+
+
+def _identity() -> str:
+    """Return boot, device of /dev/shm, and user; "" without them."""
+    try:
+        return f"{boot_id()} {os.stat('/dev/shm').st_dev} {os.getuid()}"
+    except OSError:
+        return ""

@@ -17,7 +17,7 @@ import msgspec
 from ..errors import MemoryFull, SchemaError, WeightMismatch
 from ..interfaces.weights import Room
 from ..types import Shard, TensorInfo
-from ..types.manifest import BUCKET_BYTES, CHUNK_BYTES
+from ..types.manifest import BUCKET_BYTES, CHUNK_BYTES, FIRST_CHUNK_BYTES
 from .chunk_copier import BucketDigests, ChunkCopier
 from .tensor_sources import TensorSource, check_conversion, tensor_source
 
@@ -30,7 +30,7 @@ Rename: TypeAlias = Callable[[str], str]
 
 def chunk_capacity(chunk: int) -> int:
     """Return the size of chunk number ``chunk`` in bytes, unless one tensor is larger."""
-    return min(BUCKET_BYTES << min(chunk, 16), CHUNK_BYTES)
+    return min(FIRST_CHUNK_BYTES << min(chunk, 16), CHUNK_BYTES)
 
 
 def padded(nbytes: int) -> int:

@@ -6,9 +6,14 @@
 Replicas request several buckets at a time, and verify each on arrival. A replica with an earlier
 version that the publisher still keeps gets deltas where they are smaller. Where they are not, it
 streams the next version while it is written.
+
+Replicas on other hosts share: one process of a host, its *relay*, fetches a version into shared
+memory for all of them, and passes its buckets on to other hosts (``fanout``).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from ...errors import ConfigError
 from ...interfaces.weights import Host, WeightTransport
@@ -17,6 +22,7 @@ from .tcp_receiver import TcpReceiver
 from .tcp_sender import TcpSender
 
 DELTA_BYTES = 256 << 20
+FANOUT = 2
 
 
 class TcpTransport(WeightTransport):
@@ -24,19 +30,29 @@ class TcpTransport(WeightTransport):
 
     ``listen``: the publisher's address; default: a free port of its host. ``insecure``: no keys, so
     everyone with access to the address may fetch the weights. ``delta_bytes``: the publisher's
-    memory for deltas made for one replica and kept for others; 0: whole buckets only.
+    memory for deltas made for one replica and kept for others; 0: whole buckets only. ``fanout``:
+    other hosts that the publisher and each host send a version to; 1: a chain; 0: the publisher
+    sends it to each replica.
     """
 
-    def __init__(self, *, listen: str | None = None, insecure: bool = False, delta_bytes: int = DELTA_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        listen: str | None = None,
+        insecure: bool = False,
+        delta_bytes: int = DELTA_BYTES,
+        fanout: int = FANOUT,
+    ) -> None:
         if listen is not None and not listen.startswith("tcp://"):
             raise ConfigError(f"transport 'tcp' cannot listen at {listen!r}; tcp://HOST:PORT is expected")
-        check_least(0, delta_bytes=delta_bytes)
-        self._listen, self._insecure, self._delta_bytes = listen, insecure, delta_bytes
+        check_least(0, delta_bytes=delta_bytes, fanout=fanout)
+        self._options: dict[str, Any] = {"listen": listen, "insecure": insecure, "fanout": fanout}
+        self._options["delta_bytes"] = delta_bytes
 
     def sender(self, host: Host) -> TcpSender:
         """See ``WeightTransport.sender``."""
-        return TcpSender(host, listen=self._listen, insecure=self._insecure, delta_bytes=self._delta_bytes)
+        return TcpSender(host, **self._options)
 
     def receiver(self, host: Host) -> TcpReceiver:
         """See ``WeightTransport.receiver``."""
-        return TcpReceiver()
+        return TcpReceiver(host)

@@ -1,42 +1,20 @@
-"""TcpReceiver: a few threads request buckets, copy each to its place and verify it there."""
+"""TcpReceiver: fetches versions from TcpSenders, or through the relay of its host."""
 
 from __future__ import annotations
 
-import logging
-import queue
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar
 
-import numpy as np
-import xxhash
-
-from ...errors import DeadlineExceeded, DigestMismatch, ProtocolError, WireError
-from ...interfaces.weights import Bytes, Fetched, WeightReceiver
+from ...errors import DeadlineExceeded, MemoryFull, WireError
+from ...interfaces.weights import Bytes, Fetched, Host, WeightReceiver
 from ...memory import BufferPool
 from ...types import Manifest
-from ...types.manifest import Bucket
 from ...wire import ServiceClient
-from . import delta
-from .stream import PIECE, StreamClient
-from .streaming_fetch import PartialVersion, RunningDigests, StreamingFetch, alike
-from .tcp_messages import DELTA, MOST_BUCKETS, RAW, Get, GetReply, TcpAddress, decode, encode, fits
-
-THREADS = 2
-"""ZeroMQ has as many. With more, memory of messages is returned to the system and faults in
-again."""
-SILENCE_S = 60.0
-"""Longest wait for one answer."""
-AT_ONCE = 16
-"""Largest number of buckets in a request to the service."""
-FEW_BYTES = 4 << 20
-"""Size of an answer above which the next request has fewer buckets."""
-STREAM_BYTES = 16 << 20
-"""Size of a request to the stream."""
-_SLACK_BYTES = 64 << 10
-_log = logging.getLogger(__name__)
+from .relay_receiver import RelayReceiver
+from .streaming_fetch import StreamingFetch, alike
+from .tcp_fetch import FetchThreads, TcpFetch
+from .tcp_messages import TcpAddress, decode, fits
 
 
 class TcpReceiver(WeightReceiver):
@@ -45,12 +23,14 @@ class TcpReceiver(WeightReceiver):
 
     keeps_base: ClassVar[bool] = True
 
-    def __init__(self) -> None:
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._relayed: dict[int, RelayReceiver] = {}  # by rank
         self._pool = BufferPool("fetched weights, of which a replica holds two versions")
-        self._threads: _ThreadPool | None = None
+        self._threads = FetchThreads()
         self._clients: dict[bytes, ServiceClient] = {}
         self._services: dict[int, bytes] = {}  # by rank: the service of the last version
-        self._fetch: _TcpFetch | None = None
+        self._fetch: TcpFetch | None = None
         self._streaming: dict[int, StreamingFetch] = {}  # by rank
         self._lock = threading.Lock()
         self._closed = False
@@ -59,15 +39,21 @@ class TcpReceiver(WeightReceiver):
     @property
     def nbytes(self) -> int:
         """Host memory held: versions in use, and one that is idle or streamed."""
-        return self._pool.nbytes
+        return self._pool.nbytes + sum(each.nbytes for each in self._relayed.values())
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         """See ``WeightReceiver.fetch``."""
         address = decode(where, TcpAddress)
+        notes: list[str] = []
+        if address.fanout > 0 and address.host != self._host.identity and manifest.digested:
+            try:
+                return self._relayed_from(address.rank).fetch(manifest, address, base=base, timeout_s=timeout_s)
+            except MemoryFull as error:
+                notes.append(f"version {manifest.version} is not shared on this host: {error}")
         client = self._client(address.service)
         with self._lock:
             streaming = self._streaming.pop(address.rank, None)
-            fetch = self._fetch = _TcpFetch(client, address, manifest, streaming, timeout_s)
+            fetch = self._fetch = TcpFetch(client, address, manifest, streaming, timeout_s)
         try:
             chunks = self._run(fetch, base)
         finally:
@@ -79,7 +65,7 @@ class TcpReceiver(WeightReceiver):
             for service in set(self._clients) - set(self._services.values()):
                 self._disconnect(service)  # replaced publishers: a replica may outlive many
             self._stream_next(address, manifest, chunks, base)
-            return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full")
+            return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full", notes=notes)
         self._pool.give_back(chunks)  # frames of the error's traceback still refer to them
         if isinstance(fetch.error, (WireError, DeadlineExceeded)):
             self._disconnect(address.service)
@@ -90,6 +76,9 @@ class TcpReceiver(WeightReceiver):
         with self._lock:
             if self._fetch is not None:
                 self._fetch.interrupt()
+            relayed = list(self._relayed.values())
+        for each in relayed:
+            each.interrupt()
 
     def close(self) -> None:
         """See ``WeightReceiver.close``."""
@@ -98,12 +87,14 @@ class TcpReceiver(WeightReceiver):
             streaming, self._streaming, self._closed = list(self._streaming.values()), {}, True
         for each in streaming:
             each.stop()
-        self._end_threads()
+        for relayed in self._relayed.values():
+            relayed.close()
+        self._threads.end()
         for service in list(self._clients):
             self._disconnect(service)
         self._pool.close()
 
-    def _run(self, fetch: _TcpFetch, base: Fetched | None) -> list[Bytes]:
+    def _run(self, fetch: TcpFetch, base: Fetched | None) -> list[Bytes]:
         """Run a fetch to its end. Return its chunks."""
         manifest, partial = fetch.manifest, fetch.take_streamed()
         chunks = partial.chunks if partial is not None else self._pool.take([each.nbytes for each in manifest.chunks])
@@ -112,15 +103,7 @@ class TcpReceiver(WeightReceiver):
         fetch.begin(chunks, base, partial)
         if not fetch.missing:
             return chunks
-        with self._lock:
-            threads = self._threads = self._threads or _ThreadPool(THREADS)
-            threads.begin(fetch.work)  # before ``close`` can end them
-        try:
-            threads.wait()
-        except BaseException:
-            fetch.interrupt()
-            self._end_threads()
-            raise
+        self._threads.run(fetch)
         return chunks
 
     def _stream_next(
@@ -136,6 +119,10 @@ class TcpReceiver(WeightReceiver):
             if not self._closed:
                 self._streaming[address.rank] = StreamingFetch(self._pool, address, manifest)
 
+    def _relayed_from(self, rank: int) -> RelayReceiver:
+        with self._lock:
+            return self._relayed.setdefault(rank, RelayReceiver(self._host))
+
     def _client(self, service: bytes) -> ServiceClient:
         if service not in self._clients:
             self._clients[service] = ServiceClient(service)
@@ -145,300 +132,3 @@ class TcpReceiver(WeightReceiver):
         client = self._clients.pop(service, None)
         if client is not None:  # an ending fetch and ``close`` may both be here
             client.close()
-
-    def _end_threads(self) -> None:
-        with self._lock:
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.end()
-
-
-class _ThreadPool:
-    """Daemon threads, which keep their connections between fetches."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for number in range(count):
-            threading.Thread(target=self._run, name=f"asyncflow-fetch-{number}", daemon=True).start()
-
-    def begin(self, work: Callable[[], None]) -> None:
-        """Call ``work`` in each thread."""
-        for _ in range(self._count):
-            self._work.put(work)
-
-    def wait(self) -> None:
-        """Wait until all calls have returned."""
-        for _ in range(self._count):
-            self._done.get()
-
-    def end(self) -> None:
-        """End the threads after the work that was begun."""
-        for _ in range(self._count):
-            self._work.put(None)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            del work  # it holds the fetched version
-            self._done.put(None)
-
-
-class _BucketRange(NamedTuple):
-    """Buckets ``first`` to ``stop``. ``whole``: True to request no deltas."""
-
-    first: int
-    stop: int
-    whole: bool
-
-
-class _TcpFetch:
-    """One fetch. Several threads ``work`` until no bucket is missing, or one has an ``error``."""
-
-    def __init__(
-        self,
-        client: ServiceClient,
-        address: TcpAddress,
-        manifest: Manifest,
-        streaming: StreamingFetch | None,
-        timeout_s: float,
-    ) -> None:
-        self._client, self._since = client, client.interrupts
-        self._address, self._stream, self._streaming = address, address.stream, streaming
-        self.manifest, self._root = manifest, manifest.root
-        self._began = time.monotonic()
-        self._deadline = self._began + timeout_s
-        self._connections: list[StreamClient] = []
-        self._chunks: Sequence[Bytes] = ()
-        self._base: Fetched | None = None
-        self._buckets: list[Bucket] = []
-        self._todo: deque[_BucketRange] = deque()
-        self._stride = max(1, min(AT_ONCE, FEW_BYTES // manifest.bucket_bytes))
-        self._stream_stride = max(1, min(MOST_BUCKETS, STREAM_BYTES // manifest.bucket_bytes))
-        self._lock = threading.Lock()
-        self._interrupted = False
-        self.error: Exception | None = None
-        self.moved = self.refetched = self.saved = self._received = 0
-
-    @property
-    def missing(self) -> bool:
-        """True if buckets are to be requested."""
-        return bool(self._todo)
-
-    def take_streamed(self) -> PartialVersion | None:
-        """Return the part of the version that was streamed before; None without one."""
-        if self._streaming is None:
-            return None
-        return self._streaming.take(self._address, self.manifest, self._deadline)
-
-    def begin(self, chunks: Sequence[Bytes], base: Fetched | None, partial: PartialVersion | None) -> None:
-        """Set the memory to fill, a version for deltas, and the part that is in memory already."""
-        self._chunks, self._base = chunks, base
-        self._buckets = list(self.manifest.buckets())  # after memory is allocated: a manifest may claim any size
-        first = 0
-        for number, bucket in enumerate([*self._buckets, None]):
-            if bucket is not None:
-                if partial is None or not partial.has(self.manifest, bucket):
-                    continue
-                self._count(1, bucket.stop - bucket.start)
-            if first < number:
-                self._todo.append(_BucketRange(first, number, base is None))
-            first = number + 1
-
-    def interrupt(self) -> None:
-        """Make all threads end soon."""
-        self._interrupted = True
-        if self._streaming is not None:
-            self._streaming.stop()
-        self._stop()
-
-    def work(self) -> None:
-        """Fetch buckets until none are left. Called by each thread."""
-        connection = None if self._stream is None else StreamClient(self._stream)
-        try:
-            if connection is not None:
-                with self._lock:
-                    self._connections.append(connection)
-            while (span := self._next()) is not None:
-                if not self._read_stream(connection, span):
-                    self._request(span)
-        except Exception as error:
-            with self._lock:
-                first = self.error is None
-                if first:
-                    self.error = self._explain(error)
-            if first:
-                self._stop()
-        finally:
-            if connection is not None:
-                connection.close()
-
-    def _stop(self) -> None:
-        """End all requests in progress."""
-        self._client.interrupt()
-        with self._lock:
-            connections = list(self._connections)
-        for each in connections:
-            each.interrupt()
-
-    def _next(self) -> _BucketRange | None:
-        """Return the next buckets to request. Copies buckets that equal the base's."""
-        while True:
-            with self._lock:
-                if self.error is not None or not self._todo:
-                    return None
-                span = self._todo.popleft()
-                stride = self._stream_stride if self._stream and self._is_whole(span) else self._stride
-                stop = min(span.stop, span.first + stride)
-                if stop < span.stop:
-                    self._todo.appendleft(span._replace(first=stop))
-            if span.whole or self._base is None:
-                return span._replace(stop=stop)
-            first = span.first
-            while first < stop and self._equals_base(first):
-                self._copy_base(first)
-                first += 1
-            if first == stop:
-                continue
-            rest = next((n for n in range(first + 1, stop) if self._equals_base(n)), stop)
-            if rest < stop:
-                self._put_back(_BucketRange(rest, stop, False))
-            return _BucketRange(first, rest, False)
-
-    def _is_whole(self, span: _BucketRange) -> bool:
-        return span.whole or self._base is None or not self._address.deltas
-
-    def _put_back(self, span: _BucketRange) -> None:
-        with self._lock:
-            self._todo.appendleft(span)
-
-    def _equals_base(self, number: int) -> bool:
-        bucket = self._buckets[number]
-        assert self._base is not None
-        ours, theirs = self.manifest.chunks[bucket.chunk], self._base.manifest.chunks[bucket.chunk]
-        return ours.digests[bucket.index] == theirs.digests[bucket.index]
-
-    def _copy_base(self, number: int) -> None:
-        """Copy a bucket from the base, or request it in full if the base was changed since."""
-        assert self._base is not None
-        bucket = self._buckets[number]
-        if self._copy(bucket, self._base.chunks[bucket.chunk][bucket.start : bucket.stop]):
-            self._count(1, saved=1)
-        else:
-            self._refetch(number, "the base was changed")
-
-    def _refetch(self, number: int, why: str) -> None:
-        _log.warning("version %d: bucket %d is fetched in full: %s", self.manifest.version, number, why)
-        with self._lock:
-            self.refetched += 1
-            self._todo.append(_BucketRange(number, number + 1, True))
-
-    def _count(self, received: int, moved: int = 0, saved: int = 0) -> None:
-        with self._lock:
-            self._received += received
-            self.moved += moved
-            self.saved += saved
-
-    # ---- whole buckets by the stream
-
-    def _read_stream(self, connection: StreamClient | None, span: _BucketRange) -> bool:
-        """Receive whole buckets from the stream. Return False if the service must be asked."""
-        if connection is None or self._stream is None or not self._is_whole(span):
-            return False
-        if self._interrupted:
-            raise WireError("it was interrupted")
-        buckets = self._buckets[span.first : span.stop]
-        views = [memoryview(self._chunks[each.chunk][each.start : each.stop]) for each in buckets]  # type: ignore[arg-type]
-        digests = [RunningDigests(view, self.manifest.bucket_bytes) for view in views]
-
-        def on_bytes(number: int, got: int) -> None:
-            bucket, view = buckets[number], views[number]
-            published = self.manifest.chunks[bucket.chunk].digests
-            if published:
-                digests[number].add(got)
-            if got < len(view):
-                return
-            if published and (bucket.index >= len(published) or digests[number].found != [published[bucket.index]]):
-                self.manifest.check(bucket, view)
-                raise DigestMismatch(f"bucket {span.first + number} was changed while it was hashed")
-            self._count(1, len(view))
-
-        if connection.read(self._address.version, self._root, span.first, views, self._deadline, on_bytes):
-            return True
-        self._stream = None  # the service has the bucket, or raises the reason
-        return False
-
-    # ---- deltas and whole buckets by the service
-
-    def _request(self, span: _BucketRange) -> None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise DeadlineExceeded("no time is left")
-        count, base = span.stop - span.first, None if span.whole else self._base
-        held = (-1, "") if base is None else (base.manifest.version, base.manifest.root)
-        get = Get(self._address.version, self._root, span.first, count, *held)
-        what = f"buckets {span.first} to {span.stop - 1} of version {self.manifest.version}"
-        most = sum(each.stop - each.start for each in self._buckets[span.first : span.stop]) + _SLACK_BYTES
-        body, frames = self._client.call(encode(get), min(left, SILENCE_S), what, since=self._since, most_bytes=most)
-        kinds = decode(body, GetReply).kinds
-        if not 0 < len(kinds) <= count or len(frames) != len(kinds):
-            raise ProtocolError(f"{len(kinds)} buckets in {len(frames)} frames, where {count} were asked for")
-        if len(kinds) < count:
-            self._put_back(span._replace(first=span.first + len(kinds)))
-        size = sum(memoryview(frame).nbytes for frame in frames)
-        self._stride = max(1, self._stride // 2) if size > FEW_BYTES else min(AT_ONCE, len(kinds) * 2)
-        for number, (kind, frame) in enumerate(zip(kinds, frames, strict=True), span.first):
-            if kind == DELTA and base is not None:
-                self._apply(number, frame, base)
-            else:
-                self._put_whole(number, kind, frame)
-
-    def _apply(self, number: int, code: Any, base: Fetched) -> None:
-        bucket, nbytes = self._buckets[number], memoryview(code).nbytes
-        new = self._chunks[bucket.chunk][bucket.start : bucket.stop]
-        try:
-            delta.apply(code, base.chunks[bucket.chunk][bucket.start : bucket.stop], new)
-            self.manifest.check(bucket, memoryview(new))  # type: ignore[arg-type]
-        except (ProtocolError, DigestMismatch) as error:
-            self._count(0, nbytes)
-            self._refetch(number, str(error))
-        else:
-            self._count(1, nbytes, 1)
-
-    def _put_whole(self, number: int, kind: int, frame: Any) -> None:
-        bucket, nbytes = self._buckets[number], memoryview(frame).nbytes
-        if kind != RAW or nbytes != bucket.stop - bucket.start:
-            raise ProtocolError(f"{nbytes} bytes of kind {kind} for bucket {number} of {bucket.stop - bucket.start}")
-        if not self._copy(bucket, np.frombuffer(frame, np.uint8)):
-            self.manifest.check(bucket, memoryview(frame))
-            raise DigestMismatch(f"bucket {number} was changed while it was copied")
-        self._count(1, nbytes)
-
-    def _copy(self, bucket: Bucket, data: Bytes) -> bool:
-        """Copy a bucket to its place. Return False if its digest is wrong there."""
-        digests = self.manifest.chunks[bucket.chunk].digests
-        target = self._chunks[bucket.chunk][bucket.start : bucket.stop]
-        if not digests:
-            target[:] = data
-            return True
-        state = xxhash.xxh3_128()
-        for start in range(0, len(data), PIECE):
-            piece = target[start : start + PIECE]
-            piece[:] = data[start : start + PIECE]
-            state.update(memoryview(piece))  # type: ignore[arg-type]
-        return bucket.index < len(digests) and state.digest() == digests[bucket.index]
-
-    def _explain(self, error: Exception) -> Exception:
-        """Return the error to raise: it names version and publisher."""
-        about = f"version {self.manifest.version} from its publisher at {self._client.address}"
-        if self._interrupted:
-            return WireError(f"the fetch of {about} was interrupted: it is wanted no more")
-        if time.monotonic() >= self._deadline and isinstance(error, (WireError, DeadlineExceeded)):
-            return DeadlineExceeded(
-                f"{about} was not here after {time.monotonic() - self._began:.1f} s: {self._received} of"
-                f" {len(self._buckets)} buckets are ({error})"
-            )
-        if isinstance(error, WireError):
-            return type(error)(f"{about}: {error}")
-        return error
