@@ -114,6 +114,7 @@ if TYPE_CHECKING:
     from .queue.replay import replay as replay
     from .service import Trainer as Trainer
     from .types import Batch as Batch
+    from .types import Chat as Chat
     from .types import Checkpoint as Checkpoint
     from .types import Manifest as Manifest
     from .types import Probe as Probe
@@ -171,7 +172,7 @@ _NAMES = {
     "queue": "StreamDataLoader",
     "queue.replay": "replay",
     "service": "Trainer",
-    "types": "Batch Checkpoint Manifest Probe Ragged Sampling Staleness Store TokenAges VersionSpan Weights",
+    "types": "Batch Chat Checkpoint Manifest Probe Ragged Sampling Staleness Store TokenAges VersionSpan Weights",
     "weights": "Restoration TransportPublisher",
     "workflow": (
         "Agent EngineProducer Generate Logprobs Result Rollout Run Stage Train Turn Turns Workflow ages_of "

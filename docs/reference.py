@@ -170,7 +170,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
     "Trackers": ('kind "tracker"', [interfaces.Tracker, interfaces.TrackedRun]),
     "Configuration": (
         "validated by the constructor",
-        [types.Sampling, types.Staleness, types.Weights, types.Probe, types.Checkpoint, types.Store],
+        [types.Sampling, types.Chat, types.Staleness, types.Weights, types.Probe, types.Checkpoint, types.Store],
     ),
     "Values": ("contents of rows", [types.Batch, types.Ragged, types.VersionSpan, types.TokenAges]),
     "Functions of values": (

@@ -3,7 +3,7 @@
 from .ages import AgeSums, TokenAges, token_ages
 from .batch import Batch, loss_mask
 from .columns import Column, ColumnSpec, Values, check_column_name, digest_of, pack, unpack
-from .config import Checkpoint, Sampling, Staleness, Store, Weights
+from .config import Chat, Checkpoint, Sampling, Staleness, Store, Weights
 from .dtypes import carrier, dtype_name, from_torch, to_torch
 from .events import Event
 from .lengths import LengthHistogram
@@ -27,6 +27,7 @@ __all__ = [
     "VERSION_SPANS",
     "AgeSums",
     "Batch",
+    "Chat",
     "Checkpoint",
     "Chunk",
     "Column",

@@ -1,4 +1,4 @@
-"""User configuration: staleness, sampling, weights, checkpoints, stores. Frozen, keyword-only, validated by
+"""User configuration: staleness, sampling, chats, weights, checkpoints, stores. Frozen, keyword-only, validated by
 the constructor."""
 
 from __future__ import annotations
@@ -81,6 +81,20 @@ class Sampling(UserConfig):
         if any(token < 0 for token in self.stop_ids):
             raise ConfigError(f"stop_ids must be token ids from 0, not {list(self.stop_ids)}")
         check_least(0, top_k=self.top_k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(UserConfig):
+    """Arguments of the model's chat template. ``system_prompt``: the first message, unless a chat has
+    one. ``tools``: JSON schemas of functions, as by ``transformers.utils.get_json_schema``.
+    ``chat_template_kwargs``: further arguments, such as ``{"enable_thinking": False}``."""
+
+    system_prompt: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from ..ledger import TaskSpec
 from ..plugins import import_name, import_path
 from ..queue import QueueClient
 from ..queue.checks import check_names
-from ..types import LOSS_MASK, VERSION_SPANS, Sampling, Weights
+from ..types import LOSS_MASK, VERSION_SPANS, Chat, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 from ..types.defaults import AGENT_S, CONCURRENCY, GROUP_SIZE, LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S
 from ..types.tasks import SamplerSpec
@@ -93,7 +93,8 @@ class Rollout(Serializable):
     on each of ``hosts``. 0: none from here, workers join by hand.
 
     ``model``: a Hugging Face model folder. ``prompt``: the column of prompts; "prompt_ids" holds
-    token ids, any other holds text. ``tokenizer``: a folder or tokenizer.json; default: the model's.
+    token ids, any other holds texts or chats. ``tokenizer``: a folder or tokenizer.json; default: the
+    model's. ``chat``: arguments of its chat template; a text is then a chat of one message.
     ``lease_s``: seconds until others get the prompts of a frozen or disconnected worker; a worker
     with progress renews its leases. ``swap``, ``verify``: as in ``Weights``; default: the
     workflow's. ``options``: of the engine, and the fields of ``Placement``.
@@ -129,6 +130,7 @@ class Rollout(Serializable):
         gives: Sequence[str] = (),
         agent_timeout_s: float = AGENT_S,
         tokenizer: str | Path | None = None,
+        chat: Chat | None = None,
         lease_s: float = WORKER_LEASE_S,
         swap: SwapPolicy | None = None,
         verify: Sequence[Proof] | None = None,
@@ -145,7 +147,7 @@ class Rollout(Serializable):
         self.partitions = _partitions("rollout", task, partitions)
         unprefixed = task == "rollout" or not takes_trained(self.partitions)
         self.prefix = ("" if unprefixed else f"{task}_") if prefix is None else prefix
-        self.sampling = sampling or Sampling()
+        self.sampling, self.chat = sampling or Sampling(), chat
         self.lease_s = lease_s
         self.place, options = _split_placement(options)
         self.replicas = max(1, len(self.place.hosts)) if replicas is None else replicas

@@ -18,7 +18,7 @@ import msgspec
 
 from ..errors import ConfigError
 from ..plugins import import_path
-from ..types import Sampling
+from ..types import Chat, Sampling
 from ..types.validation import check_least
 from .serialization import Serializable
 
@@ -49,19 +49,19 @@ class Generate(Serializable):
     """One response to each row by the rollout engine ``engine`` with the fixed weights of the folder
     ``model``: of a judge or a teacher.
 
-    Its stage needs one column of prompts, text or token ids, and gives one column: text with a
+    Its stage needs one column of prompts, texts, chats or token ids, and gives one column: text with a
     tokenizer, else the response's token ids. ``tokenizer``: a folder or tokenizer.json; default: the
-    model's. ``options``: of the engine.
+    model's. ``chat``: as of ``Rollout``. ``options``: of the engine.
     """
 
     kind: Literal["rollout"] = "rollout"
 
     def __init__(
         self, engine: str | type, *, model: str | Path = "", sampling: Sampling | None = None,
-        tokenizer: str | Path | None = None, **options: Any,
+        tokenizer: str | Path | None = None, chat: Chat | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.engine, self.model = engine_name(engine), str(model)
-        self.sampling = sampling or Sampling()
+        self.sampling, self.chat = sampling or Sampling(), chat
         self.tokenizer = tokenizer_file(tokenizer, model)
         self.options = plain_options(self.engine, options)
         self.init_args |= {"engine": self.engine, **self.options}

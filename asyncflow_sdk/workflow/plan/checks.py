@@ -19,6 +19,7 @@ from ...types.dtypes import floating_name
 from ...weights import AUTO
 from ...weights.publisher import check_publisher
 from ..events.trackers import check_tracker
+from ..rollout.chat import PromptEncoder
 from ..rollout.tokenizer import Tokenizer, token_ids, with_stop_ids
 from ..specs import Rollout, Stage, Train, takes_trained
 from ..work import Generate, Logprobs
@@ -355,21 +356,26 @@ def _check_ids(plan: Plan, rollout: Rollout) -> None:
 
 
 def _check_lengths(plan: Plan, rollout: Rollout) -> None:
-    """Find prompts without room for a response, if tokenizer and context are known here."""
-    context = _context(rollout.model)
-    if context is None or rollout.prompt not in plan.data or not takes_trained(rollout.partitions):
+    """Find prompts that cannot be encoded, or leave no room for a response, if tokenizer and context
+    are known here."""
+    if rollout.prompt not in plan.data or not takes_trained(rollout.partitions):
         return
-    if rollout.prompt == "prompt_ids":
-        lengths = plan.data.ragged("prompt_ids").lengths
+    if plan.data.spec(rollout.prompt).kind not in ("text", "json"):
+        lengths = plan.data.ragged(rollout.prompt).lengths
     elif rollout.tokenizer:
         try:
-            encoded = Tokenizer(rollout.tokenizer).encode(plan.data.texts(rollout.prompt))
+            encoded = PromptEncoder(Tokenizer(rollout.tokenizer), rollout.chat).encode(
+                list(plan.data[rollout.prompt])
+            )
         except PluginError:  # this environment has no tokenizers: the worker checks
             return
         except SchemaError as error:
             raise ConfigError(f"prompts: {error}") from None
         lengths = np.array([len(ids) for ids in encoded])
     else:
+        return
+    context = _context(rollout.model)
+    if context is None:
         return
     most = context - rollout.sampling.max_tokens
     odd = np.flatnonzero((lengths > most) | (lengths == 0))

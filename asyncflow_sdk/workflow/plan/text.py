@@ -182,7 +182,7 @@ def choices(plan: Plan) -> dict[str, str]:
     for rollout in plan.rollouts:
         if rollout.prompt != "prompt_ids":
             found[f"{rollout.task} {rollout.engine}".strip()] = (
-                f"column {rollout.prompt!r} is text, encoded by {rollout.tokenizer}"
+                f"column {rollout.prompt!r} is {_prompts(plan, rollout)}, encoded by {rollout.tokenizer}"
             )
         if not takes_trained(rollout.partitions):
             found[f"task {rollout.task}"] = (
@@ -206,6 +206,13 @@ def choices(plan: Plan) -> dict[str, str]:
             f"the prompts last for {min(steps, plan.steps)} of {plan.steps} steps, fewer if rows are filtered"
         )
     return found
+
+
+def _prompts(plan: Plan, rollout: Rollout) -> str:
+    chats = rollout.chat is not None or (
+        rollout.prompt in plan.data and plan.data.spec(rollout.prompt).kind == "json"
+    )
+    return "chats by the model's template" if chats else "text"
 
 
 def _named(partitions: tuple[str, ...]) -> str:

@@ -10,13 +10,14 @@ from typing import Any
 from ...errors import ConfigError
 from ...interfaces import Producer, RolloutEngine
 from ...queue import QueueClient
-from ...types import Sampling
+from ...types import Chat, Sampling
 from ...types import events as ev
 from ...weights import choose_swap
 from ..specs import rollout_task
 from ..work import tokenizer_file
 from ..workers.worker_log import WorkerLog
 from .agent import Agent
+from .chat import PromptEncoder
 from .completion_batcher import ResponseColumns
 from .prompt_lease import PromptReader
 from .rollout_worker import RolloutWorker
@@ -27,8 +28,9 @@ class EngineProducer(Producer):
     """Runs one engine until the stream ends: ``work`` in this thread, or ``run`` on an event loop.
     Call one of them, once.
 
-    ``prompt``: the column of prompts; "prompt_ids" holds token ids, any other text, which needs
-    ``text``: the folder of a tokenizer. ``prefix``: of the names of the columns it gives.
+    ``prompt``: the column of prompts; "prompt_ids" holds token ids, any other text or chats,
+    which need ``text``: the folder of a tokenizer. ``chat``: arguments of its chat template; a text is
+    then a chat of one message. ``prefix``: of the names of the columns it gives.
     ``agent``: answers each row by a conversation. ``needs_first``: generate nothing before a
     published version is loaded; else the engine's own weights are version 0. ``swap``: when new
     versions are loaded: "drain", "boundary", "partial", "in_flight"; "auto": the engine's best.
@@ -46,6 +48,7 @@ class EngineProducer(Producer):
         sampling: Sampling | None = None,
         prompt: str = "prompt_ids",
         text: Tokenizer | str | Path | None = None,
+        chat: Chat | None = None,
         agent: Agent | Callable[..., Awaitable[Any]] | None = None,
         needs_first: bool = False,
         swap: str = "auto",
@@ -63,7 +66,7 @@ class EngineProducer(Producer):
             log.report(ev.Chosen, what=chosen.what, chosen=chosen.chosen, reason=chosen.reason)
         self._queue, self._spec = queue, rollout_task(task, prompt, prefix, tokenizer is not None, agent)
         self._worker = RolloutWorker(
-            queue, engine, task=task, prompts=PromptReader(prompt, tokenizer),
+            queue, engine, task=task, prompts=PromptReader(prompt, PromptEncoder(tokenizer, chat) if tokenizer else None),
             columns=ResponseColumns(tokenizer, prefix=prefix, prompt_ids=prompt != "prompt_ids"),
             sampling=with_stop_ids(sampling or Sampling(), tokenizer), tokenizer=tokenizer, agent=agent,
             swap=chosen.chosen, verify=verify, needs_first=needs_first,

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from ...errors import ConfigError
 from ...queue import AsyncLeasedBatch
-from .tokenizer import Tokenizer, token_ids
+from .chat import PromptEncoder
+from .tokenizer import token_ids
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -35,11 +36,11 @@ class PromptLease:
 
 
 class PromptReader:
-    """Reads the prompts of leased rows. ``column``: "prompt_ids" holds token ids, any other text or
-    token ids. ``per_row``: each row has its own prompt; default: groups share one."""
+    """Reads the prompts of leased rows. ``column``: "prompt_ids" holds token ids, any other text,
+    chats or token ids. ``per_row``: each row has its own prompt; default: groups share one."""
 
-    def __init__(self, column: str, tokenizer: Tokenizer | None, *, per_row: bool = False) -> None:
-        self._column, self._tokenizer, self._per_row = column, tokenizer, per_row
+    def __init__(self, column: str, encoder: PromptEncoder | None, *, per_row: bool = False) -> None:
+        self._column, self._encoder, self._per_row = column, encoder, per_row
 
     def read(self, batch: AsyncLeasedBatch, version: int) -> PromptLease:
         """Encode prompts. Raises SchemaError for invalid ones, ConfigError without a tokenizer."""
@@ -50,13 +51,13 @@ class PromptReader:
         return PromptLease(batch, shared, rows, version)
 
     def _encode(self, batch: AsyncLeasedBatch, rows: list[int]) -> list[Ids]:
-        if self._column == "prompt_ids" or batch.spec(self._column).kind != "text":
+        if self._column == "prompt_ids" or batch.spec(self._column).kind not in ("text", "json"):
             ids = token_ids(batch, self._column)
             return [ids[row].copy() for row in rows]
-        if self._tokenizer is None:
+        if self._encoder is None:
             raise ConfigError(
                 f"task {batch.task!r}: column {self._column!r} is text, and there is no tokenizer to encode it;"
                 " name its folder: Generate(..., tokenizer=FOLDER)"
             )
-        texts = batch.texts(self._column)
-        return list(self._tokenizer.encode([texts[row] for row in rows]))
+        prompts = batch[self._column]
+        return list(self._encoder.encode([prompts[row] for row in rows]))

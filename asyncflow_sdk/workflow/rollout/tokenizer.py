@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,7 @@ class Tokenizer:
             raise PluginError(
                 "text prompts need tokenizers; install it with: pip install 'asyncflow-sdk[text]'"
             ) from None
-        self._file, self._tokenizer = file, tokenizers.Tokenizer.from_file(file)
+        self.file, self._tokenizer = Path(file), tokenizers.Tokenizer.from_file(file)
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[npt.NDArray[np.int32]]:
         """Return the token ids of each text. ``special``: with the tokenizer's special tokens, as
@@ -59,7 +60,7 @@ class Tokenizer:
         try:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as error:  # its only exception class, without the text
-            raise SchemaError(f"{self._find_invalid(texts)} cannot be encoded by {self._file}: {error}") from error
+            raise SchemaError(f"{self._find_invalid(texts)} cannot be encoded by {self.file}: {error}") from error
         return [np.array(e.ids, np.int32) for e in encoded]
 
     def stop_id(self, stop: str) -> int:

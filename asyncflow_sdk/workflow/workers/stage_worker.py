@@ -19,6 +19,7 @@ from ...queue.error_text import error_text
 from ...types import Batch, Ragged
 from ...types.columns import find_invalid_entry, pack
 from ...types.defaults import CONCURRENCY, NEXT_S
+from ..rollout.chat import PromptEncoder
 from ..rollout.completion_batcher import ResponseColumns
 from ..rollout.prompt_lease import PromptReader
 from ..rollout.rollout_worker import RolloutWorker
@@ -188,11 +189,12 @@ def _responding(stage: _Stage, work: Generate, prompt: str) -> RolloutWorker:
     """Load a rollout engine, and return the worker that generates one response for each row."""
     tokenizer = Tokenizer(work.tokenizer) if work.tokenizer else None
     sampling = with_stop_ids(work.sampling, tokenizer)
+    encoder = PromptEncoder(tokenizer, work.chat) if tokenizer is not None else None
     engine: RolloutEngine
     with loading_model(stage.queue, stage.task):
         engine = make_engine("rollout", work.engine, model=work.model, **work.options)
     return RolloutWorker(
-        stage.queue, engine, task=stage.task, prompts=PromptReader(prompt, tokenizer, per_row=True),
+        stage.queue, engine, task=stage.task, prompts=PromptReader(prompt, encoder, per_row=True),
         columns=ResponseColumns(tokenizer, only=stage.gives[0]), sampling=sampling, kind=stage.kind,
     )  # fmt: skip
 

@@ -143,7 +143,7 @@ async def _generate(rollout: Rollout, settings: WorkerSettings, queue: QueueClie
     text = Tokenizer(rollout.tokenizer) if rollout.tokenizer else None
     producer = EngineProducer(
         queue, engine, task=rollout.task, prefix=rollout.prefix, sampling=rollout.sampling, prompt=rollout.prompt,
-        text=text, agent=rollout.agent, needs_first=settings.needs_first,
+        text=text, chat=rollout.chat, agent=rollout.agent, needs_first=settings.needs_first,
         swap=settings.swap or rollout.swap or weights.swap,
         verify=tuple(weights.verify if rollout.verify is None else rollout.verify),
     )  # fmt: skip

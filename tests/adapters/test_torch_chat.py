@@ -1,0 +1,163 @@
+"""Chats: the ids are those of transformers' apply_chat_template, and what is no chat is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError, SchemaError
+from asyncflow_sdk.workflow.rollout.chat import PromptEncoder
+from asyncflow_sdk.workflow.rollout.tokenizer import Tokenizer
+from asyncflow_torch.reference import tiny_model
+
+IM = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\\n' }}{% endif %}
+    {%- for tool in tools %}{{- tool | tojson }}{% endfor %}{{- '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' and loop.first %}{% continue %}{% endif %}
+    {%- if message.name is defined %}{{ '@' + message.name }}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+PLAIN = """{{ bos_token }}{% for message in messages %}
+{% if message['role'] not in ['user', 'assistant'] %}{{ raise_exception('Only users and assistants talk here') }}{% endif %}
+{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim }}{{ eos_token }}{% endgeneration %}
+{% else %}[INST] {{ message['content'] }} [/INST]{% endif %}{% endfor %}"""
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "a + b → c, <b>", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+}  # fmt: skip
+USER = {"role": "user", "content": "What is 2+3? é\n"}
+CHATS = [
+    [USER],
+    [{"role": "system", "content": "Be brief."}, USER],
+    [USER, {"role": "assistant", "content": " 5 "}, {"role": "user", "content": "and 3+4?", "name": None}],
+]
+
+
+def save(folder: Path, template: str | None) -> Path:
+    """A tokenizer of bytes with the tokens of chats."""
+    from tokenizers import Tokenizer as Made
+    from tokenizers import decoders, models, pre_tokenizers
+
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    made = Made(models.BPE({letter: number for number, letter in enumerate(sorted(letters))}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="<|im_end|>", pad_token="<pad>",
+        additional_special_tokens=["<|im_start|>"],
+    )  # fmt: skip
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("template", [IM, PLAIN])
+@pytest.mark.parametrize(
+    "chat",
+    [af.Chat(), af.Chat(tools=[TOOL]), af.Chat(chat_template_kwargs={"enable_thinking": False}), af.Chat(system_prompt="Be brief.")],
+)  # fmt: skip
+def test_ids_are_those_of_transformers(tmp_path: Path, template: str, chat: af.Chat) -> None:
+    # given
+    reference = AutoTokenizer.from_pretrained(save(tmp_path, template))
+    encoder = PromptEncoder(Tokenizer(str(tmp_path / "tokenizer.json")), chat)
+    for messages in CHATS:
+        plain = [{name: value for name, value in each.items() if value is not None} for each in messages]
+        if chat.system_prompt and plain[0]["role"] != "system":
+            plain = [{"role": "system", "content": chat.system_prompt}, *plain]
+        arguments: dict[str, Any] = {"tools": list(chat.tools) or None, **chat.chat_template_kwargs}
+        # when
+        if template is PLAIN and plain[0]["role"] == "system":  # the template's own refusal
+            with pytest.raises(SchemaError, match="prompt 0: .*refuses it: Only users and assistants talk here"):
+                encoder.encode([messages])
+            continue
+        wanted = reference.apply_chat_template(plain, add_generation_prompt=True, return_dict=False, **arguments)
+        # then
+        (ids,) = encoder.encode([messages])
+        assert ids.tolist() == wanted
+
+
+def test_a_template_in_the_configuration_and_one_for_tools_are_found(tmp_path: Path) -> None:
+    save(tmp_path, IM)
+    file = tmp_path / "tokenizer_config.json"
+    (tmp_path / "chat_template.jinja").unlink()
+    config = json.loads(file.read_text())
+    config["chat_template"] = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": IM}]
+    file.write_text(json.dumps(config))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    for chat in (af.Chat(), af.Chat(tools=[TOOL])):
+        encoder = PromptEncoder(Tokenizer(str(tmp_path / "tokenizer.json")), chat)
+        tools = list(chat.tools) or None
+        wanted = reference.apply_chat_template([USER], tools=tools, add_generation_prompt=True, return_dict=False)
+        assert encoder.encode([[USER]])[0].tolist() == wanted
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model that takes chats."""
+    folder = tmp_path_factory.mktemp("talking")
+    tiny_model(folder, ends=True, vocab_size=300, max_position_embeddings=256)
+    return str(save(folder, IM))
+
+
+def workflow(model: str, prompts: Any, **rollout: Any) -> af.Workflow:
+    sampling = af.Sampling(max_tokens=4)
+    return af.Workflow(
+        prompts=prompts, rollout=af.Rollout("transformers", model=model, group_size=4, sampling=sampling, **rollout),
+        reward=scored, train=af.Train("torch", model=model), batch_size=8, steps=1,
+    )  # fmt: skip
+
+
+def scored(prompt: list[Any], response: list[str]) -> list[float]:
+    """Chats reach a function as they were given."""
+    assert all(chat[-1]["role"] == "user" for chat in prompt)
+    return [float(len(text)) for text in response]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[{"role": "bot", "content": "?"}]], r"prompts: prompt 0: message 0 has role 'bot'; roles are system, dev"),
+        ([[USER], [{"content": "?"}]], "prompt 1: message 0 has role None"),
+        ([[USER, {"role": "assistant", "content": "5"}]], "prompt 0: a chat ends with a message to answer"),
+        ([[{"role": "user", "content": [{"type": "image"}]}]], "message 0 has no text as its content"),
+    ],
+)
+def test_wrong_chats_are_refused_before_a_run(talking: str, prompts: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        workflow(talking, prompts)
+
+
+def test_a_model_without_a_template_is_refused_before_a_run(tiny: str) -> None:
+    with pytest.raises(ConfigError, match="has no chat template .*: a base model takes prompts as text"):
+        workflow(tiny, [[USER]])
+
+
+def test_a_run_answers_chats_and_keeps_their_ids(talking: str, tmp_path: Path) -> None:
+    # given chats, and a template with arguments
+    chat = af.Chat(system_prompt="Be brief.", chat_template_kwargs={"enable_thinking": False})
+    made = workflow(talking, CHATS[::2], chat=chat)
+    assert "column 'prompt' is chats by the model's template" in str(made)
+    # when
+    made.run(tmp_path / "run")
+    # then
+    reference = AutoTokenizer.from_pretrained(talking)
+    wanted = set()
+    for messages in CHATS[::2]:
+        plain = [{"role": "system", "content": "Be brief."}, *({k: v for k, v in m.items() if v} for m in messages)]
+        ids = reference.apply_chat_template(
+            plain, add_generation_prompt=True, return_dict=False, enable_thinking=False
+        )
+        wanted.add(tuple(ids))
+    (_, batch), *_ = af.read_steps(tmp_path / "run")
+    assert {tuple(ids.tolist()) for ids in batch.ragged("prompt_ids")} == wanted
