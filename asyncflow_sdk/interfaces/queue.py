@@ -114,6 +114,8 @@ class TransferQueue(abc.ABC):
         key: str = "",
         partition: str = "",
         priority: int = 0,
+        version: int | None = None,
+        keep_version: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> PutRows:
         """Add ``group_size`` rows for each entry of ``columns``: the rows of a group share it. Wait
@@ -122,8 +124,16 @@ class TransferQueue(abc.ABC):
         ``key``: idempotency key. A repeated put adds nothing, except groups failed since because
         their payload was lost: these are added again, whole. It must have the same values, number of
         entries, ``group_size`` and partition. ``partition``: only the tasks that take it see the
-        rows. ``priority``: every task takes higher ones first. Raises SchemaError, ConfigError,
-        Ended, MemoryFull, and DeadlineExceeded naming the cause of a full queue.
+        rows. ``priority``: every task takes higher ones first.
+
+        ``version``: one version of the weights generates all these rows, the first one current from
+        this number on. Replicas of the partition load it, and keep it until the rows are generated.
+        The partition gets its next rows once these have ended, with a ``version``, too. Rows of a
+        version that is rolled back or lost expire. After the trainer's last version: Ended. ``keep_version``: a version kept until the partition's next
+        rows are put, to be rolled back to.
+
+        Raises SchemaError, ConfigError, Ended, MemoryFull, and DeadlineExceeded naming the cause of
+        a full queue.
         """
 
     @abc.abstractmethod

@@ -9,6 +9,7 @@ import numpy as np
 from ..errors import Ended, SchemaError
 from . import commands as cmd
 from .commands import Ids, pack_ids
+from .pins import VersionPins
 from .staleness import StalenessControl
 from .state import LedgerState
 from .state.grants import ShardedLease
@@ -23,9 +24,15 @@ class LeaseAdmission:
     """Grants leases. Methods return None if the request has to wait."""
 
     def __init__(
-        self, state: LedgerState, step_versions: StepVersions, staleness: StalenessControl, samplers: TaskSamplers
+        self,
+        state: LedgerState,
+        step_versions: StepVersions,
+        staleness: StalenessControl,
+        samplers: TaskSamplers,
+        pins: VersionPins,
     ) -> None:
         self._state, self._step_versions, self._staleness, self._samplers = state, step_versions, staleness, samplers
+        self._pins = pins
 
     def check(self, task: Task, command: cmd.LeaseRows) -> None:
         """Raise SchemaError for a request that can never be granted."""
@@ -68,14 +75,19 @@ class LeaseAdmission:
         self._note_starved(session, isinstance(reply, cmd.LoadFirst))
         return None if command.most and isinstance(reply, cmd.LoadFirst) else reply
 
-    def find(self, task: Task, command: cmd.LeaseRows, at_least: int) -> tuple[Ids, int] | None:
-        """Remove rows for a lease from their queue. Return them and their step; None if too few."""
+    def find(
+        self, task: Task, command: cmd.LeaseRows, at_least: int, session: Session | None = None
+    ) -> tuple[Ids, int] | None:
+        """Remove rows for a lease from their queue. Return them and their step; None if too few.
+        ``session``: gets rows of pinned partitions only with their version."""
         if task.spec.batch_rows is not None:
             if not self._state.steps.closed:
                 return None
             step, ids = self._state.steps.closed.popleft()
             return ids, step
         for partition in self._state.tasks.next_partitions(task, command.partition):
+            if session is not None and not self._pins.allows(session, partition):
+                continue
             fit, least = task.fit[partition], max(at_least, command.at_least, 1)
             last = fit > 0 and not task.waiting[partition] and self._state.partitions.closed(partition)
             if fit < least and not last:
@@ -138,23 +150,35 @@ class LeaseAdmission:
             return None
         if loaded is None:
             return cmd.LoadFirst(version=versions.current) if versions.current != NONE else None
+        reply: cmd.Reply | None = None
+        for partition in self._state.tasks.next_partitions(task, named):
+            if partition in self._state.partitions.pins:
+                reply = reply or self._lease_apart(session, task, loaded, partition, count)
+        if reply is not None:
+            return reply
         if self._is_behind(session, loaded):
             if loaded == versions.current:
                 return None  # lost with its trainer; the next one is not published yet
             return cmd.LoadFirst(version=versions.committed if loaded < versions.committed else versions.current)
-        reply: cmd.Reply | None = None
         for partition in self._state.tasks.next_partitions(task, named):
             if self._state.tasks.takes(self._state.steps.task, partition):
                 reply = reply or self._lease_in_window(session, task, loaded, partition, count)
             else:
-                ids = self._samplers.take(task, self._state.tasks.queue(task, partition), count)
-                if len(ids):
-                    self._state.rows.version[self._state.rows.at(ids)] = loaded
-                    reply = self.grant(session, task, ids, version=loaded)
+                reply = self._lease_apart(session, task, loaded, partition, count) or reply
             if isinstance(reply, cmd.Leased):
                 task.next_partition = partition + 1
                 return reply
         return reply
+
+    def _lease_apart(self, session: Session, task: Task, loaded: int, partition: int, count: int) -> cmd.Reply | None:
+        """Lease whole groups of a partition that is not trained, in order."""
+        if not self._pins.allows(session, partition):
+            return None
+        ids = self._samplers.take(task, self._state.tasks.queue(task, partition), count)
+        if not len(ids):
+            return None
+        self._state.rows.version[self._state.rows.at(ids)] = loaded
+        return self.grant(session, task, ids, version=loaded)
 
     def _note_starved(self, session: Session, starved: bool) -> None:
         """Note if a replica has to load before it gets prompts. Then it may load at once."""

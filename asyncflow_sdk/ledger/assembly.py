@@ -138,7 +138,10 @@ class StepAssembly:
         steps.just_closed = True
         self._state.context.wake(steps.task.place, "put", "wanted")
         if window.finished:
-            self._state.partitions.ended = True
+            if self._state.partitions.pins:  # an evaluation of the last version may follow
+                self._state.partitions.ended_names.update(steps.task.spec.partitions)
+            else:
+                self._state.partitions.ended = True
             live = self._state.rows.live_ids()
             unselected = live[steps.unselected_at(self._state.rows.at(live))]
             self._terminations.end_groups(unselected, CANCELLED, "more than the steps needed")

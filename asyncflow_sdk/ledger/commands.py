@@ -175,6 +175,8 @@ class AddRows(Command, frozen=True, tag="put"):
     ``partition``: only tasks that take it see the rows. ``priority``: higher ones are leased first.
     ``measures``: of measured columns, float64 for each group. ``lengths``: int32 for each group.
     ``digest``: with a key, 16 bytes for each of ``columns``, equal for equal content, or b"".
+    ``version``: pin the partition: one version generates these rows, the first one current from this
+    number on; -1: any version. ``keep``: a version kept until the next pinned put; -1: none.
     """
 
     groups: int
@@ -188,6 +190,8 @@ class AddRows(Command, frozen=True, tag="put"):
     measures: dict[str, bytes] = msgspec.field(default_factory=dict)
     lengths: bytes = b""
     digest: bytes = b""
+    version: int = -1
+    keep: int = -1
 
 
 class PutDone(Reply, frozen=True, tag="put_done"):
@@ -629,9 +633,18 @@ class ReportRestored(Command, frozen=True, tag="restored"):
 
 
 class AwaitVersion(Command, frozen=True, tag="await_version"):
-    """Wait for a version above ``after``, as a replica from now on. Answered with ``Version``."""
+    """Wait for a version above ``after``, as a replica from now on. ``task``: of its rows; "": unknown.
+    Answered with ``Version``."""
 
     after: int
+    timeout_s: float = 0.0
+    task: str = ""
+
+
+class AwaitPins(Command, frozen=True, tag="await_pins"):
+    """Bind all partitions pinned to a coming version to the current one, the trainer's last. Answered
+    once none is pinned any more, or at a rollback."""
+
     timeout_s: float = 0.0
 
 
@@ -695,7 +708,7 @@ class Retire(Command, frozen=True, tag="retire"):
 
 AnyCommand: TypeAlias = (
     OpenSession | Configure | Declare | AddRows | LeaseRows | Complete | GiveBack | Renew | AwaitLost | OpenPublisher
-    | ClosePublisher | Announce | Publish | Withdraw | Rollback | GetRestoreTarget | ReportRestored | AwaitVersion
+    | ClosePublisher | Announce | Publish | Withdraw | Rollback | GetRestoreTarget | ReportRestored | AwaitVersion | AwaitPins
     | ReportStaged | Swap | ReportLoaded | ReportLoadFailed | Retire | AwaitRowsWanted | End | Cancel | Dismiss | Prepare
     | CloseSession | GetAudit | GetFailed | GetStatus | AddCheckpoint | Resume | GetTrainingPosition | AllGather | GetPut
     | OpenHome | EvictHome | GetHomes

@@ -53,6 +53,8 @@ class Diagnostics:
                 return self._why_no_room(command)
             case cmd.AwaitVersion():
                 return self._why_no_newer(command)
+            case cmd.AwaitPins():
+                return self._why_pinned()
             case cmd.AwaitLost():
                 return "none of the rows this session has leased has ended"
             case cmd.AllGather():
@@ -73,6 +75,13 @@ class Diagnostics:
                 f" {versions.committed} must be loaded first; {self._why_no_version()}"
             )
         return f"no version newer than {command.after}; {self._why_no_version()}"
+
+    def _why_pinned(self) -> str:
+        names = {number: name for name, number in self._state.partitions.numbers.items()}
+        held = ", ".join(
+            f"{names[number]!r} (version {pin.version})" for number, pin in self._state.partitions.pins.items()
+        )
+        return f"the last version is kept for partitions whose rows, or their end, are still to come: {held}"
 
     def _why_none_wanted(self) -> str:
         if not self._state.steps.declared:

@@ -14,7 +14,7 @@ the rules above it, never those below:
 
     StalenessControl, TaskSamplers             user code that decides
     StepLeases                                 steps return from their leases
-    Terminations, StepAssembly                 rows end, become ready, and fill steps
+    Terminations, StepAssembly, VersionPins    rows end, become ready, fill steps, and are pinned to versions
     StepVersions, LeaseAdmission,
       PartDelivery, RowCompletion              rows are leased, completed and returned
     RankGroups, RankBarrier                    the ranks of one job act as one
@@ -50,6 +50,7 @@ from .factory import make_policy, make_sampler
 from .home_registry import HomeRegistry
 from .part_delivery import PartDelivery
 from .payload_loss import PayloadLoss
+from .pins import VersionPins
 from .publication import VersionPublication
 from .puts import Puts
 from .rank_groups import RankBarrier, RankGroups
@@ -98,18 +99,19 @@ class Ledger:
         self.step_leases = StepLeases(state)
         self.terminations = Terminations(state, self.step_leases)
         self.assembly = StepAssembly(state, self.staleness, self.terminations)
+        self.pins = VersionPins(state, self.terminations)
         self.step_versions = StepVersions(state)
-        self.admission = LeaseAdmission(state, self.step_versions, self.staleness, self.samplers)
+        self.admission = LeaseAdmission(state, self.step_versions, self.staleness, self.samplers, self.pins)
         self.part_delivery = PartDelivery(state, self.staleness, self.admission)
         self.completion = RowCompletion(state, self.step_versions, self.step_leases, self.terminations, self.assembly)
         self.rank_groups = RankGroups(state, self.admission, self.part_delivery, self.completion)
         self.barrier = RankBarrier(state)
         self.configuration = QueueConfiguration(state, self.staleness, self.samplers, self.assembly)
-        self.puts = Puts(state, self.terminations, self.assembly)
+        self.puts = Puts(state, self.terminations, self.assembly, self.pins)
         self.replicas = Replicas(state)
-        self.publication = VersionPublication(state, self.step_versions, self.replicas)
-        self.replica_updates = ReplicaUpdates(state, self.replicas, self.terminations, self.completion)
-        self.rollback = Rollbacks(state, self.terminations, self.publication)
+        self.publication = VersionPublication(state, self.step_versions, self.replicas, self.pins)
+        self.replica_updates = ReplicaUpdates(state, self.replicas, self.terminations, self.completion, self.pins)
+        self.rollback = Rollbacks(state, self.terminations, self.publication, self.pins)
         self.home_registry = HomeRegistry(state)
         self.replacements = GroupReplacements(state, self.assembly)
         self.payload_loss = PayloadLoss(
@@ -147,6 +149,7 @@ class Ledger:
             cmd.GetRestoreTarget: lambda session, command: self.rollback.restoration(),
             cmd.ReportRestored: self.rollback.restored,
             cmd.AwaitVersion: updates.await_version,
+            cmd.AwaitPins: lambda session, command: self.pins.await_end(),
             cmd.ReportStaged: updates.staged,
             cmd.Swap: updates.swap,
             cmd.ReportLoaded: updates.loaded,
@@ -373,7 +376,7 @@ class Ledger:
         if command.parts:
             part = self.part_delivery.find(command, grant, 1)
             return None if part is None else self.part_delivery.deliver(session, task, grant, *part)
-        found = self.admission.find(task, command, 1)
+        found = self.admission.find(task, command, 1, session)
         return None if found is None else self.admission.grant(session, task, *found)
 
     def _complete(self, session: Session, command: cmd.Complete) -> cmd.Reply:

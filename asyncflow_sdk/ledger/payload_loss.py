@@ -228,6 +228,7 @@ class PayloadLoss:
         steps.window.open_again(first, back)
         if not self._state.partitions.end_requested:  # it had ended with the last step
             self._state.partitions.ended = False
+            self._state.partitions.ended_names.difference_update(steps.task.spec.partitions)
         steps.reselect = True
         self._state.parked.wake_all()
 

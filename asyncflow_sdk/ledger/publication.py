@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..errors import ConfigError, VersionGone
 from ..types import events as ev
 from . import commands as cmd
+from .pins import VersionPins
 from .replicas import Replicas
 from .state import LedgerState
 from .state.budget import MAX_NUMBER
@@ -23,8 +24,10 @@ class VersionPublication:
     last discarded version, and why. ``lost``: by rank, why a version with a published part was
     discarded, until reported to the rank. ``no_rollback``: see ``OpenPublisher``."""
 
-    def __init__(self, state: LedgerState, step_versions: StepVersions, replicas: Replicas) -> None:
-        self._state, self._step_versions, self._replicas = state, step_versions, replicas
+    def __init__(
+        self, state: LedgerState, step_versions: StepVersions, replicas: Replicas, pins: VersionPins
+    ) -> None:
+        self._state, self._step_versions, self._replicas, self._pins = state, step_versions, replicas, pins
         self.ranks: dict[int, int] = {}
         self.world_size = 0
         self.announced: AnnouncedVersion | None = None
@@ -78,6 +81,7 @@ class VersionPublication:
                     versions.unavailable = (
                         f"it can no longer be fetched: its bytes were with {session.name}, which {reason}"
                     )
+        self._pins.drop()
 
     def announce(self, session: Session, command: cmd.Announce) -> cmd.Reply | None:
         """Let a rank write a version. None until all parts of the version before are published."""
@@ -148,13 +152,15 @@ class VersionPublication:
         return cmd.Done()
 
     def make_current(self, kept: KeptVersion, worker: str, reason: str = "") -> None:
-        """Make a version current, and keep at most ``keep_versions``."""
+        """Make a version current. Keep the newest ``keep_versions``, and pinned ones."""
         versions = self._state.versions
         lost = versions.lineage.given_up(versions.current)
         versions.current, versions.since, versions.unavailable = kept.version, self._state.context.now, ""
         versions.kept[kept.version] = kept
+        self._pins.published()
         for old in list(versions.kept)[: -self._state.limits.keep_versions]:
-            del versions.kept[old]
+            if not self._pins.keeps(old):
+                del versions.kept[old]
         self._state.context.publish(
             ev.Published(
                 time_s=self._state.context.now, worker=worker, version=kept.version, nbytes=kept.nbytes, root=kept.root,

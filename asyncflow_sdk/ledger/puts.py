@@ -9,6 +9,7 @@ from . import commands as cmd
 from .assembly import StepAssembly
 from .commands import Ids, pack_ids, unpack_ids
 from .configuration import check_groups_fill
+from .pins import VersionPins
 from .state import LedgerState
 from .state.idempotency import DIGEST_BYTES
 from .state.rows import LIVE
@@ -19,8 +20,10 @@ from .terminations import CANCELLED, Terminations
 class Puts:
     """Adds rows within the limits of the queue."""
 
-    def __init__(self, state: LedgerState, terminations: Terminations, assembly: StepAssembly) -> None:
-        self._state, self._terminations, self._assembly = state, terminations, assembly
+    def __init__(
+        self, state: LedgerState, terminations: Terminations, assembly: StepAssembly, pins: VersionPins
+    ) -> None:
+        self._state, self._terminations, self._assembly, self._pins = state, terminations, assembly, pins
 
     def put(self, command: cmd.AddRows) -> cmd.Reply | None:
         """Add rows. None if there is no room yet."""
@@ -36,6 +39,7 @@ class Puts:
         takers = [task for task in self._state.tasks if task.spec.takes(command.partition)]
         trained = self._state.steps.declared and self._state.steps.task in takers
         self._check(command, count, takers, trained=trained)
+        self._pins.check(command)
         if not self._fits(command, count, trained=trained):
             return None
         ids = self._add(command, groups, takers, trained=trained)
@@ -47,6 +51,7 @@ class Puts:
         if command.key:
             self._state.context.wake_puts()  # a parked put with the same key need not wait
         self._assembly.make_ready_alike(takers, ids, self._state.columns.mask(command.columns), 0)
+        self._pins.add(command)
         return cmd.PutDone(first=first, count=count, again=False, groups=pack_ids(groups) if again else b"")
 
     def cancel(self, command: cmd.Cancel) -> cmd.Reply:
@@ -79,6 +84,8 @@ class Puts:
             self._state.partitions.ended = self._state.partitions.end_requested = True
         else:
             self._state.partitions.ended_names.add(command.partition)
+        if self._pins.end(command.partition) and self._assembly.supply_ended():
+            self._state.partitions.ended = True
         if command.cancel:
             self._terminations.cancel_live(command.partition, "cancelled at the end")
         self._state.parked.wake_all()

@@ -13,6 +13,7 @@ from ..errors import ConfigError, Ended, VersionGone
 from ..types import events as ev
 from . import commands as cmd
 from .completion import RowCompletion
+from .pins import VersionPins
 from .replicas import Replicas
 from .state import LedgerState
 from .state.parked import ParkedRequest
@@ -26,9 +27,15 @@ class ReplicaUpdates:
     """``swapping``: replicas with permission to load, and since when (ledger seconds)."""
 
     def __init__(
-        self, state: LedgerState, replicas: Replicas, terminations: Terminations, completion: RowCompletion
+        self,
+        state: LedgerState,
+        replicas: Replicas,
+        terminations: Terminations,
+        completion: RowCompletion,
+        pins: VersionPins,
     ) -> None:
         self._state, self._replicas, self._terminations, self._completion = state, replicas, terminations, completion
+        self._pins = pins
         self.swapping: dict[int, float] = {}
 
     def await_version(self, session: Session, command: cmd.AwaitVersion) -> cmd.Reply | None:
@@ -39,13 +46,13 @@ class ReplicaUpdates:
             raise ConfigError(f"{session.name} retired while this request waited")
         if session.dismissed:
             raise Ended(f"{session.name} was dismissed and needs no other version")
-        found = self._to_fetch(session)
+        found = self._to_fetch(session, command.task)
         if found is None or found.version <= max(command.after, NONE):
-            rollout = self._state.tasks.admitting
+            rollout = self._state.tasks.by_name.get(command.task, self._state.tasks.admitting)
             if self._state.partitions.ended and (rollout is None or self._state.tasks.exhausted(rollout)):
                 raise Ended("no rollout will need another version")
             return None
-        self._replicas.update(session, found.version, "fetching")
+        self._replicas.update(session, found.version, "fetching").task = command.task
         return cmd.Version(version=found.version, parts=found.parts, source=found.source, probe=found.probe)
 
     def staged(self, session: Session, command: cmd.ReportStaged) -> cmd.Reply:
@@ -67,7 +74,10 @@ class ReplicaUpdates:
             raise VersionGone(f"version {version} was rolled back; {versions.current} is current: stage that")
         if version < 0 or session.replica is None or session.replica.staged != version:
             raise ConfigError(f"{session.name} has not staged version {version}, so it cannot load it")
-        if version != versions.current and not (limits.quorum and version == versions.committed):
+        pinned = self._pins.holds(session.replica.task)
+        if pinned != NONE and version > pinned:
+            return None
+        if version not in (versions.current, pinned) and not (limits.quorum and version == versions.committed):
             since = self._state.context.now - versions.since
             raise VersionGone(
                 f"version {version} was replaced by {versions.current}, current since {since:.1f} s: stage that"
@@ -100,6 +110,8 @@ class ReplicaUpdates:
         if versions.lineage.rolled_back(version):
             self._expire_held(session, version)
         self._wake_uncommitted()
+        if self._state.partitions.pins:  # it may fetch the next version now
+            self._state.context.wake("version")
         self._state.tasks.wake_replica(session.id)
         lag = max(versions.current - version, 0)
         self._state.context.publish(
@@ -132,6 +144,8 @@ class ReplicaUpdates:
     def parked(self, request: ParkedRequest) -> None:
         """Make the session of a parked request a replica."""
         replica = self._replicas.add(self._state.sessions.by_id[request.session])
+        if isinstance(request.command, cmd.AwaitVersion):
+            replica.task = request.command.task
         if isinstance(request.command, cmd.Swap):
             replica.begin(request.command.version, "waits", self._state.context.now)
             self._replicas.failing.pop(request.session, None)
@@ -154,10 +168,16 @@ class ReplicaUpdates:
             )  # fmt: skip
         self._end_swap(session.id)
 
-    def _to_fetch(self, session: Session) -> KeptVersion | None:
+    def _to_fetch(self, session: Session, task: str) -> KeptVersion | None:
         """Return the version to fetch. A replica below the committed version fetches that before a
-        newer uncommitted one, which it may not load yet, unless it failed to load it."""
+        newer uncommitted one, which it may not load yet, unless it failed to load it; and one below
+        the version pinned for its rows fetches that."""
         versions, replica = self._state.versions, session.replica
+        pinned = self._pins.holds(task)
+        if pinned != NONE and (session.loaded is None or session.loaded < pinned):
+            return versions.kept.get(pinned)
+        if self._pins.idles(task):
+            return None
         committed, newest = versions.kept.get(versions.committed), versions.newest
         if committed is None or committed is newest:
             return newest

@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ConfigError
 from ..types import events as ev
 from . import commands as cmd
+from .pins import VersionPins
 from .publication import VersionPublication
 from .state import LedgerState
 from .state.rows import NONE
@@ -25,8 +26,10 @@ from .terminations import EXPIRED, Terminations
 class Rollbacks:
     """Rolls back to kept versions."""
 
-    def __init__(self, state: LedgerState, terminations: Terminations, publication: VersionPublication) -> None:
-        self._state, self._terminations, self._publication = state, terminations, publication
+    def __init__(
+        self, state: LedgerState, terminations: Terminations, publication: VersionPublication, pins: VersionPins
+    ) -> None:
+        self._state, self._terminations, self._publication, self._pins = state, terminations, publication, pins
 
     def roll_back(self, session: Session, command: cmd.Rollback) -> cmd.Reply:
         """Make the bytes of a kept version current again."""
@@ -46,6 +49,7 @@ class Rollbacks:
         publication.make_current(made, session.name, reason)
         saved = [step for step, each in self._state.steps.saved.items() if each in (target.version, target.source)]
         versions.to_restore, versions.restore_step = number, max(saved, default=NONE)
+        self._pins.drop()
         return cmd.RollbackDone(version=number, expired=self._expire_given_up(), checkpoint=versions.restore_step)
 
     def restoration(self) -> cmd.Reply:

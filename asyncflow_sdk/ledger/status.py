@@ -169,6 +169,8 @@ def verb_of(command: Any) -> str:
             return f"get {command.task}"
         case cmd.AddRows():
             return f"put {command.groups * command.group_size} rows"
+        case cmd.AwaitPins():
+            return "the end of the evaluations"
         case cmd.AwaitVersion():
             return f"weights after {command.after}"
         case cmd.Announce():

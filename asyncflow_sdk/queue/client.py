@@ -109,13 +109,16 @@ class QueueVerbs(Generic[B]):
         key: str = "",
         partition: str = "",
         priority: int = 0,
+        version: int | None = None,
+        keep_version: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> PutRows:
         packed = blocks.pack_columns(columns)
         count = len(next(iter(packed.values()))) if packed else 0
         command = cmd.AddRows(
             groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s, partition=partition,
-            priority=priority,
+            priority=priority, version=-1 if version is None else version,
+            keep=-1 if keep_version is None else keep_version,
         )  # fmt: skip
         reply = await self._port.send_columns(command, packed if count else {})
         return PutRows(reply.first, reply.count, reply.again)

@@ -85,7 +85,8 @@ class ReplicaSubscriber:
 
     ``loaded``: the engine's version; None for none. ``changed`` is set on each change of ``state``,
     on a ``failure``, and when the run has ``ended``. ``rename``: from published names to the
-    engine's. From ``open`` to ``close`` it is the connection's only replica. Not thread-safe.
+    engine's. ``task``: of its rows. From ``open`` to ``close`` it is the connection's only replica. Not
+    thread-safe.
 
     Failed versions are reported and retried with a growing delay; a newer version is fetched at
     once. A newer version interrupts the fetch of an older one, but never twice in a row: otherwise
@@ -100,7 +101,9 @@ class ReplicaSubscriber:
         *,
         rename: Callable[[str], str] | None = None,
         fetch_timeout_s: float = FETCH_S,
+        task: str = "",
     ) -> None:
+        self._task = task
         self._port = LoopPort(queue.connection)
         self._fetcher = VersionFetcher(queue.connection, rename, fetch_timeout_s)
         self._changed = changed
@@ -397,7 +400,7 @@ class ReplicaSubscriber:
         after = self._handled
         while True:
             try:
-                version = await self._port.send(cmd.AwaitVersion(after=after, timeout_s=POLL_S))
+                version = await self._port.send(cmd.AwaitVersion(after=after, timeout_s=POLL_S, task=self._task))
             except DeadlineExceeded:
                 continue
             except Ended:
@@ -468,7 +471,9 @@ class ReplicaSubscriber:
             return
         if isinstance(error, VersionGone):
             try:
-                newest = await self._port.send(cmd.AwaitVersion(after=announced.version - 1, timeout_s=POLL_S))
+                newest = await self._port.send(
+                    cmd.AwaitVersion(after=announced.version - 1, timeout_s=POLL_S, task=self._task)
+                )
             except (DeadlineExceeded, Ended):  # its bytes are lost, and there is no newer version
                 newest = announced
             if newest.version > announced.version:

@@ -12,7 +12,7 @@ from .timers import Timers
 
 PLACES = {
     cmd.AddRows: "put", cmd.AwaitVersion: "version", cmd.AwaitRowsWanted: "wanted", cmd.Announce: "announce", cmd.Swap: "swap",
-    cmd.AwaitLost: "lost",
+    cmd.AwaitLost: "lost", cmd.AwaitPins: "pins",
 }  # fmt: skip
 
 

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ..commands import Ids
 from .rows import NONE, Rows
 
 
+@dataclass
+class Pin:
+    """One version for all rows of a partition: the first one current from number ``first`` on.
+    ``version``: NONE until it is current. ``last``: that of the partition's rows before. ``keep``: a
+    version kept meanwhile."""
+
+    first: int
+    version: int = NONE
+    last: int = NONE
+    keep: int = NONE
+
+
 class Partitions:
     """``numbers``: by name; "" is 0. ``ended``: no row can be put anywhere; ``ended_names``: in
     these. ``end_requested``: True if a client ended the stream, False if the last step did.
-    ``group_sizes``: of the last put in each."""
+    ``group_sizes``: of the last put in each. ``pins``: by number, of partitions whose rows one version
+    generates."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -20,6 +35,7 @@ class Partitions:
         self.ended = False
         self.end_requested = False
         self.ended_names: set[str] = set()
+        self.pins: dict[int, Pin] = {}
 
     def number(self, name: str) -> int:
         """Return the number of a partition; NONE if no row was put in it and no task names it."""
@@ -46,5 +62,9 @@ class Partitions:
         return [(int(partition), ids[where == partition]) for partition in np.unique(where)]
 
     def closed(self, partition: int) -> bool:
-        """True if no row can be put in the partition with this number."""
-        return self.ended or any(self.numbers.get(name) == partition for name in self.ended_names)
+        """True if no row can be put in the partition with this number; none beside the pinned ones."""
+        return (
+            self.ended
+            or partition in self.pins
+            or any(self.numbers.get(name) == partition for name in self.ended_names)
+        )

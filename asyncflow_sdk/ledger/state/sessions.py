@@ -17,7 +17,7 @@ class ReplicaState:
     """``version``, ``doing``: the activity with a version: fetching, staged, waits, swapping or
     failed; "" once it generates with it. ``why``: the reason of a failure. ``staged``: the version
     ready to load. ``since``: ledger seconds. ``starved``: True if its last request for prompts found
-    none for its loaded version, but some for a newer one."""
+    none for its loaded version, but some for a newer one. ``task``: its rollout's."""
 
     version: int = NONE
     doing: str = ""
@@ -25,6 +25,7 @@ class ReplicaState:
     why: str = ""
     staged: int = NONE
     starved: bool = False
+    task: str = ""
 
     def begin(self, version: int, doing: str, now: float, why: str = "") -> None:
         """Set the activity."""

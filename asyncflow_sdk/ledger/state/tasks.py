@@ -99,8 +99,9 @@ class Tasks:
 
     def wake_replica(self, session: int) -> None:
         """Retry the requests of one replica, which alone may now get prompts."""
-        if (task := self.admitting) is not None:
-            self._context.wake_session(task.place, session)
+        for task in self:
+            if task.spec.admits or self._partitions.pins:
+                self._context.wake_session(task.place, session)
 
     def takes(self, task: Task, partition: int) -> bool:
         """True if a task takes the partition with this number."""
@@ -117,7 +118,7 @@ class Tasks:
         """True if a task gets no further row, of one partition or of any."""
         partitions = self._partitions
         if partition is not None:
-            ended = partitions.ended or partition in partitions.ended_names
+            ended = partitions.closed(partitions.number(partition)) or partition in partitions.ended_names
             return ended and not task.unfinished[partitions.number(partition)]
         ended = partitions.ended or partitions.ended_names.issuperset(task.spec.partitions)
         return ended and not any(task.unfinished.values())
@@ -140,7 +141,7 @@ class Tasks:
             task.unfinished[partition] -= len(part)
             last |= not task.unfinished[partition]
         if last:
-            self._context.wake(task.place)
+            self._context.wake(task.place, *(["swap", "version"] if self._partitions.pins else []))
         if self.exhausted(task):
             self._context.wake("version")
 

@@ -1,0 +1,140 @@
+"""Version pins: a partition whose rows one exact version generates, as for an evaluation.
+
+Rows are put for "the first version that is current from N on". The pin is bound to it as soon as it
+is published, before any replica can load it, or a later one. Until the rows are generated:
+
+    fetch    a replica of the partition's task fetches the pinned version first
+    swap     ... may load it, and no later one
+    lease    ... gets rows of the partition only while it generates with the pinned version
+
+The version is kept until the partition's next rows are put, and longer if that put asks for it, so
+that it can be rolled back to. Rows of a version that is rolled
+back, or that can no longer be fetched, expire. A partition stays pinned until it ends, so that the
+trainer's last version can be evaluated before its bytes go with the trainer (``AwaitPins``).
+"""
+
+from __future__ import annotations
+
+from ..errors import ConfigError, Ended
+from . import commands as cmd
+from .state import LedgerState
+from .state.partitions import Pin
+from .state.rows import NONE
+from .state.sessions import Session
+from .terminations import EXPIRED, Terminations
+
+
+class VersionPins:
+    """Binds partitions to versions, and holds replicas at them."""
+
+    def __init__(self, state: LedgerState, terminations: Terminations) -> None:
+        self._state, self._terminations = state, terminations
+
+    @property
+    def _pins(self) -> dict[int, Pin]:
+        return self._state.partitions.pins
+
+    def check(self, command: cmd.AddRows) -> None:
+        """Raise ConfigError for rows that cannot be pinned."""
+        number = self._state.partitions.number(command.partition)
+        pinned = number in self._pins
+        if command.version == NONE and not pinned:
+            return
+        name = repr(command.partition)
+        if command.version == NONE:
+            raise ConfigError(f"partition {name} is pinned to one version at a time: say version= of these rows")
+        if self._state.steps.declared and self._state.steps.task.spec.takes(command.partition):
+            raise ConfigError(f"rows of partition {name} are trained, and their versions follow the staleness rule")
+        if self._live(number):
+            raise ConfigError(f"partition {name} has rows of another version: put these once they have ended")
+        if pinned and self._training_over and self._pins[number].version == self._state.versions.current:
+            raise Ended(f"version {self._state.versions.current} was the last one, and its rows have ended")
+
+    def add(self, command: cmd.AddRows) -> None:
+        """Pin the partition of new rows."""
+        if command.version != NONE:
+            number = self._state.partitions.number(command.partition)
+            before = self._pins.get(number, Pin(NONE))
+            self._pins[number] = Pin(command.version, last=max(before.version, before.last), keep=command.keep)
+            self._bind(last=self._training_over)
+
+    def published(self) -> None:
+        """Bind pins to a version that became current."""
+        self._bind(last=False)
+
+    def await_end(self) -> cmd.Reply | None:
+        """Bind all pins to the current version, the trainer's last one. None until no partition is
+        pinned any more, or until the trainer must load a version after a rollback."""
+        if self._state.versions.to_restore != NONE or not self._pins:
+            return cmd.Done()
+        self._bind(last=True)
+        return None
+
+    def end(self, partition: str | None) -> bool:
+        """Unpin a partition that gets no more rows, or all. Return True if it was the last one."""
+        before = len(self._pins)
+        for number in [self._state.partitions.number(partition)] if partition is not None else list(self._pins):
+            self._pins.pop(number, None)
+        return before > len(self._pins) == 0
+
+    def holds(self, name: str) -> int:
+        """Return the version that replicas of a task must load next and keep; NONE without one."""
+        task = self._state.tasks.by_name.get(name)
+        if task is None:
+            return NONE
+        held = [pin.version for number, pin in self._pins.items() if pin.version != NONE and task.unfinished[number]]
+        return min(held, default=NONE)
+
+    def idles(self, name: str) -> bool:
+        """True if a task's replicas generate only rows of pinned partitions, and now there are none."""
+        task = self._state.tasks.by_name.get(name)
+        if task is None or task.spec.admits or self.holds(name) != NONE:
+            return False
+        numbers = self._state.partitions.numbers
+        return all(numbers.get(name, NONE) in self._pins for name in task.spec.partitions)
+
+    def allows(self, session: Session, partition: int) -> bool:
+        """True if a session may lease rows of a partition."""
+        pin = self._pins.get(partition)
+        return pin is None or session.loaded is None or session.loaded == pin.version
+
+    def keeps(self, version: int) -> bool:
+        """True if a version is kept for a partition."""
+        return any(version in (pin.version, pin.keep) for pin in self._pins.values())
+
+    def drop(self) -> None:
+        """Expire rows of versions that were rolled back, and those that no replica can generate any
+        more because the bytes are gone."""
+        versions = self._state.versions
+        for number, pin in self._pins.items():
+            if pin.version == NONE:
+                continue
+            if versions.lineage.rolled_back(pin.version):
+                self._expire(number, f"version {pin.version} was rolled back")
+            elif pin.version not in versions.kept and self._live(number, giving=True):
+                self._expire(number, f"version {pin.version} can no longer be fetched")
+        self._state.context.wake("pins", "swap", "version")
+
+    def _bind(self, *, last: bool) -> None:
+        versions = self._state.versions
+        if versions.newest is None:  # none, or its bytes are gone: the next one
+            return
+        for number, pin in self._pins.items():
+            if pin.version == NONE and (last or versions.current >= pin.first):
+                pin.version = versions.current
+                self._state.parked.wake_all()
+                if pin.version == pin.last:
+                    self._expire(number, f"no version after {pin.last} was published")
+
+    def _live(self, number: int, *, giving: bool = False) -> bool:
+        """True if a task has not completed all rows of a partition; with ``giving``, a task that gives columns."""
+        return any(task.unfinished[number] for task in self._state.tasks if task.spec.gives or not giving)
+
+    def _expire(self, number: int, reason: str) -> None:
+        live = self._state.rows.live_ids()
+        ids = live[self._state.rows.partition[self._state.rows.at(live)] == number]
+        self._terminations.end_groups(ids, EXPIRED, reason)
+
+    @property
+    def _training_over(self) -> bool:
+        return self._state.parked.first("pins") is not None
