@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
+.PHONY: help install sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -70,8 +70,13 @@ demo-deepspeed: install .venv-deepspeed/.ready
 
 # In three processes also on two processors: many tests wait for what they killed, froze or cut off.
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
-test: install
+test: install sshd
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/engines $(TOGETHER) $(ARGS)
+
+# Tests of hosts that ssh reaches need a server. Where it cannot be installed, they are skipped, and say why.
+sshd:
+	@test -x /usr/sbin/sshd || (apt-get -qq update && apt-get -qq install -y --no-install-recommends openssh-server) >/dev/null 2>&1 \
+	  || echo "install openssh-server to test the launcher ssh"
 
 # Only modules that have such tests are imported.
 test-fast: install

@@ -128,6 +128,7 @@ if TYPE_CHECKING:
     from .weights import Restoration as Restoration
     from .weights import TransportPublisher as TransportPublisher
     from .workflow import Agent as Agent
+    from .workflow import CommandLauncher as CommandLauncher
     from .workflow import EngineProducer as EngineProducer
     from .workflow import Generate as Generate
     from .workflow import Logprobs as Logprobs
@@ -175,7 +176,7 @@ _NAMES = {
     "types": "Batch Chat Checkpoint Manifest Probe Ragged Sampling Staleness Store TokenAges VersionSpan Weights",
     "weights": "Restoration TransportPublisher",
     "workflow": (
-        "Agent EngineProducer Generate Logprobs Result Rollout Run Stage Train Turn Turns Workflow ages_of "
+        "Agent CommandLauncher EngineProducer Generate Logprobs Result Rollout Run Stage Train Turn Turns Workflow ages_of "
         "connect load_prompts load_workflow read_steps resume run_worker serve staleness_of"
     ),
 }

@@ -145,6 +145,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
         'kind "launcher"',
         [
             interfaces.Launcher,
+            workflow.CommandLauncher,
             interfaces.WorkerSpec,
             interfaces.WorkerSettings,
             interfaces.WorkerHandle,

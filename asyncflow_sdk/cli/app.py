@@ -172,13 +172,19 @@ def run(
     only_print: Annotated[bool, option("Print the resolved workflow; start nothing.", "", "--print")] = False,
     as_mermaid: Annotated[bool, option("Print the dataflow as Mermaid; start nothing.", "", "--mermaid")] = False,
     changes: Annotated[Texts, repeatable("Change a value, for example train.lr=1e-5.", "KEY=VALUE", "--set")] = None,
+    address: Annotated[
+        MaybeText, option("Address for workers of other hosts, for example tcp://0.0.0.0:7000; with keys.")
+    ] = None,
+    advertise: Annotated[MaybeText, option("Name or IP address of this host for others.", "HOST")] = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
     """Run the workflow in a TOML file, live, and write a report."""
     from .run_command import run_file
 
-    run_file(file, out, changes or [], "mermaid" if as_mermaid else "text" if only_print else "", Console())
+    given = {"address": address, "advertise": advertise}
+    changes = [*(changes or []), *(f"{name}={value}" for name, value in given.items() if value is not None)]
+    run_file(file, out, changes, "mermaid" if as_mermaid else "text" if only_print else "", Console())
 
 
 @app.command()

@@ -14,6 +14,8 @@ from rich.console import Console
 
 from ..errors import ConfigError, Interrupted, PluginError
 from ..workflow import Workflow, load_workflow
+from ..workflow.address import advertised
+from ..workflow.plan.plan import Plan
 from ..workflow.run_directory import RunDirectory
 from .report.page import write_report
 from .report.summary import summary_table
@@ -36,6 +38,8 @@ def run_file(file: Path, out: Path | None, changes: list[str], shown: str, conso
         return
     out = out or Path("runs") / time.strftime(f"{file.stem}-%Y%m%d-%H%M%S")
     console.print(str(workflow), markup=False, soft_wrap=True)
+    if workflow.plan.address is not None:
+        console.print(_invitation(workflow.plan, out, file.name), markup=False, soft_wrap=True, highlight=False)
     with (
         outcome_of(out, console),
         LiveView(workflow.plan.steps, f"asyncflow run {file.name}", console=console) as view,
@@ -56,6 +60,15 @@ def resume_run(out: Path, console: Console) -> None:
     summary = directory.read_summary()
     text = f"{out}: {summary['status']}, {summary['steps']} of {summary['steps_wanted']} steps trained"
     console.print(text, markup=False, soft_wrap=True, highlight=False)
+
+
+def _invitation(plan: Plan, out: Path, file: str) -> str:
+    """Return the command by which workers of other hosts join."""
+    where = advertised(plan.address or "", plan.advertise)
+    return (
+        f"\nother hosts join, with {file} and a copy of {out / 'run.key'} readable only by its user, by\n"
+        f"  asyncflow worker {where} --key run.key --from {file} {plan.rollout.task}\n"
+    )
 
 
 @contextlib.contextmanager

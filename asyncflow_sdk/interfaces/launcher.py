@@ -70,6 +70,11 @@ class Placement:
             if any(type(n) is not int or n < 0 for n in numbers) or len(set(numbers)) < len(numbers):
                 raise ConfigError(f"{name} must be different numbers from 0, as [0, 1], not {list(numbers)}")
 
+    @property
+    def elsewhere(self) -> bool:
+        """True if the worker may find other packages than this process."""
+        return self.python is not None or bool(self.hosts)
+
 
 def check_on_failure(on_failure: str) -> None:
     """Raise ConfigError unless the value is one of ``OnFailure``."""

@@ -74,6 +74,13 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             can={"hosts": "one"},
         ),
         AdapterSpec(
+            kind="launcher",
+            name="ssh",
+            factory="asyncflow_sdk.workflow.workers.ssh_launcher:SshLauncher",
+            can={"hosts": "many"},
+            tested="OpenSSH 9 and 10",
+        ),
+        AdapterSpec(
             kind="store", name="local", factory="asyncflow_sdk.queue.stores.factory:local_store", can={"hosts": "one"}
         ),
         AdapterSpec(

@@ -10,7 +10,7 @@ from .own_address import LOOPBACK, own_address
 from .processes import boot_id, has_ended, process_key, same_host
 from .server import Server
 from .service import Frames, Service, ServiceAddress, ServiceClient
-from .sockets import RETRY_S, is_loopback, probe
+from .sockets import RETRY_S, is_loopback, probe, transport_of
 from .transfers import MemorySink, PayloadSink
 
 __all__ = [
@@ -42,4 +42,5 @@ __all__ = [
     "probe",
     "process_key",
     "same_host",
+    "transport_of",
 ]

@@ -9,11 +9,13 @@ from .rollout.producer import EngineProducer
 from .run import Run
 from .specs import Rollout, Stage, Train
 from .work import Generate, Logprobs
+from .workers.command_launcher import CommandLauncher
 from .workers.worker import run_worker
 from .workflow import Result, Workflow, resume
 
 __all__ = [
     "Agent",
+    "CommandLauncher",
     "EngineProducer",
     "Generate",
     "Logprobs",

@@ -1,12 +1,13 @@
-"""``python -m asyncflow_sdk.workflow``: the process of a worker."""
+"""``python -m asyncflow_sdk.workflow``: the process of a worker; with "remote" its agent on another
+host."""
 
 import gc
 import os
 import sys
 
-from .workers.worker_process import main
+from .workers import remote_agent, worker_process
 
-status = main()
+status = remote_agent.main() if sys.argv[1:] == ["remote"] else worker_process.main()
 if status:  # a thread of a failed engine must not delay the exit
     sys.stdout.flush()
     sys.stderr.flush()

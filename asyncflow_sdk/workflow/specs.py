@@ -272,7 +272,7 @@ class Stage(Serializable):
         **placement: Any,
     ) -> None:
         self.place, _ = _split_placement(placement)
-        if isinstance(work, str) and ":" in work and self.place.python is None:
+        if isinstance(work, str) and ":" in work and not self.place.elsewhere:
             work = import_name(work)
         if not (callable(work) or isinstance(work, (Logprobs, Generate)) or (isinstance(work, str) and ":" in work)):
             raise ConfigError(f'a stage needs a function, "module:function", a Logprobs or a Generate, not {work!r}')
@@ -424,7 +424,7 @@ class Train(Serializable):
         try:
             self.algorithm = make_algorithm(self.algorithm_spec)
         except PluginError:
-            if self.place.python is None:
+            if not self.place.elsewhere:
                 raise
         own = self.algorithm.needs if self.algorithm is not None else ()
         self.needs = tuple(dict.fromkeys((*TRAIN_COLUMNS, *own, *needs)))

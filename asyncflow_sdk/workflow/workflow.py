@@ -78,8 +78,11 @@ class Workflow(Serializable):
     live rows; None: as batch and staleness need. ``checkpoint``: how often to save, so that
     ``resume`` continues the run after any death, and a restarted trainer (``max_restarts``) its
     training. ``store``: where columns stay; another one than "local" needs a ``checkpoint``, since
-    the record of the run reads rows after they were trained. ``stall_timeout_s``: fail, with all waits of the run, if no step was trained for this
-    long. ``trackers``: as of ``serve``.
+    the record of the run reads rows after they were trained. ``stall_timeout_s``: fail, with all
+    waits of the run, if no step was trained for this long. ``trackers``: as of ``serve``.
+
+    ``address``: tcp address for workers of other hosts, which ``hosts`` of a rollout, stage or train
+    starts, or people by ``asyncflow worker``; ``advertise``: as of ``serve``. Both are with keys.
 
     The constructor raises ConfigError with every problem that can be known before a process starts;
     PluginError if a missing engine is the only one.
@@ -108,6 +111,8 @@ class Workflow(Serializable):
         store: str | Store = LOCAL,
         stall_timeout_s: float = STALL_S,
         trackers: Tracked | Sequence[Tracked] = (),
+        address: str | None = None,
+        advertise: str | None = None,
     ) -> None:
         rollouts = (rollout,) if isinstance(rollout, Rollout) else tuple(rollout)
         if not rollouts:
@@ -129,6 +134,7 @@ class Workflow(Serializable):
             capacity_rows=ahead if capacity_rows is None else capacity_rows,
             on_failure=Placement(on_failure=on_failure).on_failure or "stop", checkpoint=checkpoint,
             store=Store.of(store), stall_timeout_s=stall_timeout_s, trackers=tracker_list(trackers),
+            address=address, advertise=advertise,
         )  # fmt: skip
         check_plan(self.plan)
 
@@ -249,7 +255,7 @@ class _Execution:
     def _serve(self, signals: StopSignals) -> None:
         plan, resumable = self._plan, self._plan.checkpoint is not None
         run = serve(
-            self._directory.path, sinks=self._sinks, steps=plan.steps,
+            self._directory.path, address=plan.address, advertise=plan.advertise, sinks=self._sinks, steps=plan.steps,
             max_staleness=plan.staleness.max_staleness, staleness_policy=plan.staleness.policy,
             capacity_rows=plan.capacity_rows, keep_versions=plan.weights.keep,
             max_swapping=plan.weights.max_swapping, quorum=plan.weights.quorum, on_failure=plan.on_failure,

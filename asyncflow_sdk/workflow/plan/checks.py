@@ -18,6 +18,7 @@ from ...types.config import LOCAL
 from ...types.dtypes import floating_name
 from ...weights import AUTO
 from ...weights.publisher import check_publisher
+from ...wire import transport_of
 from ..events.trackers import check_tracker
 from ..rollout.chat import PromptEncoder
 from ..rollout.tokenizer import Tokenizer, token_ids, with_stop_ids
@@ -44,6 +45,7 @@ def check_plan(plan: Plan) -> None:
 
 def _find(plan: Plan, problems: Problems) -> None:
     _check_numbers(plan, problems)
+    _check_address(plan, problems)
     for number, rollout in enumerate(plan.rollouts):
         _check_place(f"rollout {rollout.task!r}", rollout.place, problems, "rollout", number)
         if is_checked_here(rollout.task):
@@ -87,6 +89,20 @@ def _find(plan: Plan, problems: Problems) -> None:
     for number, tracker in enumerate(plan.trackers):
         with problems.collect("trackers", number):
             check_tracker(tracker)
+
+
+def _check_address(plan: Plan, problems: Problems) -> None:
+    with problems.collect("address"):
+        if plan.address is not None and transport_of(plan.address) != "tcp":
+            raise ConfigError(f"address={plan.address!r} is for other hosts: tcp://HOST:PORT is expected")
+    if plan.address is not None:
+        return
+    if plan.advertise is not None:
+        problems.add("advertise= is of an address, which other hosts can reach: say address=, too", "advertise")
+    roles: tuple[Rollout | Stage | Train, ...] = (*plan.rollouts, *plan.stages, plan.train)
+    for each in roles:
+        if each.place.hosts:
+            problems.add(f"{each.task!r} has hosts=, which need address=, as tcp://0.0.0.0:7000, to join", "address")
 
 
 def _check_store(plan: Plan) -> None:
@@ -165,12 +181,12 @@ def _check_place(where: str, place: Placement, problems: Problems, *key: str | i
 def _check_engine(
     kind: str, spec: Rollout | Train | Logprobs | Generate, place: Placement, problems: Problems, *key: str | int
 ) -> None:
-    if _lacks_model(spec):
+    if not place.hosts and _lacks_model(spec):
         text = f"{kind} model {spec.model!r} is no model folder: it has no config.json"
         problems.add(text + _of_the_hub(str(spec.model)), *key, "model")
     if isinstance(spec, (Train, Logprobs)):
         _check_ranks(spec, problems, *key, "world_size")
-    if place.python is not None:  # another interpreter has other plugins
+    if place.elsewhere:  # another interpreter has other plugins
         return
     with problems.collect(*key, "engine"):
         factory = registry().get(spec.kind, spec.engine).load()
@@ -199,8 +215,9 @@ def _may_stream(train: Train) -> bool:
     declared = adapter.spec.declared("steps") if adapter is not None else None
     if declared is not None:
         return "parts" in declared
-    here = train.place.python is None
-    return not here or getattr(registry().get("train", train.engine).load(), "streams", None) is not False
+    return (
+        train.place.elsewhere or getattr(registry().get("train", train.engine).load(), "streams", None) is not False
+    )
 
 
 def _check_ranks(spec: Train | Logprobs, problems: Problems, *key: str | int) -> None:
@@ -282,7 +299,7 @@ def _check_weights(plan: Plan) -> None:
         )
     place = plan.train.place
     here = (
-        place.python is None and not place.env and is_checked_here("train")
+        not place.elsewhere and not place.env and is_checked_here("train")
     )  # the trainer's process has the same environment
     if here and plan.transport != AUTO:  # else the choice has reported why
         check_publisher(plan.transport, plan.weights.options)

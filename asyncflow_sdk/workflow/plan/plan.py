@@ -16,6 +16,7 @@ from ...interfaces import OnFailure
 from ...plugins import registry
 from ...types import Batch, Checkpoint, Staleness, Store, Weights
 from ...weights import AUTO, Choice, choose_encoding, choose_swap, choose_transport
+from ...wire import is_loopback
 from ..data import PromptStream
 from ..specs import TRAINED, Rollout, Stage, Train
 from ..workers.launchers import reaches_hosts
@@ -53,6 +54,8 @@ class Plan:
     store: Store
     stall_timeout_s: float
     trackers: list[Any]
+    address: str | None = None
+    advertise: str | None = None
     problems: Problems = field(default_factory=Problems)
     transport: str = AUTO
     swaps: tuple[str, ...] = ()
@@ -165,6 +168,8 @@ class Plan:
         for place in (*(each.place for each in self.rollouts), self.train.place):
             if reaches_hosts(place):
                 return f"launcher {place.launcher!r} may start workers on other hosts"
+        if self.address is not None and not is_loopback(self.address):
+            return f"workers of other hosts may join at {self.address}"
         return ""
 
     def _with_device(self, choice: Choice) -> Choice:

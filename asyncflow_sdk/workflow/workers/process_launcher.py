@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from ..._version import __version__
 from ...errors import ConfigError
@@ -55,36 +56,76 @@ class ProcessLauncher(Launcher):
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start a process and send it the spec. Raises ConfigError."""
-        placement = spec.placement
-        python = placement.python or sys.executable
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", **placement.env}
-        if placement.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
+        with LogEnd.opened(spec) as log:
+            return start_process(spec, log)
+
+
+class LogEnd:
+    """The part of a worker's log that is written from now on. ``file``: to write to, until the block of
+    ``opened`` ends."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self.path, self.file = path, file
+        self._start = path.stat().st_size
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, spec: WorkerSpec) -> Iterator[LogEnd]:
+        """Open the log of a worker."""
         make_private_directory(spec.log.parent)
-        ours, theirs = socket.socketpair()
-        with theirs, open(spec.log, "ab", opener=private_opener) as log, _affinity(placement.cpus):
-            try:
-                process = subprocess.Popen(
-                    [python, "-m", "asyncflow_sdk.workflow"],
-                    stdin=theirs.fileno(), stdout=log, stderr=log, env=env,
-                    start_new_session=True,  # Ctrl-C is for the driver only
-                )  # fmt: skip
-            except OSError as error:
-                ours.close()
-                raise ConfigError(f"worker {spec.name!r}: cannot start {python!r}: {error}") from None
-        with contextlib.suppress(OSError):  # it died already: wait() returns its exit
-            ours.sendall(spec.config + b"\n")
-        return _ProcessHandle(process, ours, spec.log, python)
+        with open(spec.log, "ab", opener=private_opener) as file:
+            yield cls(spec.log, file)
+
+    def text(self) -> str:
+        """Return its last lines."""
+        with self.path.open("rb") as file:
+            file.seek(max(self._start, self.path.stat().st_size - TAIL_BYTES))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-25:])
+
+    def exit(self, status: int, python: str) -> WorkerExit:
+        """Return the exit of a process without a last report: these lines are its text."""
+        lines = self.text()
+        lacks = _NO_MODULE.search(lines)
+        if lacks:  # a worker with the SDK sends a report
+            how = f"{python} -m pip install asyncflow-sdk=={__version__}"
+            return WorkerExit(FATAL_STATUS, f"{python} cannot load the AsyncFlow SDK: {lacks[0]}; run: {how}")
+        return WorkerExit(status, f"the end of its log {self.path}:\n{lines}" if lines else "")
 
 
-class _ProcessHandle(WorkerHandle):
+def start_process(spec: WorkerSpec, log: LogEnd | None) -> ProcessHandle:
+    """Start a worker on this host, and send it the spec. It writes to ``log``; None: to stderr. Raises
+    ConfigError."""
+    placement = spec.placement
+    python = placement.python or sys.executable
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", **placement.env}
+    if placement.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
+    output = sys.stderr if log is None else log.file
+    ours, theirs = socket.socketpair()
+    with theirs, _affinity(placement.cpus):
+        try:
+            process = subprocess.Popen(
+                [python, "-m", "asyncflow_sdk.workflow"],
+                stdin=theirs.fileno(), stdout=output, stderr=output, env=env,
+                start_new_session=True,  # Ctrl-C is for the driver only
+            )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            raise ConfigError(f"worker {spec.name!r}: cannot start {python!r}: {error}") from None
+    with contextlib.suppress(OSError):  # it died already: wait() returns its exit
+        ours.sendall(spec.config + b"\n")
+    return ProcessHandle(process, ours, log, python)
+
+
+class ProcessHandle(WorkerHandle):
     """A process with a session of its own."""
 
-    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, log: Path, python: str) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], line: socket.socket, log: LogEnd | None, python: str
+    ) -> None:
         self.pid, self.host = process.pid, socket.gethostname()
         self._process, self._line, self._log, self._python = process, line, log, python
         self._lock = threading.Lock()
-        self._log_start = log.stat().st_size
         self._ended = self._stopped = False
 
     def wait(self) -> WorkerExit:
@@ -101,12 +142,7 @@ class _ProcessHandle(WorkerHandle):
             return WorkerExit(1, "its process exited with status 0 before the stream had ended")
         if report:
             return WorkerExit(status, report)
-        tail = _tail(self._log, self._log_start)
-        lacks = _NO_MODULE.search(tail)
-        if lacks:  # a worker with the SDK sends a report
-            how = f"{self._python} -m pip install asyncflow-sdk=={__version__}"
-            return WorkerExit(FATAL_STATUS, f"{self._python} cannot load the AsyncFlow SDK: {lacks[0]}; run: {how}")
-        return WorkerExit(status, f"the end of its log {self._log}:\n{tail}" if tail else "")
+        return WorkerExit(status) if self._log is None else self._log.exit(status, self._python)
 
     def stop(self) -> None:
         """End the socket, on which the worker ends."""
@@ -153,10 +189,3 @@ def _gpus() -> list[int]:
     """Return the numbers of this host's NVIDIA GPUs."""
     names = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia[0-9]*"))
     return sorted(int(name[1]) for name in names if name)
-
-
-def _tail(log: Path, since: int) -> str:
-    """Return the last lines of a log written after position ``since``."""
-    with log.open("rb") as file:
-        file.seek(max(since, log.stat().st_size - TAIL_BYTES))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-25:])

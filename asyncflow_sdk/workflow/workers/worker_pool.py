@@ -198,6 +198,8 @@ class WorkerPool(WorkerObserver):
         name = f"{role.task}-{self._mark}{number}"
         here = isinstance(role, Stage) and role.here
         endpoint = self._far if reaches_hosts(role.place) else self._near
+        if role.place.hosts and not endpoint.address.startswith("tcp:"):
+            raise ConfigError(f"{role.task!r} has hosts=, and the run has no address for them: serve(address=...)")
         alone = isinstance(role, Train) or rank is not None  # several workers of a stage are several groups
         spec = WorkerSpec(
             name=name if rank is None else rank_name(name, rank.rank), role={} if here else to_json(role, ""),

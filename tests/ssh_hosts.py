@@ -1,0 +1,89 @@
+"""Hosts that are reached by ssh: a real sshd with keys of its own, on a port of its own of this host or within a namespace.
+
+with SshServer(folder) as server:
+    server.config                       # for ssh -F: "here" and "there" are this server
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin") or ""
+_SERVER = """\
+Port {port}
+ListenAddress {address}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/user_key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+"""
+_CLIENT = """\
+Host {names}
+  HostName {address}
+  Port {port}
+  IdentityFile {folder}/user_key
+  IdentitiesOnly yes
+  UserKnownHostsFile {folder}/known_hosts
+  GlobalKnownHostsFile /dev/null
+"""
+
+
+class SshServer:
+    """A running sshd for this user. ``address``: None: a free port of loopback, here. ``names``: by which ``config`` reaches
+    it. ``within``: the command that starts it on another host. Skips the test where it cannot run."""
+
+    def __init__(
+        self, folder: Path, names: Iterable[str] = ("here", "there"), address: str | None = None, within: Sequence[str] = ()
+    ) -> None:  # fmt: skip
+        if not SSHD or os.geteuid():
+            pytest.skip("needs root and sshd, of Debian's openssh-server: make test installs it")
+        folder.mkdir(mode=0o700)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir("/run/sshd", 0o755)
+        for name in ("host_key", "user_key"):
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=60
+            )
+        self.port = _free_port() if address is None else 22
+        words = {"address": address or "127.0.0.1", "port": self.port, "folder": folder, "names": " ".join(names)}
+        key = " ".join((folder / "host_key.pub").read_text().split()[:2])
+        where = f"[{words['address']}]:{self.port}" if self.port != 22 else words["address"]
+        (folder / "known_hosts").write_text(f"{where} {key}\n")
+        (folder / "server").write_text(_SERVER.format(**words))
+        self.config = folder / "client"
+        self.config.write_text(_CLIENT.format(**words))
+        self._log = (folder / "log").open("w")
+        self.process = subprocess.Popen(
+            [*within, SSHD, "-D", "-e", "-f", folder / "server"],
+            stderr=self._log,
+            stdout=self._log,
+            start_new_session=True,
+        )
+        until(lambda: "Server listening" in (folder / "log").read_text(), "sshd to listen", 60)
+
+    def __enter__(self) -> SshServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.killpg(self.process.pid, signal.SIGTERM)
+        self.process.wait(60)
+        self._log.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
