@@ -194,7 +194,7 @@ class Launcher(abc.ABC):
 
     def start_ranks(self, specs: Sequence[WorkerSpec]) -> Sequence[WorkerHandle]:
         """Start all ranks of one worker, or none. Return a handle for each. The ranks find each other
-        through the run. Raises as ``start``. Default: call ``start`` for each."""
+        through the run. Raises as ``start``. Default: ``start`` each of them."""
         handles: list[WorkerHandle] = []
         try:
             handles.extend(self.start(spec) for spec in specs)

@@ -7,7 +7,7 @@ import sys
 
 from .workers import remote_agent, worker_process
 
-status = remote_agent.main() if sys.argv[1:] == ["remote"] else worker_process.main()
+status = remote_agent.main() if sys.argv[1:2] == ["remote"] else worker_process.main()
 if status:  # a thread of a failed engine must not delay the exit
     sys.stdout.flush()
     sys.stderr.flush()

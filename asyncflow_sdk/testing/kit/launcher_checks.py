@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 
 from ...errors import ConfigError
 from ...interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
-from ...workflow import Run, Stage, serve
+from ...workflow import Logprobs, Run, Stage, serve
 from ...workflow.serialization import to_json
+from ...workflow.specs import declare_task
+from ...workflow.workers.ranks import RankLauncher
 from . import functions
 from .check import DoesNotApply, check, expect
 from .plain_lab import PlainLab
@@ -29,20 +31,33 @@ class _Stand:
 
     def start(self, function: Callable[..., object]) -> WorkerHandle:
         """Start a worker with this function."""
-        self._count += 1
         stage = Stage(function, task="checked", needs=["x"], gives=["answer"], batch=1, concurrency=1)
-        name = f"checked-{self._count}"
-        order = WorkerSpec(
+        handle = self.launcher.start(self._spec(stage))
+        expect(isinstance(handle, WorkerHandle), f"start() returned {handle!r}, no asyncflow_sdk.WorkerHandle")
+        return handle
+
+    def start_ranks(self) -> WorkerHandle:
+        """Start a reference of two ranks, which connect to each other."""
+        stage = Stage(Logprobs("echo-ranks", world_size=2), task="ranks", needs=["prompt_ids", "response_ids"],
+                      gives=["scores"])  # fmt: skip
+        declare_task(self.run.queue, stage.declare())
+        try:
+            return RankLauncher(self.launcher, 2).start(self._spec(stage))
+        except ConfigError as error:
+            raise DoesNotApply(f"it starts no ranks: {error}") from None
+
+    def _spec(self, stage: Stage) -> WorkerSpec:
+        self._count += 1
+        name = f"{stage.task}-{self._count}"
+        return WorkerSpec(
             name=name,
             role=to_json(stage, "stage"),
             address=self.run.address,
             import_path=[entry for entry in sys.path if entry],
             placement=Placement(launcher="checked"),
             log=self._logs / f"{name}.log",
+            group=name,
         )
-        handle = self.launcher.start(order)
-        expect(isinstance(handle, WorkerHandle), f"start() returned {handle!r}, no asyncflow_sdk.WorkerHandle")
-        return handle
 
     def put(self, rows: int = 4) -> None:
         """Add rows for the workers."""
@@ -169,6 +184,28 @@ def gives_back(lab: PlainLab) -> None:
         ended(first, "after stop() and kill()")
         stand.start(functions.where)
         expect(len(stand.answers(1)) == 1, "the row was not given to another worker")
+
+
+@check(
+    "launcher", "full",
+    impact="a trainer of several processes waits for ever, or for ranks that another run holds",
+    hint="start_ranks(): start all of them, or none; kill(): of one may end all",
+    after=("works", "stops"),
+)  # fmt: skip
+def ranks(lab: PlainLab) -> None:
+    """The ranks of one worker find each other, work, and end with the stream; they can be killed."""
+    with _stand(lab) as stand:
+        killed = stand.start_ranks()
+        killed.kill()
+        ended(killed, "after kill() of its ranks")
+        handle = stand.start_ranks()
+        queue = stand.run.queue
+        queue.declare("scored", needs=["scores"])
+        queue.put({"prompt_ids": [[1]] * 4, "response_ids": [[2, 3]] * 4})
+        queue.get("scored", 4, at_least=4, timeout_s=END_S).ack()
+        queue.end()
+        ending = ended(handle, "after the stream of its ranks had ended")
+        expect(ending.status == 0, f"ranks that were through ended with status {ending.status}: {ending.text[-300:]}")
 
 
 @check(

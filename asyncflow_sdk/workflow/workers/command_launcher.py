@@ -15,7 +15,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -46,9 +48,10 @@ def has_input(descriptor: int) -> bool:
 
 
 class AgentMessage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of the agent: the worker's ``pid`` and ``host`` at its start, and its end. ``status``:
-    None: not ended."""
+    """A line of an agent: the worker's ``pid`` and ``host`` at its start, then pieces of ``text``, and its
+    end. ``status``: None: not ended. ``rank``: number of the agent, of several with one command."""
 
+    rank: int = 0
     pid: int = 0
     host: str = ""
     status: int | None = None
@@ -56,7 +59,13 @@ class AgentMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CommandLauncher(Launcher):
-    """Starts each worker by a command. Its ranks are started one by one."""
+    """Starts each worker by a command. Its ranks are started one by one, unless ``start_ranks`` calls
+    ``start_together``."""
+
+    answer_s: float = SILENCE_S
+    """Limit of the wait for the first answer of an agent (seconds)."""
+    kill_signal: int = signal.SIGKILL
+    """Ends the command and the worker."""
 
     @abc.abstractmethod
     def command(self, spec: WorkerSpec) -> Sequence[str]:
@@ -74,67 +83,130 @@ class CommandLauncher(Launcher):
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start the command and send it the spec. Raises ConfigError."""
-        command = list(self.command(spec))
-        with LogEnd.opened(spec) as log:
+        return self.start_together([spec], self.command(spec))[0]
+
+    def start_together(self, specs: Sequence[WorkerSpec], command: Sequence[str]) -> Sequence[WorkerHandle]:
+        """Start the ranks of a worker by one command. All agents have its standard input and output, and
+        find their rank in the variable named by the last argument of ``far_command``. The log of
+        rank 0 is the command's standard error. Raises ConfigError."""
+        with contextlib.ExitStack() as files:
+            logs = [files.enter_context(LogEnd.opened(spec)) for spec in specs]
             try:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.file,
+                    list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=logs[0].file,
                     start_new_session=True,  # Ctrl-C is for the driver only
                 )  # fmt: skip
             except OSError as error:
-                raise ConfigError(f"worker {spec.name!r}: cannot start {command[0]!r}: {error}") from None
-        return _CommandHandle(self, spec, process, log)
+                raise ConfigError(f"worker {specs[0].name!r}: cannot start {command[0]!r}: {error}") from None
+        shared = _Command(self, process, len(specs))
+        shared.send(b"".join(spec.config + b"\n" for spec in specs))
+        return [
+            _CommandHandle(self, spec, shared, rank, log)
+            for rank, (spec, log) in enumerate(zip(specs, logs, strict=True))
+        ]
+
+
+class _Command:
+    """A running command, shared by the handles of its ranks. Thread-safe."""
+
+    def __init__(self, launcher: CommandLauncher, process: subprocess.Popen[bytes], ranks: int) -> None:
+        self._process, self._kill_signal, self._answer_s = process, launcher.kill_signal, launcher.answer_s
+        self._lock = threading.Lock()
+        self._messages = [queue.SimpleQueue[AgentMessage | None]() for _ in range(ranks)]
+        self._waited = ranks
+        self._over = False
+        threading.Thread(target=self._read, name=f"command-{process.pid}", daemon=True).start()
+
+    def messages(self, rank: int) -> Iterator[AgentMessage]:
+        """Yield the messages of an agent until the agents are silent, or the command ends."""
+        return iter(self._messages[rank].get, None)
+
+    def send(self, data: bytes) -> None:
+        """Write to the standard input of all agents."""
+        with self._lock, contextlib.suppress(OSError, ValueError):  # the command has ended
+            assert self._process.stdin is not None
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """End the command; the agents then kill their workers."""
+        self._process.send_signal(self._kill_signal)
+
+    def leave(self) -> int:
+        """Return the exit status of the command, 0 while other ranks run. Called once a rank."""
+        with self._lock:
+            self._waited -= 1
+            if self._waited and not self._over:
+                return 0
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            try:
+                self._process.wait(_LAST_S)
+            except subprocess.TimeoutExpired:  # a process left on the other host may keep it open
+                self._process.kill()
+                self._process.wait()
+            return self._process.returncode
+
+    def _read(self) -> None:
+        try:
+            for message in self._received():
+                if 0 <= message.rank < len(self._messages):
+                    self._messages[message.rank].put(message)
+        finally:
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._over = True
+            for messages in self._messages:
+                messages.put(None)
+
+    def _received(self) -> Iterator[AgentMessage]:
+        assert self._process.stdout is not None
+        output, heard, received, limit_s = self._process.stdout.fileno(), time.monotonic(), b"", self._answer_s
+        while time.monotonic() - heard < limit_s:
+            if not has_input(output):
+                self.send(b"\n")
+                continue
+            more = os.read(output, 1 << 16)
+            if not more:
+                return
+            *lines, received = (received + more).split(b"\n")
+            received, heard, limit_s = received[-MAX_LINE_BYTES:], time.monotonic(), SILENCE_S
+            for line in lines:
+                with contextlib.suppress(msgspec.MsgspecError):  # a beat, or a greeting of the shell there
+                    yield msgspec.json.decode(line, type=AgentMessage)
 
 
 class _CommandHandle(WorkerHandle):
     def __init__(
-        self, launcher: CommandLauncher, spec: WorkerSpec, process: subprocess.Popen[bytes], log: LogEnd
+        self, launcher: CommandLauncher, spec: WorkerSpec, command: _Command, rank: int, log: LogEnd
     ) -> None:
         self.host = spec.host
-        self._launcher, self._spec, self._process, self._log = launcher, spec, process, log
-        self._lock = threading.Lock()
-        self._send(spec.config + b"\n")
+        self._launcher, self._spec, self._command, self._rank, self._log = launcher, spec, command, rank, log
 
     def wait(self) -> WorkerExit:
         """Wait for the worker. Its exit is the agent's, or else that of the command."""
-        end = None
-        for message in self._messages():
+        ended, text = None, ""
+        for message in self._command.messages(self._rank):
+            self.pid, self.host = message.pid or self.pid, message.host or self.host
+            text += message.text
             if message.status is not None:
-                end = message
+                ended = message.status
                 break
-            self.pid, self.host = message.pid, message.host
-        self._close()
-        status = self._process.returncode
-        if end is not None and end.status is not None:
-            return WorkerExit(end.status, end.text) if end.text or not end.status else self._logged(end.status)
+        status = self._command.leave()
+        if ended is not None:
+            return WorkerExit(ended, text) if text or not ended else self._logged(ended)
         if self.pid:
             return WorkerExit(status or 1, f"the connection to host {self.host!r} was lost: {self._log.text()}")
         return self._launcher.explain(self._spec, status, self._log.text()) or self._unanswered(status)
 
     def stop(self) -> None:
         """Ask the agent to stop the worker."""
-        self._send(STOP)
+        self._command.send(STOP)
 
     def kill(self) -> None:
         """Kill the command; the agent then kills the worker."""
-        self._process.kill()
-
-    def _messages(self) -> Iterator[AgentMessage]:
-        """Yield the agent's messages until it is silent, or the command ends."""
-        assert self._process.stdout is not None
-        output, heard, received = self._process.stdout.fileno(), time.monotonic(), b""
-        while time.monotonic() - heard < SILENCE_S:
-            if not has_input(output):
-                self._send(b"\n")
-                continue
-            more = os.read(output, 1 << 16)
-            if not more:
-                return
-            *lines, received = (received + more).split(b"\n")
-            received, heard = received[-MAX_LINE_BYTES:], time.monotonic()
-            for line in lines:
-                with contextlib.suppress(msgspec.MsgspecError):  # a beat, or a greeting of the shell there
-                    yield msgspec.json.decode(line, type=AgentMessage)
+        self._command.kill()
 
     def _unanswered(self, status: int) -> WorkerExit:
         where = f"host {self.host!r}" if self.host else "there"
@@ -147,22 +219,3 @@ class _CommandHandle(WorkerHandle):
     def _logged(self, status: int) -> WorkerExit:
         python = self._launcher.far_command(self._spec)[0]
         return self._log.exit(status, f"{python} of host {self.host!r}" if self.host else python)
-
-    def _send(self, data: bytes) -> None:
-        with self._lock, contextlib.suppress(OSError, ValueError):  # the command has ended
-            assert self._process.stdin is not None
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
-
-    def _close(self) -> None:
-        """End the command. A process left on the other host may keep it open."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with self._lock, contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_LAST_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()

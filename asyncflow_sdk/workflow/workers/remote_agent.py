@@ -21,17 +21,21 @@ from ...wire import probe
 from .command_launcher import SILENCE_S, STOP, AgentMessage, has_input
 from .process_launcher import ProcessLauncher, start_process
 
+PIECE = 128
+"""Characters of a text in one line. srun mixes lines of several ranks if they have over 1024 bytes."""
+
 
 def main() -> int:
-    """Run the worker given by standard input. Returns the exit status of the agent."""
-    received = b""
-    while b"\n" not in received:
+    """Run the worker given by standard input, or the one of this rank. Returns the exit status of the
+    agent."""
+    rank, received = int(os.environ[sys.argv[2]]) if len(sys.argv) > 2 else 0, b""
+    while received.count(b"\n") <= rank:
         more = os.read(0, 1 << 16)
         if not more:  # the driver died before it sent the spec
             return 0
         received += more
-    line, _, received = received.partition(b"\n")
-    spec = WorkerSpec.decoded(line)
+    *lines, received = received.split(b"\n", rank + 1)
+    spec = WorkerSpec.decoded(lines[rank])
     spec = replace(spec, placement=replace(spec.placement, hosts=(), launcher="process", launcher_options={}))
     host = socket.gethostname()
     try:
@@ -39,16 +43,16 @@ def main() -> int:
         probe(spec.address)
         handle = start_process(spec, None)
     except ConfigError as error:
-        _say(AgentMessage(status=FATAL_STATUS, text=f"host {host!r}: {error}"))
+        _say_end(rank, FATAL_STATUS, f"host {host!r}: {error}")
         return 0
     except ServerLost as error:
         text = f"from host {host!r} the run cannot be reached: {error}; is its port open, and its address right (advertise=)?"
-        _say(AgentMessage(status=1, text=text))
+        _say_end(rank, 1, text)
         return 0
-    _say(AgentMessage(pid=handle.pid, host=host))
+    _say(AgentMessage(rank, handle.pid, host))
     threading.Thread(target=_follow, args=(handle, received), daemon=True).start()
     ending = handle.wait()
-    _say(AgentMessage(status=ending.status, text=ending.text))
+    _say_end(rank, ending.status, ending.text)
     return 0
 
 
@@ -66,6 +70,12 @@ def _follow(handle: WorkerHandle, received: bytes) -> None:
             break
         received = received[-len(STOP) :] + more
     handle.kill()
+
+
+def _say_end(rank: int, status: int, text: str) -> None:
+    for start in range(0, len(text), PIECE):
+        _say(AgentMessage(rank, text=text[start : start + PIECE]))
+    _say(AgentMessage(rank, status=status))
 
 
 def _say(message: AgentMessage) -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import traceback
+from collections.abc import Sequence
 
 from ...errors import ConfigError
 from ...interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
@@ -35,6 +36,10 @@ class ThreadLauncher(Launcher):
     def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start a thread."""
         return _ThreadHandle(WorkerRuntime(spec, self._stage))
+
+    def start_ranks(self, specs: Sequence[WorkerSpec]) -> Sequence[WorkerHandle]:
+        """Raise ConfigError: ranks need an environment each."""
+        raise ConfigError("threads share the environment of their process, so they cannot be ranks")
 
 
 class _ThreadHandle(WorkerHandle):

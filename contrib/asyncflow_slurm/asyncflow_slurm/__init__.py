@@ -1,0 +1,1 @@
+"""SLURM for AsyncFlow SDK: workers as jobs, ``launcher="slurm"``."""
