@@ -16,7 +16,7 @@ from ..types import events as ev
 from ..types.reports import HomeStatus
 from . import commands as cmd
 from .state import LedgerState
-from .state.homes import SERVER_HOME, Home
+from .state.homes import SERVER_HOME, Home, HomeLoss
 from .state.rows import NONE
 from .state.sessions import Session
 
@@ -54,7 +54,21 @@ class HomeRegistry:
 
     def evict(self, session: Session, command: cmd.EvictHome) -> cmd.Reply:
         """Give up a home at once."""
-        number, epoch = command.home, command.epoch
+        home = self._live(command.home, command.epoch)
+        because = f": {command.reason}" if command.reason else ""
+        self._lose(home, f"evicted by {session.name}{because}")
+        return cmd.Done()
+
+    def lose_blocks(self, session: Session, command: cmd.LoseBlocks) -> cmd.Reply:
+        """Give up blocks of a home whose unit cannot read them."""
+        home = self._live(command.home, command.epoch)
+        if home.unit != session.id:
+            raise ConfigError(f"{session.name} is not the unit of {_named(home)}, and cannot give up its blocks")
+        loss = HomeLoss(home.number, home.epoch, home.name, command.reason, command.serials)
+        self._state.context.effects.homes_lost.append(loss)
+        return cmd.Done()
+
+    def _live(self, number: int, epoch: int) -> Home:
         if number == SERVER_HOME:
             raise ConfigError("home 0 is the memory of the queue server; it cannot be evicted")
         home = self._state.homes.by_number.get(number)
@@ -65,9 +79,7 @@ class HomeRegistry:
             raise ConfigError(
                 f"epoch {epoch} of {_named(home)} cannot be evicted: the newest epoch is {home.epoch}, which is {state}"
             )
-        because = f": {command.reason}" if command.reason else ""
-        self._lose(home, f"evicted by {session.name}{because}")
-        return cmd.Done()
+        return home
 
     def listed(self) -> cmd.Reply:
         """Return all homes."""

@@ -57,7 +57,7 @@ class PayloadLoss:
         self._end(ids, reason, remake=False)
 
     def lose_homes(self, losses: Sequence[tuple[HomeLoss, Sequence[LostColumns]]]) -> None:
-        """Lose the columns in lost homes. Columns of all homes are noted first: no child may need a
+        """Lose the columns in lost homes and blocks. Columns of all homes are noted first: no child may need a
         column of another of these homes."""
         for _, lost in losses:
             for ids, names in lost:
@@ -65,14 +65,17 @@ class PayloadLoss:
                 self._state.rows.lost[self._state.rows.at(ids)] |= np.uint64(self._state.columns.mask(names))
         for loss, lost in losses:
             needing = np.concatenate([np.empty(0, np.int64), *(self._needing(each) for each in lost)])
-            reason = f"{LOST_REASON}: home {loss.name} was lost, {loss.reason}"
+            whole = loss.serials is None
+            reason = (
+                f"{LOST_REASON}: {f'home {loss.name} was lost,' if whole else f'in home {loss.name},'} {loss.reason}"
+            )
             failed, remade = self._end(np.unique(needing), reason)
             home = self._state.homes[loss.home]
             home.rows_failed, home.groups_remade = home.rows_failed + failed, home.groups_remade + remade
             self._state.context.publish(
                 ev.HomeLost(
                     time_s=self._state.context.now, home=loss.home, epoch=loss.epoch, name=loss.name,
-                    reason=loss.reason, rows_failed=failed, groups_remade=remade,
+                    reason=loss.reason, rows_failed=failed, groups_remade=remade, whole=whole,
                 )
             )  # fmt: skip
 

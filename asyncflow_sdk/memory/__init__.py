@@ -3,6 +3,7 @@
 from .arena import Allocation, Arena, GrowthNeeded
 from .buffer_pool import BufferPool
 from .directory import (
+    DISK,
     SharedDirectory,
     directory_at,
     is_served,
@@ -11,7 +12,7 @@ from .directory import (
     remove_if_ownerless,
     sweep,
 )
-from .home_directory import HomeDirectory, find_home_directory
+from .home_directory import KEEP_S, HomeDirectory, find_home_directory
 from .mapped_segment import BlockHold, MappedSegment
 from .mapper import Mapper
 from .private_files import make_private_directory, private_opener
@@ -19,7 +20,9 @@ from .private_maps import PrivateMaps
 from .segment import HEADER_BYTES, block_header, find_blocks, sync_directory
 
 __all__ = [
+    "DISK",
     "HEADER_BYTES",
+    "KEEP_S",
     "Allocation",
     "Arena",
     "BlockHold",

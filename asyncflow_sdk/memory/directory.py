@@ -29,6 +29,8 @@ from ..errors import ConfigError
 MARK = "journal"
 HOME = "home"
 PREFIX = "asyncflow-"
+DISK = Path("/var/tmp")
+"""Files here outlive a restart of the host."""
 SMALL_BYTES = 256 << 20
 LEFTOVER_S = 60.0
 
@@ -98,9 +100,12 @@ def _remove_abandoned(base: Path, journal: Path, but: Path) -> None:
 
 
 class HomeMark(msgspec.Struct, frozen=True):
-    """Content of the file ``home``: the run, and how long the directory outlives its unit."""
+    """Content of the file ``home``: the run, the name of the host, an identity of the contents, and how
+    long the directory outlives its unit."""
 
     run: str
+    host: str
+    contents: str
     keep_s: float
 
 
@@ -139,7 +144,7 @@ def user_directories(base: Path) -> list[Path]:
 
 def own_directories() -> list[Path]:
     """Return the directories of this user's runs on this host, also of ended servers."""
-    bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
+    bases = {Path("/dev/shm"), Path(tempfile.gettempdir()), DISK}
     return [path for base in bases for path in user_directories(base)]
 
 

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import socket
 from pathlib import Path
 
 import msgspec
 
 from ..errors import ConfigError
 from .directory import HOME, HomeMark, SharedDirectory, is_served, own_directories, user_directories
+from .segment import sync_directory
 
 KEEP_S = 3600.0
 
 
 class HomeDirectory:
     """Makes or finds the directory of a run's home on this host, and owns it. ``path``: of it.
-    ``found``: True if an earlier unit made it. ``base``: where it is made, and looked for; default:
-    as for a server's. Raises ConfigError if another process owns it."""
+    ``found``: True if an earlier unit made it. ``contents``: an identity that outlives a restart of the
+    host, if the directory does. ``base``: where it is made, and looked for; default: as for a
+    server's. Raises ConfigError if another process owns it, or if ``base`` cannot be used."""
 
     def __init__(self, run: str, base: Path | None = None, *, keep_s: float = KEEP_S) -> None:
         earlier = find_home_directory(run, base)
@@ -31,9 +35,25 @@ class HomeDirectory:
             raise ConfigError(f"a storage unit of run {run} serves {earlier} already")
         if earlier is not None:
             os.utime(earlier / HOME)  # so that nobody removes it meanwhile
-        self._directory = SharedDirectory(base, path=earlier)
+        try:
+            if base is not None:
+                base.mkdir(parents=True, exist_ok=True)
+            self._directory = SharedDirectory(base, path=earlier)
+        except OSError as error:
+            raise ConfigError(f"a storage unit cannot keep columns in {base}: {error}") from None
         self.path, self.warning = self._directory.path, self._directory.warning
-        (self.path / HOME).write_bytes(msgspec.json.encode(HomeMark(run, keep_s)))
+        if earlier is None:
+            self._mark(HomeMark(run, socket.gethostname(), secrets.token_hex(8), keep_s))
+        self.contents = _read_mark(self.path).contents
+
+    def _mark(self, mark: HomeMark) -> None:
+        """Write the file ``home``. It survives a restart of the host if the directory is on a disk."""
+        with open(self.path / HOME, "wb") as file:
+            file.write(msgspec.json.encode(mark))
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(self.path)
+        sync_directory(self.path.parent)
 
     def touch(self) -> None:
         """Give a sign of life. Raises FileNotFoundError if the directory is gone."""
@@ -54,6 +74,11 @@ def find_home_directory(run: str, base: Path | None = None) -> Path | None:
     """Return the directory of a run's home on this host; None if there is none."""
     for path in own_directories() if base is None else user_directories(base):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            if msgspec.json.decode((path / HOME).read_bytes(), type=HomeMark).run == run:
+            mark = _read_mark(path)
+            if (mark.run, mark.host) == (run, socket.gethostname()):
                 return path
     return None
+
+
+def _read_mark(path: Path) -> HomeMark:
+    return msgspec.json.decode((path / HOME).read_bytes(), type=HomeMark)

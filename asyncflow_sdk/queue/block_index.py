@@ -223,15 +223,24 @@ class BlockIndex:
             array[children[here] - self._base] = places[here]
             np.add.at(self._blocks[:, 5], places[here] >> _SHIFT, 1)
 
-    def drop(self, gone: Callable[[str], bool]) -> list[tuple[Ids, Family]]:
-        """Forget all places in segments for which ``gone`` is true. Return the rows of each family
-        that had a block without another place."""
+    def drop(
+        self, gone: Callable[[str], bool], serials: Ids | None = None
+    ) -> tuple[list[tuple[Ids, Family]], list[FreedBlocks]]:
+        """Forget all places in segments for which ``gone`` is true, or those of ``serials`` there. Return
+        the rows of each family that had a block without another place; and the places."""
         numbers = [number for number, name in self._segments.used() if gone(name)]
-        used = self._used()
-        lost = used & np.isin(self._blocks[:, 0], numbers)
+        lost = self._used() & np.isin(self._blocks[:, 0], numbers)
+        if serials is not None:
+            lost &= np.isin(self._blocks[:, 2], serials)
+        freed: list[FreedBlocks] = []
         if self._replicas:
-            self._free_replicas(self._replicas.in_segments(numbers))
-            lost[self._promote(self._replicas.having(np.flatnonzero(lost)))] = False
+            second = self._replicas.in_segments(numbers)
+            if serials is not None:
+                second = second[np.isin(self._replicas.at(second)[:, 2], serials)]
+            freed += self._free_replicas(second)
+            again = self._replicas.having(np.flatnonzero(lost))
+            freed += self._promote(again)
+            lost[again] = False
         dropped = []
         for family, array in self._families.items():
             at = np.flatnonzero((array >= 0) & lost[np.maximum(array, 0) >> _SHIFT])
@@ -239,28 +248,34 @@ class BlockIndex:
                 array[at] = _NOWHERE
                 dropped.append((at + self._base, family))
         if lost.any():
-            self._forget(np.flatnonzero(lost))
-        return dropped
+            freed += self._forget(np.flatnonzero(lost))
+        return dropped, freed
 
-    def _promote(self, slots: Ids) -> Ids:
-        """Let replicas take the place of lost blocks."""
-        for number in self._blocks[slots, 0].tolist():
-            self._segments.leave(number, 1)
+    def _promote(self, slots: Ids) -> list[FreedBlocks]:
+        """Let replicas take the place of lost blocks. Return the places of these."""
+        if not len(slots):
+            return []
+        freed = self._leave(self._blocks[slots, 0], self._blocks[slots, 2])
         self._blocks[slots, :3] = self._replicas.take(slots)
         self.replicated_bytes -= int(self._blocks[slots, 4].sum())
-        return slots
+        return freed
 
     def segments(self) -> set[str]:
         """Return the segments that rows need."""
         return self._segments.of()
 
-    def serials_in(self, wanted: Callable[[str], bool]) -> Ids:
-        """Return the serials of all places in segments for which ``wanted`` is true."""
-        numbers = [number for number, name in self._segments.used() if wanted(name)]
-        used = self._used()
-        first = self._blocks[used & np.isin(self._blocks[:, 0], numbers), 2]
-        second = self._replicas.at(self._replicas.in_segments(numbers))[:, 2]
-        return np.concatenate([first, second])
+    def places_in(self, wanted: Callable[[str], bool]) -> dict[str, Ids]:
+        """Return start, serial and bytes (n, 3) of all places in segments for which ``wanted`` is true."""
+        names = {number: name for number, name in self._segments.used() if wanted(name)}
+        first = self._blocks[self._used() & np.isin(self._blocks[:, 0], list(names))]
+        slots = self._replicas.in_segments(list(names))
+        second = np.column_stack([self._replicas.at(slots), self._blocks[slots, 4]])
+        places = np.concatenate([first[:, [0, 1, 2, 4]], second])
+        found: dict[str, Ids] = {}
+        for number, name in names.items():  # a segment of several owners has several numbers
+            mine = places[places[:, 0] == number, 1:]
+            found[name] = np.concatenate([found.get(name, mine[:0]), mine])
+        return found
 
     def _retire_one(self, at: int) -> list[FreedBlocks]:
         freed: list[FreedBlocks] = []

@@ -34,7 +34,7 @@ from .listeners import Listeners
 from .measures import Measures
 from .payload_manager import CallPayload, PayloadManager
 from .protocol import Call, CallResult, ClientHello, Welcome, decode_result, encode, failure
-from .stores.fetch import FetchRequest, NeededReplicasRequest, NeededRequest
+from .stores.fetch import FetchRequest, NeededBlocksRequest, NeededRequest
 from .stores.homes import SERVER_MEMORY, home_of
 
 _log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class CallExecutor:
                 self._answer(ticket, session, CallResult(cmd.Done()))
             elif isinstance(call.command, ClientHello):
                 self._open_session(session, ticket, call.command, now)
-            elif isinstance(call.command, (FetchRequest, NeededRequest, NeededReplicasRequest)):
+            elif isinstance(call.command, (FetchRequest, NeededRequest, NeededBlocksRequest)):
                 raise ProtocolError("a request that changes nothing is not executed")
             else:
                 self._execute(session, ticket, call, now)
@@ -197,7 +197,7 @@ class CallExecutor:
     def _execute(self, session: str, ticket: int, call: Call, now: float) -> None:
         command, block = call.command, call.block
         assert command is not None
-        assert not isinstance(command, (ClientHello, FetchRequest, NeededRequest, NeededReplicasRequest))
+        assert not isinstance(command, (ClientHello, FetchRequest, NeededRequest, NeededBlocksRequest))
         if isinstance(command, cmd.OpenSession):
             raise ProtocolError("sessions are opened by hello, not by join")
         number = self.clients.number(session)
@@ -356,10 +356,10 @@ class CallExecutor:
             self._flush()
 
     def _lose_homes(self, lost: list[HomeLoss]) -> None:
-        """Report the columns in lost homes to the ledger: rows fail, or are made again."""
+        """Report the columns in lost homes and blocks to the ledger: rows fail, or are made again."""
         losses, tickets = [], []
         for each in lost:
-            columns, waiting = self.payloads.drop_home(each)
+            columns, waiting = self.payloads.drop_lost(each)
             losses.append((each, columns))
             tickets += waiting
         self.ledger.lose_homes(losses, self.ledger.now, tickets)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+import numpy as np
+
 from ..errors import ConfigError, ServerLost
 from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
 from ..ledger import commands as cmd
-from ..ledger import unpack_ids
+from ..ledger import pack_ids, unpack_ids
 from ..types.defaults import CALL_S
-from .stores.fetch import NeededReplicasRequest, NeededRequest
+from .stores.fetch import NeededBlocksRequest, NeededRequest
 
 
 class LedgerCatalog(HomeCatalog):
@@ -37,8 +39,15 @@ class LedgerCatalog(HomeCatalog):
         found = self._send(NeededRequest(home, epoch))
         return set(found.segments), set(found.sessions)
 
-    def needed_replicas(self, home: int, epoch: int) -> Set[int]:
-        return set(unpack_ids(self._send(NeededReplicasRequest(home, epoch)).serials).tolist())
+    def needed_blocks(self, home: int, epoch: int) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+        places = self._send(NeededBlocksRequest(home, epoch)).places
+        return {
+            name: [(start, serial, nbytes) for start, serial, nbytes in unpack_ids(packed).reshape(-1, 3).tolist()]
+            for name, packed in places.items()
+        }
+
+    def lose(self, home: int, epoch: int, serials: Iterable[int], reason: str) -> None:
+        self._send(cmd.LoseBlocks(home=home, epoch=epoch, serials=pack_ids(np.array([*serials])), reason=reason))
 
 
 class ServerCatalog(HomeCatalog):

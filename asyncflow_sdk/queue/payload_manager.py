@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AsyncFlowError
-from ..ledger import Audit, StatusReport
+from ..ledger import Audit, StatusReport, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.state import LedgerState
@@ -28,8 +28,9 @@ from ..types import Batch, Column, ColumnSpec
 from ..types.blocks import Block, BlockPlace, BlockSlices
 from . import remote_payload
 from .block_index import BlockCheck, BlockIndex, OwnedPlace
+from .protocol import Call
 from .remote_payload import RemotePayload
-from .stores.homes import SERVER_MEMORY, HomeId, home_of, is_replica_segment
+from .stores.homes import SERVER_MEMORY, HomeId, home_of
 from .stores.reader import ColumnReader
 from .stores.replica_choice import choose_server_memory
 
@@ -51,12 +52,12 @@ class CallPayload(NamedTuple):
         if self.replica is not None:
             yield self.replica.place.segment
 
-    def without(self, where: HomeId) -> CallPayload | None:
-        """Return the payload without its places in a lost home; None if there is no other place."""
+    def without(self, lost: Callable[[Block | BlockPlace], bool]) -> CallPayload | None:
+        """Return the payload without its lost places; None if there is no other place."""
         replica = self.replica
-        if replica is not None and home_of(replica.place.segment) == where:
+        if replica is not None and lost(replica.place):
             return self._replace(replica=None)
-        if home_of(self.block.segment) != where:
+        if not lost(self.block):
             return self
         if replica is None:
             return None
@@ -208,18 +209,23 @@ class PayloadManager:
         """Give children the put columns of their parents, in the same blocks."""
         self.index.copy(remade.parents, remade.children, remade.columns)
 
-    def drop_home(self, lost: HomeLoss) -> tuple[list[LostColumns], list[int]]:
-        """Forget the places in a lost home. Return the columns of rows without another place, and the
-        tickets of waiting puts without one."""
+    def drop_lost(self, lost: HomeLoss) -> tuple[list[LostColumns], list[int]]:
+        """Forget the places in a lost home, or its lost blocks. Return the columns of rows without
+        another place, and the tickets of waiting puts without one."""
         where = HomeId(lost.home, lost.epoch)
+        serials = None if lost.serials is None else unpack_ids(lost.serials)
+        among = None if serials is None else set(serials.tolist())
         waiting = []
         for ticket, payload in self._pending_blocks.items():
-            left = payload.without(where)
+            left = payload.without(lambda place: home_of(place.segment) == where and _is_in(place.serial, among))
             if left is None:
                 waiting.append(ticket)
             else:
                 self._pending_blocks[ticket] = left
-        dropped = self.index.drop(lambda segment: home_of(segment) == where)
+        dropped, freed = self.index.drop(lambda segment: home_of(segment) == where, serials)
+        if serials is not None:  # the writers go on in this epoch
+            for each in freed:
+                self._free(*each)
         return [LostColumns(ids, columns) for ids, columns in dropped], waiting
 
     def needed(self, where: HomeId) -> tuple[str, ...]:
@@ -227,18 +233,20 @@ class PayloadManager:
         segments = {*self.index.segments(), *self._pending_segments()}
         return tuple(sorted(segment for segment in segments if home_of(segment) == where))
 
-    def needed_replicas(self, where: HomeId) -> set[int]:
-        """Return the serials of the blocks that rows or calls need, in replica segments of a home."""
-
-        def holds(segment: str) -> bool:
-            """True for a replica segment of the home."""
-            return home_of(segment) == where and is_replica_segment(segment)
-
-        serials = set(self.index.serials_in(holds).tolist())
-        for _, block, replica in self._pending_blocks.values():
-            places = (block,) if replica is None else (block, replica.place)
-            serials |= {place.serial for place in places if holds(place.segment)}
-        return serials
+    def needed_blocks(self, where: HomeId, calls: Iterable[Call]) -> dict[str, bytes]:
+        """Return the places in a home that rows or calls need: see ``NeededBlocks``. ``calls``: further
+        ones, which are not executed yet."""
+        found = self.index.places_in(lambda segment: home_of(segment) == where)
+        pending = [
+            (payload.block, None if payload.replica is None else payload.replica.place)
+            for payload in self._pending_blocks.values()
+        ]
+        for block, replica in (*pending, *((call.block, call.replica) for call in calls)):
+            for place in (block, replica):
+                if block is not None and place is not None and home_of(place.segment) == where:
+                    one = np.array([[place.start, place.serial, block.nbytes]])
+                    found[place.segment] = np.concatenate([found.get(place.segment, one[:0]), one])
+        return {segment: places.astype(np.int64).tobytes() for segment, places in found.items()}
 
     # ---- reading rows
 
@@ -356,6 +364,10 @@ def _exists(payload: CallPayload, exist: BlockCheck) -> bool:
     return any(
         exist(place.segment, *np.array([[place.start], [place.serial], [block.nbytes]])).all() for place in places
     )
+
+
+def _is_in(serial: int, among: Set[int] | None) -> bool:
+    return among is None or serial in among
 
 
 class SegmentFiles:

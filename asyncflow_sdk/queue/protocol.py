@@ -12,7 +12,7 @@ from ..ledger.commands import AnyCommand, AnyReply, LeaseRows
 from ..types import ColumnSpec, Event
 from ..types.blocks import Block, BlockPlace, BlockSlices
 from ..wire import MAX_BYTES
-from .stores.fetch import FetchReply, FetchRequest, Needed, NeededReplicas, NeededReplicasRequest, NeededRequest
+from .stores.fetch import FetchReply, FetchRequest, Needed, NeededBlocks, NeededBlocksRequest, NeededRequest
 
 
 class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -51,7 +51,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     store_options: dict[str, Any] = {}
 
 
-CallCommand: TypeAlias = AnyCommand | ClientHello | FetchRequest | NeededRequest | NeededReplicasRequest
+CallCommand: TypeAlias = AnyCommand | ClientHello | FetchRequest | NeededRequest | NeededBlocksRequest
 
 
 class PlainCall(msgspec.Struct, frozen=True, array_like=True):
@@ -93,7 +93,7 @@ class CallResult(msgspec.Struct, frozen=True, array_like=True):
     answer, with the columns of ``schema``; 0 if the rows ended before they were sent.
     """
 
-    reply: AnyReply | Welcome | FetchReply | Needed | NeededReplicas | None = None
+    reply: AnyReply | Welcome | FetchReply | Needed | NeededBlocks | None = None
     error: tuple[str, str] | None = None
     slices: tuple[BlockSlices, ...] = ()
     schema: dict[str, ColumnSpec] = {}

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from .._version import __version__
 from ..errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, WireError
 from ..interfaces import Sampler, StalenessPolicy
 from ..interfaces.store import PayloadStore, StoreContext
-from ..ledger import Audit, Ledger, StatusReport, pack_ids
+from ..ledger import Audit, Ledger, StatusReport
 from ..ledger import commands as cmd
 from ..ledger.factory import make_policy, make_sampler
 from ..types import Batch, Event
@@ -37,7 +36,7 @@ from .protocol import Call, CallCommand, CallResult, ClientHello, Welcome, decod
 from .recovery import RecoverableState, Recovered
 from .remote_payload import DECODE_ERRORS, IncomingBlock, RefusedUpload
 from .stores.factory import make_store
-from .stores.fetch import FetchRequest, Needed, NeededReplicas, NeededReplicasRequest, NeededRequest
+from .stores.fetch import FetchRequest, Needed, NeededBlocks, NeededBlocksRequest, NeededRequest
 from .stores.homes import HomeId
 
 STATUS_EVERY_S = 1.0
@@ -411,7 +410,7 @@ class QueueServer:
             return False
         if call.command is None:
             return not self._payloads.has_freed(session)
-        if isinstance(call.command, (FetchRequest, NeededRequest, NeededReplicasRequest)):
+        if isinstance(call.command, (FetchRequest, NeededRequest, NeededBlocksRequest)):
             return True
         return session not in self._clients or (isinstance(call.command, READ_ONLY) and call.then is None)
 
@@ -423,8 +422,11 @@ class QueueServer:
         elif isinstance(command, NeededRequest):
             segments = self._payloads.needed(HomeId(command.home, command.epoch))
             self._reply(ticket, Needed(segments, tuple(self._clients.numbers().values())))
-        elif isinstance(command, NeededReplicasRequest):
-            self._reply(ticket, NeededReplicas(self._needed_replicas(HomeId(command.home, command.epoch))))
+        elif isinstance(command, NeededBlocksRequest):
+            calls = (request.call for request in self._deferred.requests)
+            self._reply(
+                ticket, NeededBlocks(self._payloads.needed_blocks(HomeId(command.home, command.epoch), calls))
+            )
         elif isinstance(command, FetchRequest):
             make = functools.partial(self._payloads.remote.fetch, command)
             self._wire.answer(ticket, b"", at_once=True, recorded=False, make=make)
@@ -433,13 +435,8 @@ class QueueServer:
             for _, reply in self._ledger.drain().answers:
                 self._reply(ticket, self._fill(reply))
 
-    def _needed_replicas(self, where: HomeId) -> bytes:
-        deferred = {request.call.replica for request in self._deferred.requests} - {None}
-        serials = self._payloads.needed_replicas(where) | {place.serial for place in deferred if place is not None}
-        return pack_ids(np.array(sorted(serials), np.int64))
-
     def _reply(
-        self, ticket: int, reply: cmd.Reply | Needed | NeededReplicas | AsyncFlowError, refused: Call | None = None
+        self, ticket: int, reply: cmd.Reply | Needed | NeededBlocks | AsyncFlowError, refused: Call | None = None
     ) -> None:
         """Answer a call that is not recorded. ``refused``: the client frees its payload."""
         freed = b"" if refused is None else refused.client_serials

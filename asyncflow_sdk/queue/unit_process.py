@@ -5,12 +5,11 @@ python -m asyncflow_sdk.queue.unit_process < config.json     # a UnitConfig; sta
 
 from __future__ import annotations
 
-import logging
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import msgspec
 
@@ -20,10 +19,9 @@ from ..wire import own_address
 from .connection import Connection
 from .stores.block_payload import BlockPayloadStore
 from .stores.block_unit import BlockUnit
+from .stores.hosts import HostsStore
 from .stores.unit import BEAT_S, StorageUnit
 from .unit_start import UnitConfig, remove_unit_log
-
-_log = logging.getLogger(__name__)
 
 
 class UnitCatalog(HomeCatalog):
@@ -51,8 +49,11 @@ class UnitCatalog(HomeCatalog):
     def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
         return self.connection.homes().needed(home, epoch)
 
-    def needed_replicas(self, home: int, epoch: int) -> Set[int]:
-        return self.connection.homes().needed_replicas(home, epoch)
+    def needed_blocks(self, home: int, epoch: int) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+        return self.connection.homes().needed_blocks(home, epoch)
+
+    def lose(self, home: int, epoch: int, serials: Iterable[int], reason: str) -> None:
+        self.connection.homes().lose(home, epoch, serials, reason)
 
 
 def run_unit(
@@ -65,11 +66,7 @@ def run_unit(
     connection = catalog.connection
     try:
         host = own_address(connection.wire.address, connection.server_addresses)
-        try:
-            unit = open_unit(catalog, config, host)
-        except FileNotFoundError as error:
-            _log.warning("files of an earlier storage unit are gone, and this one begins anew: %s", error)
-            unit = open_unit(catalog, config, host)
+        unit = open_unit(catalog, config, host)
         over = False
         try:
             where = unit.where
@@ -98,6 +95,8 @@ def open_unit(catalog: UnitCatalog, config: UnitConfig, host: str) -> StorageUni
         key=connection.key,
         insecure=config.insecure,
         listen=config.listen,
+        base=store.directory if isinstance(store, HostsStore) else None,
+        synced=store.synced,
     )
 
 

@@ -6,132 +6,26 @@ is what was written.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import attacked_children as children
 import msgspec
 import pytest
-from children import Child
+from attacked import FAR, NEAR, PORT, Attacked
 from small_disk import SmallDisk, small_disk
 from waiting import until
 
 from asyncflow_sdk.wire import RunKey, ensure_keys
 from asyncflow_sdk.wire.keys import save
-from benchmarks.hosts.network import Network, unavailable
+from benchmarks.hosts.network import unavailable
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "hosts can be made")
-SERVER, NEAR, FAR = 1, 2, 3
-PORT = 7000
-
-
-class Process(Child):
-    """A process that answers expressions. ``rows``: the next answer, numbers of rows, sorted."""
-
-    def __call__(self, expression: str) -> Any:
-        self.say(expression)
-        return self.hear()
-
-    def rows(self) -> list[int]:
-        found = self.hear()
-        assert isinstance(found, list), found
-        return sorted(found)
-
-
-class Attacked:
-    """A run on three hosts. Host 1 has the server; NEAR and FAR have units and clients as they are started."""
-
-    def __init__(self, network: Network, folder: Path, ends: contextlib.ExitStack) -> None:
-        self.network, self.folder, self._ends = network, folder, ends
-        self.address = f"tcp://{network.address(SERVER)}:{PORT}"
-        self.key = str(folder / "run" / "run.key")
-        self.units: dict[int, Process] = {}
-
-    def start(self, host: int, function: Callable[..., None], *arguments: Any) -> Process:
-        return self._ends.enter_context(Process(function, *arguments, within=self.network.within(host)))
-
-    def serve(self, **options: Any) -> Any:
-        """Serve the run, again after ``kill``. Returns what was recovered."""
-        self.server = self.start(SERVER, children.serve, str(self.folder / "run"), self.address, options)
-        return self.server.hear()
-
-    def kill_server(self) -> None:
-        """Kill the server, and serve its run again. The journal gives the same answers."""
-        live = self.audit()["live"]
-        self.server.kill()
-        assert self.serve() == {"rows": live, "differing": 0}
-
-    def declare(self) -> None:
-        """A lost attempt is a failed row."""
-        self.server("queue.declare('score', needs=['x', 'number'], gives=['y'], max_attempts=1)")
-        self.server("queue.declare('train', needs=['x', 'ids', 'text', 'y', 'number'], max_attempts=1)")
-
-    def unit(self, host: int, *, listen: str | None = None, key: str = "") -> Process:
-        return self.start(host, children.unit, self.address, key or self.key, listen)
-
-    def client(self, host: int, *, key: str = "", patience_s: float = 0.0) -> Process:
-        name = f"client of host {host}"
-        return self.start(host, children.client, self.address, key or self.key, name, patience_s)
-
-    def populate(self, *hosts: int, patience_s: float = 0.0) -> list[Process]:
-        """Start a unit and a client on each host, all at the same time. Returns the clients."""
-        self.units |= {host: self.unit(host) for host in hosts}
-        clients = [self.client(host, patience_s=patience_s) for host in hosts]
-        for host in hosts:
-            assert "is served at" in self.units[host].hear()
-        for client in clients:
-            assert client.hear() == "connected"
-        return clients
-
-    def audit(self) -> dict[str, int]:
-        found: dict[str, int] = self.server("audit()")
-        return found
-
-    def home(self, host: int) -> dict[str, Any]:
-        (found,) = (home for home in self.server("run.homes()") if home["name"].startswith(f"host{host}-"))
-        return dict(found)
-
-    def evict(self, host: int) -> None:
-        name = self.home(host)["name"]
-        self.server(f"run.evict_home(next(home for home in run.homes() if home.name == {name!r}), 'it burns')")
-
-    def absent(self, host: int) -> bool:
-        return not self.home(host)["address"]
-
-    def folder_of(self, host: int) -> Path:
-        """The directory of a host's unit, as this process sees it."""
-        return self.network.memory(host) / Path(self.home(host)["directory"]).name
-
-    def ended(self, **states: int) -> None:
-        """Each row ended once: ``states`` are all that there are."""
-        audit = self.audit()
-        assert audit == {**dict.fromkeys(audit, 0), **states, "put": sum(states.values())}
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with Network(3, memory="300m") as network:
-        yield network
-
-
-@pytest.fixture
-def attacked(network: Network, tmp_path: Path) -> Iterator[Attacked]:
-    with contextlib.ExitStack() as ends:
-        yield Attacked(network, tmp_path, ends)
-    for host in (SERVER, NEAR, FAR):
-        network.mend(host)
-        network.kill(host)
 
 
 @pytest.mark.parametrize("server_dies", [False, True], ids=["alone", "with the server"])
 def test_a_killed_unit_is_followed_by_another_at_another_address(attacked: Attacked, server_dies: bool) -> None:
-    attacked.serve(durability="process")
-    attacked.declare()
-    near, far = attacked.populate(NEAR, FAR)
+    near, far = attacked.begin(durability="process")
     near(f"put({list(range(10))})")
     # given a reader that knows the unit's address
     trained = far("score(4)") and far("train(4)")
@@ -161,9 +55,7 @@ def test_a_killed_unit_is_followed_by_another_at_another_address(attacked: Attac
 def test_a_lost_host_costs_what_was_put_there_and_what_was_made_there_is_made_again(
     attacked: Attacked, how: str
 ) -> None:
-    attacked.serve(durability="process")
-    attacked.declare()
-    near, far = attacked.populate(NEAR, FAR)
+    near, far = attacked.begin(durability="process")
     # given rows put on one host, and scored on the other
     far(f"put({list(range(8))})")
     assert sorted(near("score(8)")) == list(range(8))
@@ -203,9 +95,7 @@ def test_a_lost_host_costs_what_was_put_there_and_what_was_made_there_is_made_ag
 
 @pytest.mark.parametrize("what", ["folder", "files", "files, and nobody is there to see it"])
 def test_what_a_unit_serves_is_removed_under_it(attacked: Attacked, what: str) -> None:
-    attacked.serve()
-    attacked.declare()
-    near, far = attacked.populate(NEAR, FAR)
+    near, far = attacked.begin()
     near(f"put({list(range(4))}, key='epoch-0')")
     folder = attacked.folder_of(NEAR)
     # when
@@ -216,15 +106,18 @@ def test_what_a_unit_serves_is_removed_under_it(attacked: Attacked, what: str) -
     else:
         for path in folder.glob("h*!s*"):
             path.unlink()
-    # then the unit ends, and its clients go on in the memory of the server
-    if "nobody" not in what:
+    # then its clients go on: without a directory the unit ends, and they write to the memory of the server
+    if what == "folder":
         assert attacked.units[NEAR].hear() == "ended"
+    if "nobody" not in what:
         assert near(f"put({list(range(4, 8))})") == 4
-    # and once another unit is there, what was lost is known
-    listen = f"tcp://{attacked.network.address(NEAR)}:7111"
-    assert f"epoch 2, is served at {listen}" in attacked.unit(NEAR, listen=listen).hear()
-    assert not folder.exists()
+    # and once a unit is there, what was lost is known
+    if what != "files":
+        epoch, listen = 2 if what == "folder" else 1, f"tcp://{attacked.network.address(NEAR)}:7111"
+        assert f"epoch {epoch}, is served at {listen}" in attacked.unit(NEAR, listen=listen).hear()
+    until(lambda: attacked.audit()["failed"], "the loss of its rows")
     assert attacked.server("failed()")["epoch-0"][0] == 4
+    assert folder.exists() == (what != "folder")
     if "nobody" in what:
         assert near(f"put({list(range(4, 8))})") == 4
     assert near(f"put({list(range(4))}, key='epoch-0')") == 4
@@ -234,9 +127,7 @@ def test_what_a_unit_serves_is_removed_under_it(attacked: Attacked, what: str) -
 
 @pytest.mark.parametrize("server_dies", [False, True], ids=["alone", "with the server"])
 def test_the_cable_of_units_and_producers_is_cut(attacked: Attacked, server_dies: bool) -> None:
-    attacked.serve(durability="process")
-    attacked.declare()
-    near, far = attacked.populate(NEAR, FAR)
+    near, far = attacked.begin(durability="process")
     near(f"put({list(range(8))})")
     trained = far("score(2)") and far("train(2)")
     # when the host that has the rows is cut off, while it puts more, and others want to read them
@@ -295,9 +186,7 @@ def test_a_consumer_with_a_cut_cable_costs_rows_no_attempt(attacked: Attacked, s
 
 
 def test_the_memory_of_a_host_is_full(attacked: Attacked) -> None:
-    attacked.serve()
-    attacked.declare()
-    near, far = attacked.populate(NEAR, FAR)
+    near, far = attacked.begin()
     near(f"put({list(range(4))})")
     disk = SmallDisk(attacked.network.memory(NEAR))
     # when
@@ -318,9 +207,7 @@ def test_the_memory_of_a_host_is_full(attacked: Attacked) -> None:
 def test_the_disk_of_the_server_is_full(attacked: Attacked, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 40) as disk:
         attacked.folder, attacked.key = disk.path, str(disk.path / "run" / "run.key")
-        attacked.serve(durability="host")
-        attacked.declare()
-        near, far = attacked.populate(NEAR, FAR)
+        near, far = attacked.begin(durability="host")
         # when the journal finds no room
         disk.fill()
         number = 0
@@ -348,9 +235,7 @@ def waits(attacked: Attacked) -> list[str]:
 
 
 def test_others_keys_open_nothing_and_change_nothing(attacked: Attacked) -> None:
-    attacked.serve()
-    attacked.declare()
-    near, far = attacked.populate(NEAR, FAR)
+    near, far = attacked.begin()
     near(f"put({list(range(4))})")
     before = attacked.audit(), attacked.server("run.homes()")
     # when units and clients come with keys of another run
@@ -372,9 +257,7 @@ def test_others_keys_open_nothing_and_change_nothing(attacked: Attacked) -> None
 
 
 def test_an_evicted_epoch_is_refused_for_ever(attacked: Attacked) -> None:
-    attacked.serve()
-    attacked.declare()
-    near, far = attacked.populate(NEAR, FAR)
+    near, far = attacked.begin()
     near(f"put({list(range(6))}, key='epoch-0')")
     trained = far("score(2)") and far("train(2)")
     old = {path.name for path in attacked.folder_of(NEAR).glob("h*!*")}

@@ -50,14 +50,23 @@ class Model:
         }
         assert freed == {place for places in gone for place in places} - left
 
-    def lose(self, home: int) -> None:
-        lost = [i for i, places in self.rows.items() if {h for h, _ in places} == {home}]
-        dropped = [i for ids, _ in self.index.drop(lambda segment: segment[:-1] == HOMES[home]) for i in ids.tolist()]
+    def lose(self, home: int, serials: set[int] | None = None) -> None:
+        """Lose a home, or blocks of it."""
+
+        def gone(place: tuple[int, int]) -> bool:
+            return place[0] == home and (serials is None or place[1] in serials)
+
+        lost = [i for i, places in self.rows.items() if all(map(gone, places))]
+        left = {place for places in self.rows.values() for place in places if gone(place)}
+        among = None if serials is None else np.array(sorted(serials), np.int64)
+        rows, freed = self.index.drop(lambda segment: segment[:-1] == HOMES[home], among)
+        dropped = [i for ids, _ in rows for i in ids.tolist()]
         assert sorted(dropped) == lost
+        assert {serial for each in freed for serial in np.frombuffer(each.serials, np.int64)} == {s for _, s in left}
         for i in lost:
             del self.rows[i]
         for places in self.rows.values():
-            places[:] = [place for place in places if place[0] != home]
+            places[:] = [place for place in places if not gone(place)]
 
     def check(self, ids: list[int]) -> None:
         if ids:
@@ -72,8 +81,8 @@ class Model:
             assert [serial for serial, _ in rows_of(default)] == [self.rows[i][0][1] for i in ids]
         places = {place for places in self.rows.values() for place in places}
         for number, name in enumerate(HOMES):
-            serials = self.index.serials_in(f"{name}1".__eq__)
-            assert sorted(serials.tolist()) == sorted(s for home, s in places if home == number)
+            found = [each for there in self.index.places_in(f"{name}1".__eq__).values() for each in there.tolist()]
+            assert sorted(found) == sorted([64 * s, s, 64] for home, s in places if home == number)
         assert self.index.segments() == {f"{HOMES[home]}1" for home, _ in places}
         blocks = {tuple(each) for each in self.rows.values()}
         assert self.index.live_bytes == 64 * len(blocks)
@@ -110,13 +119,16 @@ def test_places_of_rows_are_those_of_the_model(data: st.DataObject) -> None:
     model = Model()
     for _ in range(data.draw(st.integers(1, 12))):
         known = sorted(model.rows)
-        what = data.draw(st.sampled_from(["put", "put", "put", "retire", "lose", "resume"]))
+        what = data.draw(st.sampled_from(["put", "put", "put", "retire", "lose", "lose blocks", "resume"]))
         if what == "put":
             model.put(data.draw(st.integers(1, 4)), data.draw(PLACES))
         elif what == "retire" and known:
             model.retire(data.draw(st.lists(st.sampled_from(known), unique=True, min_size=1)))
         elif what == "lose":
             model.lose(data.draw(st.integers(0, 2)))
+        elif what == "lose blocks":
+            serials = {serial for places in model.rows.values() for _, serial in places} | {1 << 40}
+            model.lose(data.draw(st.integers(0, 2)), data.draw(st.sets(st.sampled_from(sorted(serials)))))
         elif what == "resume":
             model.index = decode(encode(model.index))
         known = sorted(model.rows)

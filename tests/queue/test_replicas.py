@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 from children import Child, hear, say
+from cluster import Cluster, own_home
 from hosts import HostView
-from test_homes_of_a_run import Cluster, own_home
 from waiting import until
 
 import asyncflow_sdk as af

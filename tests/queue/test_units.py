@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -74,20 +75,30 @@ def test_a_unit_that_is_stopped_leaves_its_files_to_the_next(tmp_path: Path) -> 
         assert not directory.exists()
 
 
-def test_a_unit_ends_if_its_files_are_removed_and_the_next_begins_anew(tmp_path: Path) -> None:
+def test_a_unit_whose_files_are_removed_gives_up_the_rows_in_them(tmp_path: Path) -> None:
     with running("tcp", tmp_path / "run", store="hosts") as run:
         key = str(tmp_path / "run" / "run.key")
-        run.run.queue.declare("work", needs=["x"])
+        queue = run.run.queue
+        queue.declare("work", needs=["x"])
         with Child(unit_of, run.address, key) as child:
             directory = Path(child.hear()[2])
-            run.queue(shared_memory=False).put({"x": [1.0, 2.0]})
-            (segment,) = directory.glob("h*!s*")
+            producers = [run.queue(shared_memory=False) for _ in range(2)]
+            for producer in producers:
+                producer.put({"x": [1.0, 2.0]})
+            segment, _ = sorted(directory.glob("h*!s*"))
             segment.unlink()
+            until(lambda: run.run.audit().failed == 2, "the loss of its rows")
+            (reason,) = {reason for group in queue.failed() for reason in group.reasons}
+            assert f"payload lost: in home {run.run.homes()[0].name}, files were removed: {segment.name}" in reason
+            # while the unit and its writers go on
+            producers[0].put({"x": [3.0]})
+            with queue.get("work", 3) as batch:
+                assert batch["x"].tolist() == [1.0, 2.0, 3.0]
+                batch.ack()
+            assert run.run.homes()[0].epoch == 1
+            # a unit without its directory ends
+            shutil.rmtree(directory)
             assert child.hear() == "ended"
-        assert not directory.exists()
-        with Child(unit_of, run.address, key) as child:
-            assert child.hear()[0].startswith("home 1, epoch 2, ")
-            assert run.run.audit().failed == 2
 
 
 def test_a_run_with_one_home_opens_no_others() -> None:

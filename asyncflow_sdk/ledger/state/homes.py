@@ -15,12 +15,14 @@ SERVER_HOME = 0
 
 
 class HomeLoss(NamedTuple):
-    """A lost epoch of a home. ``reason``: for people."""
+    """A lost epoch of a home, or blocks lost in a live one: ``serials``, packed int64. ``reason``: for
+    people."""
 
     home: int
     epoch: int
     name: str
     reason: str
+    serials: bytes | None = None
 
 
 class LostColumns(NamedTuple):

@@ -60,17 +60,17 @@ class Needed(msgspec.Struct, frozen=True, array_like=True, tag="segments"):
     sessions: tuple[int, ...]
 
 
-class NeededReplicasRequest(msgspec.Struct, frozen=True, array_like=True, tag="needed_replicas"):
-    """Request for the replicas in a home that are needed."""
+class NeededBlocksRequest(msgspec.Struct, frozen=True, array_like=True, tag="needed_blocks"):
+    """Request for the blocks and replicas in a home that are needed."""
 
     home: int
     epoch: int
 
 
-class NeededReplicas(msgspec.Struct, frozen=True, array_like=True, tag="replicas"):
-    """``serials``: int64, of the replicas that rows or calls need."""
+class NeededBlocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
+    """``places``: by segment, int64 (n, 3): start, serial and bytes of what rows or calls need."""
 
-    serials: bytes
+    places: dict[str, bytes]
 
 
 class SentBlock(msgspec.Struct, frozen=True, array_like=True):

@@ -31,7 +31,7 @@ from ...errors import (
     StoreUnavailable,
 )
 from ...interfaces.store import PayloadStore, StoreContext, StoredBlock
-from ...memory import Mapper
+from ...memory import DISK, Mapper
 from ...types import Column, ColumnSpec
 from ...types.blocks import BlockSlices
 from ...types.ragged import Array
@@ -55,16 +55,22 @@ Fetch: TypeAlias = Callable[[Mapping[HomeId, Sequence[FetchPart]]], Fetched]
 
 class HostsStore(PayloadStore):
     """``fetch_s``: longest wait for rows of another host. ``replicas``: 1, or 2 for two places of each
-    block. Raises ConfigError. See ``PayloadStore``."""
+    block. ``directory``: where units keep their files; default: shared memory, or a folder of the
+    host's disk if the payload has to be there. Raises ConfigError. See ``PayloadStore``."""
 
     may_wait = True
 
-    def __init__(self, context: StoreContext, *, fetch_s: float = FETCH_S, replicas: int = 1) -> None:
+    def __init__(
+        self, context: StoreContext, *, fetch_s: float = FETCH_S, replicas: int = 1, directory: str = ""
+    ) -> None:
         if context.homes is None:
             raise ConfigError("the store 'hosts' needs a server that keeps a list of homes")
         if replicas not in (1, 2):
             raise ConfigError(f"the store 'hosts' keeps 1 or 2 replicas of columns, not {replicas!r}")
+        if directory and not Path(directory).is_absolute():
+            raise ConfigError(f"the directory of the store 'hosts' is an absolute path, not {directory!r}")
         self.replicates, self._fetch_s = replicas == 2, fetch_s
+        self.directory = Path(directory) if directory else DISK if context.synced else None
         self._context = context
         self.synced, self.inline = context.synced, context.rows is None
         self._homes = KnownHomes(context.homes)

@@ -28,7 +28,7 @@ class InlineStore(PayloadStore):
 
     def write(self, columns: Mapping[str, Column], *, copy: bool, grow: bool = True) -> StoredBlock:
         self._check_size(sum(column.values.nbytes for column in columns.values()))
-        return StoredBlock(None, to_image(columns, copy=copy))
+        return StoredBlock(None, to_image(columns, copy=copy, sealed=self.synced))
 
     def image_of(self, block: Block, space: Allocation) -> StoredBlock:
         """Return a block that another store of this process has written as an image."""

@@ -5,29 +5,31 @@
     unit.close(keep=False)
 
 Clients on its host write segments into its directory and map them. It has no ledger, no journal and
-no state but these files, so its process may die: the next unit of the run on this host finds them.
+no state but these files, so its process may die: the next unit of the run on this host finds them. If
+they have to be on a disk (``synced``), also after a restart of the host: it checks the digest of each
+block first.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from ...errors import AsyncFlowError, ConfigError, LeaseLost, ProtocolError, WireError
+from ...errors import AsyncFlowError, ConfigError, LeaseLost, ProtocolError, ServerLost, WireError
 from ...interfaces.store import HomeCatalog, HomeOffer
-from ...memory import HomeDirectory, Mapper
+from ...memory import KEEP_S, HomeDirectory, Mapper
 from ...wire import Frames, RunKey, ServerKeys, Service, generate_keys
+from .blocks import is_intact
 from .fetch import FetchRequest, check_parts, encode, read_parts
 from .home_clients import MAX_REQUEST_BYTES
-from .homes import HomeId, home_of, owner_of, session_of
+from .homes import HomeId, home_of, owner_of, session_of, this_host
 from .reader import ColumnReader
 from .replica_arenas import ReplicaArenas
 from .replica_chunks import KeptReplica, ReplicaChunk
@@ -36,6 +38,8 @@ BEAT_S = 5.0
 """Interval of signs of life."""
 ALONE_S = 3600.0
 """A unit without contact to its run's server for this long ends."""
+DISK_KEEP_S = 7 * 24 * 3600.0
+"""Files on a disk outlive their unit for this long."""
 THREADS = 2
 STORE = "hosts"
 _decode = msgspec.msgpack.Decoder(FetchRequest | ReplicaChunk).decode
@@ -55,8 +59,7 @@ class StorageUnit:
     ``name``: of the home, unique in the run. ``host``: the IP address at which others reach this
     host. ``listen``: an address; default: a free port of ``host``. ``key``: a key of the run's
     clients, which is accepted; None: ``insecure``, everyone is. ``base``: see ``HomeDirectory``.
-    Raises ConfigError, ServerLost; FileNotFoundError if files that an earlier unit left are gone: then
-    its directory is removed, and the next unit begins anew.
+    ``synced``: blocks are sealed and on a disk. Raises ConfigError, ServerLost.
     """
 
     def __init__(
@@ -70,20 +73,22 @@ class StorageUnit:
         insecure: bool = False,
         listen: str | None = None,
         base: Path | None = None,
+        synced: bool = False,
     ) -> None:
         if key is None and not insecure:
             raise ConfigError(
                 "a storage unit needs the run's key, or insecure=True if the run is served without keys"
             )
         self._catalog = catalog
-        self._directory = HomeDirectory(run, base)
+        self._synced = synced
+        self._directory = HomeDirectory(run, base, keep_s=DISK_KEEP_S if synced else KEEP_S)
         self.directory = self._directory.path
         self._mapper = Mapper(self.directory)
         self._reader = ColumnReader(self._mapper)
         self._replicas = ReplicaArenas(self.directory)
         self._threads = ThreadPoolExecutor(THREADS, "asyncflow-unit")
         self._service: Service | None = None
-        self._closed = False
+        self._closed = self._ready = False
         try:
             keys = None if key is None else msgspec.structs.replace(generate_keys().server, clients=(key.public,))
             self._service = Service(
@@ -91,9 +96,12 @@ class StorageUnit:
             )
             self._offer = self._describe(name, keys)
             self.where = HomeId(0, 0)
+            if synced and self._directory.found:
+                self._check_contents()
             self.beat()
-        except BaseException as error:
-            self.close(keep=not isinstance(error, FileNotFoundError))
+            self._ready = True
+        except BaseException:
+            self.close(keep=True)
             raise
 
     @property
@@ -103,15 +111,35 @@ class StorageUnit:
 
     def _describe(self, name: str, keys: ServerKeys | None) -> HomeOffer:
         assert self._service is not None
-        owner = owner_of(self.directory)
         return HomeOffer(
-            store=STORE, name=name, identity=owner, address=self._service.address, key="" if keys is None else keys.public,
-            directory=str(self.directory), owner=owner,
+            store=STORE, name=name, identity=self._directory.contents, address=self._service.address,
+            key="" if keys is None else keys.public, directory=str(self.directory), owner=owner_of(self.directory),
         )  # fmt: skip
 
+    def _check_contents(self) -> None:
+        """Give up the needed blocks that are damaged. Meanwhile the home is open, but nothing is served."""
+        checking = msgspec.structs.replace(self._offer, directory="", owner=this_host())
+        self.where = where = HomeId(*self._catalog.open(checking))
+        heard, damaged = time.monotonic(), list[int]()
+        for segment, places in self._catalog.needed_blocks(*where).items():
+            for start, serial, nbytes in places:
+                if not is_intact(self.directory / segment, start, serial, nbytes):
+                    damaged.append(serial)
+                if time.monotonic() - heard > BEAT_S:
+                    if HomeId(*self._catalog.open(checking)) != where:  # evicted meanwhile
+                        return
+                    heard = time.monotonic()
+        self._lose(damaged, "blocks on its disk were found damaged after a restart")
+
+    def _lose(self, serials: Collection[int], reason: str) -> None:
+        if serials:
+            _log.error("home %d: %s; blocks lost: %d", self.where.home, reason, len(serials))
+            self._catalog.lose(*self.where, serials, reason)
+
     def beat(self) -> None:
-        """Give a sign of life, and remove the segments of lost epochs and of ended sessions. Raises
-        ServerLost, ConfigError, FileNotFoundError if its directory or a needed segment is gone."""
+        """Give a sign of life, remove the segments of lost epochs and of ended sessions, and give up
+        blocks without a file. Raises ServerLost, ConfigError, FileNotFoundError if its directory is
+        gone."""
         self._directory.touch()
         # before the server is asked: later segments may be of sessions that it does not list
         there, held = self._directory.segments(), self._replicas.held()
@@ -121,29 +149,26 @@ class StorageUnit:
             writable = session_of(path.name) in sessions and not self._replicas.abandoned(path.name)
             if home_of(path.name) != where or not (path.name in needed or writable):
                 path.unlink(missing_ok=True)
-        self._replicas.sweep(held, where, sessions, lambda: self._catalog.needed_replicas(*where))
-        self._check_segments(needed)
-
-    def _check_segments(self, needed: Set[str]) -> None:
-        missing = {name for name in needed if not (self.directory / name).exists()}
-        if missing and (gone := missing & self._catalog.needed(*self.where)[0]):  # else its rows ended meanwhile
-            raise FileNotFoundError(errno.ENOENT, "a segment was removed", str(self.directory / min(gone)))
+        self._replicas.sweep(held, where, sessions, lambda: _serials(self._catalog.needed_blocks(*where)))
+        if missing := {name for name in needed if not (self.directory / name).exists()}:
+            blocks = self._catalog.needed_blocks(*where)  # without those whose rows ended meanwhile
+            gone = {name: places for name, places in blocks.items() if name in missing}
+            self._lose(_serials(gone), f"files were removed: {', '.join(sorted(gone))}")
 
     def serve(self, ended: Callable[[], bool], stop: threading.Event, *, beat_s: float = BEAT_S) -> bool:
-        """Serve until the run has ended, or ``stop`` is set. Return True if its files are needed no more:
-        the run has ended, its server was silent for ALONE_S, or files of it are gone. Raises
-        ConfigError if another unit has taken its place."""
+        """Serve until the run has ended, its server was silent for ALONE_S, or ``stop`` is set. Return True
+        if its files are needed no more. Raises ConfigError if another unit has taken its place."""
         heard = time.monotonic()
         while not stop.wait(beat_s):
             try:
                 self.beat()
                 heard = time.monotonic()
             except FileNotFoundError as error:
-                _log.error("files of this storage unit are gone: %s", error)
+                _log.error("the directory of this storage unit is gone: %s", error)
                 return True
             except WireError as error:
                 if ended() or time.monotonic() - heard > ALONE_S:
-                    return True
+                    return ended() or not self._synced
                 _log.warning("the run's server does not answer this storage unit: %s", error)
         return ended()
 
@@ -167,6 +192,8 @@ class StorageUnit:
             request = _decode(body)
         except _BAD as error:
             raise ProtocolError(f"this request to a storage unit cannot be read: {error}") from None
+        if not self._ready:
+            raise ServerLost("this storage unit checks the files of an earlier one first")
         if isinstance(request, ReplicaChunk):
             if len(frames) != 1:
                 raise ProtocolError(f"{len(frames)} frames came with a chunk of a block")
@@ -198,3 +225,7 @@ class StorageUnit:
 
     def gone(self, peer: str) -> None:
         """See ``ServiceHandler.gone``. Nothing is kept for a peer."""
+
+
+def _serials(blocks: Mapping[str, Iterable[tuple[int, int, int]]]) -> set[int]:
+    return {serial for places in blocks.values() for _, serial, _ in places}
