@@ -49,7 +49,8 @@ def test_what_is_written_passes_the_kit_as_it_is(kind: str, tmp_path: Path) -> N
     write_plugin("my-own", kind, folder)
     env = installed(folder, tmp_path / "site")
 
-    some = ["-k", "greedy or capabilities"] if kind == "rollout" else []  # test_guide.py asks the whole kit of it
+    # test_guide.py asks the whole kit of a rollout engine
+    some = {"rollout": ["-k", "greedy or capabilities"], "store": ["-k", "not processes"]}.get(kind, [])
     tests = [warm_python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     assert " passed" in run(*tests, *some, cwd=folder, env=env)
     listed = run(warm_python(), "-m", "asyncflow_sdk.cli", "plugins", cwd=folder, env=env)

@@ -1,4 +1,4 @@
-"""What only the stores of the server's memory promise, beyond ``StoreContract``: memory freed at once, and views; and a store that is late."""
+"""Stores of the server's memory, beyond the conformance kit: tensors that are written to; and a store that is late."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -7,56 +7,13 @@ import numpy as np
 import pytest
 from queue_runs import Served, running, runs_over
 
-import asyncflow_sdk as af
-from asyncflow_sdk.errors import LeaseLost, StoreUnavailable
-from asyncflow_sdk.interfaces.store import PayloadStore
-from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.queue.connection import BlockingPort, Connection
-from asyncflow_sdk.queue.coroutines import run_blocking
-from asyncflow_sdk.queue.stores.blocks import pack_columns
+from asyncflow_sdk.errors import StoreUnavailable
 from asyncflow_sdk.queue.stores.shared import SharedStore
+from asyncflow_sdk.testing.stored_run import connection_of
 from asyncflow_sdk.types import Column, ColumnSpec
 from asyncflow_sdk.types.blocks import BlockSlices
 
 run = runs_over("ipc", "remote")
-
-
-def connection_of(client: af.Run) -> Connection:
-    connection: Connection = client.queue.connection  # type: ignore[attr-defined]
-    return connection
-
-
-def store_of(client: af.Run) -> PayloadStore:
-    return connection_of(client).store
-
-
-def test_a_write_is_discarded_any_number_of_times_and_takes_no_memory_then(run: Served) -> None:
-    store = store_of(run.client())
-    columns = pack_columns({"x": np.zeros(1 << 20)})
-    for _ in range(40):
-        stored = store.write(columns, copy=False)
-        assert (stored.block is None) != (stored.image is None)
-        assert (stored.image is not None) == store.inline
-        store.discard(stored)
-        store.discard(stored)
-    assert run.held_bytes() < 40 << 20
-    assert run.queue("other").status().payload_bytes == 0
-
-
-def test_rows_that_ended_before_they_were_read_are_lost_and_no_others(run: Served) -> None:
-    client = run.client()
-    queue = client.queue
-    queue.declare("read", needs=["x"])
-    queue.put({"x": np.ones((4, 50_000))})
-    connection = connection_of(client)
-    answer = run_blocking(BlockingPort(connection).call(cmd.LeaseRows(task="read", count=4)))
-    queue.cancel(rows=np.arange(4))
-    queue.put({"x": np.full((4, 50_000), 2.0)})  # in the same memory
-    if answer.payload is None:
-        with pytest.raises(LeaseLost):
-            connection.store.read(answer.slices, answer.schema)
-    queue.put({"x": np.full((1, 50_000), 3.0)})
-    assert np.unique(queue.get("read", 5, at_least=5)["x"]).tolist() == [2, 3]
 
 
 def test_writes_into_a_tensor_change_it_for_nobody_else(run: Served) -> None:

@@ -53,6 +53,7 @@ _MODULES = {
     "algorithm": ("algorithm_checks",),
     "launcher": ("launcher_checks",),
     "tracker": ("tracker_checks",),
+    "store": ("store_checks",),
 }  # fmt: skip
 KINDS = tuple(_MODULES)
 """Kinds of plugins with checks."""
@@ -282,7 +283,7 @@ class Conformance:
     def _new_lab(self) -> Lab:
         factory = self._factory()
         if self.kind not in _LABS:
-            return PlainLab(factory, self._options, limit_s=self._limit_s)
+            return PlainLab(self.engine, factory, self._options, limit_s=self._limit_s)
         if self.unknowable:
             raise ConfigError(f"{self.engine}: {self.unknowable}")
         policy = self._find_policy(factory)

@@ -1,5 +1,5 @@
 """PlainLab: plugins without a model: transports, samplers, policies, launchers, algorithms,
-trackers."""
+trackers, stores."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .check import CheckFailed
 
 class PlainLab:
     """Call the factory ``make`` with ``options`` in each check. Nothing is kept between checks.
-    ``limit_s``: of each check."""
+    ``name``: of the adapter. ``limit_s``: of each check."""
 
-    def __init__(self, make: Callable[..., Any], options: Mapping[str, Any], *, limit_s: float) -> None:
-        self.factory, self.options, self.limit_s = make, dict(options), limit_s
+    def __init__(self, name: str, make: Callable[..., Any], options: Mapping[str, Any], *, limit_s: float) -> None:
+        self.name, self.factory, self.options, self.limit_s = name, make, dict(options), limit_s
         self.seed: int | None = None
         self.ever_made = True
         self.waits: Callable[[float], Any] = lambda _: None

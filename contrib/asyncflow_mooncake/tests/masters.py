@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 class Master:
-    """``kill`` it, and ``start`` another at the same port, which has forgotten all."""
+    """``kill`` it, and ``start`` another at the same ``address``, which has forgotten all."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, address: str = "") -> None:
         self._folder = folder
-        self._port, self._metrics = free_port(), free_port()
-        self.address = f"127.0.0.1:{self._port}"
+        self.address = address or f"127.0.0.1:{free_port()}"
+        self._port, self._metrics = int(self.address.rpartition(":")[2]), free_port()
         self.start()
 
     def start(self) -> None:

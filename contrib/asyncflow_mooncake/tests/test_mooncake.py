@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 try:
-    from mooncake.store import MooncakeDistributedStore
+    import mooncake.store  # noqa: F401
 except ImportError as error:  # its libraries are not there
     pytest.skip(f"Mooncake cannot be imported: {error}", allow_module_level=True)
 
@@ -23,14 +22,16 @@ from masters import Master, free_port
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, MemoryFull
 from asyncflow_sdk.interfaces import TransferQueue
-from asyncflow_sdk.queue.stores.block_fetcher import block_name
-from asyncflow_sdk.queue.stores.blocks import pack_columns
-from asyncflow_sdk.testing.store_contract import StoreContract, StoredRun, store_of, until
+from asyncflow_sdk.testing import Conformance
+from asyncflow_sdk.testing.stored_run import StoredRun, until
+
+SHARED = f"127.0.0.1:{free_port()}"
+kit = Conformance("store", "mooncake", options={"master": SHARED, "segment_bytes": 64 << 20})
 
 
 @pytest.fixture(scope="module")
 def shared_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
-    master = Master(tmp_path_factory.mktemp("master"))
+    master = Master(tmp_path_factory.mktemp("master"), SHARED)
     yield master
     master.kill()
 
@@ -44,15 +45,7 @@ def master(tmp_path: Path) -> Iterator[Master]:
 
 def run_with(master: Master, megabytes: int = 64, **options: Any) -> StoredRun:
     settings = {"master": master.address, "segment_bytes": megabytes << 20, **options}
-    return StoredRun(store=af.Store(kind="mooncake", options=settings))
-
-
-class TestContract(StoreContract):
-    @pytest.fixture
-    def stored(self, shared_master: Master) -> Iterator[StoredRun]:
-        with run_with(shared_master) as stored:
-            stored.start_unit()
-            yield stored
+    return StoredRun(af.Store(kind="mooncake", options=settings))
 
 
 def test_a_run_without_a_master_is_refused() -> None:
@@ -73,8 +66,8 @@ def test_payload_on_disk_is_refused(shared_master: Master, tmp_path: Path) -> No
 
 def test_a_full_segment_raises_memory_full_though_another_has_room(shared_master: Master) -> None:
     with run_with(shared_master, 256) as large, run_with(shared_master, 32) as small:
-        large.start_unit()
-        small.start_unit()
+        large.start_unit(process=True)
+        small.start_unit(process=True)
         queue = small.queue()
         queue.declare("read", needs=["x"])
         with pytest.raises(MemoryFull):
@@ -99,41 +92,17 @@ def put_megabytes(queue: TransferQueue, count: int) -> None:
         queue.put({"x": np.zeros((4, 1 << 18), np.uint8)})
 
 
-def test_blocks_of_ended_sessions_are_freed_by_the_unit(shared_master: Master) -> None:
-    with run_with(shared_master) as stored:
-        stored.start_unit()
-        producer = stored.client("producer")
-        producer.queue.declare("read", needs=["x"])
-        producer.queue.put({"x": np.zeros(1000)})
-        # given a producer that ends between a write and its call
-        block = store_of(producer).write(pack_columns({"x": np.zeros(100_000)}), copy=False).block
-        assert block is not None
-        (home,) = stored.run.homes()
-        name = block_name(home.directory, block.segment, block.serial)
-        producer.close()
-        with stored.queue("reader").get("read", 1000) as batch:
-            batch.ack()
-        # then
-        look = MooncakeDistributedStore()
-        assert look.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", shared_master.address) == 0
-        until(lambda: look.is_exist(name) == 0, "the end of the block")
-        assert look.is_exist(f"{home.directory}/marker") == 1
-        look.close()
-
-
-def test_a_whole_run_and_a_master_that_forgets_all(master: Master, tmp_path: Path) -> None:
+def test_a_whole_run_and_a_master_that_forgets_all(master: Master) -> None:
     # given rows of a producer, made further by a stage, all in Mooncake
     with run_with(master, fetch_s=10.0) as stored:
         stored.start_unit()
         run = stored.run
         run.queue.declare("square", needs=["x"], gives=["y"])
         run.queue.declare("use", needs=["x", "y"])
-        address = run.addresses[1]
-        child(
-            tmp_path, address, "queue.put({'x': np.arange(8.0)}, key='first'); queue.put({'x': np.arange(8.0, 12)})"
-        )
-        child(tmp_path, address, SQUARE.format(rows=12))
-        child(tmp_path, address, USE.format(rows=4))
+        stored.process("put", 8, "first")
+        stored.process("put", 4)
+        stored.process("square", 12)
+        stored.process("use", 4)
         assert run.audit().consumed == 4
         # when the master is killed, rows cannot be read, and none is lost
         master.kill()
@@ -150,55 +119,34 @@ def test_a_whole_run_and_a_master_that_forgets_all(master: Master, tmp_path: Pat
         assert {group.reasons[0].split(":")[0] for group in run.queue.failed()} == {"payload lost"}
         # then the home has begun another epoch, and the run goes on
         until(lambda: run.homes()[0].epoch == 2 and not run.homes()[0].lost, "the next epoch")
-        child(tmp_path, address, "queue.put({'x': np.arange(8.0)}, key='first')")
-        child(tmp_path, address, SQUARE.format(rows=run.audit().live))
-        child(tmp_path, address, USE.format(rows=run.audit().live))
+        stored.process("put", 8, "first")
+        for action in ("square", "use"):
+            stored.process(action, run.audit().live)
         audit = run.audit()
         assert (audit.live, audit.balanced) == (0, True)
 
 
-def test_columns_made_in_lost_memory_are_made_again(master: Master, tmp_path: Path) -> None:
+def test_columns_made_in_lost_memory_are_made_again(master: Master) -> None:
     with run_with(master) as stored:
         run = stored.run
         run.queue.declare("square", needs=["x"], gives=["y"])
         run.queue.declare("use", needs=["x", "y"])
         run.queue.put({"x": np.arange(6.0)})  # without a unit: in the server's memory
         stored.start_unit()
-        child(tmp_path, run.addresses[1], SQUARE.format(rows=4))
+        stored.process("square", 4)
         # when the master forgets the squares
         master.kill()
         master.start()
         until(lambda: run.audit().expired == 4, "the loss of the home", 90)
         # then their rows pass the stage again
-        child(tmp_path, run.addresses[1], SQUARE.format(rows=6))
-        child(tmp_path, run.addresses[1], USE.format(rows=6))
+        stored.process("square", 6)
+        stored.process("use", 6)
         audit = run.audit()
         assert (audit.put, audit.expired, audit.consumed, audit.live, audit.balanced) == (10, 4, 6, 0, True)
 
 
-SQUARE = """
-rows = {rows}
-while rows:
-    with queue.get("square", rows, timeout_s=60) as batch:
-        rows -= batch.rows
-        batch.complete({{"y": batch["x"] ** 2}})
-"""
-USE = """
-rows = {rows}
-while rows:
-    with queue.get("use", rows, timeout_s=60) as batch:
-        rows -= batch.rows
-        assert (batch["y"] == batch["x"] ** 2).all()
-        batch.ack()
-"""
-
-
-def child(folder: Path, address: str, text: str) -> None:
-    """Run a client in a process of its own, and wait for its end."""
-    script = folder / "client.py"
-    script.write_text(
-        f"import numpy as np\nimport asyncflow_sdk as af\n\nwith af.connect({address!r}, name='child') as run:\n    queue = run.queue\n"
-        + "\n".join("    " + line for line in text.strip().splitlines())
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-2000:]
+@kit.parametrize
+@pytest.mark.usefixtures("shared_master")
+def test_contract(check: Any) -> None:
+    """Last: the master does not know for 10 s that a unit was killed, and its segment takes blocks of others."""
+    check()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,23 +15,10 @@ import ray
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import MemoryFull
 from asyncflow_sdk.interfaces import TransferQueue
-from asyncflow_sdk.testing.store_contract import StoreContract, StoredRun, until
+from asyncflow_sdk.testing import Conformance
+from asyncflow_sdk.testing.stored_run import StoredRun, until
 
-SQUARE = """
-rows = {rows}
-while rows:
-    with queue.get("square", rows, timeout_s=60) as batch:
-        rows -= batch.rows
-        batch.complete({{"y": batch["x"] ** 2}})
-"""
-USE = """
-rows = {rows}
-while rows:
-    with queue.get("use", rows, timeout_s=60) as batch:
-        rows -= batch.rows
-        assert (batch["y"] == batch["x"] ** 2).all()
-        batch.ack()
-"""
+kit = Conformance("store", "ray", options={"memory_bytes": 64 << 20})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,20 +27,19 @@ def cluster() -> Iterator[str]:
         num_cpus=2, object_store_memory=256 << 20, include_dashboard=False, log_to_driver=False,
         configure_logging=False,
     )  # fmt: skip
-    yield ray.get_runtime_context().gcs_address
+    address = os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    yield address
+    del os.environ["RAY_ADDRESS"]
     ray.shutdown()
 
 
 def run_with(cluster: str, **options: Any) -> StoredRun:
-    return StoredRun(store=af.Store(kind="ray", options={"address": cluster, "memory_bytes": 64 << 20, **options}))
+    return StoredRun(af.Store(kind="ray", options={"address": cluster, "memory_bytes": 64 << 20, **options}))
 
 
-class TestContract(StoreContract):
-    @pytest.fixture
-    def stored(self, cluster: str) -> Iterator[StoredRun]:
-        with run_with(cluster) as stored:
-            stored.start_unit()
-            yield stored
+@kit.parametrize
+def test_contract(check: Any) -> None:
+    check()
 
 
 def test_a_run_without_a_ray_is_refused() -> None:
@@ -81,19 +65,17 @@ def put_megabytes(queue: TransferQueue, count: int) -> None:
         queue.put({"x": np.zeros((4, 1 << 18), np.uint8)})
 
 
-def test_a_whole_run_and_an_owner_that_dies(cluster: str, tmp_path: Path) -> None:
+def test_a_whole_run_and_an_owner_that_dies(cluster: str) -> None:
     # given rows of a producer, made further by a stage, all in Ray; both have ended
     with run_with(cluster) as stored:
         stored.start_unit()
         run = stored.run
         run.queue.declare("square", needs=["x"], gives=["y"])
         run.queue.declare("use", needs=["x", "y"])
-        address = run.addresses[1]
-        child(
-            tmp_path, address, "queue.put({'x': np.arange(8.0)}, key='first'); queue.put({'x': np.arange(8.0, 12)})"
-        )
-        child(tmp_path, address, SQUARE.format(rows=12))
-        child(tmp_path, address, USE.format(rows=4))
+        stored.process("put", 8, "first")
+        stored.process("put", 4)
+        stored.process("square", 12)
+        stored.process("use", 4)
         assert run.audit().consumed == 4
         # when the owner dies
         (home,) = run.homes()
@@ -103,35 +85,21 @@ def test_a_whole_run_and_an_owner_that_dies(cluster: str, tmp_path: Path) -> Non
         audit = run.audit()
         assert (audit.put, audit.failed, audit.consumed, audit.live, audit.balanced) == (12, 8, 4, 0, True)
         until(lambda: run.homes()[0].epoch == 2 and not run.homes()[0].lost, "the next epoch")
-        child(tmp_path, address, "queue.put({'x': np.arange(8.0)}, key='first')")
-        child(tmp_path, address, SQUARE.format(rows=run.audit().live))
-        child(tmp_path, address, USE.format(rows=run.audit().live))
+        stored.process("put", 8, "first")
+        for action in ("square", "use"):
+            stored.process(action, run.audit().live)
         audit = run.audit()
         assert (audit.live, audit.balanced) == (0, True)
 
 
-def test_a_unit_that_dies_loses_nothing(cluster: str, tmp_path: Path) -> None:
+def test_a_unit_that_dies_loses_nothing(cluster: str) -> None:
     with run_with(cluster) as stored:
+        stored.start_unit(process=True)
+        stored.run.queue.declare("read", needs=["x"])
+        stored.process("put", 4)
+        stored.kill_unit()
         stored.start_unit()
-        run = stored.run
-        run.queue.declare("read", needs=["x"])
-        child(tmp_path, run.addresses[1], "queue.put({'x': np.arange(4.0)})")
-        unit = next(client for client in run.queue.status().sessions if client.name == "store")
-        os.kill(unit.pid, signal.SIGKILL)
-        until(lambda: not run.homes()[0].address, "the absent home")
-        stored.start_unit()
-        assert run.homes()[0].epoch == 1
+        assert stored.run.homes()[0].epoch == 1
         with stored.queue().get("read", 4) as batch:
             assert batch.array("x").tolist() == [0, 1, 2, 3]
             batch.ack()
-
-
-def child(folder: Path, address: str, text: str) -> None:
-    """Run a client in a process of its own, and wait for its end."""
-    script = folder / "client.py"
-    script.write_text(
-        f"import numpy as np\nimport asyncflow_sdk as af\n\nwith af.connect({address!r}, name='child') as run:\n    queue = run.queue\n"
-        + "\n".join("    " + line for line in text.strip().splitlines())
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-2000:]
