@@ -62,6 +62,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
             workflow.Train,
             workflow.Logprobs,
             workflow.Generate,
+            workflow.HttpReward,
             workflow.Agent,
             workflow.Turns,
             workflow.Turn,

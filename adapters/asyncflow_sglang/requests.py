@@ -22,7 +22,7 @@ def generate_body(prompt: Sequence[int], sampling: Sampling, *, seed: int | None
         "input_ids": prompt, "return_logprob": True, "logprob_start_len": -1, "stream": False,
         "sampling_params": {
             "temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens, "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+            "top_k": sampling.top_k or -1, "min_p": sampling.min_p, "frequency_penalty": 0.0, "presence_penalty": 0.0,
             "repetition_penalty": 1.0, "min_new_tokens": 0, "n": 1, "ignore_eos": False,
             **({"stop_token_ids": list(sampling.stop_ids)} if sampling.stop_ids else {}),
             **({} if seed is None else {"sampling_seed": seed}),

@@ -23,7 +23,8 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             tested=_TESTED,
             can={
                 "swap": ["drain", "partial", "in_flight"],
-                "has": ["token_versions", "logprobs", "held_weights"],
+                "has": ["token_versions", "logprobs", "held_weights", "stop_texts"],
+                "restrictions": ["top_p", "top_k", "min_p", "repetition_penalty"],
                 "dtype": "option",
             },
         ),

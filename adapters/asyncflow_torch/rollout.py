@@ -30,6 +30,7 @@ from asyncflow_sdk.types import check_least
 from .generation.decode import Decoder
 from .generation.decode_thread import DecodeThread, Job
 from .generation.sequence_slots import DecodeWork
+from .generation.stop_texts import StopTexts
 from .policy import PartialLoad, assign, context_of, load_policy, named_weights, vocabulary_of
 from .scores import score
 
@@ -45,7 +46,7 @@ class TransformersEngine(RolloutEngine):
     else the CPU. ``version``: of the folder's weights.
 
     Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also
-    with top-k or top-p, as a trainer recomputes them. A request with a seed repeats its tokens
+    with penalties and cuts, as a trainer recomputes them. A request with a seed repeats its tokens
     beside any other requests, up to rounding; see `sampler`.
 
     Weights can be loaded while requests run. Between two tokens the running rows, prompt and
@@ -69,7 +70,7 @@ class TransformersEngine(RolloutEngine):
             torch.set_num_threads(threads)
         self._model = load_policy(model, dtype=dtype, device=device, attn_implementation=attn_implementation)
         self._model.requires_grad_(False)
-        context = context_of(self._model)
+        context, decoder = context_of(self._model), Decoder(self._model, StopTexts(model))
         self._limits = RequestLimits(vocabulary=vocabulary_of(self._model), context=context, rows=max_rows)
         self.capabilities = Capabilities(
             swap=frozenset({"drain", "partial", "in_flight"}),
@@ -78,10 +79,12 @@ class TransformersEngine(RolloutEngine):
             context=context,
             logprobs=True,
             held_weights=True,
+            restrictions=frozenset({"top_p", "top_k", "min_p", "repetition_penalty"}),
+            stop_texts=decoder.texts.available,
         )
         self._ids = itertools.count()
         self._held = dict(named_weights(self._model))
-        self._thread = DecodeThread(Decoder(self._model), max_rows=max_rows, threads=threads, version=version)
+        self._thread = DecodeThread(decoder, max_rows=max_rows, threads=threads, version=version)
 
     async def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:
         """Yield responses as they finish, packed if one version drew them. Closing the generator

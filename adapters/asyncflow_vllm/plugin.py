@@ -20,6 +20,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             can={
                 "swap": ["drain", "partial", "in_flight"],
                 "has": ["token_versions", "logprobs"],
+                "restrictions": ["top_p", "top_k"],
                 "dtype": ["option", "folder"],
             },
         ),
@@ -33,6 +34,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             can={
                 "swap": ["drain", "partial", "in_flight"],
                 "has": ["token_versions", "logprobs"],
+                "restrictions": ["top_p", "top_k"],
                 "dtype": ["option", "folder"],
             },
         ),

@@ -41,7 +41,10 @@ class Capabilities:
     spans; otherwise each response has the one loaded version. ``max_rows``: responses generated at
     once. ``context``: limit of prompt and response tokens together; None: unknown. ``logprobs``,
     ``held_weights``: the engine implements these methods, which verify loaded weights.
-    ``transports``: the only weight transports it accepts; None: any.
+    ``transports``: the only weight transports it accepts; None: any. ``restrictions``: the
+    parameters that it draws by with log-probs of the contract, of top_p, top_k, min_p and
+    repetition_penalty. ``stop_texts``: it ends a response soon after a text of ``sampling.stop``;
+    otherwise the worker cuts the response after its end, and requests have no texts.
     """
 
     swap: Set[Swap] = frozenset({"drain"})
@@ -51,6 +54,23 @@ class Capabilities:
     logprobs: bool = False
     held_weights: bool = False
     transports: Set[str] | None = None
+    restrictions: Set[str] = frozenset({"top_p", "top_k"})
+    stop_texts: bool = False
+
+    def check(self, engine: str, sampling: Sampling) -> None:
+        """Raise ConfigError for a sampling that ``engine`` cannot draw by."""
+        check_restrictions(engine, self.restrictions, sampling)
+
+
+def check_restrictions(engine: str, able: Iterable[str], sampling: Sampling) -> None:
+    """Raise ConfigError if ``sampling`` has restrictions other than those ``able``."""
+    for name, value in sampling.restrictions.items():
+        if name not in able:
+            known = ", ".join(sorted(able)) or "none of these"
+            raise ConfigError(
+                f"{engine} cannot draw with {name}={value:g}: its log-probs would not be over the whole vocabulary, as"
+                f" training computes them. It can with: {known}"
+            )
 
 
 @dataclass(frozen=True)
@@ -61,8 +81,8 @@ class Request:
     ``drawn``: number of tokens at the end of the prompt that belong to an interrupted response;
     ``sampling.max_tokens`` is the rest. ``first``: index of the first response under this seed. An
     engine with random numbers per response and token uses both to continue the sequence; other
-    engines ignore them. Raises ConfigError for a sampling with ``stop``, which must be encoded as
-    ``stop_ids`` before.
+    engines ignore them. ``sampling.stop``: only for engines with ``stop_texts``, which end a response
+    at or after the token that completes one of the texts.
     """
 
     prompt_ids: npt.NDArray[np.int32]
@@ -72,10 +92,6 @@ class Request:
     drawn: int = 0
     first: int = 0
 
-    def __post_init__(self) -> None:
-        if self.sampling.stop:
-            raise ConfigError(f"a request takes stop_ids (token ids), not the text stop={self.sampling.stop!r}")
-
 
 @dataclass(frozen=True)
 class Completion:
@@ -84,8 +100,8 @@ class Completion:
     ``index``: 0 to n - 1. ``token_ids``: int32 (length,), with the end token if one was generated.
     ``logprobs``: float32 (length,), natural log of each token's softmax(logits / temperature) over
     the whole vocabulary, at the request's temperature, or at 1 for a greedy response (temperature
-    0). top_k, top_p and other logit processors must not change the denominator: the trainer
-    computes its ratio without them. ``finish_reason``: stop, length, or aborted for an interrupted
+    0). top_k, top_p, min_p and penalties must change neither the logits nor the denominator: the
+    trainer computes its ratio without them. ``finish_reason``: stop, length, or aborted for an interrupted
     response of 0 or more tokens. ``spans``: only from engines with ``token_versions``.
     """
 

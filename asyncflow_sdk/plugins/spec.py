@@ -15,7 +15,8 @@ Kind = Literal["rollout", "train", "transport", "sampler", "staleness", "algorit
 CAN: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout": {
         "swap": ("drain", "partial", "in_flight"),
-        "has": ("token_versions", "logprobs", "held_weights"),
+        "has": ("token_versions", "logprobs", "held_weights", "stop_texts"),
+        "restrictions": ("top_p", "top_k", "min_p", "repetition_penalty"),
         "transports": (),
         "dtype": ("option", "folder"),
     },
@@ -43,8 +44,8 @@ class AdapterSpec:
     ``can``: capabilities, declared so that a run can be checked on hosts without the engine.
     Undeclared capabilities are read from the engine, in its worker, before the first prompt.
 
-    - rollout: ``swap``, ways to load new weights; ``has``, the true ones of token_versions, logprobs and held_weights (see
-      ``Capabilities``); ``transports``, the only transports it accepts; ``dtype``, dtypes of versions it accepts:
+    - rollout: ``swap``, ways to load new weights; ``has``, the true ones of token_versions, logprobs, held_weights and
+      stop_texts; ``restrictions`` (see ``Capabilities``); ``transports``, the only transports it accepts; ``dtype``, dtypes of versions it accepts:
       "option", the dtype of its option ``dtype`` ("auto" and None: the model folder's), and "folder", the model folder's.
     - train: ``ranks``, "one" process or "many"; ``dtype``, "option" if it publishes in the dtype of its option ``dtype``;
       ``steps``, "whole" and, if it trains a step in parts, "parts"; ``frozen``, "option" if ``frozen=True`` leaves out what

@@ -52,18 +52,26 @@ class Sampling(UserConfig):
 
     ``temperature``: 0: greedy. ``max_tokens``: of a response. ``top_p``: sample from the most
     likely tokens with this total probability; 1: from all. ``top_k``: sample from this many most
-    likely tokens; 0: from all. ``seed``: None: different in each run. ``stop_ids``: token ids that
-    end a response, beside the model's own end token; kept as its last token. ``stop``: the same as
-    text of one token each; the rollout's tokenizer encodes it. Texts of several tokens are refused.
+    likely tokens; 0: from all. ``min_p``: sample from tokens with this share of the most likely
+    one's probability. ``repetition_penalty``: divide positive logits of the tokens of prompt and
+    response by it, and multiply negative ones; 1: unchanged. An engine that cannot give the log-probs
+    below with one of these is refused. ``seed``: None: different in each run.
 
-    top_p and top_k do not change log-probs: these are over the whole vocabulary at ``temperature``,
-    or at 1 for temperature 0, as the trainer computes them.
+    ``stop_ids``: token ids that end a response, beside the model's own end token; kept as its last
+    token. ``stop``: texts that end a response, within a token or over several: its ids and log-probs
+    go to the token that completes the text, its text ends before it. A special token's text is one
+    of ``stop_ids``.
+
+    Nothing of this changes log-probs: these are over the whole vocabulary at ``temperature``, or at 1
+    for temperature 0, as the trainer computes them.
     """
 
     temperature: float = 1.0
     max_tokens: int = 256
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
     stop: str | Sequence[str] = ()
@@ -77,10 +85,19 @@ class Sampling(UserConfig):
             raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         if not all(self.stop):
-            raise ConfigError("stop must be texts of one token each, not empty")
+            raise ConfigError("stop must be texts, not empty")
         if any(token < 0 for token in self.stop_ids):
             raise ConfigError(f"stop_ids must be token ids from 0, not {list(self.stop_ids)}")
-        check_least(0, top_k=self.top_k)
+        check_least(0, top_k=self.top_k, min_p=self.min_p)
+        check_above(0, repetition_penalty=self.repetition_penalty)
+        if self.min_p > 1 or self.repetition_penalty == math.inf:
+            raise ConfigError(f"min_p is at most 1, and repetition_penalty finite, not {self.min_p} and inf")
+
+    @property
+    def restrictions(self) -> dict[str, float]:
+        """The parameters that change draws and not log-probs, with their values."""
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        return {name: getattr(self, name) for name, value in off.items() if getattr(self, name) != value}
 
 
 @dataclass(frozen=True, kw_only=True)

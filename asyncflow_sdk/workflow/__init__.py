@@ -4,6 +4,7 @@ from .data import load_prompts
 from .endpoints import connect, serve
 from .events.step_files import ages_of, read_steps, staleness_of
 from .plan.toml import load_workflow
+from .rewards import HttpReward
 from .rollout.agent import Agent, Turn, Turns
 from .rollout.producer import EngineProducer
 from .run import Run
@@ -18,6 +19,7 @@ __all__ = [
     "CommandLauncher",
     "EngineProducer",
     "Generate",
+    "HttpReward",
     "Logprobs",
     "Result",
     "Rollout",

@@ -17,7 +17,7 @@ from ..algorithms import algorithm_spec, make_algorithm
 from ..errors import ConfigError, PluginError, SchemaError
 from ..interfaces import TRAIN_COLUMNS, Algorithm, Placement
 from ..ledger import TaskSpec
-from ..plugins import import_name, import_path
+from ..plugins import import_name
 from ..queue import QueueClient
 from ..queue.checks import check_names
 from ..types import LOSS_MASK, VERSION_SPANS, Chat, Sampling, Weights
@@ -25,6 +25,7 @@ from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 from ..types.defaults import AGENT_S, CONCURRENCY, GROUP_SIZE, LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S
 from ..types.tasks import SamplerSpec
 from ..types.validation import check_least
+from .rewards import Rewards, work_path
 from .rollout.agent import Agent
 from .serialization import Serializable
 from .work import (
@@ -32,7 +33,7 @@ from .work import (
     Logprobs,
     engine_name,
     is_coroutine,
-    parameters_of,
+    needs_of,
     plain_options,
     tokenizer_file,
 )
@@ -260,7 +261,7 @@ class Stage(Serializable):
 
     def __init__(
         self,
-        work: Callable[..., Any] | Logprobs | Generate | str,
+        work: Callable[..., Any] | Logprobs | Generate | Rewards | str,
         *,
         task: str | None = None,
         needs: Sequence[str] | None = None,
@@ -274,9 +275,10 @@ class Stage(Serializable):
         self.place, _ = _split_placement(placement)
         if isinstance(work, str) and ":" in work and not self.place.elsewhere:
             work = import_name(work)
-        if not (callable(work) or isinstance(work, (Logprobs, Generate)) or (isinstance(work, str) and ":" in work)):
+        engines = isinstance(work, (Logprobs, Generate, Rewards))
+        if not (callable(work) or engines or (isinstance(work, str) and ":" in work)):
             raise ConfigError(f'a stage needs a function, "module:function", a Logprobs or a Generate, not {work!r}')
-        self.work: Callable[..., Any] | Logprobs | Generate | str = work
+        self.work: Callable[..., Any] | Logprobs | Generate | Rewards | str = work
         name = task or (gives[0] if gives and isinstance(work, (Logprobs, Generate)) else None)
         named = (
             work.rpartition(":")[2]
@@ -284,7 +286,7 @@ class Stage(Serializable):
             else getattr(work, "__name__", type(work).__name__.lower())
         )
         self.task = name or named.strip("<>")
-        parameters = parameters_of(work) if callable(work) else getattr(work, "needs", ())
+        parameters = needs_of(work)
         self.whole_groups = "groups" in parameters and "groups" not in (needs or ())
         self.needs = tuple(needs) if needs is not None else tuple(c for c in parameters if c != "groups")
         self.gives = tuple(gives) if gives is not None else (self.task,)
@@ -293,7 +295,8 @@ class Stage(Serializable):
         self.replicas = max(1, len(self.place.hosts)) if self.world_size == 1 else 1
         """Workers at the start: one on each of ``hosts``, or one whose ranks are there."""
         small = _SMALL_BATCH * self.world_size
-        self.batch = batch or (_BATCH if callable(work) and not is_coroutine(work) else small)
+        awaited = work.awaited if isinstance(work, Rewards) else not callable(work) or is_coroutine(work)
+        self.batch = batch or (small if awaited else _BATCH)
         self.concurrency, self.lease_s = concurrency, lease_s
         self._check()
 
@@ -325,14 +328,12 @@ class Stage(Serializable):
     @property
     def path(self) -> str | None:
         """The import path of its function; None for an engine, and if no other process can import it."""
-        if isinstance(self.work, str):
-            return self.work
-        return import_path(self.work) if callable(self.work) else None
+        return None if isinstance(self.work, (Logprobs, Generate)) else work_path(self.work)
 
     @property
     def here(self) -> bool:
         """True if it runs in the driver's process, since no other process can import its function."""
-        return callable(self.work) and self.path is None
+        return not isinstance(self.work, (Logprobs, Generate)) and self.path is None
 
     def run(self, queue: QueueClient) -> None:
         """Declare the task and work in this thread until the stream ends. ``queue``: of a connection

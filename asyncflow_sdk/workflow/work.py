@@ -128,6 +128,12 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
     )
 
 
+def needs_of(work: Any) -> tuple[str, ...]:
+    """Return the columns that a stage's work declares, or else its parameters."""
+    declared = getattr(work, "needs", None)
+    return tuple(declared) if declared is not None else parameters_of(work) if callable(work) else ()
+
+
 def is_coroutine(function: Callable[..., Any]) -> bool:
     """True if calls of ``function`` are awaited."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

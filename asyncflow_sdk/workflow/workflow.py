@@ -12,6 +12,7 @@ result = af.Workflow(
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ from .events.waits import StallTimer
 from .plan.checks import check_plan
 from .plan.plan import AHEAD_STEPS, Plan
 from .plan.text import describe, mermaid, plan_text
+from .rewards import Rewards
 from .run import Run
 from .run_directory import RunDirectory
 from .serialization import Serializable
@@ -70,7 +72,9 @@ class Workflow(Serializable):
     that have its columns, at the same time as the others. ``print`` shows it.
 
     ``rollout``: one, or several of different engines. ``stages``: between rollout and training;
-    ``reward``: a further one that gives the column ``reward``. ``batch_size``: rows of a step, a
+    ``reward``: a further one that gives the column ``reward``: a function, a Stage, or a list of
+    functions and pairs (function, weight) whose weighted sum it is; each also fills a column
+    ``reward_NAME``, and None leaves it out of a row's sum. ``batch_size``: rows of a step, a
     multiple of the group size. ``steps``: of the run; ``epochs``: end it earlier, when every prompt
     was put this often; None: prompts repeat until the last step. ``staleness``, ``weights``: how old
     trained tokens may be, and how versions reach the replicas. ``seed``: of the order of prompts.
@@ -99,7 +103,7 @@ class Workflow(Serializable):
         train: Train,
         batch_size: int,
         steps: int,
-        reward: Callable[..., Any] | Stage | None = None,
+        reward: Callable[..., Any] | Stage | Sequence[Any] | None = None,
         stages: Sequence[Stage] = (),
         staleness: Staleness | None = None,
         weights: Weights | None = None,
@@ -120,15 +124,22 @@ class Workflow(Serializable):
         first = next((each for each in rollouts if each.admits), rollouts[0])
         masked = any(each.agent is not None and each.admits for each in rollouts)
         staleness = staleness or Staleness()
-        if reward is not None and not isinstance(reward, Stage):
-            reward = Stage(reward, task="reward", gives=["reward"])
+        scoring: tuple[Stage, ...] = ()
+        if isinstance(reward, (list, tuple)):
+            rewards = Rewards.of(reward)
+            scoring = (Stage(rewards, task="reward", gives=rewards.gives),)
+            train = functools.reduce(Train.needing, rewards.names, train)
+        elif isinstance(reward, Stage):
+            scoring = (reward,)
+        elif reward is not None:
+            scoring = (Stage(reward, task="reward", gives=["reward"]),)  # type: ignore[arg-type]
         ahead = batch_size * (staleness.max_staleness + AHEAD_STEPS)
         train = train.needing(LOSS_MASK) if masked else train
         source = prompt_source(prompts, first.prompt)
         stream = source if isinstance(source, PromptStream) else None
         self.plan = Plan(
             data=source.head if isinstance(source, PromptStream) else source, stream=stream, rollouts=rollouts,
-            stages=(*([reward] if reward is not None else []), *stages), reward=reward is not None,
+            stages=(*scoring, *stages), reward=bool(scoring),
             train=train.sized(batch_size, first.group_size), batch_size=batch_size, steps=steps, epochs=epochs,
             seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),
             capacity_rows=ahead if capacity_rows is None else capacity_rows,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 import asyncflow_sdk as af
@@ -12,9 +11,10 @@ from asyncflow_sdk.errors import ConfigError
 
 
 def workflow(
-    model: str, rollout: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **more: Any
-) -> af.Workflow:
-    rollouts = af.Rollout("transformers", model=model, group_size=4, **({"sampling": LENGTH} | (rollout or {})))
+    model: str, rollout: dict[str, Any] | None = None, train: dict[str, Any] | None = None,
+    engine: str = "transformers", **more: Any,
+) -> af.Workflow:  # fmt: skip
+    rollouts = af.Rollout(engine, model=model, group_size=4, **({"sampling": LENGTH} | (rollout or {})))
     trainer = af.Train("torch", model=model, **(train or {}))
     return af.Workflow(prompts=["12="], rollout=rollouts, reward=scored, train=trainer, batch_size=8, steps=1, **more)
 
@@ -54,13 +54,10 @@ def test_an_option_of_another_type_is_refused_by_name(tiny: str) -> None:
     workflow(tiny, train={"lr": 1, "betas": (0.9, 0.99), "decay_steps": None})
 
 
-def test_a_stop_of_several_tokens_is_refused_and_one_of_one_token_ends_responses(tiny: str) -> None:
-    with pytest.raises(ConfigError, match=r"a response ends at one token, and stop '12' is 2: \["):
-        workflow(tiny, rollout={"sampling": af.Sampling(max_tokens=4, stop=["=", "12"])})
-    judge = af.Generate("transformers", model=tiny, sampling=af.Sampling(stop="12"))
-    with pytest.raises(ConfigError, match="stop '12' is 2"):
-        workflow(tiny, stages=[af.Stage(judge, needs=["prompt"], gives=["verdict"])])
-    sampling = af.Sampling(max_tokens=4, stop="=", stop_ids=(7,))
-    workflow(tiny, rollout={"sampling": sampling})
-    with pytest.raises(ConfigError, match="a request takes stop_ids"):
-        af.Request(np.array([1], np.int32), sampling)
+def test_draws_with_other_log_probs_are_refused_by_the_declaration_of_the_engine(tiny: str) -> None:
+    for name, value in {"min_p": 0.1, "repetition_penalty": 1.2}.items():
+        sampling = af.Sampling(max_tokens=4, **{name: value})
+        refused = rf"engine 'vllm' cannot draw with {name}={value}: its log-probs .* It can with: top_k, top_p"
+        with pytest.raises(ConfigError, match=refused):
+            workflow(tiny, rollout={"sampling": sampling}, engine="vllm")
+        workflow(tiny, rollout={"sampling": sampling})

@@ -22,13 +22,15 @@ import torch
 
 from .decode_batch import DecodeBatch, begin
 from .sequence_slots import DecodeWork, FinishedBatch
+from .stop_texts import StopTexts
 
 
 class Decoder:
-    """Decodes rows of many requests with one model. Methods run the model and block."""
+    """Decodes rows of many requests with one model. Methods run the model and block. ``texts``: finds
+    stop texts; None: requests have none."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, texts: StopTexts | None = None) -> None:
+        self._model, self.texts = model, texts or StopTexts()
         self._batches: deque[DecodeBatch] = deque()
         self._ends = torch.tensor(end_tokens(model), dtype=torch.int64, device=model.device)
 
@@ -45,8 +47,8 @@ class Decoder:
     def admit(self, works: Sequence[DecodeWork]) -> FinishedBatch | None:
         """Read the prompts of ``works`` and draw the first token of each response."""
         with torch.inference_mode():
-            batch, logits = begin(self._model, works)
-            finished = batch.draw(logits, self._ends)
+            batch, logits = begin(self._model, works, self.texts)
+            finished = batch.draw(logits, self._ends, self.texts)
             if batch.rows and not self._joined(batch):
                 self._batches.append(batch)
             return finished
@@ -56,7 +58,7 @@ class Decoder:
         batch = self._batches[0]
         self._batches.rotate(-1)
         with torch.inference_mode():
-            finished = batch.draw(batch.read(self._model), self._ends)
+            finished = batch.draw(batch.read(self._model), self._ends, self.texts)
             if 2 * batch.rows < len(batch.slots):
                 batch.compact()
         if not batch.rows:

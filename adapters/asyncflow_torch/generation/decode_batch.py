@@ -16,6 +16,7 @@ from . import kv
 from .prefill import extend, passes, prefill
 from .sampler import draw, uniforms
 from .sequence_slots import DecodeWork, FinishedBatch, SequenceSlots
+from .stop_texts import StopTexts
 
 # Cost of a row in a step without attention, in tokens attended to; factor of cost accepted for padding.
 _ROW_COST = 128
@@ -23,10 +24,12 @@ _WASTE = 1.5
 
 
 class DecodeBatch:
-    """``mask``: bool (rows, tokens), False for padding; None without padding."""
+    """``mask``: bool (rows, tokens), False for padding; None without padding. ``truncated``: True if
+    rows draw by top-k, top-p or min-p; ``stopped``: if they have stop texts."""
 
-    def __init__(self, slots: SequenceSlots, cache: Any, mask: Any, truncated: bool) -> None:
-        self.slots, self.cache, self.mask, self.truncated = slots, cache, mask, truncated
+    def __init__(self, slots: SequenceSlots, cache: Any, mask: Any, truncated: bool, stopped: bool) -> None:
+        self.slots, self.cache, self.mask = slots, cache, mask
+        self.truncated, self.stopped = truncated, stopped
         self.rows = len(slots)
 
     def read(self, model: Any) -> Any:
@@ -44,13 +47,16 @@ class DecodeBatch:
         self.slots.position += self.slots.live
         return output.logits[:, -1]
 
-    def draw(self, logits: Any, ends: Any) -> FinishedBatch | None:
+    def draw(self, logits: Any, ends: Any, texts: StopTexts) -> FinishedBatch | None:
         """Draw a token per row. Raises EngineError if the model's logits are not finite."""
         slots = self.slots
-        cut = {"top_k": slots.top_k, "top_p": slots.top_p} if self.truncated else {}
+        cut = {"top_k": slots.top_k, "top_p": slots.top_p, "min_p": slots.min_p} if self.truncated else {}
+        if slots.seen.shape[1]:
+            cut |= {"seen": slots.seen, "penalty": slots.penalty}
         token, logprob = draw(logits, slots.temperature, uniforms(slots.key, slots.past + slots.drawn), **cut)
         slots.accept(token, logprob)
-        finished = slots.finish((token[:, None] == ends).any(1) | (token[:, None] + 1 == slots.stops).any(1))
+        stop = (token[:, None] == ends).any(1) | (token[:, None] + 1 == slots.stops).any(1)
+        finished = slots.finish(stop | texts.found(slots) if self.stopped else stop)
         if finished is not None:
             self.rows -= len(finished.work)
             if not np.isfinite(finished.logprobs.values).all():
@@ -75,7 +81,8 @@ class DecodeBatch:
                 cache, mask = extend(
                     model, cache, mask, [len(heads[row]) for row in rows], [tails[row] for row in rows]
                 )
-            yield DecodeBatch(slots.take(torch.tensor(rows, device=slots.live.device)), cache, mask, self.truncated)
+            taken = slots.take(torch.tensor(rows, device=slots.live.device))
+            yield DecodeBatch(taken, cache, mask, self.truncated, self.stopped)
 
     def abort(self, ids: Any) -> None:
         """End the rows of these works."""
@@ -120,6 +127,7 @@ class DecodeBatch:
         self.slots.join(other.slots)
         self.rows += other.rows
         self.truncated |= other.truncated
+        self.stopped |= other.stopped
 
     def _columns(self) -> Any:
         """Return the mask, also without padding."""
@@ -129,9 +137,11 @@ class DecodeBatch:
         return torch.ones(shape, dtype=torch.bool, device=self.slots.live.device)
 
 
-def begin(model: Any, works: Sequence[DecodeWork]) -> tuple[DecodeBatch, Any]:
+def begin(model: Any, works: Sequence[DecodeWork], texts: StopTexts) -> tuple[DecodeBatch, Any]:
     """Return the batch of all rows of ``works``, and the logits (rows, vocabulary) of their first
     tokens."""
     cache, mask, logits = prefill(model, [work.prompt for work in works for _ in range(work.n)])
-    truncated = any(work.sampling.top_k or work.sampling.top_p < 1 for work in works)
-    return DecodeBatch(SequenceSlots.of(works, model.device), cache, mask, truncated), logits
+    truncated = any(each.top_k or each.top_p < 1 or each.min_p for each in (work.sampling for work in works))
+    numbers = [texts.number(work.sampling.stop) for work in works]
+    slots = SequenceSlots.of(works, model.device, logits.shape[-1], numbers)
+    return DecodeBatch(slots, cache, mask, truncated, any(numbers)), logits

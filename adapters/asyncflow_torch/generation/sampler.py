@@ -1,7 +1,7 @@
-"""Drawing of tokens: temperature, top-k, top-p, and random numbers of a request.
+"""Drawing of tokens: temperature, penalty, min-p, top-k, top-p, and random numbers of a request.
 
 The log-prob of a drawn token is under softmax(logits / temperature) over the *whole* vocabulary,
-also with top-k or top-p, as a trainer recomputes it. Greedy tokens (temperature 0) carry their
+without penalty and cuts, as a trainer recomputes it. Greedy tokens (temperature 0) carry their
 log-prob at temperature 1.
 
 Random numbers are counted, not streamed: the number for token t of response i of a request is a
@@ -46,29 +46,42 @@ def _shift_right(x: Any, bits: int) -> Any:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def draw(logits: Any, temperature: Any, uniform: Any, *, top_k: Any = None, top_p: Any = None) -> tuple[Any, Any]:
+def draw(
+    logits: Any, temperature: Any, uniform: Any, *, top_k: Any = None, top_p: Any = None, min_p: Any = None,
+    seen: Any = None, penalty: Any = None,
+) -> tuple[Any, Any]:  # fmt: skip
     """Draw one token per row: (token int64 (rows,), log-prob float32 (rows,)).
 
     ``logits``: (rows, vocabulary), any floating dtype. ``temperature``, ``uniform``, ``top_p``:
-    float32 (rows,); ``top_k``: int64 (rows,), 0 is off; None for both skips their sort.
+    float32 (rows,); ``top_k``: int64 (rows,), 0 is off; None for all cuts skips their sort.
+    ``min_p``, ``penalty``: float32 (rows,). ``seen``: bool (rows, vocabulary), the tokens with a
+    penalty (Keskar et al. 2019, CTRL, section 4.1; on logits of either sign as in transformers).
     """
     greedy = temperature == 0
-    probs = (logits.float() / torch.where(greedy, 1.0, temperature)[:, None]).softmax(-1)
-    weights = probs if top_k is None else _truncated(probs, top_k, top_p)
+    scale = torch.where(greedy, 1.0, temperature)[:, None]
+    logits = logits.float()
+    weights = probs = (logits / scale).softmax(-1)
+    if seen is not None:
+        by = penalty[:, None]
+        weights = (torch.where(seen, torch.where(logits > 0, logits / by, logits * by), logits) / scale).softmax(-1)
+    if top_k is not None:
+        weights = _truncated(weights, top_k, top_p, min_p)
     cumulative = weights.cumsum(-1)
     # The first place whose cumulative weight exceeds the number has weight above 0: no cut token is drawn.
     target = (uniform * cumulative[:, -1])[:, None]
     token = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
     if greedy.any():
-        token = torch.where(greedy, probs.argmax(-1), token)
+        token = torch.where(greedy, weights.argmax(-1), token)
     return token, probs.gather(-1, token[:, None])[:, 0].log()
 
 
-def _truncated(probs: Any, top_k: Any, top_p: Any) -> Any:
-    """Set ``probs`` to 0 outside the ``top_k`` most likely tokens, and outside the fewest of them
-    with ``top_p`` of their mass (the order of transformers and vLLM). At least one token stays."""
+def _truncated(probs: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
+    """Set ``probs`` to 0 below ``min_p`` of the largest, outside the ``top_k`` most likely tokens, and
+    outside the fewest of them with ``top_p`` of their mass (the order of vLLM). At least one token
+    stays."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
+    ordered = ordered.masked_fill(ordered < min_p[:, None] * ordered[:, :1], 0)
     ordered = ordered.masked_fill((rank >= top_k[:, None]) & (top_k > 0)[:, None], 0)
     mass = ordered.cumsum(-1)
     within = (mass - ordered < top_p[:, None] * mass[:, -1:]) | (top_p >= 1)[:, None]

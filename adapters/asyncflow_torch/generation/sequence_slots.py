@@ -82,6 +82,9 @@ class SequenceSlots:
     temperature: Any  # float32
     top_k: Any  # int64
     top_p: Any  # float32
+    min_p: Any  # float32
+    penalty: Any  # float32
+    seen: Any  # bool (rows, vocabulary): tokens of prompt and response; (rows, 0) without penalties
     position: Any  # int64: position of the next token to read
     drawn: Any  # int64: tokens drawn so far
     past: Any  # int64: response tokens in the prompt
@@ -90,10 +93,14 @@ class SequenceSlots:
     token_ids: Any  # int32 (rows, longest limit)
     logprobs: Any  # float32 (rows, longest limit)
     stops: Any  # int64 (rows, most stop ids): id + 1, 0 is none
+    stop_texts: Any  # int64: number of StopTexts
 
     @classmethod
-    def of(cls, works: Sequence[DecodeWork], device: Any) -> SequenceSlots:
-        """Return the rows of ``works``, one work after another, without drawn tokens."""
+    def of(
+        cls, works: Sequence[DecodeWork], device: Any, vocabulary: int, stop_texts: Sequence[int]
+    ) -> SequenceSlots:
+        """Return the rows of ``works``, one work after another, without drawn tokens. ``stop_texts``: of
+        each work."""
         counts = np.array([work.n for work in works])
         ends = counts.cumsum()
         rows, longest = int(ends[-1]), max(work.sampling.max_tokens for work in works)
@@ -102,6 +109,11 @@ class SequenceSlots:
         for number, work in enumerate(works):
             stops[number, : len(work.sampling.stop_ids)] = work.sampling.stop_ids
             stops[number, : len(work.sampling.stop_ids)] += 1
+
+        penalised = any(work.sampling.repetition_penalty != 1 for work in works)
+        seen = np.zeros((len(works), vocabulary if penalised else 0), np.bool_)
+        for number, work in enumerate(works if penalised else ()):
+            seen[number, work.prompt] = True
 
         def per_row(values: Sequence[Any], dtype: Any = np.int64) -> Any:
             return torch.from_numpy(np.repeat(np.array(values, dtype), counts)).to(device)
@@ -116,6 +128,9 @@ class SequenceSlots:
             temperature=per_row([work.sampling.temperature for work in works], np.float32),
             top_k=per_row([work.sampling.top_k for work in works]),
             top_p=per_row([work.sampling.top_p for work in works], np.float32),
+            min_p=per_row([work.sampling.min_p for work in works], np.float32),
+            penalty=per_row([work.sampling.repetition_penalty for work in works], np.float32),
+            seen=torch.from_numpy(np.repeat(seen, counts, 0)).to(device),
             position=per_row([len(work.prompt) for work in works]),
             drawn=torch.zeros(rows, dtype=torch.int64, device=device),
             past=per_row([work.past for work in works]),
@@ -124,6 +139,7 @@ class SequenceSlots:
             token_ids=torch.zeros(rows, longest, dtype=torch.int32, device=device),
             logprobs=torch.zeros(rows, longest, dtype=torch.float32, device=device),
             stops=torch.from_numpy(np.repeat(stops, counts, 0)).to(device),
+            stop_texts=per_row(stop_texts),
         )
 
     def __len__(self) -> int:
@@ -154,6 +170,8 @@ class SequenceSlots:
         at = self.drawn.clamp(max=self.token_ids.shape[1] - 1)[:, None]
         self.token_ids.scatter_(1, at, token[:, None].to(torch.int32))
         self.logprobs.scatter_(1, at, logprob[:, None])
+        if self.seen.shape[1]:
+            self.seen.scatter_(1, token[:, None], True)
         self.token = token
         self.drawn += self.live
 

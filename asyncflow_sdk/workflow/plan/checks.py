@@ -13,6 +13,7 @@ import numpy as np
 
 from ...errors import ConfigError, PluginError, SchemaError
 from ...interfaces import Placement
+from ...interfaces.rollout import check_restrictions
 from ...plugins import registry
 from ...types.config import LOCAL
 from ...types.dtypes import floating_name
@@ -355,7 +356,11 @@ def _check_temperature(rollout: Rollout, train: Train) -> None:
 
 
 def _check_stops(spec: Rollout | Generate) -> None:
-    """Check the stop texts of a response: one token each, if the tokenizer is here."""
+    """Check that stop texts have a tokenizer, and the engine's declaration of restricted draws."""
+    adapter = registry().find("rollout", spec.engine)
+    able = adapter.spec.declared("restrictions") if adapter is not None else None
+    if able is not None:
+        check_restrictions(f"engine {spec.engine!r}", able, spec.sampling)
     with contextlib.suppress(PluginError):  # this environment has no tokenizers: the worker checks
         with_stop_ids(spec.sampling, Tokenizer(spec.tokenizer) if spec.tokenizer and spec.sampling.stop else None)
 

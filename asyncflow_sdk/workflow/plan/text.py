@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -240,5 +239,5 @@ def mermaid(plan: Plan) -> str:
     return "\n".join(["flowchart LR", *lines])
 
 
-def _name_of(function: Callable[..., Any] | str) -> str:
+def _name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))

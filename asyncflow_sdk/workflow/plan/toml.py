@@ -187,6 +187,8 @@ class _File:
         name, members = key[-1], _members(hint)
         if key == ("prompts",):
             return self._prompts(value, key)
+        if key == ("reward",) and isinstance(value, list):
+            return [self._reward(each, (*key, number)) for number, each in enumerate(value)]
         if key == ("trackers",):
             return self._trackers(value, key)
         if name == "algorithm":
@@ -245,6 +247,15 @@ class _File:
             self._add_error(key, f'prompts: there is no file {file}; a function is named "module:function"')
             raise _InvalidValue
         return self._function(value, key)
+
+    def _reward(self, value: Any, key: Key) -> Any:
+        """Read the import path of a function, or a pair of it and a weight."""
+        path, *weight = value if isinstance(value, list) and value else [value]
+        if not isinstance(path, str):
+            self._add_error(key, f'{_dotted(key)} is "module:function", or a list of it and a weight')
+            raise _InvalidValue
+        function = self._function(path, key)
+        return (function, *weight) if weight else function
 
     def _algorithm(self, value: Any, key: Key) -> Any:
         """Make an installed algorithm, to report its errors with their lines; return the name and options of another."""

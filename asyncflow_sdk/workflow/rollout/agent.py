@@ -30,7 +30,7 @@ from ..work import is_coroutine, parameters_of
 from ..workers.user_code import user_error_text
 from .engine_gateway import EngineGateway, Generated, derived_seed, joined_spans, spans_of
 from .prompt_lease import Ids
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, with_stop_ids
 
 CANCEL_S = 1.0
 """A cancelled agent may take this long to end (seconds)."""
@@ -94,8 +94,8 @@ class Turns:
     ) -> Turn:
         """Generate the model's next turn, after ``observed`` if given.
 
-        ``max_tokens``: limit of this turn; default: the sampling's. ``stop``: further tokens (or
-        texts of one token each) that end the turn. In a full context the turn is empty, with reason
+        ``max_tokens``: limit of this turn; default: the sampling's. ``stop``: further tokens and texts
+        that end the turn; a turn's text includes them. In a full context the turn is empty, with reason
         "length". Raises EngineError if the engine refuses the request; the row then fails even if
         the agent catches the error.
         """
@@ -111,8 +111,7 @@ class Turns:
         if self.over:
             await asyncio.sleep(0)  # an agent in an endless loop must not block the loop's timers
             return Turn("", np.empty(0, np.int32), np.empty(0, np.float32), "length")
-        stops = (*self._sampling.stop_ids, *self._stop_ids(stop))
-        sampling = replace(self._sampling, max_tokens=most, stop_ids=stops)
+        sampling = replace(self._with_stops(stop), max_tokens=most)
         request = Request(ids, sampling, 1, derived_seed(self._seed, self._count))
         self._generating, self._count = True, self._count + 1
         try:
@@ -182,11 +181,12 @@ class Turns:
             raise SchemaError(f"an observation is text or a row of token ids, not {ids.dtype} of shape {ids.shape}")
         return ids.astype(np.int32)  # type: ignore[no-any-return]
 
-    def _stop_ids(self, stop: str | Sequence[str | int]) -> list[int]:
-        return [
-            self._require_tokenizer("stop text").stop_id(each) if isinstance(each, str) else int(each)
-            for each in ([stop] if isinstance(stop, str) else stop)
-        ]
+    def _with_stops(self, stop: str | Sequence[str | int]) -> Sampling:
+        given, sampling = [stop] if isinstance(stop, str) else stop, self._sampling
+        texts = [each for each in given if isinstance(each, str)]
+        ids = [int(each) for each in given if not isinstance(each, str)]
+        added = replace(sampling, stop_ids=(*sampling.stop_ids, *ids), stop=(*sampling.stop, *texts))
+        return with_stop_ids(added, self._require_tokenizer("stop text")) if texts else added
 
     def _require_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:

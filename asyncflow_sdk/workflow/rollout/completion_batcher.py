@@ -19,27 +19,31 @@ from ...types import LOSS_MASK, VERSION_SPANS, Ragged, one_version
 from ..workers.worker_log import WorkerLog
 from .engine_gateway import Generated, spans_of
 from .prompt_lease import PromptLease
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, before_stop
 
 BATCH_S = 0.1
 """A response waits this long for others at most, unless its lease is finished (seconds)."""
 
 
 class ResponseColumns:
-    """Makes the columns of finished rows. ``tokenizer``: for text. ``prefix``: of their names.
-    ``prompt_ids``: with the encoded prompts. ``only``: one column of this name, text if there is a
-    tokenizer, else token ids."""
+    """Makes the columns of finished rows. ``tokenizer``: for text, which ends before ``stop``.
+    ``prefix``: of their names. ``prompt_ids``: with the encoded prompts. ``only``: one column of this
+    name, text if there is a tokenizer, else token ids."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, *, prefix: str = "", prompt_ids: bool = False, only: str = ""
-    ) -> None:
+        self, tokenizer: Tokenizer | None, *, prefix: str = "", prompt_ids: bool = False, only: str = "",
+        stop: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._tokenizer, self._prefix, self._prompt_ids, self._only = tokenizer, prefix, prompt_ids, only
+        self._stop = stop
 
     def make(self, lease: PromptLease, rows: Sequence[int], responses: Sequence[Generated]) -> dict[str, Any]:
         """Return the columns of ``rows``, the rows of ``responses`` in order."""
         completions = [each.completion for each in responses]
         ids = _ragged([each.token_ids for each in completions], np.int32)
-        text = {} if self._tokenizer is None else {"response": self._tokenizer.decode(ids)}
+        text: dict[str, Any] = {}
+        if self._tokenizer is not None:
+            text = {"response": [before_stop(each, self._stop) for each in self._tokenizer.decode(ids)]}
         if self._only:
             return {self._only: text.get("response", ids)}
         columns: dict[str, Any] = {

@@ -21,6 +21,7 @@ from ...errors import DeadlineExceeded, EngineError
 from ...interfaces import Completion, Completions, Request, RolloutEngine
 from ...queue.coroutines import wait_for_event
 from ...types import Ragged, VersionSpan
+from .tokenizer import Tokenizer
 
 RESPONSE_S = 3600.0
 """The longest time a response may take (seconds)."""
@@ -52,10 +53,12 @@ class Generated(NamedTuple):
 class EngineGateway:
     """Passes requests to one engine, on one event loop. ``loaded``: the engine's version, None
     before its first. ``newest``: the newest version given to the engine, loaded or not. Sets
-    ``wake`` whenever the engine becomes idle."""
+    ``wake`` whenever the engine becomes idle. ``tokenizer``: finds stop texts."""
 
-    def __init__(self, engine: RolloutEngine, loaded: int | None, wake: asyncio.Event) -> None:
-        self.loaded, self.newest = loaded, loaded or 0
+    def __init__(
+        self, engine: RolloutEngine, loaded: int | None, wake: asyncio.Event, tokenizer: Tokenizer | None = None
+    ) -> None:
+        self.loaded, self.newest, self._tokenizer = loaded, loaded or 0, tokenizer
         self._engine, self._name, self._wake = engine, type(engine).__name__, wake
         self._requests = 0
         self._open, self._empty = asyncio.Event(), asyncio.Event()
@@ -92,9 +95,23 @@ class EngineGateway:
     async def generate(self, request: Request) -> AsyncGenerator[Generated, None]:
         """Yield every response of ``request`` once, as it finishes. Close the generator.
 
-        Raises EngineError, possibly after some responses, for a rejected request or a broken
-        contract.
+        A response ends with the token that completes a stop text, also if the engine went on. Raises
+        EngineError, possibly after some responses, for a rejected request or a broken contract.
         """
+        stops, tokenizer = request.sampling.stop, self._tokenizer
+        if stops and not self._engine.capabilities.stop_texts:
+            request = replace(request, sampling=replace(request.sampling, stop=()))
+        async with contextlib.aclosing(self._generate(request)) as responses:
+            async for generated in responses:
+                if not stops or tokenizer is None:
+                    yield generated
+                    continue
+                for completion in generated.completion.each():
+                    end = tokenizer.find_stop(np.asarray(completion.token_ids).tolist(), stops)
+                    yield Generated(completion if end is None else _cut(completion, end), generated.version)
+
+    async def _generate(self, request: Request) -> AsyncGenerator[Generated, None]:
+        """Yield every response as the engine ends it."""
         while not self._open.is_set():  # it may close again before this task runs
             await self._open.wait()
         assert self.loaded is not None
@@ -141,7 +158,7 @@ class EngineGateway:
             replace(sampling, max_tokens=sampling.max_tokens - length), 1, request.seed,
             drawn=request.drawn + length, first=request.first + part.index,
         )  # fmt: skip
-        async with contextlib.aclosing(self.generate(rest)) as responses:
+        async with contextlib.aclosing(self._generate(rest)) as responses:
             ends = [(end, each.version) async for each in responses for end in each.completion.each()]
         end, later = ends[0]
         return Generated(_joined(part, version, end, later), version)
@@ -207,6 +224,13 @@ def joined_spans(parts: Sequence[Sequence[VersionSpan]]) -> tuple[VersionSpan, .
 def derived_seed(seed: int | None, number: int) -> int | None:
     """Return another seed for each ``number``; None without a seed."""
     return None if seed is None else hash((seed, number)) & 0x7FFFFFFF
+
+
+def _cut(completion: Completion, end: int) -> Completion:
+    """Return the first ``end`` tokens of a response."""
+    spans = [VersionSpan(version, start, min(stop, end)) for version, start, stop in completion.spans if start < end]
+    ids, logprobs = completion.token_ids[:end], completion.logprobs[:end]
+    return Completion(completion.index, ids, logprobs, "stop", spans)
 
 
 def _joined(part: Completion, version: int, end: Completion, later: int) -> Completion:

@@ -59,7 +59,8 @@ class EngineProducer(Producer):
             raise ConfigError(f"column {prompt!r} is text; a producer needs a tokenizer to encode it")
         if agent is not None and not isinstance(agent, Agent):
             agent = Agent(function=agent)
-        can = engine.capabilities
+        can, sampling = engine.capabilities, with_stop_ids(sampling or Sampling(), tokenizer)
+        can.check(type(engine).__name__, sampling)
         chosen = choose_swap(type(engine).__name__, can.swap, swap, token_versions=can.token_versions, verify=verify)
         if swap == "auto":
             log = WorkerLog(queue.connection)
@@ -67,8 +68,10 @@ class EngineProducer(Producer):
         self._queue, self._spec = queue, rollout_task(task, prompt, prefix, tokenizer is not None, agent)
         self._worker = RolloutWorker(
             queue, engine, task=task, prompts=PromptReader(prompt, PromptEncoder(tokenizer, chat) if tokenizer else None),
-            columns=ResponseColumns(tokenizer, prefix=prefix, prompt_ids=prompt != "prompt_ids"),
-            sampling=with_stop_ids(sampling or Sampling(), tokenizer), tokenizer=tokenizer, agent=agent,
+            columns=ResponseColumns(
+                tokenizer, prefix=prefix, prompt_ids=prompt != "prompt_ids", stop=sampling.stop if agent is None else ()
+            ),
+            sampling=sampling, tokenizer=tokenizer, agent=agent,
             swap=chosen.chosen, verify=verify, needs_first=needs_first,
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,8 @@ def token_ids(batch: Batch, column: str) -> Ragged:
 
 
 def with_stop_ids(sampling: Sampling, tokenizer: Tokenizer | None) -> Sampling:
-    """Encode ``stop`` as ``stop_ids``. Raises ConfigError for several tokens, or no tokenizer."""
+    """Add the texts of ``stop`` that are one token to ``stop_ids``, so that every engine ends at it.
+    Raises ConfigError without a tokenizer."""
     if not sampling.stop:
         return sampling
     if tokenizer is None:
@@ -39,7 +41,14 @@ def with_stop_ids(sampling: Sampling, tokenizer: Tokenizer | None) -> Sampling:
             f"stop={sampling.stop!r} is text, and there is no tokenizer to encode it: name a tokenizer, or give"
             " stop_ids"
         )
-    return replace(sampling, stop=(), stop_ids=(*sampling.stop_ids, *map(tokenizer.stop_id, sampling.stop)))
+    encoded = [ids.tolist() for ids in tokenizer.encode(sampling.stop, special=False)]
+    single = [ids[0] for ids in encoded if len(ids) == 1]
+    return replace(sampling, stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *single))))
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the first of the stop texts in it."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 class Tokenizer:
@@ -63,15 +72,17 @@ class Tokenizer:
             raise SchemaError(f"{self._find_invalid(texts)} cannot be encoded by {self.file}: {error}") from error
         return [np.array(e.ids, np.int32) for e in encoded]
 
-    def stop_id(self, stop: str) -> int:
-        """Return the one token of a text. Raises ConfigError for several: engines stop at one."""
-        ids = self.encode([stop], special=False)[0]
-        if len(ids) != 1:
-            raise ConfigError(
-                f"a response ends at one token, and stop {stop!r} is {len(ids)}: {ids.tolist()}; name a text with one"
-                f" token, such as a special token, or search the generated text for {stop!r}"
-            )
-        return int(ids[0])
+    def find_stop(self, ids: Sequence[int], stops: Sequence[str]) -> int | None:
+        """Return the number of tokens up to the one that completes the first stop text; None without
+        one."""
+
+        def has_stop(count: int) -> bool:
+            text = self._tokenizer.decode(list(ids[:count]), skip_special_tokens=True)
+            return any(stop in text for stop in stops)
+
+        if not has_stop(len(ids)):
+            return None
+        return bisect.bisect_left(range(len(ids)), True, key=has_stop)
 
     def _find_invalid(self, texts: Sequence[str]) -> str:
         for number, text in enumerate(texts):

@@ -19,12 +19,13 @@ from ...queue.error_text import error_text
 from ...types import Batch, Ragged
 from ...types.columns import find_invalid_entry, pack
 from ...types.defaults import CONCURRENCY, NEXT_S
+from ..rewards import Rewards
 from ..rollout.chat import PromptEncoder
 from ..rollout.completion_batcher import ResponseColumns
 from ..rollout.prompt_lease import PromptReader
 from ..rollout.rollout_worker import RolloutWorker
 from ..rollout.tokenizer import Tokenizer, with_stop_ids
-from ..work import Generate, Logprobs, is_coroutine
+from ..work import Generate, Logprobs, is_coroutine, needs_of
 from .engines import loading_model, make_engine
 from .rank_communicator import RankCommunicator
 from .user_code import FunctionFailed, user_error_text
@@ -36,7 +37,7 @@ FILTERED = "filtered"
 
 def run_stage(
     queue: QueueClient,
-    work: Callable[..., Any] | Logprobs | Generate | str,
+    work: Callable[..., Any] | Logprobs | Generate | Rewards | str,
     *,
     task: str,
     needs: tuple[str, ...],
@@ -57,6 +58,12 @@ def run_stage(
             stage.run(batch, score, ranks)
     elif isinstance(work, Generate):
         asyncio.run(_responding(stage, work, needs[0]).run())
+    elif isinstance(work, Rewards):
+        rewards = _RewardFunctions(work)
+        if work.awaited:
+            asyncio.run(stage.run_async(batch, concurrency, rewards))
+        else:
+            stage.run(batch, rewards.run)
     else:
         function: Callable[..., Any] = import_name(work) if isinstance(work, str) else work
         call = _UserFunction(function, gives, groups)
@@ -104,7 +111,7 @@ class _Stage:
                 self._report_late(unsent, error)
         self.queue.flush()
 
-    async def run_async(self, count: int, concurrency: int, call: _UserFunction) -> None:
+    async def run_async(self, count: int, concurrency: int, call: _UserFunction | _RewardFunctions) -> None:
         """Await ``call`` for up to ``concurrency`` leases at a time, of ``count`` rows each."""
         running: set[asyncio.Task[None]] = set()
         lease: asyncio.Task[AsyncLeasedBatch] | None = None
@@ -135,7 +142,7 @@ class _Stage:
             await asyncio.gather(*left, return_exceptions=True)
             await self.queue.connection.wire.aclose_loop()
 
-    async def _await_call(self, rows: AsyncLeasedBatch, call: _UserFunction) -> None:
+    async def _await_call(self, rows: AsyncLeasedBatch, call: _UserFunction | _RewardFunctions) -> None:
         began = time.monotonic()
         async with rows:
             columns = await call.run_async(rows)
@@ -193,9 +200,11 @@ def _responding(stage: _Stage, work: Generate, prompt: str) -> RolloutWorker:
     engine: RolloutEngine
     with loading_model(stage.queue, stage.task):
         engine = make_engine("rollout", work.engine, model=work.model, **work.options)
+    engine.capabilities.check(type(engine).__name__, sampling)
     return RolloutWorker(
         stage.queue, engine, task=stage.task, prompts=PromptReader(prompt, encoder, per_row=True),
-        columns=ResponseColumns(tokenizer, only=stage.gives[0]), sampling=sampling, kind=stage.kind,
+        columns=ResponseColumns(tokenizer, only=stage.gives[0], stop=sampling.stop), sampling=sampling,
+        tokenizer=tokenizer, kind=stage.kind,
     )  # fmt: skip
 
 
@@ -203,11 +212,15 @@ def _responding(stage: _Stage, work: Generate, prompt: str) -> RolloutWorker:
 
 
 class _UserFunction:
-    """Calls a function on a lease and checks the returned columns. Raises FunctionFailed."""
+    """Calls a function on a lease and checks the returned columns. ``needs``: the columns passed to it;
+    None: all. ``scores``: it returns one number or None a row. Raises FunctionFailed."""
 
-    def __init__(self, function: Callable[..., Any], gives: tuple[str, ...], groups: bool) -> None:
-        self._function, self._gives, self._groups = function, gives, groups
-        self._name = getattr(function, "__qualname__", repr(function))
+    def __init__(
+        self, function: Callable[..., Any], gives: tuple[str, ...], groups: bool,
+        needs: tuple[str, ...] | None = None, scores: bool = False,
+    ) -> None:  # fmt: skip
+        self._function, self._gives, self._groups, self._needs, self._scores = function, gives, groups, needs, scores
+        self._name = getattr(function, "__qualname__", type(function).__name__)
 
     def run(self, rows: Batch) -> dict[str, Any]:
         """Call the function."""
@@ -223,7 +236,8 @@ class _UserFunction:
         return self._check(returned, rows)
 
     def _arguments(self, rows: Batch) -> dict[str, Any]:
-        return {**rows, "groups": rows.groups} if self._groups else dict(rows)
+        given = dict(rows) if self._needs is None else {name: rows[name] for name in self._needs}
+        return {**given, "groups": rows.groups} if self._groups else given
 
     @contextlib.contextmanager
     def _errors(self, rows: Batch) -> Iterator[None]:
@@ -252,6 +266,8 @@ class _UserFunction:
         return columns
 
     def _check_column(self, column: str, values: Any, rows: Batch) -> Any:
+        if self._scores and isinstance(values, (list, tuple)):
+            values = [float("nan") if each is None else each for each in values]
         try:
             packed = pack(column, values)
         except SchemaError as error:
@@ -265,7 +281,7 @@ class _UserFunction:
             ) from None
         if len(packed) != rows.rows:
             raise FunctionFailed(f"{self._name}() returned {len(packed)} values for {rows.rows} rows")
-        if column != "reward":
+        if column != "reward" and not self._scores:
             return values
         # Always one dtype: a function may return ints for one batch and floats for the next.
         if packed.spec.kind != "fixed" or packed.spec.shape:
@@ -273,13 +289,48 @@ class _UserFunction:
                 f"{self._name}() returned a reward that is {packed.spec}; it must be one number a row"
             )
         array = packed.values.astype(np.float32)
-        infinite = np.flatnonzero(~np.isfinite(array))
+        infinite = np.flatnonzero(np.isinf(array) if self._scores else ~np.isfinite(array))
         if len(infinite):
             row = int(infinite[0])
             raise FunctionFailed(
                 f"{self._name}() returned {array[row]} for row {rows.ids[row]}, given {_arguments_of(rows, row)}"
             )
         return array
+
+
+class _RewardFunctions:
+    """Calls reward functions on a lease and adds up their rewards. Raises FunctionFailed."""
+
+    def __init__(self, rewards: Rewards) -> None:
+        self._rewards = rewards
+        self._calls = []
+        for function, name in zip(rewards.functions, rewards.names, strict=True):
+            needs = needs_of(function)
+            plain = tuple(column for column in needs if column != "groups")
+            call = _UserFunction(function, (name,), "groups" in needs, plain, scores=True)
+            self._calls.append((call, is_coroutine(function)))
+
+    def run(self, rows: Batch) -> dict[str, Any]:
+        """Call all functions, one after another."""
+        return self._sum([call.run(rows) for call, _ in self._calls], rows)
+
+    async def run_async(self, rows: Batch) -> dict[str, Any]:
+        """Await all functions together; plain ones run in threads."""
+        calls = [
+            call.run_async(rows) if awaits else asyncio.to_thread(call.run, rows) for call, awaits in self._calls
+        ]
+        return self._sum(await asyncio.gather(*calls), rows)
+
+    def _sum(self, scored: list[dict[str, Any]], rows: Batch) -> dict[str, Any]:
+        columns = {name: values for each in scored for name, values in each.items()}
+        total = self._rewards.total(columns)
+        lacking = np.flatnonzero(np.isnan(total))
+        if len(lacking):
+            row = int(lacking[0])
+            raise FunctionFailed(
+                f"no reward function scored row {rows.ids[row]}: each returned None, given {_arguments_of(rows, row)}"
+            )
+        return columns | {"reward": total.astype(np.float32)}
 
 
 def _arguments_of(rows: Batch, row: int) -> str:

@@ -16,12 +16,12 @@ from ...errors import ConfigError, VersionGone
 from ...interfaces import TrainEngine, optimizer_source
 from ...memory import make_private_directory
 from ...queue import QueueClient
-from ...types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_version
+from ...types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version
 from ...types import events as ev
 from ...weights import Restoration, TransportPublisher, get_restoration, pack_restoration, report_restored
 from ..checkpoint import Checkpoints, Damaged, ResumePoint
 from .rank_communicator import RANK_ERRORS, RankCommunicator
-from .trainer_steps import StepLost, StepWork, TrainerStep, trainer_steps
+from .trainer_steps import StepLost, StepWork, TrainerStep, step_metrics, trainer_steps
 from .worker_log import WorkerLog
 
 
@@ -107,10 +107,10 @@ def _train(step: TrainerStep, versions: _TrainedVersions, ranks: RankCommunicato
         # Hazard: if a step from before a rollback is acknowledged before its version is published, the ledger counts
         # the update as given up, and the version as that of a later step.
         published = versions.publish(version + 1, at_once=version != step.version)
-        payloads = ranks.all_gather(f"the end of step {step.index}", bytes([published]) + work.ages.packed())
+        payloads = ranks.all_gather(f"the end of step {step.index}", bytes([published]) + work.packed())
         if all(payload[0] for payload in payloads):
             metrics = {name: float(value) for name, value in work.result.metrics.items()}
-            metrics |= AgeSums.all([payload[1:] for payload in payloads]).metrics()
+            metrics |= step_metrics(payload[1:] for payload in payloads)
             return _TrainedStep(version, work, metrics | ({"parts": float(work.parts)} if work.parts else {}))
         versions.warn(f"step {step.index} is trained again: a rollback gave up the weights it was trained from")
 

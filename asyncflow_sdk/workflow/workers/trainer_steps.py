@@ -8,14 +8,17 @@ for step in trainer_steps(queue, engine, log, task="train", part_rows=32):
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+import msgspec
 
 from ...errors import LeaseLost, StepAborted
 from ...interfaces import LeasedBatch, LeasedStep, StepPart, StepResult, TrainEngine
 from ...queue import QueueClient
 from ...types import AgeSums
 from ...types.defaults import NEXT_S
+from ..rewards import RewardSums, reward_means, reward_sums
 from .rank_communicator import RankCommunicator
 from .worker_log import WorkerLog
 
@@ -26,11 +29,24 @@ class StepLost(Exception):
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a rank has trained of a step. ``parts``: number of parts; 0 for a whole step."""
+    """What a rank has trained of a step. ``rewards``: sums of single ones. ``parts``: number of parts;
+    0 for a whole step."""
 
     result: StepResult
     ages: AgeSums
+    rewards: tuple[RewardSums, ...] = ()
     parts: int = 0
+
+    def packed(self) -> bytes:
+        """Encode what ``step_metrics`` merges over the ranks."""
+        return msgspec.msgpack.encode((self.ages, self.rewards))
+
+
+def step_metrics(packed: Iterable[bytes]) -> dict[str, float]:
+    """Return the ages and single rewards of a whole step, from each rank's ``StepWork.packed``."""
+    ranks = [msgspec.msgpack.decode(each, type=tuple[msgspec.Raw, list[RewardSums]]) for each in packed]
+    rewards = [part for _, parts in ranks for part in parts]
+    return AgeSums.all(bytes(ages) for ages, _ in ranks).metrics() | reward_means(rewards)
 
 
 class TrainerStep(abc.ABC):
@@ -61,7 +77,7 @@ class WholeStep(TrainerStep):
         ages = AgeSums.of(self._batch.ages(self.index))
         with self._log.timed("train", rows=self._batch.rows, tokens=ages.tokens, version=version):
             result = self._engine.train_step(self._batch)
-        return StepWork(result, ages)
+        return StepWork(result, ages, (reward_sums(self._batch),))
 
     def ack(self, work: StepWork) -> None:
         self._batch.ack(filtered=work.result.filtered)
@@ -92,7 +108,8 @@ class StepInParts(TrainerStep):
         except (LeaseLost, StepAborted) as error:  # or another rank's: the ranks have one lease
             self._engine.abort_step()
             raise StepLost(str(error)) from error
-        return StepWork(result, AgeSums.all(each.packed() for each in ages), len(ages))
+        rewards = tuple(map(reward_sums, self._delivered))
+        return StepWork(result, AgeSums.all(each.packed() for each in ages), rewards, len(ages))
 
     def ack(self, work: StepWork) -> None:
         self._step.ack(filtered=work.result.filtered)
