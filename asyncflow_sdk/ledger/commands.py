@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..types import ColumnSpec
+from ..types.defaults import LISTENER_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.reports import Reply as Reply
 from ..types.tasks import PolicySpec, TaskSpec
@@ -464,11 +465,13 @@ class HomeList(Reply, frozen=True, tag="homes"):
 class AddCheckpoint(Command, frozen=True, tag="checkpoint"):
     """Record a checkpoint of the trainer's state before ``step``; all earlier steps are
     acknowledged. Steps before ``covers`` are never trained again: their rows end, their memory is
-    freed, and older checkpoints are no longer kept. ``version``: of its weights, or -1."""
+    freed, and older checkpoints are no longer kept. ``version``: of its weights, or -1. ``timeout_s``:
+    limit of the server's wait for listeners that still read rows of these steps."""
 
     step: int
     covers: int
     version: int = -1
+    timeout_s: float = LISTENER_S
 
 
 class Resume(Command, frozen=True, tag="resume"):

@@ -215,8 +215,6 @@ class CallExecutor:
             unread, trained = self._unread(command), self._trained(lease, ids)
             if call.then is not None and not isinstance(command, (cmd.Complete, cmd.GiveBack)):
                 raise ProtocolError("`then` needs a completion or a return of rows")
-            if isinstance(command, cmd.AddCheckpoint):
-                self._listeners.final(command.covers)
             self._pending[ticket] = PendingCall(session, command, ids, call.inline, call.then)
             if block is not None:
                 self.payloads.hold(ticket, CallPayload(owner, block, replica))

@@ -1,4 +1,4 @@
-"""Requests waiting for disk space. They are neither recorded nor executed, so clients resend them
+"""Requests waiting for disk space, or for a listener. They are neither recorded nor executed, so clients resend them
 to a restarted server."""
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MOST = 100
 
 
 class DeferredRequest(msgspec.Struct, frozen=True):
-    """A call and its wire numbers. ``since``, ``deadline``: ledger seconds. ``why`` it waits."""
+    """A call and its wire numbers. ``since``, ``deadline``: ledger seconds. ``why`` it waits. ``held``:
+    True while it waits for a listener."""
 
     session: str
     ticket: int
@@ -32,6 +33,7 @@ class DeferredRequest(msgspec.Struct, frozen=True):
     payload: IncomingBlock | RefusedUpload | None
     since: float
     why: str = ""
+    held: bool = False
 
     @property
     def deadline(self) -> float:
@@ -90,8 +92,12 @@ class DeferredRequests:
         if before is not None:
             raise MemoryFull(before.why)
 
+    def hold(self, request: DeferredRequest, why: str) -> None:
+        """Let a request wait for a listener, until it is dropped."""
+        self._waiting[request.ticket] = msgspec.structs.replace(request, why=why, held=True)
+
     def add(self, request: DeferredRequest, full: MemoryFull, now: float) -> None:
-        """Let a request wait. ``full``: the reason."""
+        """Let a request wait for the disk. ``full``: the reason."""
         self._waiting[request.ticket] = msgspec.structs.replace(request, why=str(full))
         self._next_try = min(self._next_try, now + DISK_RETRY_S)
 
@@ -105,7 +111,7 @@ class DeferredRequests:
 
     def due(self, now: float) -> bool:
         """True if it is time to try the disk again."""
-        if not self._waiting or now < self._next_try:
+        if all(each.held for each in self._waiting.values()) or now < self._next_try:
             return False
         self._next_try = now + DISK_RETRY_S
         return True
@@ -126,7 +132,8 @@ class DeferredRequests:
         """Return the ledger time of the next try or deadline; None without requests."""
         if not self._waiting:
             return None
-        return min(self._next_try, *(each.deadline for each in self._waiting.values()))
+        tries = [self._next_try] if any(not each.held for each in self._waiting.values()) else []
+        return min([*tries, *(each.deadline for each in self._waiting.values())])
 
     def status(self, report: StatusReport, sessions: dict[str, int], now: float) -> StatusReport:
         """Add these requests to the waiting requests of a status report."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, ServerLost
+from ..errors import ConfigError
 from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
-from ..types.defaults import CALL_S
 from .stores.fetch import NeededBlocksRequest, NeededRequest
 
 
@@ -52,18 +49,20 @@ class LedgerCatalog(HomeCatalog):
 
 class ServerCatalog(HomeCatalog):
     """The homes as the server's own process reads them. ``call``: runs a function in the server's
-    thread. Thread-safe; not to be used in that thread."""
+    thread. Thread-safe."""
 
     def __init__(self, call: Callable[[Callable[[], None]], None], listed: Callable[[], Any]) -> None:
         self._call, self._listed = call, listed
+        self._known: tuple[StorageHome, ...] = ()
 
     def homes(self) -> Sequence[StorageHome]:
-        found: Future[Any] = Future()
-        self._call(lambda: found.set_result(self._listed()))
-        try:
-            return storage_homes(found.result(CALL_S))
-        except FutureTimeout:
-            raise ServerLost(f"the server's thread did not list its homes in {CALL_S:g} s") from None
+        """Return the homes as of an earlier call, and read them for the next one: who reads rows looks
+        homes up again after each failure, and must not wait for the server's thread."""
+        self._call(self._read)
+        return self._known
+
+    def _read(self) -> None:
+        self._known = storage_homes(self._listed())
 
     def open(self, offer: HomeOffer) -> tuple[int, int]:
         raise ConfigError("the queue server serves home 0 only")

@@ -41,8 +41,14 @@ class Listeners:
         """Call the listener for rows of acknowledged steps."""
         self._call(self._on_step, step, read)
 
+    @property
+    def finals(self) -> bool:
+        """True if there is a listener for final steps."""
+        return self._on_final is not None and not self.muted
+
     def final(self, covers: int) -> None:
-        """Call ``on_final``, before a checkpoint makes the steps below ``covers`` final."""
+        """Call ``on_final``, before a checkpoint makes the steps below ``covers`` final. It may take long,
+        and is called in a thread of its own."""
         self._call(self._on_final, covers)
 
     def _call(self, listener: Callable[..., None] | None, *arguments: object) -> None:

@@ -285,7 +285,7 @@ class PayloadManager:
             batch.completed_at, batch.version_step_offsets = completed_at, version_step_offsets
             return batch
 
-        step = DeferredStepRead(read)
+        step = DeferredStepRead(read, elsewhere=not here)
         if not here:  # the rows stay until a checkpoint covers them, and this thread must not wait for other hosts
             return step
         try:
@@ -425,10 +425,11 @@ class SegmentFiles:
 
 
 class DeferredStepRead:
-    """A step's rows, read once, at the first call. Thread-safe. ``unread``: True until then."""
+    """A step's rows, read once, at the first call. Thread-safe. ``unread``: True until then.
+    ``elsewhere``: True if that may wait for other hosts; never in the server's thread."""
 
-    def __init__(self, read: Callable[[], Batch]) -> None:
-        self.unread = True
+    def __init__(self, read: Callable[[], Batch], *, elsewhere: bool) -> None:
+        self.unread, self.elsewhere = True, elsewhere
         self._read: Callable[[], Batch] | None = read
         self._lock = threading.Lock()
 

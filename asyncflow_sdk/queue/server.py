@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,8 +56,8 @@ class QueueServer:
     """Serves a queue and weight versions: at ``addresses``, at a socket on this host, and at
     ``here`` in this process.
 
-    ``on_event``, ``on_step`` and ``on_final`` run in the server's thread and must return at once;
-    their exceptions are logged. ``on_step`` gets the number of an acknowledged step and a function
+    ``on_event`` and ``on_step`` run in the server's thread and must return at once; ``on_final`` runs in
+    a thread of its own, and the checkpoint waits for it. Their exceptions are logged. ``on_step`` gets the number of an acknowledged step and a function
     to read its rows (all their columns; from any thread, once). A restarted server reports the
     steps not covered by a checkpoint again. ``on_final`` gets a number before a checkpoint makes
     the steps below it final; they are not reported again, so it returns only when they are no
@@ -326,12 +327,35 @@ class QueueServer:
                 self._check_session_limit(session)
             if isinstance(call.command, cmd.OpenHome) and call.command.store != self._store:
                 raise ConfigError(f"this run has the store {self._store!r}, and no home of {call.command.store!r}")
+            if isinstance(call.command, cmd.AddCheckpoint) and self._listeners.finals:
+                self._hold_checkpoint(request, call.command.covers)
+                return
             self._deferred.check_turn(request)
             self._execute(request)
         except MemoryFull as full:
             self._defer(request, full, now)
         except (WireError, ConfigError) as refused:
             self._reply(ticket, refused)
+
+    def _hold_checkpoint(self, request: DeferredRequest, covers: int) -> None:
+        """Execute a checkpoint once ``on_final`` has returned. It may read rows of other hosts, for which
+        this thread must not wait."""
+
+        def execute() -> None:
+            """Called in this thread, unless the request was dropped or has expired."""
+            now = self._clock()
+            if self._deferred.drop(request.ticket) is not None:
+                try:
+                    self._execute(request.restarted(now))
+                except MemoryFull as full:
+                    self._defer(request, full, now)
+
+        def call() -> None:
+            self._listeners.final(covers)
+            self._wire.call(execute)
+
+        self._deferred.hold(request, f"the steps before {covers} are still read by a listener, as by the recorder")
+        threading.Thread(target=call, name="final", daemon=True).start()
 
     def _execute(self, request: DeferredRequest) -> None:
         """Execute and record a request. Raises MemoryFull, with no effect, if the disk is full."""
@@ -385,7 +409,7 @@ class QueueServer:
         """Execute the deferred requests that fit on the disk now. Puts keep their order."""
         puts_wait = False
         for request in self._deferred.requests:
-            if puts_wait and request.puts_rows:
+            if request.held or (puts_wait and request.puts_rows):
                 continue
             try:
                 if request.session in self._clients:

@@ -12,6 +12,8 @@ STEP_LEASE_S = 86400.0
 """The same for steps trained by the user's own loop."""
 CALL_S = 30.0
 """Limit of a call without waiting: the server then counts as lost."""
+LISTENER_S = 600.0
+"""Limit of a checkpoint's wait for listeners that read the rows of its steps."""
 HOME_SILENCE_S = 60.0
 """A home without a storage unit is given up after this, with its payload."""
 TIMEOUT_S = 60.0

@@ -102,8 +102,9 @@ def serve(
 
     ``on_event`` receives every event; ``on_step`` the number of each acknowledged step with a function
     that reads its rows, once, in any thread, at any time; ``on_final`` a number before a checkpoint
-    makes the steps below it final. A resumed durable run repeats ``on_step`` for the others. All are
-    called in the server's thread, and so are ``sinks``. ``trackers``: installed names, classes, either
+    makes the steps below it final: the checkpoint waits for it. A resumed durable run repeats
+    ``on_step`` for the others. ``on_final`` is called in a thread of its own, all others and ``sinks``
+    in the server's thread. ``trackers``: installed names, classes, either
     with options (("mine", {"project": "x"})), or ``Tracker`` objects; they need a directory.
     ``description``: the run's configuration for them, in JSON types.
 

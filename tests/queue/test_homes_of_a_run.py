@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from cluster import Cluster, own_home
-from waiting import until
+from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.cli.doctor import examine
@@ -20,8 +20,11 @@ from asyncflow_sdk.errors import ConfigError, StoreUnavailable
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue.connection import Port
 from asyncflow_sdk.queue.protocol import CallResult
+from asyncflow_sdk.queue.stores.homes import KnownHomes
 from asyncflow_sdk.types import Batch
 from asyncflow_sdk.wire import ensure_keys
+from asyncflow_sdk.workflow.events.recorder import Recorder
+from asyncflow_sdk.workflow.events.step_files import read_steps
 
 
 def test_columns_go_from_host_to_host_in_one_hop(cluster: Cluster) -> None:
@@ -305,3 +308,37 @@ def test_a_step_is_read_for_its_listener_from_the_host_that_has_it(tmp_path: Pat
         until(lambda: reads, "the step")
         steps.append(reads[0]())
         assert steps[0]["x"].tolist() == [0, 1]
+
+
+def test_a_checkpoint_waits_for_rows_of_a_slow_host_and_the_server_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(tmp_path / "record")
+    cluster = Cluster(tmp_path, sinks=[recorder], checkpoints=True)
+    with cluster.ends:
+        cluster.unit("a")
+        queue = cluster.run.queue
+        queue.declare("train", needs=["x"], batch_rows=2)
+        cluster.client("a").put({"x": np.arange(4)})
+        first, second = queue.get("train"), queue.get("train")
+        # given trained steps with columns on a host that the server does not see, and that does not answer
+        monkeypatch.setattr(KnownHomes, "sees", lambda homes, home: False)
+        cluster.units["a"].stop()
+        first.ack()
+        second.ack()
+        checkpoint = in_thread(queue.send, cmd.AddCheckpoint(step=2, covers=2))
+        until(lambda: queue.status().parked, "the checkpoint's wait")
+        # then the checkpoint waits, and says for what, while others are answered
+        (parked,) = queue.status().parked
+        assert "the steps before 2 are still read by a listener" in parked.why
+        cluster.client("b").put({"x": np.arange(2)})
+        queue.get("train").give_back()
+        assert cluster.run.audit().live == 6
+        # when the host answers
+        cluster.units["a"].resume()
+        assert checkpoint() == cmd.Done()
+        # then the steps were recorded before they became final
+        assert cluster.run.audit().consumed == 4
+        assert [batch["x"].tolist() for _, batch in read_steps(tmp_path / "record")] == [[0, 1], [2, 3]]
+    recorder.close()
+    assert recorder.errors == []

@@ -39,8 +39,8 @@ class EventSink(abc.ABC):
         time."""
 
     def settle(self, before: int) -> None:
-        """Called before a checkpoint makes the steps below ``before`` final: a resumed run does not
-        repeat their ``step``."""
+        """Called in a thread of its own before a checkpoint makes the steps below ``before`` final: a
+        resumed run does not repeat their ``step``. It may take long: the checkpoint waits for it."""
 
     def close(self) -> None:
         """Take no more events, and finish those received."""

@@ -32,7 +32,8 @@ from .statistics import RunStatistics
 from .step_files import STEP_FILE, read_batch, write_batch
 
 MOST_WAITING = 256
-"""Most steps that wait for the disk. Beyond it ``step`` writes the oldest in its caller's thread, and training waits."""
+"""Most steps that wait for the disk. Beyond it ``step`` writes the oldest in its caller's thread, and training waits. Not
+in a run with rows on other hosts, for which that thread must not wait: there, checkpoints wait for the steps."""
 CLOSE_S = 60.0
 PUBLISH_LAG = "publish_lag"
 
@@ -69,6 +70,7 @@ class Recorder(EventThread):
         self._torn = False  # events.jsonl is not written any more
         self._log = open(directory / "events.jsonl", "ab", opener=private_opener)  # noqa: SIM115 - closed by close
         self._steps: deque[tuple[int, ReadRows]] = deque()  # waiting for the disk, the oldest first
+        self._elsewhere = False  # True if rows of a step were on other hosts
         self._writing = threading.Lock()  # steps are written one by one, in order
         self._counting = threading.Lock()  # guards ``statistics``, rewards and staleness
         self._rewards: dict[int, float] = {}  # by step: a step trained again counts once
@@ -102,7 +104,8 @@ class Recorder(EventThread):
         """Have the rows of a step written by the recorder's thread; by this one if ``MOST_WAITING``
         wait."""
         self._steps.append((step, read))
-        while len(self._steps) > MOST_WAITING:
+        self._elsewhere |= getattr(read, "elsewhere", False)
+        while len(self._steps) > MOST_WAITING and not self._elsewhere:
             with self._writing:
                 self._record()
         self.put(step)
