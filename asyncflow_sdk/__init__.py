@@ -130,6 +130,7 @@ if TYPE_CHECKING:
     from .workflow import Agent as Agent
     from .workflow import CommandLauncher as CommandLauncher
     from .workflow import EngineProducer as EngineProducer
+    from .workflow import Evaluation as Evaluation
     from .workflow import Generate as Generate
     from .workflow import HttpReward as HttpReward
     from .workflow import Logprobs as Logprobs
@@ -177,8 +178,9 @@ _NAMES = {
     "types": "Batch Chat Checkpoint Manifest Probe Ragged Sampling Staleness Store TokenAges VersionSpan Weights",
     "weights": "Restoration TransportPublisher",
     "workflow": (
-        "Agent CommandLauncher EngineProducer Generate HttpReward Logprobs Result Rollout Run Stage Train Turn Turns"
-        " Workflow ages_of connect load_prompts load_workflow read_steps resume run_worker serve staleness_of"
+        "Agent CommandLauncher EngineProducer Evaluation Generate HttpReward Logprobs Result Rollout Run "
+        "Stage Train Turn Turns Workflow ages_of connect load_prompts load_workflow read_steps resume "
+        "run_worker serve staleness_of"
     ),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

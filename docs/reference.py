@@ -58,6 +58,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
         [
             workflow.Workflow,
             workflow.Rollout,
+            workflow.Evaluation,
             workflow.Stage,
             workflow.Train,
             workflow.Logprobs,

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from ..errors import ConfigError
-from ..types.config import Checkpoint, Weights
+from ..types.config import Checkpoint, Sampling, Weights
 from ..types.validation import check_fields, check_least
 
 OnFailure = Literal["stop", "continue"]
@@ -89,7 +89,9 @@ class WorkerSettings:
     ``weights``: how versions are published and loaded; None: as the worker's own say. ``swap``: the
     policy chosen for a rollout; "": its own. ``needs_first``: a rollout waits for the first
     published version. ``export``: folder for the final model; "": none. ``checkpoint``: how often
-    the trainer saves; ``checkpoints``: the folder of checkpoints; "": none are made.
+    the trainer saves; ``checkpoints``: the folder of checkpoints; "": none are made. ``samplings``: of a
+    rollout's rows by partition, other than its own. ``save_steps``: a model folder is written every so
+    many steps into ``models``, of which the newest ``save_total_limit`` stay; None: none, and all.
     """
 
     weights: Weights | None = None
@@ -98,6 +100,10 @@ class WorkerSettings:
     export: str = ""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     checkpoints: str = ""
+    samplings: Mapping[str, Sampling] = field(default_factory=dict)
+    models: str = ""
+    save_steps: int | None = None
+    save_total_limit: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -621,7 +621,9 @@ class RollbackDone(Reply, frozen=True, tag="rolled_back"):
 
 
 class GetRestoreTarget(Command, frozen=True, tag="get_restoration"):
-    """Get the version to load after a rollback. Answered with ``RestoreTarget``."""
+    """Get the version to load after a rollback, or the kept ``version``. Answered with ``RestoreTarget``."""
+
+    version: int = -1
 
 
 class RestoreTarget(Reply, frozen=True, tag="restoration"):

@@ -146,7 +146,7 @@ class Ledger:
             cmd.Publish: publication.publish,
             cmd.Withdraw: publication.withdraw,
             cmd.Rollback: self.rollback.roll_back,
-            cmd.GetRestoreTarget: lambda session, command: self.rollback.restoration(),
+            cmd.GetRestoreTarget: lambda session, command: self.rollback.restoration(command.version),
             cmd.ReportRestored: self.rollback.restored,
             cmd.AwaitVersion: updates.await_version,
             cmd.AwaitPins: lambda session, command: self.pins.await_end(),

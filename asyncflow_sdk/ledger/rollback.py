@@ -52,14 +52,13 @@ class Rollbacks:
         self._pins.drop()
         return cmd.RollbackDone(version=number, expired=self._expire_given_up(), checkpoint=versions.restore_step)
 
-    def restoration(self) -> cmd.Reply:
-        """Return the version that the trainer must load."""
+    def restoration(self, version: int = NONE) -> cmd.Reply:
+        """Return the version that the trainer must load, or ``version``."""
         versions = self._state.versions
-        kept = versions.kept.get(versions.to_restore)
+        version = versions.to_restore if version == NONE else version
+        kept = versions.kept.get(version)
         if kept is None:
-            return cmd.RestoreTarget(
-                version=versions.to_restore, checkpoint=versions.restore_step, why=versions.unavailable
-            )
+            return cmd.RestoreTarget(version=version, checkpoint=versions.restore_step, why=versions.unavailable)
         return cmd.RestoreTarget(
             version=kept.version, source=kept.source, parts=kept.parts, checkpoint=versions.restore_step
         )

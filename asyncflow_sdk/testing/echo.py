@@ -244,7 +244,7 @@ class EchoTrain(TrainEngine):
         self.steps = 0
         self._delay_s, self._fail_at = delay_s, fail_at
         self._version = -1  # of these weights, where a leased step or a load has said so
-        self._told = True  # leased steps say so
+        self._told, self._resumed = True, False  # leased steps say so
         self._steps_of: dict[int, float] = {}  # by version
         self._open: _OpenStep | None = None
 
@@ -333,7 +333,8 @@ class EchoTrain(TrainEngine):
     def _go_on_with(self, steps: int) -> None:
         """Take a checkpoint's steps. After a rollback in a run, earlier leased steps carry other
         version numbers."""
-        self.steps, self._version, self._told = steps, -1, not self._steps_of
+        self.steps, self._version, self._told = steps, -1, not (self._steps_of or self._resumed)
+        self._resumed = True
         self._steps_of.clear()
 
     def load_weights(self, update: WeightUpdate) -> None:

@@ -57,6 +57,18 @@ class StepTrained(_Event, frozen=True, tag="step"):
     metrics: dict[str, float]
 
 
+class Evaluated(_Event, frozen=True, tag="evaluated"):
+    """A version was evaluated on ``rows`` rows in ``seconds``. ``score``: their mean reward; ``best``: True
+    if no earlier version has as high a score. ``pass_at``: pass@k by k."""
+
+    version: int
+    score: float
+    rows: int
+    best: bool = False
+    pass_at: dict[str, float] = msgspec.field(default_factory=dict)
+    seconds: float = 0.0
+
+
 class Published(_Event, frozen=True, tag="published"):
     """A version became current. ``source``: after a rollback, the version number first published
     with these bytes; -1: this version. ``reason``: of a rollback."""
@@ -200,6 +212,7 @@ Event: TypeAlias = (
     | WorkerState
     | Span
     | StepTrained
+    | Evaluated
     | Published
     | Restored
     | WeightState

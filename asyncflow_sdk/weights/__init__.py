@@ -24,7 +24,7 @@ from .proof import check_held, check_names, check_probe
 from .publication import TransportPublication
 from .publisher import TransportPublisher
 from .replica import ReplicaSubscriber, SubscriberState
-from .restoration import Restoration, get_restoration, pack_restoration, report_restored
+from .restoration import Restoration, fetch_version, get_restoration, pack_restoration, report_restored
 from .subscriber import StagedUpdate, TransportSubscriber
 from .update import Update
 
@@ -52,6 +52,7 @@ __all__ = [
     "choose_swap",
     "choose_transport",
     "decode_handover",
+    "fetch_version",
     "get_restoration",
     "host_of",
     "make_transport",

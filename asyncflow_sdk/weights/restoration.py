@@ -67,6 +67,11 @@ class Restoration:
             yield update
 
 
+def fetch_version(queue: QueueClient, version: int) -> Restoration:
+    """Return a kept version, to ``fetch`` it."""
+    return Restoration(queue, queue.send(cmd.GetRestoreTarget(version=version)))
+
+
 def pack_restoration(queue: QueueClient) -> bytes:
     """Return the ledger's restoration, encoded for the other ranks."""
     return msgspec.msgpack.encode(queue.send(cmd.GetRestoreTarget()))

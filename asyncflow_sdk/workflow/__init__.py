@@ -2,6 +2,7 @@
 
 from .data import load_prompts
 from .endpoints import connect, serve
+from .evaluation import Evaluation
 from .events.step_files import ages_of, read_steps, staleness_of
 from .plan.toml import load_workflow
 from .rewards import HttpReward
@@ -18,6 +19,7 @@ __all__ = [
     "Agent",
     "CommandLauncher",
     "EngineProducer",
+    "Evaluation",
     "Generate",
     "HttpReward",
     "Logprobs",

@@ -331,7 +331,7 @@ class Feeder:
     """Puts prompts while the steps lack rows, in a new order each epoch, at most a chunk ahead of
     the queue's room. The next prompt replaces a failed or filtered group.
 
-    ``epochs``: end the stream after this many; None: continue while steps want rows. Runs in a
+    ``ends``: the partition that ends then; None: the stream. ``epochs``: end it after this many; None: continue while steps want rows. Runs in a
     thread; ``on_failure`` is called there with its error. ``key``: prefix of the keys of its puts.
     """
 
@@ -346,7 +346,9 @@ class Feeder:
         on_failure: Callable[[BaseException], None],
         epochs: int | None = None,
         key: str = "prompts",
+        ends: str | None = None,
     ) -> None:
+        self._ends = ends
         self._queue, self._group_size, self._chunk = queue, group_size, chunk
         self._prompts: PromptOrder = (
             StreamedPrompts(data, epochs) if isinstance(data, PromptStream) else ShuffledPrompts(data, seed, epochs)
@@ -381,7 +383,7 @@ class Feeder:
                     continue  # there are enough rows while training takes this long
                 rows = self._prompts.next(min(self._chunk, -(-wanted // self._group_size)))
                 if not rows.rows:
-                    self._queue.end()
+                    self._queue.end(partition=self._ends)
                     break
                 try:
                     self._queue.put(

@@ -1,7 +1,7 @@
 """RunDirectory: the files that a run leaves for a resume, used by one process at a time.
 
 workflow.json        the workflow as asked for; under "again", its constructor's arguments
-prompts.safetensors  the data, unless it is a stream
+prompts.safetensors  the data, unless it is a stream; evaluation.safetensors: the evaluation's
 summary.json         the outcome
 lock                 held while the run is run
 checkpoints/         of the trainer
@@ -34,15 +34,19 @@ class RunDirectory:
         self.path = path
 
     def write_description(
-        self, description: dict[str, Any], resumable: Serializable | None, data: Batch | None
-    ) -> None:
+        self, description: dict[str, Any], resumable: Serializable | None, data: Batch | None,
+        held_out: Batch | None = None,
+    ) -> None:  # fmt: skip
         """Write workflow.json and, for a ``resumable`` workflow, its arguments and ``data``; None: its
-        arguments name the function of its prompts. Raises ConfigError if another process could not make
+        arguments name the function of its prompts. ``held_out``: prompts of its evaluation. Raises ConfigError if another process could not make
         it again."""
         if resumable is not None:
             if data is not None:
                 resumable.init_args.pop("prompts", None)
                 write_batch(self.path / "prompts.safetensors", data)
+            if held_out is not None:
+                resumable.init_args["evaluate"].init_args.pop("prompts")
+                write_batch(self.path / "evaluation.safetensors", held_out)
             description["again"] = {"path": own_path(), "workflow": to_json(resumable, "")}
         _write_json(self.path / "workflow.json", description)
 
@@ -63,6 +67,9 @@ class RunDirectory:
         try:
             if "prompts" not in how["workflow"]:
                 data["prompts"] = dict(read_batch(directory / "prompts.safetensors"))
+            if how["workflow"].get("evaluate") is not None:
+                held_out = dict(read_batch(directory / "evaluation.safetensors"))
+                data["evaluate"] = from_json(how["workflow"].pop("evaluate"), prompts=held_out)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"the prompts of {directory} cannot be read: {error}") from None
         try:

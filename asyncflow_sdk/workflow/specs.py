@@ -170,6 +170,10 @@ class Rollout(Serializable):
         """True if its columns are trained, so that the staleness rule admits its prompts."""
         return is_trained(self.prefix, self.partitions)
 
+    def changed(self, **arguments: Any) -> Rollout:
+        """Return a copy with other constructor arguments."""
+        return type(self)(**{**self.init_args, **arguments})
+
     def declare(self) -> TaskSpec:
         """Return its task. With a tokenizer, text prompts are encoded and responses decoded. Raises
         ConfigError for text prompts without a tokenizer."""

@@ -30,8 +30,11 @@ from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Store, Weights
 from ..types import events as ev
 from ..types.config import LOCAL
 from ..types.defaults import STALL_S
-from .data import Feeder, Prompts, PromptStream, prompt_source
+from ..types.validation import check_least
+from .data import Feeder, Prompts, PromptStream, load_prompts, prompt_source
 from .endpoints import serve
+from .evaluation import EVALUATION, SCORES, Evaluation
+from .evaluator import Evaluator, TrainerState, read_evaluations
 from .events.event_sinks import EventSink, Listener
 from .events.recorder import Recorder
 from .events.trackers import Tracked, tracker_list
@@ -43,7 +46,7 @@ from .rewards import Rewards
 from .run import Run
 from .run_directory import RunDirectory
 from .serialization import Serializable
-from .specs import Rollout, Stage, Train
+from .specs import TRAINED, Rollout, Stage, Train, declare_task
 from .workers.signals import StopSignals
 from .workers.supervisor import Worker
 
@@ -66,6 +69,16 @@ class Result:
         fewer than 40 steps; of a single step its reward, twice."""
         return self.summary["reward_first"], self.summary["reward_last"]
 
+    @property
+    def evaluations(self) -> list[ev.Evaluated]:
+        """All evaluations, in order."""
+        return read_evaluations(self.directory)
+
+    @property
+    def best(self) -> ev.Evaluated | None:
+        """The evaluation with the best score, whose weights are in the folder ``best``; None without one."""
+        return max(self.evaluations, key=lambda each: each.score, default=None)
+
 
 class Workflow(Serializable):
     """Prompts → rollout → stages → train, or any other acyclic dataflow: every task works on the rows
@@ -81,9 +94,11 @@ class Workflow(Serializable):
     ``on_failure``: stop or continue once a worker has failed for good. ``capacity_rows``: limit of
     live rows; None: as batch and staleness need. ``checkpoint``: how often to save, so that
     ``resume`` continues the run after any death, and a restarted trainer (``max_restarts``) its
-    training. ``store``: where columns stay; another one than "local" needs a ``checkpoint``, since
-    the record of the run reads rows after they were trained. ``stall_timeout_s``: fail, with all
-    waits of the run, if no step was trained for this long. ``trackers``: as of ``serve``.
+    training. ``evaluate``: evaluations beside training. ``save_steps``: write the Hugging Face folder
+    ``models/step-000020`` every so many steps; ``save_total_limit``: keep so many, the newest; None:
+    all. ``store``: where columns stay; another one than "local" needs a ``checkpoint``, since the
+    record of the run reads rows after they were trained. ``stall_timeout_s``: fail, with all waits of
+    the run, if no step was trained for this long. ``trackers``: as of ``serve``.
 
     ``address``: tcp address for workers of other hosts, which ``hosts`` of a rollout, stage or train
     starts, or people by ``asyncflow worker``; ``advertise``: as of ``serve``. Both are with keys.
@@ -112,6 +127,9 @@ class Workflow(Serializable):
         on_failure: OnFailure = "stop",
         capacity_rows: int | None = None,
         checkpoint: Checkpoint | None = None,
+        evaluate: Evaluation | None = None,
+        save_steps: int | None = None,
+        save_total_limit: int | None = None,
         store: str | Store = LOCAL,
         stall_timeout_s: float = STALL_S,
         trackers: Tracked | Sequence[Tracked] = (),
@@ -121,6 +139,7 @@ class Workflow(Serializable):
         rollouts = (rollout,) if isinstance(rollout, Rollout) else tuple(rollout)
         if not rollouts:
             raise ConfigError("a workflow needs a rollout; this one has none")
+        check_least(1, save_steps=save_steps or 1, save_total_limit=save_total_limit or 1)
         first = next((each for each in rollouts if each.admits), rollouts[0])
         masked = any(each.agent is not None and each.admits for each in rollouts)
         staleness = staleness or Staleness()
@@ -134,6 +153,11 @@ class Workflow(Serializable):
         elif reward is not None:
             scoring = (Stage(reward, task="reward", gives=["reward"]),)  # type: ignore[arg-type]
         ahead = batch_size * (staleness.max_staleness + AHEAD_STEPS)
+        held_out = None
+        if evaluate is not None:
+            held_out = load_prompts(evaluate.prompts, first.prompt)
+            ahead += held_out.rows * evaluate.samples
+            rollouts, stages = evaluate.rollouts(rollouts), (*stages, evaluate.stage)
         train = train.needing(LOSS_MASK) if masked else train
         source = prompt_source(prompts, first.prompt)
         stream = source if isinstance(source, PromptStream) else None
@@ -141,6 +165,7 @@ class Workflow(Serializable):
             data=source.head if isinstance(source, PromptStream) else source, stream=stream, rollouts=rollouts,
             stages=(*scoring, *stages), reward=bool(scoring),
             train=train.sized(batch_size, first.group_size), batch_size=batch_size, steps=steps, epochs=epochs,
+            evaluation=evaluate, held_out=held_out, save_steps=save_steps, save_total_limit=save_total_limit,
             seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),
             capacity_rows=ahead if capacity_rows is None else capacity_rows,
             on_failure=Placement(on_failure=on_failure).on_failure or "stop", checkpoint=checkpoint,
@@ -204,7 +229,9 @@ class Workflow(Serializable):
             try:
                 if not again:
                     data = self.plan.data if self.plan.stream is None else None
-                    directory.write_description(self.describe(), self if resumable else None, data)
+                    directory.write_description(
+                        self.describe(), self if resumable else None, data, self.plan.held_out
+                    )
             except BaseException:
                 recorder.close()
                 (directory.path / "events.jsonl").unlink()
@@ -218,7 +245,13 @@ class _Execution:
     def __init__(self, plan: Plan, directory: RunDirectory, recorder: Recorder, listener: Listener | None) -> None:
         self._plan, self._directory, self._recorder, self._listener = plan, directory, recorder, listener
         self._stall = StallTimer(plan.stall_timeout_s)
-        self._sinks: list[EventSink] = [self._stall, recorder, *([listener] if listener is not None else [])]
+        self._trainer = TrainerState()
+        self._sinks: list[EventSink] = [
+            self._stall,
+            self._trainer,
+            recorder,
+            *([listener] if listener is not None else []),
+        ]
         self._status = "completed"
         self._error: AsyncFlowError | None = None
         self._audit: Audit | None = None
@@ -301,16 +334,28 @@ class _Execution:
         for stage in plan.stages:
             run.start(stage)
         weights = plan.chosen_weights
+        samplings: dict[str, Any] = {}
+        if plan.evaluation is not None:
+            samplings = {EVALUATION: plan.evaluation.sampling_of(plan.rollout)}
+            declare_task(run.queue, SCORES)
         for rollout, swap in zip(plan.rollouts, plan.swaps, strict=True):
-            run.start(rollout, needs_first=True, weights=weights, swap=swap)
+            run.start(rollout, needs_first=True, weights=weights, swap=swap, samplings=samplings)
         saved: dict[str, Any] = {}
         if plan.checkpoint is not None:
             saved = {"checkpoint": plan.checkpoint, "checkpoints": str((path / "checkpoints").absolute())}
+        if plan.save_steps is not None:
+            saved |= {"models": str((path / "models").absolute()), "save_steps": plan.save_steps}
+            saved |= {"save_total_limit": plan.save_total_limit}
+        if plan.evaluation is not None and plan.held_out is not None:  # before any version it is put for
+            Evaluator(
+                run, plan.evaluation, plan.held_out, path, model=plan.train.model, steps=plan.steps, trainer=self._trainer,
+                on_failure=run.fail,
+            ).start()  # fmt: skip
         (trainer,) = run.start(plan.train, export=str(path / "model"), weights=weights, **saved)
         group_size = plan.rollout.group_size
         Feeder(
             run.queue, plan.stream or plan.data, group_size=group_size, chunk=plan.batch_size // group_size,
-            seed=plan.seed, on_failure=run.fail, epochs=plan.epochs,
+            seed=plan.seed, on_failure=run.fail, epochs=plan.epochs, ends=None if plan.evaluation is None else TRAINED[0],
         ).start()  # fmt: skip
         return trainer
 
@@ -332,6 +377,7 @@ class _Execution:
             "reasons": audit.reasons if audit else {},
             "balanced": audit.balanced if audit else None,
             "staleness_max": recorder.staleness_max,
+            **self._evaluated(),
             **statistics.summary(),
             "wall_s": round(statistics.before_s + wall_s, 3),
             "seed": self._plan.seed,
@@ -339,6 +385,14 @@ class _Execution:
             "report": None,
             "warnings": recorder.errors,
         }
+
+    def _evaluated(self) -> dict[str, Any]:
+        evaluations = read_evaluations(self._directory.path)
+        if not evaluations:
+            return {}
+        best = max(evaluations, key=lambda each: each.score)
+        scores = {str(each.version): each.score for each in evaluations}
+        return {"evaluations": scores, "best_version": best.version, "best_score": best.score}
 
 
 def resume(directory: str | Path, *, on_event: Callable[[Event], None] | None = None) -> Result:

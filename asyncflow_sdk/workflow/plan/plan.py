@@ -18,6 +18,7 @@ from ...types import Batch, Checkpoint, Staleness, Store, Weights
 from ...weights import AUTO, Choice, choose_encoding, choose_swap, choose_transport
 from ...wire import is_loopback
 from ..data import PromptStream
+from ..evaluation import SCORES, Evaluation
 from ..specs import TRAINED, Rollout, Stage, Train
 from ..workers.launchers import reaches_hosts
 from .dataflow import PROMPTS, Dataflow, Edge, Node
@@ -31,7 +32,7 @@ AHEAD_STEPS = 3
 class Plan:
     """The settings of ``Workflow`` with all defaults filled in.
 
-    ``data``: the prompts; of a ``stream`` its first ones. ``reward``: True if the first stage is the
+    ``data``: the prompts; of a ``stream`` its first ones. ``held_out``: those of the ``evaluation``. ``reward``: True if the first stage is the
     workflow's ``reward``. ``problems``: found so far. ``transport``: of the weights. ``swaps``: the swap
     policy of each rollout; "auto": its worker asks the engine. ``choices``: all choices, with reasons.
     """
@@ -51,6 +52,10 @@ class Plan:
     capacity_rows: int
     on_failure: OnFailure
     checkpoint: Checkpoint | None
+    evaluation: Evaluation | None
+    held_out: Batch | None
+    save_steps: int | None
+    save_total_limit: int | None
     store: Store
     stall_timeout_s: float
     trackers: list[Any]
@@ -99,6 +104,8 @@ class Plan:
                     " both, or give one another task="
                 )
         listed += [Node(stage.task, stage.needs, stage.gives, stage.partitions) for stage in self.stages]
+        if self.evaluation is not None:
+            listed.append(Node(SCORES.name, SCORES.needs, (), SCORES.partitions))
         return [*listed, Node(self.train.task, self.train.needs)]
 
     @property

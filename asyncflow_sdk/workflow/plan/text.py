@@ -47,10 +47,21 @@ def describe(plan: Plan) -> dict[str, Any]:
         "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in plan.edges],
         "batch_size": plan.batch_size, "steps": plan.steps, "epochs": plan.epochs, "seed": plan.seed,
         "capacity_rows": plan.capacity_rows, "on_failure": plan.on_failure, "stall_timeout_s": plan.stall_timeout_s,
-        "store": msgspec.to_builtins(plan.store),
+        "store": msgspec.to_builtins(plan.store), "save_steps": plan.save_steps, "evaluation": evaluation_of(plan),
         "trackers": [tracker_label(each) for each in plan.trackers],
         "staleness": rule_of(plan.staleness), "weights": msgspec.to_builtins(plan.chosen_weights),
         "choices": choices(plan),
+    }  # fmt: skip
+
+
+def evaluation_of(plan: Plan) -> dict[str, Any] | None:
+    """Return the evaluation as plain data."""
+    each = plan.evaluation
+    if each is None or plan.held_out is None:
+        return None
+    return {
+        "prompts": plan.held_out.rows, "every": each.every, "samples": each.samples, "aside": each.rollout is not None,
+        "rollback_margin": each.rollback_margin, "early_stopping_patience": each.early_stopping_patience,
     }  # fmt: skip
 
 
@@ -178,6 +189,14 @@ def choices(plan: Plan) -> dict[str, str]:
             f"{', '.join(map(tracker_label, plan.trackers))}: each in a thread of the driver; one that fails is"
             " left out"
         )
+    if (evaluation := plan.evaluation) is not None:
+        rows = plan.held_out.rows if plan.held_out is not None else 0
+        where = (
+            "the training replicas"
+            if evaluation.rollout is None
+            else f"{evaluation.rollout.replicas} replicas set aside"
+        )
+        found["evaluation"] = f"{rows} prompts every {evaluation.every} versions and at the end, on {where}"
     for rollout in plan.rollouts:
         if rollout.prompt != "prompt_ids":
             found[f"{rollout.task} {rollout.engine}".strip()] = (

@@ -29,6 +29,7 @@ import msgspec
 from ...errors import ConfigError, PluginError
 from ...plugins import import_name, registry
 from ...types.validation import place_of
+from ..evaluation import Evaluation
 from ..specs import Rollout, Stage, Train
 from ..work import Generate, Logprobs
 from ..workflow import Workflow
@@ -41,7 +42,7 @@ else:
     import tomli as tomllib
 
 _WORKS = {"logprobs": Logprobs, "generate": Generate}
-_SPECS = (Rollout, Stage, Train)
+_SPECS = (Rollout, Stage, Train, Evaluation)
 
 
 def load_workflow(path: str | os.PathLike[str], changes: Mapping[str, str] | None = None) -> Workflow:
@@ -185,7 +186,7 @@ class _File:
     def _value(self, hint: Any, value: Any, key: Key) -> Any:
         """Convert a value for a parameter of this type."""
         name, members = key[-1], _members(hint)
-        if key == ("prompts",):
+        if name == "prompts":
             return self._prompts(value, key)
         if key == ("reward",) and isinstance(value, list):
             return [self._reward(each, (*key, number)) for number, each in enumerate(value)]

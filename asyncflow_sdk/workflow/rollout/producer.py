@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class EngineProducer(Producer):
     ``agent``: answers each row by a conversation. ``needs_first``: generate nothing before a
     published version is loaded; else the engine's own weights are version 0. ``swap``: when new
     versions are loaded: "drain", "boundary", "partial", "in_flight"; "auto": the engine's best.
+    ``samplings``: of the rows of other partitions, by name. ``trained``: False for rows that are not
+    trained, which it may wait for without a limit.
     ``verify``: checks of a load beyond the names of its tensors: "probe", "held". Raises
     ConfigError, with the reason, for options the engine does not support.
     """
@@ -53,6 +55,8 @@ class EngineProducer(Producer):
         needs_first: bool = False,
         swap: str = "auto",
         verify: Sequence[str] = (),
+        samplings: Mapping[str, Sampling] | None = None,
+        trained: bool = True,
     ) -> None:
         tokenizer = text if text is None or isinstance(text, Tokenizer) else Tokenizer(tokenizer_file(text, ""))
         if prompt != "prompt_ids" and tokenizer is None:
@@ -73,6 +77,8 @@ class EngineProducer(Producer):
             ),
             sampling=sampling, tokenizer=tokenizer, agent=agent,
             swap=chosen.chosen, verify=verify, needs_first=needs_first,
+            samplings={name: with_stop_ids(each, tokenizer) for name, each in (samplings or {}).items()},
+            trained=trained,
         )  # fmt: skip
 
     def work(self) -> None:

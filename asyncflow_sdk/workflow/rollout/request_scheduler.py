@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,9 +43,11 @@ class RequestScheduler:
     def __init__(
         self, engine: RolloutEngine, gateway: EngineGateway, batcher: CompletionBatcher, log: WorkerLog, wake: asyncio.Event, *,
         sampling: Sampling, tokenizer: Tokenizer | None = None, agent: Agent | None = None, kind: str = "generate",
+        samplings: Mapping[str, Sampling] | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._gateway, self._batcher, self._log, self._wake = engine, gateway, batcher, log, wake
         self._sampling, self._tokenizer, self._agent, self._kind = sampling, tokenizer, agent, kind
+        self._samplings = samplings or {}  # of other partitions
         self.failure: BaseException | None = None
         self._running: dict[asyncio.Task[None], _Running] = {}
         self._rows, self._largest = 0, 1  # unfinished rows, and rows of the largest group
@@ -130,7 +132,7 @@ class RequestScheduler:
     async def _respond(self, work: _Running) -> None:
         """Generate a response for each row of a shared prompt, by one request."""
         prompt, seed = work.lease.prompt_ids[work.rows[0]], self._seed(work)
-        request = Request(prompt, self._sampling, len(work.rows), seed)
+        request = Request(prompt, self._sampling_of(work), len(work.rows), seed)
         async with contextlib.aclosing(self._gateway.generate(request)) as responses:
             async for generated in responses:
                 self._finish(work, [work.rows[index] for index in generated.indices], generated)
@@ -138,14 +140,17 @@ class RequestScheduler:
     async def _converse(self, agent: Agent, work: _Running) -> None:
         row = work.rows[0]
         turns = Turns(
-            self._gateway, work.lease.prompt_ids[row], self._sampling, seed=self._seed(work), tokenizer=self._tokenizer,
+            self._gateway, work.lease.prompt_ids[row], self._sampling_of(work), seed=self._seed(work), tokenizer=self._tokenizer,
             context=self._engine.capabilities.context,
         )  # fmt: skip
         columns = {name: work.lease.batch[name][row] for name in agent.needs or ()}
         self._finish(work, [row], await agent.converse(turns, columns))
 
+    def _sampling_of(self, work: _Running) -> Sampling:
+        return self._samplings.get(work.lease.batch.partition, self._sampling)
+
     def _seed(self, work: _Running) -> int | None:
-        return derived_seed(self._sampling.seed, int(work.lease.batch.ids[work.rows[0]]))
+        return derived_seed(self._sampling_of(work).seed, int(work.lease.batch.ids[work.rows[0]]))
 
     def _finish(self, work: _Running, rows: list[int], generated: Generated) -> None:
         work.lease.tokens += generated.tokens

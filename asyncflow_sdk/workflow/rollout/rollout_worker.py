@@ -36,7 +36,7 @@ import asyncio
 import contextlib
 import enum
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from ...errors import DeadlineExceeded, Ended
@@ -73,7 +73,8 @@ class RolloutWorker:
 
     ``swap``: policy of loading new versions; None: the engine keeps its weights, and the session is
     no replica. ``needs_first``: generate nothing before a published version is loaded; else the
-    engine's own weights are version 0. ``kind``: of its spans. Raises ConfigError for an
+    engine's own weights are version 0. ``samplings``: of other partitions' rows. ``trained``: False if it may wait for rows
+    without a limit. ``kind``: of its spans. Raises ConfigError for an
     unsupported ``verify``.
     """
 
@@ -81,6 +82,7 @@ class RolloutWorker:
         self, queue: QueueClient, engine: RolloutEngine, *, task: str, prompts: PromptReader, columns: ResponseColumns,
         sampling: Sampling, tokenizer: Tokenizer | None = None, agent: Agent | None = None, kind: str = "generate",
         swap: str | None = None, verify: Sequence[str] = (), needs_first: bool = False,
+        samplings: Mapping[str, Sampling] | None = None, trained: bool = True,
     ) -> None:  # fmt: skip
         self._queue, self._engine, self._task, self._prompts = queue, engine, task, prompts
         self._wake = wake = asyncio.Event()
@@ -88,9 +90,11 @@ class RolloutWorker:
         self._gateway = EngineGateway(engine, None if needs_first else 0, wake, tokenizer)
         self._batcher = CompletionBatcher(columns, self._log)
         self._requests = RequestScheduler(
-            engine, self._gateway, self._batcher, self._log, wake, sampling=sampling, tokenizer=tokenizer, agent=agent, kind=kind
+            engine, self._gateway, self._batcher, self._log, wake, sampling=sampling, tokenizer=tokenizer, agent=agent, kind=kind,
+            samplings=samplings,
         )  # fmt: skip
         self._policy, self._at_boundary = swap, swap == "boundary"
+        self._trained = trained
         self._loader = EngineLoader(engine, verify, running=swap == "in_flight")
         self._replica: ReplicaSubscriber | None = None
         if swap is not None:
@@ -151,7 +155,7 @@ class RolloutWorker:
             except Ended:
                 self._ended = True
             except DeadlineExceeded:
-                if not self._requests.running:
+                if not self._requests.running and self._trained:  # an evaluation may be hours away
                     raise
 
     async def _request_permission(self) -> None:
@@ -206,7 +210,7 @@ class RolloutWorker:
 
     async def _wait(self) -> None:
         """Wait for ``wake``. Raises DeadlineExceeded with the reason."""
-        if not await wait_for_event(self._wake, NEXT_S):
+        if not await wait_for_event(self._wake, NEXT_S) and self._trained:
             why = await self._replica.diagnose() if self._replica is not None else ""
             raise DeadlineExceeded(f"in {NEXT_S:g} s no version was staged and no row finished{why}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,17 +13,21 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ...errors import ConfigError, VersionGone
+from ...errors import ConfigError, DeadlineExceeded, VersionGone
 from ...interfaces import TrainEngine, optimizer_source
-from ...memory import make_private_directory
+from ...ledger import commands as cmd
 from ...queue import QueueClient
 from ...types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version
 from ...types import events as ev
 from ...weights import Restoration, TransportPublisher, get_restoration, pack_restoration, report_restored
 from ..checkpoint import Checkpoints, Damaged, ResumePoint
+from ..model_folder import ModelFolders, whole_folder
 from .rank_communicator import RANK_ERRORS, RankCommunicator
 from .trainer_steps import StepLost, StepWork, TrainerStep, step_metrics, trainer_steps
 from .worker_log import WorkerLog
+
+POLL_S = 60.0
+"""Limit of one wait for the end of the evaluations (seconds): they may take hours."""
 
 
 def train(
@@ -37,6 +42,8 @@ def train(
     ranks: RankCommunicator | None = None,
     model: str = "",
     part_rows: int = 0,
+    models: ModelFolders | None = None,
+    ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Train each step until the stream ends, publish its version, and export the policy at the end.
 
@@ -49,6 +56,10 @@ def train(
     with the optimizer's state from the checkpoint of that version, else by ``load_weights``. A step
     trained before that is not published, but trained again from these weights; so each acknowledged
     step is one of the later versions.
+
+    ``models``: where to write the policy every few steps. At the end it waits until the evaluation of
+    the last version, if there is one, can no longer roll it back. ``ready`` is called before the first
+    step, after a resume.
 
     ``part_rows``: train each step in parts of at least so many rows, while the rest of it is being
     generated; 0: whole steps. A step in parts is discarded if its lease ends, as when one of its
@@ -66,6 +77,7 @@ def train(
         if point is not None and point.path is not None:
             engine.load(point.path)
         versions.begin(point)
+        ready()
         for step in trainer_steps(queue, engine, log, ranks, task=task, part_rows=part_rows):
             trained = _train(step, versions, ranks)
             if trained is None:  # the queue delivers the step again
@@ -76,12 +88,16 @@ def train(
             if checkpoints is not None and (step.index + 1) % every == 0:
                 versions.restore()
                 _save(engine, checkpoints, ranks, log)
-        versions.restore()
+            if models is not None and models.due(step.index + 1):
+                versions.restore()
+                _export(engine, models.path(step.index + 1), ranks, log)
+                if ranks.first:
+                    models.trim()
+        versions.settle()
         if checkpoints is not None:
             _save(engine, checkpoints, ranks, log, last=True)
-        versions.finish()
         if export is not None:
-            _export(engine, export, ranks, log)
+            _export(engine, export, ranks, log, last=True)
 
 
 @dataclass(frozen=True)
@@ -132,22 +148,28 @@ def _save(
             log.span("checkpoint", began, detail=path.parent.name)
 
 
-def _export(engine: TrainEngine, path: Path, ranks: RankCommunicator, log: WorkerLog) -> None:
-    """Export the policy. Optional for engines: without it the training still counts."""
-
-    def make_folder() -> bytes:
-        make_private_directory(path)
-        return b""
-
-    ranks.by_first("the folder for the model", make_folder)
+def _export(engine: TrainEngine, path: Path, ranks: RankCommunicator, log: WorkerLog, *, last: bool = False) -> None:
+    """Export the policy, whole or not at all. Optional for engines: without it the training still
+    counts. After another error training goes on, unless it was the ``last`` export."""
+    began = time.monotonic()
     try:
-        engine.export(path)
-    except NotImplementedError as error:
-        if not ranks.first:
-            return
-        with contextlib.suppress(OSError):  # it existed before, and is not empty
-            path.rmdir()
-        log.note(f"no model folder was written: {error}")
+        with contextlib.ExitStack() as whole:
+
+            def begin() -> bytes:
+                return os.fsencode(whole.enter_context(whole_folder(path)))
+
+            part = Path(os.fsdecode(ranks.by_first("the folder for the model", begin)))
+            with ranks.all_or_none("the export of the model"):
+                engine.export(part)
+    except Exception as error:
+        optional = isinstance(error, NotImplementedError)
+        if not optional and (last or (ranks.world_size > 1 and isinstance(error, RANK_ERRORS))):
+            raise
+        if ranks.first:
+            log.note(f"no model folder was written: {type(error).__name__}: {error}", "info" if optional else "error")
+    else:
+        if ranks.first:
+            log.span("export", began, detail=path.name)
 
 
 class _TrainedVersions:
@@ -201,8 +223,9 @@ class _TrainedVersions:
             return False
         return True
 
-    def restore(self) -> None:
-        """Load the version of a pending rollback, if there is one; the same in all ranks."""
+    def restore(self) -> bool:
+        """Load the version of a pending rollback; the same in all ranks. Return False without one."""
+        loaded = False
         while (target := self._target()) is not None:
             with contextlib.suppress(ConfigError, VersionGone):  # the version being published was withdrawn
                 self._publisher.flush()
@@ -210,15 +233,32 @@ class _TrainedVersions:
             what = f"the weights of version {target.version}"
             if self._ranks.by_first(what, partial(self._report_restored, target, optimizer)):
                 self._last = target.version
+            loaded = True
+        return loaded
 
-    def finish(self) -> None:
-        """Wait for every rank's part of the last version: a closing rank withdraws its part."""
+    def settle(self) -> None:
+        """Wait for every rank's part of the last version, since a closing rank withdraws its part, and
+        for the end of the evaluations. Load what these roll back to."""
+        while True:
+            self.restore()
+            try:
+                self._publisher.flush()
+            except (ConfigError, VersionGone):
+                if get_restoration(self._queue) is None:
+                    raise
+            self._ranks.all_gather("the last version")
+            while self._ranks.by_first("the end of the evaluations", self._await_evaluations):
+                pass
+            if not self.restore():
+                return
+
+    def _await_evaluations(self) -> bytes:
+        """Return b"" once no version is evaluated any more, or a rollback is pending."""
         try:
-            self._publisher.flush()
-        except (ConfigError, VersionGone):
-            if get_restoration(self._queue) is None:
-                raise
-        self._ranks.all_gather("the last version")
+            self._queue.send(cmd.AwaitPins(timeout_s=POLL_S))
+        except DeadlineExceeded:
+            return b"wait"
+        return b""
 
     def close(self) -> None:
         """Close the publisher."""

@@ -29,6 +29,7 @@ from ...weights import AUTO, check_fetching
 from ...weights.host import host_of
 from ...wire import RunKey
 from ..checkpoint import Checkpoints
+from ..model_folder import ModelFolders
 from ..rollout.producer import EngineProducer
 from ..rollout.tokenizer import Tokenizer
 from ..serialization import from_json
@@ -145,7 +146,8 @@ async def _generate(rollout: Rollout, settings: WorkerSettings, queue: QueueClie
         queue, engine, task=rollout.task, prefix=rollout.prefix, sampling=rollout.sampling, prompt=rollout.prompt,
         text=text, chat=rollout.chat, agent=rollout.agent, needs_first=settings.needs_first,
         swap=settings.swap or rollout.swap or weights.swap,
-        verify=tuple(weights.verify if rollout.verify is None else rollout.verify),
+        verify=tuple(weights.verify if rollout.verify is None else rollout.verify), samplings=settings.samplings,
+        trained=rollout.admits,
     )  # fmt: skip
     if weights.transport != AUTO:
         host = host_of(connection, f"{connection.session}-trial")
@@ -172,7 +174,6 @@ def _train(role: Train, spec: WorkerSpec, queue: QueueClient, ranks: RankCommuni
         )
     if role.stream and engine.whole_step:
         raise ConfigError(whole_step_text(role.engine, engine.whole_step))
-    _report_state(queue.connection, "ready")
     saved = settings.checkpoint
     checkpoints = Checkpoints(queue, Path(settings.checkpoints), saved.keep, ranks) if settings.checkpoints else None
     train(
@@ -180,6 +181,9 @@ def _train(role: Train, spec: WorkerSpec, queue: QueueClient, ranks: RankCommuni
         export=Path(settings.export) if settings.export else None,
         checkpoints=checkpoints, every=saved.every, ranks=ranks, model=role.model,
         part_rows=(role.part_rows or 1) if role.stream else 0,
+        models=ModelFolders(Path(settings.models), settings.save_steps, settings.save_total_limit)
+        if settings.save_steps else None,
+        ready=lambda: _report_state(queue.connection, "ready"),
     )  # fmt: skip
 
 
