@@ -240,18 +240,24 @@ def cut() -> Iterator[Cut]:
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-def test_a_trainer_goes_on_after_the_answer_to_its_publish_was_lost(cut: Cut, arrives: bool) -> None:
+def test_a_trainer_goes_on_after_the_answer_to_its_publish_was_lost(
+    cut: Cut, arrives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # given
     cut.trainer.publish(1, model(1)).wait(LIMIT_S)
 
-    def weights() -> Iterator[tuple[str, Any]]:
-        yield from model(2).items()
-        cut.proxy.halt(there=not arrives)  # it was announced
-
     # when neither the request nor its answer comes through, or only the request
-    with pytest.raises(ServerLost, match=r"version 2 .*told to the server.*Nobody knows whether it is current"):
-        cut.trainer.publish(2, weights()).wait(LIMIT_S)
-    assert cut.run.queue.status().version == (2 if arrives else 1)
+    with monkeypatch.context() as impatient:
+
+        def weights() -> Iterator[tuple[str, Any]]:
+            yield from model(2).items()
+            cut.proxy.halt(there=not arrives)  # it was announced
+            impatient.setattr("asyncflow_sdk.queue.connection.CALL_S", 0.1)
+            impatient.setattr("asyncflow_sdk.wire.client.GRACE_S", 0.1)
+
+        with pytest.raises(ServerLost, match=r"version 2 .*told to the server.*Nobody knows whether it is current"):
+            cut.trainer.publish(2, weights()).wait(LIMIT_S)
+    until(lambda: cut.run.queue.status().version == (2 if arrives else 1), "the request, or nothing")
     cut.proxy.resume()
     # then
     if arrives:
