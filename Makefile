@@ -5,6 +5,8 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
+# Where it is set, each process compiles what it imports anew.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help install sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
