@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE = 1
 # Where it is set, each process compiles what it imports anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
+.PHONY: help install sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-slurm test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -25,7 +25,7 @@ help:
 	@echo "                 test-vllm (VLLM=... takes another), test-sglang, test-both (both for one trainer), test-deepspeed (stages 0 to 3,"
 	@echo "                 one and two processes), test-ray (its launcher and store), test-contrib (the other packages of contrib/)"
 	@echo "make environments  these environments, without the tests"
-	@echo "make test-services  against real services of others; there is none yet"
+	@echo "make test-services  against real services of others: test-slurm (a SLURM of two nodes on this machine; needs root)"
 	@echo "make mutants     60 faults, drawn by a seed and put into a copy of the code one at a time: how many the tests notice (long)"
 	@echo "make lint        ruff, mypy, import contracts"
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
@@ -90,10 +90,9 @@ test-fast: install
 test-engines: test-ray test-contrib test-vllm test-sglang test-both test-deepspeed
 
 # All that test-engines needs beside .venv; with -j2 in half the time.
-environments: .venv-ray/.tests .venv-contrib/.tests .venv-mooncake/.tests .venv-vllm/.ready .venv-sglang/.ready .venv-deepspeed/.ready
+environments: .venv-contrib/.tests .venv-mooncake/.tests .venv-vllm/.ready .venv-sglang/.ready .venv-deepspeed/.ready
 
-test-services:
-	@echo "no test needs a service yet"
+test-services: test-slurm
 
 # One run of the suite to see which tests reach which place, then the mutants. Writes tests/mutants.json.
 mutants: install
@@ -144,26 +143,26 @@ RAY ?= .venv-ray/.ready
 	.venv-ray/bin/python -m $(PIP) 'ray>=2.50' 'numpy>=1.26'
 	touch $@
 
-# The launcher and the store "ray", against a real Ray, without torch.
-.venv-ray/.tests: pyproject.toml contrib/asyncflow_ray/pyproject.toml
-	$(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/python -m $(PIP) 'ray>=2.50' -e . -e contrib/asyncflow_ray 'pytest>=8' 'pytest-timeout>=2.3'
-	touch $@
-
-test-ray: .venv-ray/.tests
-	cd contrib/asyncflow_ray && OMP_NUM_THREADS=1 ../../.venv-ray/bin/python -m pytest $(ARGS)
-
-# The other packages of contrib, each with the library it is for.
+# The packages of contrib, each with the library it is for.
 CONTRIB := asyncflow_ctranslate2 asyncflow_accelerate asyncflow_tensorboard
+CLUSTERS := asyncflow_ray asyncflow_slurm
 MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
-.venv-contrib/.tests: pyproject.toml $(CONTRIB:%=contrib/%/pyproject.toml)
+.venv-contrib/.tests: pyproject.toml $(CONTRIB:%=contrib/%/pyproject.toml) $(CLUSTERS:%=contrib/%/pyproject.toml)
 	$(PYTHON) -m venv .venv-contrib
 	.venv-contrib/bin/python -m $(PIP) '$(TORCH)'
-	.venv-contrib/bin/python -m $(PIP) -e '.[torch]' $(CONTRIB:%=-e contrib/%) tensorboard 'pytest>=8' 'pytest-timeout>=2.3'
+	.venv-contrib/bin/python -m $(PIP) -e '.[torch]' $(CONTRIB:%=-e contrib/%) $(CLUSTERS:%=-e contrib/%) tensorboard 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
 test-contrib: .venv-contrib/.tests test-mooncake
 	for package in $(CONTRIB); do (cd contrib/$$package && OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)) || exit 1; done
+
+test-ray: .venv-contrib/.tests
+	cd contrib/asyncflow_ray && OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)
+
+# Where SLURM cannot be installed, its tests are skipped, and say why.
+test-slurm: .venv-contrib/.tests
+	test -x /usr/sbin/slurmctld || (apt-get -qq update && apt-get -qq install -y --no-install-recommends slurm-wlm munge) >/dev/null || true
+	cd contrib/asyncflow_slurm && OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)
 
 # Mooncake needs libraries of the system. Where they cannot be installed, its tests are skipped, and say why.
 .venv-mooncake/.tests: pyproject.toml contrib/asyncflow_mooncake/pyproject.toml

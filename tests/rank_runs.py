@@ -128,16 +128,24 @@ def check_giving(folder: Path, elements: int, largest: int, bucket_bytes: int) -
             assert said[call]["peak"] <= 2 * bucket_bytes + 16384, (call, said)
 
 
-def rollout(model: str) -> af.Rollout:
-    """In a thread of the test's process, which has torch already."""
+def rollout(model: str, *, launcher: str = "thread", **place: Any) -> af.Rollout:
+    """In a thread of the test's process, which has torch already, unless another place is given."""
     sampling = af.Sampling(max_tokens=6)
     return af.Rollout(
-        "transformers", model=model, prompt="prompt_ids", group_size=4, sampling=sampling, launcher="thread"
+        "transformers", model=model, prompt="prompt_ids", group_size=4, sampling=sampling, launcher=launcher, **place
     )
 
 
-def run_with_a_rank_killed_in_a_collective(engine: str, model: str, directory: Path, **options: Any) -> None:
-    """Rank 1 is killed in the last step; the checkpoint is of the one before.
+def run_with_a_rank_killed_in_a_collective(
+    engine: str,
+    model: str,
+    directory: Path,
+    *,
+    rollouts: dict[str, Any] | None = None,
+    address: str | None = None,
+    **options: Any,
+) -> None:
+    """Rank 1 is killed in the last step; the checkpoint is of the one before. ``rollouts``: their place.
     It is PPO with a critic, and versions go by files, of which each is a folder that transformers loads."""
     gates, events, versions = directory / "gates", list[Event](), directory / "versions"
     gates.mkdir()
@@ -151,7 +159,7 @@ def run_with_a_rank_killed_in_a_collective(engine: str, model: str, directory: P
     probe = af.Probe(((5, 6, 7, 14), (8, 9, 14)), ((10, 11, 12), (13, 2)), tolerance=1e-4)
     workflow = af.Workflow(
         prompts={"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]},
-        rollout=rollout(model), reward=odd_tokens,
+        rollout=rollout(model, **rollouts or {}), reward=odd_tokens, address=address,
         train=af.Train(
             "rank_runs:held", model=model, algorithm=af.PPO(), lr=1e-3, critic_lr=3e-3, threads=1, world_size=2,
             max_restarts=1, of=engine, gates=str(gates), **options,

@@ -1,33 +1,50 @@
-"""RayLauncher: a worker is a Ray actor, in a placement group if it needs CPUs or GPUs."""
+"""RayLauncher: an actor for each worker, or for each of its ranks, runs it as its child process.
+
+The actor holds the reservation and ends with its driver. The child has its own interpreter and log.
+The SDK restarts a worker: by a new actor, on any node with room.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import asyncflow_sdk as af
-from asyncflow_sdk.interfaces import FATAL_STATUS
+from asyncflow_sdk.plugins import registry
 
 WAIT_S = float(os.environ.get("ASYNCFLOW_RAY_WAIT_S", "60"))
+KILL_S = 1.0
+"""Ray kills an actor that has not killed its child after this (seconds)."""
 
 
-class _Worker:
-    """The actor. After its process dies, Ray runs ``run`` again in the process that replaces it."""
+class _Agent:
+    """The actor."""
 
-    def where(self) -> tuple[int, str]:
-        return os.getpid(), socket.gethostname()
+    def start(self, config: bytes) -> tuple[int, str]:
+        spec = af.WorkerSpec.decoded(config)
+        own = replace(spec.placement, launcher="process", cpus=(), gpus=())  # Ray has chosen which
+        launcher: af.Launcher = registry().get("launcher", "process").load()()
+        self._child = launcher.start(replace(spec, placement=own))
+        return self._child.pid, self._child.host
 
-    def run(self, config: bytes) -> tuple[int, str]:
-        ending = af.run_worker(config)
+    def wait(self) -> tuple[int, str]:
+        ending = self._child.wait()
         return ending.status, ending.text
+
+    def stop(self) -> None:
+        self._child.stop()
+
+    def kill(self) -> None:
+        self._child.kill()
 
 
 class RayLauncher(af.Launcher):
@@ -38,42 +55,43 @@ class RayLauncher(af.Launcher):
         self._lock = threading.Lock()
         self._own = False
 
-    def check(self, place: af.Placement) -> None:
-        if place.python is not None:
-            raise af.ConfigError(
-                "python= is not for workers of Ray: they run in the environment that Ray was started in"
-            )
-        if not _needs(place):
-            return
-        self._begin()
-        there = ray.cluster_resources()
-        for kind, count in _needs(place).items():
-            if there.get(kind, 0) < count:
+    def check(self, placement: af.Placement) -> None:
+        if placement.hosts:
+            raise af.ConfigError("Ray chooses the nodes: leave hosts= out")
+        needs = _needs(placement)
+        if needs:
+            self._begin()
+            if not any(_fits(needs, node) for node in _nodes()):
                 raise af.ConfigError(
-                    f"{kind.lower()}s= asks for {count} {kind}s for one worker, and this Ray cluster has"
-                    f" {there.get(kind, 0):g} in all"
+                    f"no node of this Ray cluster has {_text(needs)} for one worker: {_nodes_text()}"
                 )
 
-    def start(self, order: af.WorkerSpec) -> af.WorkerHandle:
+    def start(self, spec: af.WorkerSpec) -> af.WorkerHandle:
+        return self.start_ranks([spec])[0]
+
+    def start_ranks(self, specs: Sequence[af.WorkerSpec]) -> Sequence[af.WorkerHandle]:
         self._begin()
-        needs, place = _needs(order.placement), order.placement
-        group = _reserved(order.name, needs) if needs else None
+        name, needs = specs[0].name, _needs(specs[0].placement)
+        reserved = _Reservation(name, needs, len(specs))
+        agents: list[Any] = []
         try:
-            actor = (
-                ray.remote(_Worker)
-                .options(
-                    num_cpus=needs.get("CPU", 0), num_gpus=needs.get("GPU", 0),
-                    max_restarts=place.max_restarts, max_task_retries=place.max_restarts,
-                    runtime_env={"env_vars": dict(place.env)} if place.env else None,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group) if group is not None else "DEFAULT",
-                )
-                .remote()
-            )  # fmt: skip
-            pid, host = ray.get(actor.where.remote(), timeout=WAIT_S)
+            for bundle in range(len(specs)):
+                agent: Any = ray.remote(_Agent).options(
+                    num_cpus=needs.get("CPU", 0), num_gpus=needs.get("GPU", 0), max_concurrency=4,
+                    scheduling_strategy=reserved.strategy(bundle),
+                )  # fmt: skip
+                agents.append(agent.remote())
+            began = [agent.start.remote(spec.config) for agent, spec in zip(agents, specs, strict=True)]
+            places = ray.get(began, timeout=WAIT_S)
         except (RayError, GetTimeoutError) as error:
-            _free(group)
-            raise af.ConfigError(f"Ray started no worker {order.name!r}: {error}") from None
-        return _Actor(actor, group, actor.run.remote(order.config), pid, host)
+            for agent in agents:
+                _end(agent)
+            for _ in specs:
+                reserved.give_back()
+            if isinstance(error, RayTaskError) and isinstance(error.cause, af.AsyncFlowError):
+                raise error.cause from None
+            raise af.ConfigError(f"Ray started no worker {name!r} within {WAIT_S:g} s: {error}") from None
+        return [_Actor(agent, reserved, *place) for agent, place in zip(agents, places, strict=True)]
 
     def close(self) -> None:
         with self._lock:
@@ -89,51 +107,87 @@ class RayLauncher(af.Launcher):
 
 
 class _Actor(af.WorkerHandle):
-    def __init__(self, actor: Any, group: PlacementGroup | None, result: Any, pid: int, host: str) -> None:
-        self.pid, self.host = pid, host
-        self._actor, self._group, self._result = actor, group, result
-        self._stopped = False
+    def __init__(self, agent: Any, reserved: _Reservation, pid: int, host: str) -> None:
+        self._agent, self._reserved, self.pid, self.host = agent, reserved, pid, host
+        self._ending = agent.wait.remote()
+        self._killed = False
 
     def wait(self) -> af.WorkerExit:
         try:
-            status, text = ray.get(self._result)
-        except RayActorError as error:  # after all restarts by Ray
-            status, text = (0, "") if self._stopped else (FATAL_STATUS, str(error))
-        self.kill()
-        _free(self._group)
+            status, text = ray.get(self._ending)
+        except RayError as error:
+            status, text = (0, "") if self._killed else (1, f"its Ray actor is lost: {error}")
+        _end(self._agent)
+        self._reserved.give_back()
         return af.WorkerExit(status, text)
 
     def stop(self) -> None:
-        self.kill()
+        if ray.is_initialized():  # else Ray would start another cluster to ask
+            self._agent.stop.remote()
 
     def kill(self) -> None:
-        self._stopped = True
-        if not ray.is_initialized():  # else Ray would start another cluster to ask
+        self._killed = True
+        if ray.is_initialized():
+            ray.wait([self._agent.kill.remote()], timeout=KILL_S)
+            _end(self._agent)
+
+
+class _Reservation:
+    """A placement group with one bundle for each rank, if they need CPUs or GPUs. Waits for it."""
+
+    def __init__(self, name: str, needs: Mapping[str, int], ranks: int) -> None:
+        self._held = ranks
+        self._lock = threading.Lock()
+        self._group: PlacementGroup | None = None
+        if not needs:
             return
+        self._group = placement_group([dict(needs)] * ranks, strategy="PACK")
+        if not self._group.wait(WAIT_S):
+            remove_placement_group(self._group)
+            free = {kind: int(ray.available_resources().get(kind, 0)) for kind in needs}
+            raise af.ConfigError(
+                f"worker {name!r} got no place in Ray within {WAIT_S:g} s: it needs {_text(needs)} on one node"
+                + f" for each of {ranks} ranks" * (ranks > 1)
+                + f"; {_nodes_text()}; free are {_text(free)} in all. ASYNCFLOW_RAY_WAIT_S sets another limit"
+            )
+
+    def strategy(self, bundle: int) -> Any:
+        return "SPREAD" if self._group is None else PlacementGroupSchedulingStrategy(self._group, bundle)
+
+    def give_back(self) -> None:
+        """Called once for each rank."""
+        with self._lock:
+            self._held -= 1
+        if not self._held and self._group is not None and ray.is_initialized():
+            with contextlib.suppress(RayError, ValueError):
+                remove_placement_group(self._group)
+
+
+def _end(agent: Any) -> None:
+    if ray.is_initialized():
         with contextlib.suppress(RayError, ValueError):  # Ray is gone, or the actor
-            ray.kill(self._actor, no_restart=True)
+            ray.kill(agent)
 
 
-def _needs(place: af.Placement) -> dict[str, int]:
+def _needs(placement: af.Placement) -> dict[str, int]:
     """Return the numbers of CPUs and GPUs to reserve; Ray chooses which."""
-    needs = {"CPU": len(place.cpus), "GPU": len(place.gpus)}
+    needs = {"CPU": len(placement.cpus), "GPU": len(placement.gpus)}
     return {kind: count for kind, count in needs.items() if count}
 
 
-def _reserved(name: str, needs: dict[str, int]) -> PlacementGroup:
-    group = placement_group([{kind: float(count) for kind, count in needs.items()}], strategy="STRICT_PACK")
-    try:
-        ray.get(group.ready(), timeout=WAIT_S)
-    except GetTimeoutError:
-        remove_placement_group(group)
-        free = {kind: ray.available_resources().get(kind, 0) for kind in needs}
-        raise af.ConfigError(
-            f"worker {name!r} needs {needs} on one node, and no node had them free in {WAIT_S:g} s; free are {free} in all"
-        ) from None
-    return group
+def _nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _free(group: PlacementGroup | None) -> None:
-    if group is not None and ray.is_initialized():
-        with contextlib.suppress(RayError, ValueError):
-            remove_placement_group(group)
+def _fits(needs: Mapping[str, int], node: Mapping[str, Any]) -> bool:
+    return all(node["Resources"].get(kind, 0) >= count for kind, count in needs.items())
+
+
+def _text(counts: Mapping[str, float]) -> str:
+    return " and ".join(f"{count:g} {kind}s" for kind, count in counts.items())
+
+
+def _nodes_text() -> str:
+    """Describe the cluster's nodes."""
+    had = [{kind: node["Resources"].get(kind, 0) for kind in ("CPU", "GPU")} for node in _nodes()]
+    return "its nodes have " + ", ".join(map(_text, had))

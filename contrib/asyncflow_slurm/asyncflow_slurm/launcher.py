@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import asyncflow_sdk as af
 from asyncflow_sdk.interfaces import FATAL_STATUS
 
-CHECK_S = 30.0
-_REFUSED = "Requested node configuration is not available"
+CHECK_S = 120.0
+"""Longest wait for an answer of SLURM's commands, which try for a while if slurmctld is away."""
+RETRY_S = 1.0
+_AWAY = "Unable to contact slurm controller"
 
 
 class SlurmLauncher(af.CommandLauncher):
@@ -40,7 +44,7 @@ class SlurmLauncher(af.CommandLauncher):
             )
         if shutil.which("srun") is None:
             raise af.ConfigError("this host has no srun: start the run on a login node of the SLURM cluster")
-        self._try(placement, 1)
+        self._try(placement, 1, 0.0)
 
     def command(self, spec: af.WorkerSpec) -> Sequence[str]:
         return self._command([spec])
@@ -49,11 +53,9 @@ class SlurmLauncher(af.CommandLauncher):
         return self.start_ranks([spec])[0]
 
     def start_ranks(self, specs: Sequence[af.WorkerSpec]) -> Sequence[af.WorkerHandle]:
-        self._try(specs[0].placement, len(specs))
-        sent = [
-            replace(each, placement=replace(each.placement, cpus=(), gpus=())) for each in specs
-        ]  # SLURM chose which
-        return self.start_together(sent, self._command(specs))
+        self._try(specs[0].placement, len(specs), self._wait_s)
+        own = replace(specs[0].placement, cpus=(), gpus=())  # SLURM chooses which
+        return self.start_together([replace(spec, placement=own) for spec in specs], self._command(specs))
 
     def _command(self, specs: Sequence[af.WorkerSpec]) -> list[str]:
         first, tasks = specs[0], len(specs)
@@ -67,7 +69,7 @@ class SlurmLauncher(af.CommandLauncher):
         return [*command, *logs, *self.far_command(first), "SLURM_PROCID"]
 
     def explain(self, spec: af.WorkerSpec, status: int, lines: str) -> af.WorkerExit | None:
-        if _REFUSED not in lines and "Immediate" not in lines:
+        if not re.search("Unable to (allocate resources|create step)", lines) or _AWAY in lines:
             return None
         return af.WorkerExit(
             FATAL_STATUS, f"SLURM gave worker {spec.name!r} no place within {self._wait_s} s: {lines}\n{_nodes()}"
@@ -84,19 +86,19 @@ class SlurmLauncher(af.CommandLauncher):
             needs.append("--exact" if placement.cpus or placement.gpus else "--overlap")
         return needs
 
-    def _try(self, placement: af.Placement, tasks: int) -> None:
-        """Raise ConfigError if SLURM could never run these tasks."""
+    def _try(self, placement: af.Placement, tasks: int, patience_s: float) -> None:
+        """Raise ConfigError if SLURM could never run these tasks, or does not answer for ``patience_s``."""
         if "SLURM_JOB_ID" in os.environ:  # srun cannot try a step
             return
         command = ["srun", "--test-only", *self._needs(placement, tasks), "true"]
-        try:
+        until = time.monotonic() + patience_s
+        while True:
             tried = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise af.ConfigError(
-                f"SLURM gave no answer within {CHECK_S:g} s; is slurmctld up? {' '.join(command)}"
-            ) from None
-        if tried.returncode:
-            raise af.ConfigError(f"SLURM refuses {' '.join(command[2:-1])}: {tried.stderr.strip()}\n{_nodes()}")
+            if not tried.returncode:
+                return
+            if _AWAY not in tried.stderr or time.monotonic() > until:
+                raise af.ConfigError(f"SLURM refuses {' '.join(command[2:-1])}: {tried.stderr.strip()}\n{_nodes()}")
+            time.sleep(RETRY_S)
 
 
 def _option(name: str, value: str | int | bool) -> str:

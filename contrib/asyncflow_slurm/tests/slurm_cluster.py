@@ -6,15 +6,20 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+import pytest
+from waiting import until
+
+import asyncflow_sdk as af
 
 NODES = ("n1", "n2")
+os.environ["PATH"] += ":/usr/sbin"
 _CONFIG = """
 ClusterName=asyncflow
 SlurmctldHost={host}(127.0.0.1)
@@ -41,30 +46,26 @@ KillWait=2
 MinJobAge=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
 PartitionName=all Nodes=n1,n2 Default=YES PriorityTier=1
 PartitionName=urgent Nodes=n1,n2 PriorityTier=2
 """
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 100.0) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, f"never came: {what}"
-        time.sleep(0.05)
-    return found
 
 
 class SlurmCluster:
     """``slurmctld``, a ``slurmd`` for each of NODES, and ``munged``, while the block runs. ``folder``: of its files."""
 
     def __init__(self, *, slurmd_timeout_s: int = 300) -> None:
+        self.variables: dict[str, str] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="asyncflow-slurm-"))
         self._timeout_s = slurmd_timeout_s
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> SlurmCluster:
+        missing = [name for name in ("munged", "slurmctld", "slurmd", "srun") if shutil.which(name) is None]
+        if missing or os.getuid():
+            pytest.skip(f"needs root and Debian's slurm-wlm; missing: {missing}")
         try:
             self._configure()
             munge = self.folder / "munge"
@@ -137,6 +138,24 @@ class SlurmCluster:
             return states == dict.fromkeys(NODES, "idle")
 
         until(idle, "idle nodes")
+
+    def idle(self) -> bool:
+        """True if no job is left."""
+        return not self.jobs()
+
+    def lose_node(self, worker: af.Worker) -> None:
+        """End the node of the only job, with the worker, as SLURM does for a node that is silent for SlurmdTimeout."""
+        node = self.call("squeue", "-ho", "%N").strip()
+        self.kill(node)
+        os.kill(worker.pid, signal.SIGKILL)
+        self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+
+    def save_state(self) -> None:
+        """Wait until a slurmctld that is killed will know its jobs again: it saves them every few seconds."""
+        saved, now = self.folder / "state" / "job_state", time.time()
+        for job in self.jobs():
+            self.call("scontrol", "update", f"jobid={job.split()[0]}", "comment=changed")
+        until(lambda: saved.exists() and saved.stat().st_mtime > now, "the saved state of slurmctld")
 
     def jobs(self) -> list[str]:
         """Return "NUMBER STATE" of each job that has not ended."""
