@@ -1,0 +1,75 @@
+"""One run over three hosts by one command: two generate, reached by ssh, and the third trains. Real engines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from children import warm_python
+from hosts_in_namespaces import network, ssh_servers
+
+import asyncflow_sdk as af
+
+STEPS = 3
+TOML = """\
+steps = {steps}
+batch_size = 32
+prompts = "prompts.jsonl"
+reward = "mine:odd_tokens"
+staleness = {{ max_staleness = 0 }}
+
+[rollout]
+engine = "transformers"
+model = "{model}"
+prompt = "prompt_ids"
+group_size = 4
+sampling = {{ max_tokens = 8, seed = 1 }}
+hosts = ["two", "three"]
+launcher = "ssh"
+launcher_options = {{ config = "./ssh_config" }}
+
+[train]
+engine = "torch"
+model = "{model}"
+lr = 1e-2
+"""
+MINE = """\
+def odd_tokens(response_ids):
+    return [float(sum(int(token) % 2 for token in row)) / len(row) for row in response_ids]
+"""
+
+
+def curve(directory: Path) -> list[float]:
+    """The mean reward of each step."""
+    return [float(np.mean(batch["reward"])) for _, batch in af.read_steps(directory)]
+
+
+def test_a_run_on_three_hosts_learns_as_on_one(tiny: str, tmp_path: Path) -> None:
+    # given a workflow, and its run on one host
+    rng = np.random.default_rng(0)
+    rows = [{"prompt_ids": rng.integers(3, 43, 5).tolist()} for _ in range(8 * STEPS)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "run.toml").write_text(TOML.format(steps=STEPS, model=tiny))
+    python = warm_python()
+    here = {"rollout.hosts": "[]", "rollout.launcher": "process", "rollout.launcher_options": "{}"}
+    one = af.load_workflow(tmp_path / "run.toml", {**here, "rollout.python": python, "train.python": python})
+    one.run(tmp_path / "one")
+    # when it is run on three
+    with network(3) as net, ssh_servers(net, tmp_path, {2: "two", 3: "three"}):
+        command = [sys.executable, "-m", "asyncflow_sdk.cli", "run", "run.toml", "several"]
+        done = subprocess.run(
+            [*net.within(1), *command, "--address", f"tcp://{net.address(1)}:7000"], cwd=tmp_path, capture_output=True,
+            text=True, timeout=300, check=False,
+        )  # fmt: skip
+        logs = {path.name: path.read_text() for path in (tmp_path / "several" / "logs").glob("*")}
+        assert done.returncode == 0, done.stdout + done.stderr + str(logs)
+    # then both hosts have generated, and each step has the rewards of that on one host
+    summary = json.loads((tmp_path / "several" / "summary.json").read_text())
+    assert summary["balanced"]
+    assert set(summary["publish_lag"]) == {"rollout-0", "rollout-1"}
+    assert f"asyncflow worker tcp://{net.address(1)}:7000 --key run.key --from run.toml rollout" in done.stdout
+    assert curve(tmp_path / "several") == curve(tmp_path / "one")
