@@ -22,7 +22,20 @@ from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, Work
 from ..types.config import LOCAL, Store
 from ..types.defaults import CAPACITY_ROWS, CHECK_S, GROUP_SIZE, HOME_SILENCE_S, MAX_STALENESS
 from .new_plugin import new_plugin
-from .options import Debug, Insecure, Json, Key, MaybeText, NoPlugin, Queue, Texts, named_options, option, repeatable
+from .options import (
+    Debug,
+    Insecure,
+    Json,
+    Key,
+    MaybeText,
+    NoPlugin,
+    Queue,
+    Texts,
+    changed_values,
+    named_options,
+    option,
+    repeatable,
+)  # fmt: skip
 from .signals import raise_on_interrupt
 from .worker_command import worker
 
@@ -315,6 +328,10 @@ def store(
 @app.command()
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run with checkpoints.")],
+    changes: Annotated[
+        Texts,
+        repeatable("Change the number or place of workers, for example rollout.replicas=4.", "KEY=VALUE", "--set"),
+    ] = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:
@@ -324,7 +341,7 @@ def resume(
     """
     from .run_command import resume_run
 
-    resume_run(run_dir, Console())
+    resume_run(run_dir, changed_values(changes), Console())
 
 
 @app.command()

@@ -55,13 +55,23 @@ def repeatable(text: str, metavar: str, *names: str) -> Any:
 def named_options(given: list[str] | None, flag: str = "--set") -> dict[str, Any]:
     """Parse NAME=VALUE options. A value is JSON if it parses as JSON, else text. Raises
     ConfigError."""
-    options: dict[str, Any] = {}
     for each in given or ():
-        name, equals, value = each.partition("=")
+        name, equals, _ = each.partition("=")
         if not equals or not name.isidentifier():
             raise ConfigError(f"{flag} takes NAME=VALUE, for example lr=1e-6, not {each!r}")
+    return changed_values(given)
+
+
+def changed_values(given: list[str] | None) -> dict[str, Any]:
+    """Parse KEY=VALUE options; a key may be dotted. A value is as of ``named_options``. Raises
+    ConfigError."""
+    values: dict[str, Any] = {}
+    for each in given or ():
+        name, equals, value = each.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"--set takes KEY=VALUE, for example train.lr=1e-5, not {each!r}")
         try:
-            options[name] = msgspec.json.decode(value)
+            values[name.strip()] = msgspec.json.decode(value)
         except msgspec.DecodeError:
-            options[name] = value
-    return options
+            values[name.strip()] = value.strip()
+    return values

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,10 @@ def run_file(file: Path, out: Path | None, changes: list[str], shown: str, conso
         workflow.run(out, on_event=view)
 
 
-def resume_run(out: Path, console: Console) -> None:
+def resume_run(out: Path, changes: Mapping[str, Any], console: Console) -> None:
     """Resume the run in a directory, live; a completed run is only reported. Raises the errors of
     ``Workflow.resume``."""
-    workflow, directory = Workflow.load(out), RunDirectory(out)
+    workflow, directory = Workflow.load(out, changes), RunDirectory(out)
     if directory.read_summary().get("status") != "completed":
         with (
             outcome_of(out, console),

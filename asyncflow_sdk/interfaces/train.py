@@ -49,7 +49,8 @@ class TrainEngine(abc.ABC):
     algorithm=ALGORITHM, **options)`` with an ``Algorithm``. Not thread-safe: one thread calls it.
     ``computes``: supported values of ``Algorithm.asks``. ``restores``: True if it implements
     ``load_weights``. ``streams``: True if it implements ``begin_step``, ``accumulate``,
-    ``end_step`` and ``abort_step``.
+    ``end_step`` and ``abort_step``. ``reshards``: True if ``load`` accepts the state that another
+    number of ranks has saved.
 
     A step can be trained in parts, while the rest of its rows is still being generated:
 
@@ -62,6 +63,7 @@ class TrainEngine(abc.ABC):
     computes: tuple[str, ...] = ()
     restores: bool = False
     streams: bool = False
+    reshards: bool = False
 
     @property
     def whole_step(self) -> str:

@@ -231,7 +231,7 @@ class EchoTrain(TrainEngine):
     """
 
     conformance_policy = "asyncflow_sdk.testing:EchoPolicy"
-    restores = streams = True
+    restores = streams = reshards = True
 
     def __init__(
         self,

@@ -52,7 +52,8 @@ class File(msgspec.Struct, frozen=True):
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """``step``: the next step to train, which trains ``version``. ``rows_put``: the prompt cursor,
-    in rows. ``digest``: of the other fields."""
+    in rows. ``world_size``: number of ranks that wrote it; 0: unknown. ``digest``: of the other
+    fields."""
 
     format: int
     sdk: str
@@ -60,6 +61,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     rows_put: int
     files: dict[str, File]
+    world_size: int = 0
     digest: str = ""
 
 
@@ -81,12 +83,15 @@ class Damaged(Exception):
 class Checkpoints:
     """The checkpoints of one run, for its one trainer. ``keep``: number of newest checkpoints kept;
     rows are kept for the oldest of them. ``ranks``: of a trainer with several, which make the same
-    calls at the same time in a directory visible to all. Not thread-safe."""
+    calls at the same time in a directory visible to all. ``reshards``: the engine loads what another
+    number of ranks has saved. Not thread-safe."""
 
     def __init__(
-        self, queue: QueueClient, directory: Path, keep: int = 2, ranks: RankCommunicator | None = None
-    ) -> None:
+        self, queue: QueueClient, directory: Path, keep: int = 2, ranks: RankCommunicator | None = None, *,
+        reshards: bool = True,
+    ) -> None:  # fmt: skip
         check_least(1, keep=keep)
+        self._reshards = reshards
         self._queue, self.directory, self._keep = queue, directory, keep
         self._ranks = ranks or RankCommunicator()
 
@@ -106,8 +111,14 @@ class Checkpoints:
                 break
             try:
                 manifest = check(self._path(step))
+            except Damaged as error:
+                self._say(f"{self._path(step)} cannot be gone on from: {error}", "error")
+                continue
+            if refused := self._refused(manifest):
+                raise ConfigError(f"{self._path(step)} {refused}: resume with train.world_size={manifest.world_size}")
+            try:
                 reply = self._send(cmd.Resume(step=step, version=manifest.version))
-            except (Damaged, ConfigError) as error:
+            except ConfigError as error:
                 self._say(f"{self._path(step)} cannot be gone on from: {error}", "error")
                 continue
             return self._went_on(self._path(step) / "engine", reply)
@@ -136,8 +147,16 @@ class Checkpoints:
 
     def at(self, step: int) -> Path:
         """Return the engine's intact state before ``step``. Raises Damaged."""
-        check(self._path(step))
+        if refused := self._refused(check(self._path(step))):
+            raise Damaged(refused)
         return self._path(step) / "engine"
+
+    def _refused(self, manifest: CheckpointManifest) -> str:
+        """Return the reason why the engine cannot load an intact checkpoint; "" if it can."""
+        size = self._ranks.world_size
+        if self._reshards or manifest.world_size in (0, size):
+            return ""
+        return f"was saved by {manifest.world_size} ranks, and its engine loads it in as many only, not in {size}"
 
     def _there(self, cut: cmd.TrainingPosition, last: bool) -> bytes:
         """Return b"there" if the last checkpoint need not be written again."""
@@ -226,7 +245,13 @@ def write(
         if not ranks.first:
             return
         manifest = CheckpointManifest(
-            format=FORMAT, sdk=__version__, step=step, version=version, rows_put=rows_put, files=_synced(engine)
+            format=FORMAT,
+            sdk=__version__,
+            step=step,
+            version=version,
+            rows_put=rows_put,
+            files=_synced(engine),
+            world_size=ranks.world_size,
         )
         manifest = msgspec.structs.replace(manifest, digest=_digest_of(manifest))
         with (part / "manifest.json").open("wb") as file:

@@ -11,20 +11,26 @@ journal/             of the queue
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..errors import ConfigError
+from ..interfaces import Placement
 from ..memory import make_private_directory, private_opener
 from ..types import Batch
 from .events.step_files import read_batch, write_batch
 from .serialization import Serializable, from_json, to_json
+
+OF_RUNS = ("address", "advertise", "on_failure", "stall_timeout_s")
+OF_ROLES = ("replicas", "world_size", *(each.name for each in dataclasses.fields(Placement)))
+"""Arguments of a workflow, and of its rollouts, stages and trainer, that may change when it is resumed."""
 
 
 class RunDirectory:
@@ -43,15 +49,15 @@ class RunDirectory:
         if resumable is not None:
             if data is not None:
                 resumable.init_args.pop("prompts", None)
-                write_batch(self.path / "prompts.safetensors", data)
+                self._keep("prompts.safetensors", data)
             if held_out is not None:
                 resumable.init_args["evaluate"].init_args.pop("prompts")
-                write_batch(self.path / "evaluation.safetensors", held_out)
+                self._keep("evaluation.safetensors", held_out)
             description["again"] = {"path": own_path(), "workflow": to_json(resumable, "")}
         _write_json(self.path / "workflow.json", description)
 
-    def read_workflow(self) -> Any:
-        """Make the workflow of this directory again. Raises ConfigError."""
+    def read_workflow(self, changes: Mapping[str, Any]) -> Any:
+        """Make the workflow of this directory again, with other values by dotted key. Raises ConfigError."""
         directory = self.path
         try:
             described = msgspec.json.decode((directory / "workflow.json").read_bytes(), type=dict[str, Any])
@@ -72,10 +78,17 @@ class RunDirectory:
                 data["evaluate"] = from_json(how["workflow"].pop("evaluate"), prompts=held_out)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"the prompts of {directory} cannot be read: {error}") from None
+        for name, value in changes.items():
+            _change(how["workflow"], name, value)
         try:
             return from_json(how["workflow"], **data)
         except TypeError as error:  # arguments of another version of the SDK
             raise ConfigError(f"{directory} holds a workflow that cannot be made again: {error}") from error
+
+    def _keep(self, name: str, data: Batch) -> None:
+        """Write data, unless it is there."""
+        if not (self.path / name).exists():
+            write_batch(self.path / name, data)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json atomically. Raises OSError."""
@@ -113,6 +126,23 @@ class RunDirectory:
             yield
         finally:
             os.close(lock)
+
+
+def _change(workflow: Any, name: str, value: Any) -> None:
+    """Change a value of a workflow in JSON. Raises ConfigError."""
+    *path, last = name.split(".")
+    known = OF_ROLES if path else OF_RUNS
+    if last not in known:
+        raise ConfigError(f"{name} cannot change when a run is resumed; these can: {', '.join(known)}")
+    at = workflow
+    for part in path:
+        try:
+            at = at[int(part) if isinstance(at, list) else part]
+        except (LookupError, ValueError, TypeError):
+            at = None
+    if not isinstance(at, dict):
+        raise ConfigError(f"{name}: the workflow has nothing at {'.'.join(path)}")
+    at[last] = to_json(value, name)
 
 
 def own_path() -> list[str]:

@@ -365,7 +365,8 @@ class Stage(Serializable):
 
     def declare(self) -> TaskSpec:
         """Return its task. Ranks get about as many response tokens as the others."""
-        shares = SamplerSpec("token_balanced", {"column": self.needs[1]}) if self.world_size > 1 else None
+        ranked = isinstance(self.work, Logprobs)
+        shares = SamplerSpec("token_balanced", {"column": self.needs[1]}) if ranked else None
         return TaskSpec(
             name=self.task, needs=self.needs, gives=self.gives, lease_s=self.lease_s, partitions=self.partitions,
             sampler=WHOLE_GROUPS if self.whole_groups else shares,
@@ -455,6 +456,6 @@ class Train(Serializable):
         return other
 
     def declare(self, batch_rows: int) -> TaskSpec:
-        """Return its task: steps of ``batch_rows`` rows."""
-        shares = SHARES if self.world_size > 1 else None
-        return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=LEASE_S, sampler=shares)
+        """Return its task: steps of ``batch_rows`` rows. It is the same for any number of ranks, which
+        may change when a run is resumed."""
+        return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=LEASE_S, sampler=SHARES)

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,21 +196,28 @@ class Workflow(Serializable):
         return self._run_in(RunDirectory(Path(directory)), on_event, again=False)
 
     @classmethod
-    def load(cls, directory: str | Path) -> Workflow:
-        """Make the workflow of a run directory again. Raises ConfigError, also if a part of it cannot be
-        imported any more."""
-        workflow = RunDirectory(Path(directory)).read_workflow()
+    def load(cls, directory: str | Path, changes: Mapping[str, Any] | None = None) -> Workflow:
+        """Make the workflow of a run directory again. ``changes``: as of ``resume``. Raises ConfigError,
+        also if a part of it cannot be imported any more."""
+        workflow = RunDirectory(Path(directory)).read_workflow(changes or {})
         if not isinstance(workflow, cls):
             raise ConfigError(f"{directory} holds no workflow")
         return workflow
 
     @classmethod
-    def resume(cls, directory: str | Path, *, on_event: Callable[[Event], None] | None = None) -> Result:
+    def resume(
+        cls,
+        directory: str | Path,
+        *,
+        changes: Mapping[str, Any] | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> Result:
         """Continue a run with a ``checkpoint`` that was killed, failed or interrupted: the queue as it
-        was, training from the newest checkpoint. Returns the result of a completed run. Raises the
-        errors of ``run``; ConfigError if another process runs the directory, or if a part of the
-        workflow is gone."""
-        return cls.load(directory).resume_in(Path(directory), on_event)
+        was, training from the newest checkpoint. ``changes``: new numbers and places of workers by
+        dotted key, as {"rollout.replicas": 4, "train.world_size": 2, "train.hosts": ["gpu3"]}. Returns
+        the result of a completed run. Raises the errors of ``run``; ConfigError if another process runs
+        the directory, if a part of the workflow is gone, and for other changes."""
+        return cls.load(directory, changes).resume_in(Path(directory), on_event)
 
     def resume_in(self, directory: Path, on_event: Callable[[Event], None] | None) -> Result:
         """Continue the run of ``directory`` with this workflow; see ``resume``."""
@@ -227,14 +234,14 @@ class Workflow(Serializable):
             with directory.writable():
                 recorder = Recorder(directory.path, again=again)
             try:
-                if not again:
-                    data = self.plan.data if self.plan.stream is None else None
-                    directory.write_description(
-                        self.describe(), self if resumable else None, data, self.plan.held_out
-                    )
+                data = self.plan.data if self.plan.stream is None else None
+                directory.write_description(
+                    self.describe(), self if resumable else None, data, self.plan.held_out
+                )
             except BaseException:
                 recorder.close()
-                (directory.path / "events.jsonl").unlink()
+                if not again:
+                    (directory.path / "events.jsonl").unlink()
                 raise
             return _Execution(self.plan, directory, recorder, Listener(on_event) if on_event else None).run(again)
 
@@ -395,6 +402,11 @@ class _Execution:
         return {"evaluations": scores, "best_version": best.version, "best_score": best.score}
 
 
-def resume(directory: str | Path, *, on_event: Callable[[Event], None] | None = None) -> Result:
+def resume(
+    directory: str | Path,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> Result:
     """``Workflow.resume``."""
-    return Workflow.resume(directory, on_event=on_event)
+    return Workflow.resume(directory, changes=changes, on_event=on_event)

@@ -175,7 +175,10 @@ def _train(role: Train, spec: WorkerSpec, queue: QueueClient, ranks: RankCommuni
     if role.stream and engine.whole_step:
         raise ConfigError(whole_step_text(role.engine, engine.whole_step))
     saved = settings.checkpoint
-    checkpoints = Checkpoints(queue, Path(settings.checkpoints), saved.keep, ranks) if settings.checkpoints else None
+    checkpoints = None
+    if settings.checkpoints:
+        folder = Path(settings.checkpoints)
+        checkpoints = Checkpoints(queue, folder, saved.keep, ranks, reshards=engine.reshards)
     train(
         queue, engine, weights=settings.weights or role.weights or Weights(),
         export=Path(settings.export) if settings.export else None,
