@@ -65,22 +65,27 @@ class SshServer:
         (folder / "server").write_text(_SERVER.format(**words))
         self.config = folder / "client"
         self.config.write_text(_CLIENT.format(**words))
-        self._log = (folder / "log").open("w")
-        self.process = subprocess.Popen(
-            [*within, SSHD, "-D", "-e", "-f", folder / "server"],
-            stderr=self._log,
-            stdout=self._log,
-            start_new_session=True,
-        )
-        until(lambda: "Server listening" in (folder / "log").read_text(), "sshd to listen", 60)
+        self._folder, self._within = folder, within
+        self.start()
+
+    def start(self) -> None:
+        """Start it, again after it was killed."""
+        log = self._folder / "log"
+        command = [*self._within, SSHD, "-D", "-e", "-f", self._folder / "server"]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+        until(lambda: "Server listening" in log.read_text(), "sshd to listen", 60)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        self.process.wait(60)
 
     def __enter__(self) -> SshServer:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        os.killpg(self.process.pid, signal.SIGTERM)
-        self.process.wait(60)
-        self._log.close()
+        self.close()
 
 
 def _free_port() -> int:

@@ -235,9 +235,7 @@ class Workflow(Serializable):
                 recorder = Recorder(directory.path, again=again)
             try:
                 data = self.plan.data if self.plan.stream is None else None
-                directory.write_description(
-                    self.describe(), self if resumable else None, data, self.plan.held_out
-                )
+                directory.write_description(self.describe(), self if resumable else None, data, self.plan.held_out)
             except BaseException:
                 recorder.close()
                 if not again:

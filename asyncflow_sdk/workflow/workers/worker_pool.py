@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -96,6 +97,8 @@ class WorkerPool(WorkerObserver):
             launcher = RankLauncher(launcher, role.world_size)
         launcher.check(role.place)
         replicas = _Replicas(role, settings, launcher, rank)
+        if not self._mark:
+            self._end_earlier(role.task)
         with self._lock:
             try:
                 for _ in range(1 if isinstance(role, Train) else role.replicas):
@@ -208,6 +211,16 @@ class WorkerPool(WorkerObserver):
             world_size=rank.world_size if rank else 1, group=role.task if alone else name, placement=role.place, log=self._logs.file(name),
         )  # fmt: skip
         replicas.workers.append(Worker(replicas.launcher, spec, role.task, self))
+
+    def _end_earlier(self, task: str) -> None:
+        """End the sessions of workers that an earlier process of this run started for a task. They ended
+        with it, which the queue cannot see of those on other hosts."""
+        if task in self._counts:
+            return
+        named = re.compile(rf"{re.escape(task)}-\d+( rank \d+)?")
+        for each in self._queue.status().sessions:
+            if named.fullmatch(each.name):
+                self._queue.send(cmd.Dismiss(session=each.id, ended="the driver that started it has ended"))
 
     def _replicas_of(self, which: Role | str) -> _Replicas:
         found = [each for each in self._started if which is each.role or which == each.role.task]

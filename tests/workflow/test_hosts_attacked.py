@@ -1,0 +1,144 @@
+"""Runs over three hosts, two of them reached by ssh, while hosts die, a cable is cut, and the driver is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import Child, hear, say
+from echo_runs import echo_workflow, events_of, trained_rows
+from functions import length
+from hosts_in_namespaces import Network, network
+from ssh_hosts import SshServer
+from waiting import until
+
+import asyncflow_sdk as af
+from asyncflow_sdk.types.events import Event, StepTrained
+
+STEPS = 8
+NAMES = {2: "two", 3: "three"}
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[Network]:
+    with network(3) as made:
+        yield made
+
+
+@pytest.fixture
+def servers(net: Network, tmp_path: Path) -> Iterator[dict[int, SshServer]]:
+    made = {n: SshServer(tmp_path / f"sshd-{n}", [name], net.address(n), net.within(n)) for n, name in NAMES.items()}
+    (tmp_path / "ssh_config").write_text("".join(server.config.read_text() for server in made.values()))
+    yield made
+    for server in made.values():
+        server.close()
+
+
+def workflow(config: str, address: str) -> af.Workflow:
+    """Rollouts on both hosts, a stage on one, the trainer on the other."""
+    there: dict[str, Any] = {"launcher": "ssh", "launcher_options": {"config": config}, "max_restarts": 20}
+    return echo_workflow(
+        rollout=af.Rollout("echo", group_size=4, prompt="prompt_ids", hosts=["two", "three"], **there),
+        reward=af.Stage(length, task="reward", hosts=["two"], **there),
+        train=af.Train("echo", delay_s=0.1, hosts=["three"], **there),
+        steps=STEPS, checkpoint=af.Checkpoint(every=2), address=address,
+    )  # fmt: skip
+
+
+def drive(directory: str, config: str, address: str) -> None:
+    """Run the workflow, or go on with it. Says each step."""
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, StepTrained):
+            say(event.step)
+
+    if Path(directory, "workflow.json").exists():
+        result = af.resume(directory, on_event=on_event)
+    else:
+        result = workflow(config, address).run(directory, on_event=on_event)
+    say(["ended", result.summary["status"], result.summary["balanced"]])
+    hear()
+
+
+class Drivers:
+    """The driver of a run on host 1, again and again."""
+
+    def __init__(self, net: Network, folder: Path, name: str = "run", port: int = 7000) -> None:
+        self.directory = folder / name
+        self.arguments = str(self.directory), str(folder / "ssh_config"), f"tcp://{net.address(1)}:{port}"
+        self.within = net.within(1)
+        self.start()
+
+    def start(self) -> None:
+        self.child = Child(drive, *self.arguments, within=self.within)
+
+    def follow(self, step: int) -> None:
+        """Wait until a step was trained."""
+        while self.child.hear() != step:
+            pass
+
+    def end(self) -> None:
+        """Wait for the end of the run, and check that each row was trained once."""
+        while not isinstance(said := self.child.hear(), list):
+            pass
+        assert said == ["ended", "completed", True]
+        rows = Counter(trained_rows(self.directory))
+        assert len(rows) == STEPS * 16
+        assert set(rows.values()) == {1}
+
+
+def restarted(drivers: Drivers) -> set[str]:
+    """Workers that were started again."""
+    return {event["worker"] for event in events_of(drivers.directory, "worker") if event["state"] == "restarting"}
+
+
+def test_hosts_and_drivers_that_die_cost_no_row_of_two_runs(
+    net: Network, tmp_path: Path, servers: dict[int, SshServer]
+) -> None:
+    """Both runs are on the same hosts. Each host has a rollout; one also the stage, the other the trainer."""
+    one, other = Drivers(net, tmp_path), Drivers(net, tmp_path, "other", 7001)
+    with other.child:
+        with one.child:
+            for host, step in ((2, 1), (3, 3)):
+                one.follow(step)
+                net.kill(host)
+                servers[host].start()
+            one.follow(5)
+            one.child.kill()
+        one.start()
+        with one.child:
+            one.end()
+        other.end()
+    assert restarted(one) >= {"rollout-0", "reward-0", "rollout-1", "train-0"}
+    until(lambda: not agents(), "the end of all agents")
+
+
+def agents() -> list[str]:
+    """The far ends of ssh that run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes()
+            found += [process.name] if command.endswith(b"asyncflow_sdk.workflow\0remote\0") else []
+    return found
+
+
+@pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "long", reason="takes half a minute: make fuzz")
+def test_a_cable_that_is_cut_for_20_s_costs_no_worker(
+    net: Network, tmp_path: Path, servers: dict[int, SshServer]
+) -> None:
+    drivers = Drivers(net, tmp_path)
+    with drivers.child:
+        for host, step in ((2, 2), (3, 5)):
+            drivers.follow(step)
+            net.cut(host)
+            time.sleep(20.0)
+            net.mend(host)
+        drivers.end()
+    assert not restarted(drivers)
