@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE = 1
 # Where it is set, each process compiles what it imports anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-slurm test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
+.PHONY: help install bwrap sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-slurm test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -75,8 +75,13 @@ demo-deepspeed: install .venv-deepspeed/.ready
 
 # In three processes also on two processors: many tests wait for what they killed, froze or cut off.
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
-test: install sshd
+test: install sshd bwrap
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/engines $(TOGETHER) $(ARGS)
+
+# So do those of the sandbox.
+bwrap:
+	@command -v bwrap >/dev/null || (apt-get -qq update && apt-get -qq install -y bubblewrap) >/dev/null 2>&1 \
+	  || echo "install bubblewrap to test the sandbox"
 
 # Tests of hosts that ssh reaches need a server. Where it cannot be installed, they are skipped, and say why.
 sshd:

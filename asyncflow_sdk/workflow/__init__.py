@@ -9,6 +9,7 @@ from .rewards import HttpReward
 from .rollout.agent import Agent, Turn, Turns
 from .rollout.producer import EngineProducer
 from .run import Run
+from .sandbox import Sandbox, SandboxResult
 from .specs import Rollout, Stage, Train
 from .work import Generate, Logprobs
 from .workers.command_launcher import CommandLauncher
@@ -26,6 +27,8 @@ __all__ = [
     "Result",
     "Rollout",
     "Run",
+    "Sandbox",
+    "SandboxResult",
     "Stage",
     "Train",
     "Turn",
