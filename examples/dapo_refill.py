@@ -22,7 +22,9 @@ def main(model: str, data: str, out: str, steps: int = 100) -> None:
         prompts=data,
         rollout=af.Rollout("transformers", model=model, group_size=4, sampling=af.Sampling(max_tokens=7), threads=1),
         stages=[af.Stage(share_right, task="score"), af.Stage(af.dynamic_sampling, gives=["reward"])],
-        train=af.Train("torch", model=model, algorithm=af.DAPO(drop_zero_advantage=False), lr=1e-5, threads=1),
+        train=af.Train(
+            "torch", model=model, algorithm=af.DAPO(drop_zero_advantage=False), learning_rate=1e-5, threads=1
+        ),
         batch_size=32,
         steps=steps,
     ).run(out)

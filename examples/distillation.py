@@ -28,7 +28,7 @@ def main(student: str, teacher: str, data: str, out: str, steps: int = 100) -> N
             af.Stage(af.Logprobs("torch", model=teacher, threads=1), gives=["teacher_logprobs"]),
             af.Stage(closeness, task="reward"),
         ],
-        train=af.Train("torch", model=student, lr=3e-4, threads=1),
+        train=af.Train("torch", model=student, learning_rate=3e-4, threads=1),
         batch_size=64,
         steps=steps,
     )

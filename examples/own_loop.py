@@ -16,7 +16,7 @@ def exact_match(response: list[str], answer: list[str]) -> list[float]:
 
 
 def main(model: str, data: str, out: str, group_size: int = 8, batch_size: int = 64) -> None:
-    engine = TorchEngine(model, algorithm=af.GRPO(), lr=1e-5)
+    engine = TorchEngine(model, algorithm=af.GRPO(), learning_rate=1e-5)
     with af.serve(out, max_staleness=1) as run:
         run.queue.put(af.load_prompts(data), group_size=group_size, key="epoch-0")
         run.queue.end()

@@ -30,7 +30,7 @@ def reward(address: str) -> None:
 
 
 def main(model: str, data: str, out: str) -> None:
-    engine = TorchEngine(model, algorithm=af.GRPO(), lr=1e-5, threads=1)
+    engine = TorchEngine(model, algorithm=af.GRPO(), learning_rate=1e-5, threads=1)
     with af.serve(out, max_staleness=1) as run:
         spawn = multiprocessing.get_context("spawn")
         parts = [spawn.Process(target=roll_out, args=(run.address, model))]

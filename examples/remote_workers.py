@@ -21,7 +21,7 @@ def exact_match(response: list[str], answer: list[str]) -> list[float]:
 
 
 def main(model: str, data: str, out: str, group_size: int = 8, batch_size: int = 64, steps: int = 2) -> None:
-    engine = TorchEngine(model, algorithm=af.GRPO(), lr=1e-5)
+    engine = TorchEngine(model, algorithm=af.GRPO(), learning_rate=1e-5)
     with af.serve(out, address="tcp://0.0.0.0:0", steps=steps) as run:  # for other hosts
         address = run.address.replace("0.0.0.0", "127.0.0.1")  # on another host: the name of this one
         come = [*ASYNCFLOW, "worker", address, "--key", str(Path(out, "run.key").resolve())]

@@ -14,7 +14,7 @@ def exact_match(response: list[str], answer: list[str]) -> list[float]:
 
 
 def main(model: str, data: str, out: str) -> None:
-    engine = TorchEngine(model, algorithm=af.GRPO(), lr=1e-5)
+    engine = TorchEngine(model, algorithm=af.GRPO(), learning_rate=1e-5)
     with af.serve(out, max_staleness=1, steps=2) as run, af.Trainer(run, timeout_s=120) as trainer:
         rollout = af.Rollout("transformers", model=model, group_size=8, sampling=af.Sampling(max_tokens=7))
         reward = af.Stage(exact_match, task="reward", gives=["reward"])

@@ -60,7 +60,7 @@ def workflow(model: Path, steps: int, seed: int = 0) -> af.Workflow:
             env=ONE_THREAD, max_restarts=1000,
         ),
         reward=exact_match,
-        train=af.Train("survive_kills:Noting", model=model, lr=2e-4, env=ONE_THREAD, max_restarts=3),
+        train=af.Train("survive_kills:Noting", model=model, learning_rate=2e-4, env=ONE_THREAD, max_restarts=3),
         batch_size=ROWS,
         steps=steps,
         staleness=af.Staleness(max_staleness=1),

@@ -20,7 +20,7 @@ def main(model: str, data: str, out: str, steps: int = 100) -> None:
     result = af.Workflow(
         prompts=data,
         rollout=rollout,
-        train=af.Train("torch", model=model, algorithm=af.GRPO(), lr=1e-5),
+        train=af.Train("torch", model=model, algorithm=af.GRPO(), learning_rate=1e-5),
         batch_size=64,
         steps=steps,
         staleness=af.Staleness(max_staleness=1),

@@ -64,7 +64,7 @@ def main(model: str, data: str, out: str, steps: int = 100) -> None:
             af.Rollout("two_engines:Plain", model=model, group_size=8, sampling=sampling),  # this very file
         ],
         reward=exact_match,
-        train=af.Train("torch", model=model, lr=1e-5, threads=1),
+        train=af.Train("torch", model=model, learning_rate=1e-5, threads=1),
         batch_size=64,
         steps=steps,
         weights=af.Weights(

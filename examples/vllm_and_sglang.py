@@ -43,7 +43,7 @@ def main(vllm: str, sglang: str, out: str, steps: int = 200, model: str = "") ->
             af.Rollout("sglang", python=sglang, **common, **SGLANG),
         ],
         reward=exact_match,
-        train=af.Train("torch", model=model, algorithm=af.GRPO(), lr=2e-4, threads=1),
+        train=af.Train("torch", model=model, algorithm=af.GRPO(), learning_rate=2e-4, threads=1),
         weights=af.Weights(
             probe=PROBE, verify=["probe"], quorum=2
         ),  # no version is loaded before both engines have it

@@ -19,7 +19,7 @@ def main(model: str, data: str, out: str, steps: int = 200) -> None:
         prompts=data,
         rollout=af.Rollout("transformers", model=model, group_size=8, sampling=af.Sampling(max_tokens=7)),
         reward=exact_match,
-        train=af.Train("torch", model=model, algorithm=af.GRPO(), lr=1e-5),
+        train=af.Train("torch", model=model, algorithm=af.GRPO(), learning_rate=1e-5),
         batch_size=64,
         steps=steps,
         staleness=af.Staleness(max_staleness=1),

@@ -161,7 +161,7 @@ def run_with_a_rank_killed_in_a_collective(
         prompts={"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]},
         rollout=rollout(model, **rollouts or {}), reward=odd_tokens, address=address,
         train=af.Train(
-            "rank_runs:held", model=model, algorithm=af.PPO(), lr=1e-3, critic_lr=3e-3, threads=1, world_size=2,
+            "rank_runs:held", model=model, algorithm=af.PPO(), learning_rate=1e-3, critic_learning_rate=3e-3, threads=1, world_size=2,
             max_restarts=1, of=engine, gates=str(gates), **options,
         ),
         weights=af.Weights(probe=probe, verify=["probe"], transport="file", options={"path": str(versions)}),
@@ -210,7 +210,7 @@ def run_under_a_launcher(launcher: list[str], engine: str, model: str, directory
         run.feed({"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]}, group_size=4, column="prompt_ids")
         command = [*launcher, sys.executable, "-m", "asyncflow_sdk.cli", "worker", str(directory / "run"), "train"]
         given = {"engine": engine, "model": model, "batch-size": ROWS, "export": directory / "model"}
-        sets = {"lr": 1e-3, "threads": 1, **options}
+        sets = {"learning_rate": 1e-3, "threads": 1, **options}
         command += [f"--{name}={value}" for name, value in given.items()]
         command += [f"--set={name}={value}" for name, value in sets.items()]
         done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=250, check=False)
@@ -275,7 +275,7 @@ def run_with_a_sharded_reference(engine: str, model: str, directory: Path, **opt
             af.Stage(sharded, gives=["sharded"], batch=7),
             af.Stage(af.Logprobs("torch", model=model), gives=["plain"], launcher="thread"),
         ],
-        reward=odd_tokens, train=af.Train("torch", model=model, lr=1e-3, needs=["sharded", "plain"], launcher="thread"),
+        reward=odd_tokens, train=af.Train("torch", model=model, learning_rate=1e-3, needs=["sharded", "plain"], launcher="thread"),
         batch_size=15, steps=2, staleness=af.Staleness(max_staleness=0),
     )  # fmt: skip
     killed = in_thread(kill)

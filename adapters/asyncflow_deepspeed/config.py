@@ -14,8 +14,8 @@ from asyncflow_sdk.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
 _REFUSED = {
-    "optimizer": "the engine steps by AdamW: give it lr, betas and weight_decay",
-    "scheduler": "give the engine schedule, warmup_steps and decay_steps",
+    "optimizer": "the engine steps by AdamW: give it learning_rate, betas and weight_decay",
+    "scheduler": "give the engine lr_scheduler_type, warmup_steps and max_steps",
     "train_batch_size": "the run says which rows a step has",
     "train_micro_batch_size_per_gpu": "a pass has as many rows as micro_batch_tokens allows",
     "gradient_accumulation_steps": "a step has as many passes as micro_batch_tokens makes of it",

@@ -1,6 +1,6 @@
 """DeepSpeedEngine: trains a Hugging Face model by DeepSpeed's ZeRO over N processes.
 
-engine = DeepSpeedEngine("models/mine", stage=3, lr=1e-5)   # in each process, under torchrun, deepspeed or the SDK's own launcher
+engine = DeepSpeedEngine("models/mine", stage=3, learning_rate=1e-5)   # in each process, under torchrun, deepspeed or the SDK's own launcher
 result = engine.train_step(batch)                           # each rank with its rows; metrics are of the whole step
 publisher.publish(version, engine.named_weights())          # each rank its part
 """
@@ -71,18 +71,18 @@ class DeepSpeedEngine(DataParallelEngine):
             with runtime.partitioned_models(settings):
                 return read()
 
-        def under_zero(whole: Any, lr: float) -> ZeroModel:
-            if options.checkpointing:
+        def under_zero(whole: Any, learning_rate: float) -> ZeroModel:
+            if options.gradient_checkpointing:
                 recompute_activations(whole)
-            return ZeroModel(deepspeed, whole, settings, options, lr=lr)
+            return ZeroModel(deepspeed, whole, settings, options, learning_rate=learning_rate)
 
         try:
             with ranks.calling("make"):
                 plain = load(options.model)
-                self._policy = under_zero(plain, options.lr)
+                self._policy = under_zero(plain, options.learning_rate)
                 if options.needs_critic:
                     values = ValueModel(load(options.critic or options.model)).eval()
-                    zero = under_zero(values, options.critic_lr or options.lr)
+                    zero = under_zero(values, options.critic_learning_rate or options.learning_rate)
                     self._values = DeepSpeedCritic(zero, ranks, bucket_bytes=options.bucket_bytes)
             super().__init__(
                 self._engine, options, self._policy.optimizer, ranks=ranks, context=context_of(plain),

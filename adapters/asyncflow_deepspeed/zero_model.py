@@ -42,9 +42,9 @@ class ZeroModel:
     """``settings``: DeepSpeed's configuration. ``engine``: DeepSpeed's engine, called like the model."""
 
     def __init__(
-        self, deepspeed: Any, model: Any, settings: Mapping[str, Any], options: TrainOptions, *, lr: float
+        self, deepspeed: Any, model: Any, settings: Mapping[str, Any], options: TrainOptions, *, learning_rate: float
     ) -> None:
-        self.optimizer = CheckedAdamW(model.parameters(), lr=lr, **options.adamw)
+        self.optimizer = CheckedAdamW(model.parameters(), lr=learning_rate, **options.adamw)
         # Without an optimizer stage 3 only gathers weights: no masters, no gradients. Lower stages refuse that.
         bare = options.frozen and settings["zero_optimization"]["stage"] == 3
         self.engine, *_ = deepspeed.initialize(

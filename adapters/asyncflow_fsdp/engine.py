@@ -1,7 +1,7 @@
 """FsdpEngine: trains a Hugging Face model whose weights, gradients and optimizer lie in shards over
 N processes (FSDP2).
 
-engine = FsdpEngine("models/mine", lr=1e-5)              # in each process, under torchrun or the SDK's own launcher
+engine = FsdpEngine("models/mine", learning_rate=1e-5)              # in each process, under torchrun or the SDK's own launcher
 result = engine.train_step(batch)                        # each rank with its rows; metrics are of the whole step
 publisher.publish(version, engine.named_weights())       # each rank its shards
 """
@@ -61,11 +61,11 @@ class FsdpEngine(DataParallelEngine):
                     ShardedModel, mesh=init_device_mesh(device.type, (ranks.size,)), options=options, compute=compute,
                     reshard=options.reshard_after_forward,
                 )  # fmt: skip
-                self._policy = shard(plain, lr=options.lr)
+                self._policy = shard(plain, learning_rate=options.learning_rate)
                 self._values: FsdpCritic | None = None
                 if options.needs_critic:
                     values = ranks.together(lambda: ValueModel(load(options.critic or options.model)).eval())
-                    sharded = shard(values, lr=options.critic_lr or options.lr)
+                    sharded = shard(values, learning_rate=options.critic_learning_rate or options.learning_rate)
                     self._values = FsdpCritic(sharded, ranks, bucket_bytes=options.bucket_bytes)
             super().__init__(
                 self._policy.model, options, self._policy.optimizer, ranks=ranks, vocabulary=vocabulary, context=context,

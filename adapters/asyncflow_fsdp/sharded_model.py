@@ -1,6 +1,6 @@
 """ShardedModel: a model in shards and the AdamW that steps on them, for the policy and for the critic.
 
-sharded = ShardedModel(model, mesh, options, lr=1e-5, compute=torch.bfloat16)
+sharded = ShardedModel(model, mesh, options, learning_rate=1e-5, compute=torch.bfloat16)
 norm = sharded.norm()                                    # of the gradients of all ranks
 if isfinite(norm): sharded.step(norm)
 """
@@ -28,7 +28,7 @@ class ShardedModel:
     gradients are float32, and weights of a frozen model as they are. ``reshard``: gather each layer again for its backward pass."""
 
     def __init__(
-        self, model: Any, mesh: Any, options: ShardedOptions, *, lr: float, compute: Any, reshard: bool
+        self, model: Any, mesh: Any, options: ShardedOptions, *, learning_rate: float, compute: Any, reshard: bool
     ) -> None:  # fmt: skip
         precision = MixedPrecisionPolicy()
         if compute.itemsize < torch.float32.itemsize:
@@ -37,7 +37,7 @@ class ShardedModel:
         given: dict[str, Any] = {
             "mesh": mesh, "mp_policy": precision, "reshard_after_forward": reshard, "offload_policy": offload,
         }  # fmt: skip
-        if options.checkpointing:
+        if options.gradient_checkpointing:
             recompute_activations(model)
         # FSDP shards weights of one dtype only.
         widen = not options.frozen or len({each.dtype for each in model.parameters()}) > 1
@@ -49,7 +49,7 @@ class ShardedModel:
             _widen(model)
         self.model = fully_shard(model, **given)
         self._max_grad_norm, self._parameters = options.max_grad_norm, list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self._parameters, lr=lr, **options.adamw)
+        self.optimizer = torch.optim.AdamW(self._parameters, lr=learning_rate, **options.adamw)
 
     def divide_gradients(self, number: float) -> None:
         """Divide this rank's shards of the gradients."""

@@ -20,6 +20,7 @@ from . import checkpoint
 from .collate import MicroBatch
 from .masters import Masters
 from .policy import load_policy
+from .recomputation import recompute_activations
 from .train_options import TrainOptions
 
 
@@ -74,10 +75,12 @@ class TorchCritic(ValueCritic):
 
     def __init__(self, options: TrainOptions) -> None:
         policy = load_policy(options.critic or options.model, dtype=options.dtype, device=options.device)
+        if options.gradient_checkpointing:
+            recompute_activations(policy)
         super().__init__(ValueModel(policy).eval())
         self._masters, self._max_grad_norm = Masters(self.model), options.max_grad_norm
-        lr = options.critic_lr or options.lr
-        self._optimizer = torch.optim.AdamW(self._masters.named.values(), lr=lr, **options.adamw)
+        learning_rate = options.critic_learning_rate or options.learning_rate
+        self._optimizer = torch.optim.AdamW(self._masters.named.values(), lr=learning_rate, **options.adamw)
 
     def zero_gradients(self) -> None:
         """Clear all gradients."""

@@ -91,7 +91,11 @@ class DataParallelEngine(TrainEngine):
         self._open: OpenStep | None = None
         self._frozen = options.frozen
         self._schedule = make_schedule(
-            optimizer, options.schedule, warmup_steps=options.warmup_steps, decay_steps=options.decay_steps
+            optimizer,
+            options.lr_scheduler_type,
+            warmup_steps=options.warmup_steps,
+            warmup_ratio=options.warmup_ratio,
+            max_steps=options.max_steps,
         )
 
     # ---- implemented by each engine, called on all ranks together
@@ -352,7 +356,7 @@ class DataParallelEngine(TrainEngine):
         if not all(map(math.isfinite, norms.values())):
             return norms, None
         self._schedule.step()
-        return norms, StepSums.metrics(self._ranks.gather(update.counts), divisor) | norms | {"lr": rate}
+        return norms, StepSums.metrics(self._ranks.gather(update.counts), divisor) | norms | {"learning_rate": rate}
 
     def _loss(
         self, share: Share, update: StepSums, part: MicroBatch, stats: TokenStats, values: Any

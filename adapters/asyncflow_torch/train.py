@@ -1,6 +1,6 @@
 """TorchEngine: trains a Hugging Face model with AdamW in this process, by GRPO or another algorithm.
 
-engine = TorchEngine("runs/demo/model", lr=2e-4)
+engine = TorchEngine("runs/demo/model", learning_rate=2e-4)
 result = engine.train_step(batch)                        # result.metrics["reward"]
 publisher.publish(version, engine.named_weights())
 """
@@ -22,6 +22,7 @@ from .data_parallel import DataParallelEngine
 from .masters import Masters
 from .policy import context_of, export_policy, load_policy, named_weights, take, vocabulary_of
 from .ranks import Ranks
+from .recomputation import recompute_activations
 from .train_options import TrainOptions, keywords_of
 
 
@@ -33,8 +34,10 @@ class TorchEngine(DataParallelEngine):
         options.prepare_torch()
         self._source, self._max_grad_norm = options.model, options.max_grad_norm
         loaded = load_policy(options.model, dtype=options.dtype, device=options.device)
+        if options.gradient_checkpointing:
+            recompute_activations(loaded)
         self._masters = Masters(loaded, frozen=options.frozen)
-        optimizer = torch.optim.AdamW(self._masters.named.values(), lr=options.lr, **options.adamw)
+        optimizer = torch.optim.AdamW(self._masters.named.values(), lr=options.learning_rate, **options.adamw)
         self._values = TorchCritic(options) if options.needs_critic else None
         super().__init__(
             loaded, options, optimizer, ranks=Ranks.alone(), vocabulary=vocabulary_of(loaded), context=context_of(loaded),

@@ -4,7 +4,7 @@
         @keywords_of(TrainOptions)
         def __init__(self, options: TrainOptions) -> None: ...
 
-    MyEngine("models/mine", lr=1e-5)               # options.lr == 1e-5
+    MyEngine("models/mine", learning_rate=1e-5)               # options.learning_rate == 1e-5
 
 `inspect.signature(MyEngine)` lists the options, and type checkers check them.
 """
@@ -35,11 +35,13 @@ _Self = TypeVar("_Self")
 class TrainOptions:
     """Options of all train engines. Raises ConfigError for numbers out of range.
 
-    ``model``: a Hugging Face folder. ``algorithm``: default GRPO. ``lr``, ``betas``,
+    ``model``: a Hugging Face folder. ``algorithm``: default GRPO. ``learning_rate``, ``betas``,
     ``weight_decay``: of AdamW. ``max_grad_norm``: gradients of the whole model are clipped to this
-    norm. ``schedule``: of the learning rate, "constant", "linear" or "cosine"; it rises over
-    ``warmup_steps`` and falls to 0 over ``decay_steps`` more (linear and cosine only). ``updates``:
-    optimizer steps per batch, each on a random part of its rows.
+    norm. ``lr_scheduler_type``: "constant", "linear" or "cosine". The learning rate rises over
+    ``warmup_steps``, or the share ``warmup_ratio`` of ``max_steps``, and with linear and cosine falls
+    to 0 until ``max_steps``, the optimizer steps of the run; a Workflow gives its own. ``updates``:
+    optimizer steps per batch, each on a random part of its rows. ``gradient_checkpointing``: recompute
+    activations inside a layer in the backward pass.
 
     ``dtype``: of forward and backward passes and of published weights; "auto" is the dtype of the
     model folder. The optimizer steps on float32. ``device``: "auto" is "cuda" (the GPU of
@@ -48,7 +50,7 @@ class TrainOptions:
     included; None computes a step in one pass.
 
     ``critic``: model folder for the layers of the critic, if the algorithm needs values; default
-    ``model``. ``critic_lr``: its learning rate, default ``lr``. ``threads``: of torch, for the
+    ``model``. ``critic_learning_rate``: its learning rate, default ``learning_rate``. ``threads``: of torch, for the
     whole process; None leaves the number unchanged. ``seed``: of torch's generator. Dropout is off:
     it would add noise to the ratio to the policy of the rollouts.
 
@@ -58,33 +60,35 @@ class TrainOptions:
 
     model: str = field(kw_only=False)
     algorithm: Algorithm | None = None
-    lr: float = 1e-6
+    learning_rate: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    schedule: str = "constant"
+    lr_scheduler_type: str = "constant"
     warmup_steps: int = 0
-    decay_steps: int | None = None
+    warmup_ratio: float = 0.0
+    max_steps: int | None = None
     dtype: str = "auto"
     device: str = "auto"
     temperature: float = 1.0
     micro_batch_tokens: int | None = None
     updates: int = 1
+    gradient_checkpointing: bool = False
     critic: str | None = None
-    critic_lr: float | None = None
+    critic_learning_rate: float | None = None
     threads: int | None = None
     seed: int = 0
     frozen: bool = False
 
     def __post_init__(self) -> None:
         check_above(
-            0, lr=self.lr, max_grad_norm=self.max_grad_norm, temperature=self.temperature,
-            micro_batch_tokens=self.micro_batch_tokens, updates=self.updates, critic_lr=self.critic_lr, threads=self.threads,
+            0, learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm, temperature=self.temperature,
+            micro_batch_tokens=self.micro_batch_tokens, updates=self.updates, critic_learning_rate=self.critic_learning_rate, threads=self.threads,
         )  # fmt: skip
 
     @property
     def adamw(self) -> dict[str, Any]:
-        """Keyword arguments of AdamW except ``lr``."""
+        """Keyword arguments of AdamW except ``learning_rate``."""
         return {"betas": tuple(self.betas), "weight_decay": self.weight_decay, "fused": True}
 
     @property
@@ -110,8 +114,7 @@ class ShardedOptions(TrainOptions):
     name the rank, as torchrun sets them; without them there is one rank. The backend is NCCL on
     "cuda" and gloo on "cpu".
 
-    ``offload``: keep the optimizer on the CPU. ``checkpointing``: recompute activations inside a
-    layer in the backward pass. ``attention``: attn_implementation of transformers. ``packed``: pack
+    ``offload``: keep the optimizer on the CPU. ``attention``: attn_implementation of transformers. ``packed``: pack
     rows without padding; None packs if attention is FlashAttention. ``bucket_bytes``: maximum of
     memory beyond its shards that a rank uses to publish, save, load or export weights; at least one
     row of a tensor. ``collective_timeout_s``: wait for other ranks in a call before they count as
@@ -119,7 +122,6 @@ class ShardedOptions(TrainOptions):
     """
 
     offload: bool = False
-    checkpointing: bool = False
     attention: str | None = None
     packed: bool | None = None
     bucket_bytes: int = RANK_BUCKET_BYTES

@@ -184,7 +184,7 @@ def run(
     ] = None,
     only_print: Annotated[bool, option("Print the resolved workflow; start nothing.", "", "--print")] = False,
     as_mermaid: Annotated[bool, option("Print the dataflow as Mermaid; start nothing.", "", "--mermaid")] = False,
-    changes: Annotated[Texts, repeatable("Change a value, for example train.lr=1e-5.", "KEY=VALUE", "--set")] = None,
+    changes: Annotated[Texts, repeatable("Change a value, for example train.learning_rate=1e-5.", "KEY=VALUE", "--set")] = None,
     address: Annotated[
         MaybeText, option("Address for workers of other hosts, for example tcp://0.0.0.0:7000; with keys.")
     ] = None,

@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, str]] = {
     },
     "train": {
         "what": "A train engine", "file": "engine", "dependencies": _TORCH, "requires": '"torch>=2.6", "transformers>=5"',
-        "over": "a Hugging Face model and AdamW", "use": 'af.Train("$name", model="models/mine", lr=1e-6)',
+        "over": "a Hugging Face model and AdamW", "use": 'af.Train("$name", model="models/mine", learning_rate=1e-6)',
     },
     "transport": {
         "what": "A weight transport", "file": "transport", "over": "files in the run's shared memory",

@@ -58,7 +58,7 @@ def named_options(given: list[str] | None, flag: str = "--set") -> dict[str, Any
     for each in given or ():
         name, equals, _ = each.partition("=")
         if not equals or not name.isidentifier():
-            raise ConfigError(f"{flag} takes NAME=VALUE, for example lr=1e-6, not {each!r}")
+            raise ConfigError(f"{flag} takes NAME=VALUE, for example learning_rate=1e-6, not {each!r}")
     return changed_values(given)
 
 
@@ -69,7 +69,7 @@ def changed_values(given: list[str] | None) -> dict[str, Any]:
     for each in given or ():
         name, equals, value = each.partition("=")
         if not equals or not name.strip():
-            raise ConfigError(f"--set takes KEY=VALUE, for example train.lr=1e-5, not {each!r}")
+            raise ConfigError(f"--set takes KEY=VALUE, for example train.learning_rate=1e-5, not {each!r}")
         try:
             values[name.strip()] = msgspec.json.decode(value)
         except msgspec.DecodeError:

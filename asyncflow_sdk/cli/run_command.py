@@ -25,13 +25,13 @@ _SKIPPED = "skipped after Ctrl-C; `asyncflow report {}` writes it"
 
 
 def run_file(file: Path, out: Path | None, changes: list[str], shown: str, console: Console) -> None:
-    """Run the workflow of ``file`` into ``out``. ``changes``: "train.lr=1e-5". ``shown``: "text" or
+    """Run the workflow of ``file`` into ``out``. ``changes``: "train.learning_rate=1e-5". ``shown``: "text" or
     "mermaid" prints it and starts nothing. Raises the errors of ``load_workflow`` and
     ``Workflow.run``."""
     pairs = [change.partition("=") for change in changes]
     for name, equals, _ in pairs:
         if not equals or not name.strip():
-            raise ConfigError(f"--set takes KEY=VALUE, for example train.lr=1e-5, not {name!r}")
+            raise ConfigError(f"--set takes KEY=VALUE, for example train.learning_rate=1e-5, not {name!r}")
     workflow = load_workflow(file, {name.strip(): value.strip() for name, _, value in pairs})
     if shown:
         console.print(workflow.mermaid() if shown == "mermaid" else str(workflow), markup=False, soft_wrap=True)

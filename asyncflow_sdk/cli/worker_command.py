@@ -50,7 +50,7 @@ class _GroupOptions:
 
 _Engine = Annotated[str, option("Engine, as listed by `asyncflow plugins`.")]
 _Model = Annotated[str, option("Hugging Face folder on this host.", "PATH")]
-_Set = Annotated[Texts, repeatable("Option of the engine, for example lr=1e-6.", "NAME=VALUE", "--set")]
+_Set = Annotated[Texts, repeatable("Option of the engine, for example learning_rate=1e-6.", "NAME=VALUE", "--set")]
 
 
 @worker.callback()

@@ -446,8 +446,12 @@ class Train(Serializable):
         other.init_args = {**self.init_args, "needs": other.needs}
         return other
 
-    def sized(self, batch_size: int, group_size: int) -> Train:
-        """Return a copy with the default ``part_rows`` for steps and groups of these sizes."""
+    def sized(self, batch_size: int, group_size: int, steps: int) -> Train:
+        """Return a copy with the default ``part_rows`` for steps and groups of these sizes, and for a
+        learning-rate schedule ``max_steps``, the optimizer steps of the run."""
+        if "max_steps" not in self.options and {"lr_scheduler_type", "warmup_ratio"} & self.options.keys():
+            last = {"max_steps": steps * self.options.get("updates", 1)}
+            return type(self)(**{**self.init_args, **last}).sized(batch_size, group_size, steps)
         if not self.stream or self.part_rows is not None:
             return self
         other = copy.copy(self)

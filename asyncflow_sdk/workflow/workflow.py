@@ -4,7 +4,7 @@ result = af.Workflow(
     prompts={"prompt": questions, "answer": answers},
     rollout=af.Rollout("transformers", model=path, group_size=8, sampling=af.Sampling(max_tokens=32)),
     reward=exact_match,
-    train=af.Train("torch", model=path, algorithm=af.GRPO(), lr=1e-6),
+    train=af.Train("torch", model=path, algorithm=af.GRPO(), learning_rate=1e-6),
     batch_size=256, steps=200, staleness=af.Staleness(max_staleness=1),
 ).run("runs/first")
 """
@@ -164,7 +164,7 @@ class Workflow(Serializable):
         self.plan = Plan(
             data=source.head if isinstance(source, PromptStream) else source, stream=stream, rollouts=rollouts,
             stages=(*scoring, *stages), reward=bool(scoring),
-            train=train.sized(batch_size, first.group_size), batch_size=batch_size, steps=steps, epochs=epochs,
+            train=train.sized(batch_size, first.group_size, steps), batch_size=batch_size, steps=steps, epochs=epochs,
             evaluation=evaluate, held_out=held_out, save_steps=save_steps, save_total_limit=save_total_limit,
             seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),
             capacity_rows=ahead if capacity_rows is None else capacity_rows,

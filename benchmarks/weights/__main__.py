@@ -88,7 +88,7 @@ def _delta(results: list[dict[str, float]]) -> list[Row]:
     if not results:
         return []
     found = {key: st.median(each[key] for each in results) for key in results[0]}
-    what = f"delta of one Adam step at lr 1e-6, {found['parameters'] / 1e6:.0f} M parameters in bf16"
+    what = f"delta of one Adam step at learning_rate 1e-6, {found['parameters'] / 1e6:.0f} M parameters in bf16"
     return [
         Row(f"{what}: size (limit: elements that changed)", "% of full", found["percent"], limit=found["changed"]),
         Row("the same, moved by transport tcp", "% of full", found["moved"]),

@@ -200,4 +200,4 @@ def batch(tiny: str, prompts: list[np.ndarray[Any, Any]]) -> Batch:
 @pytest.fixture
 def trainer(tiny: str) -> Callable[..., TorchEngine]:
     """Makes train engines of the tiny model, with a learning rate that shows in one step."""
-    return lambda folder=tiny, **options: TorchEngine(folder, **{"lr": 1e-3} | options)
+    return lambda folder=tiny, **options: TorchEngine(folder, **{"learning_rate": 1e-3} | options)

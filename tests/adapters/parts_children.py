@@ -15,7 +15,7 @@ from asyncflow_sdk.testing.kit.rank_files import read_batch
 def one_of_two(model: str, rank: int, port: int, part: str, bad: str) -> None:
     """``part``, ``bad``: files of this rank's rows; those of one rank cannot be trained."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    engine = FsdpEngine(model, lr=1e-3, threads=1)
+    engine = FsdpEngine(model, learning_rate=1e-3, threads=1)
     rows, bad_rows = read_batch(Path(part)), read_batch(Path(bad))
 
     def ask(call: Callable[[], object]) -> None:

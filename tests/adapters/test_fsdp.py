@@ -37,7 +37,7 @@ TorchEngine: Any = registry().get("train", "torch").load()
 FsdpEngine: Any = registry().get("train", "fsdp").load()
 RANKS = RankProcesses(FsdpEngine, 2)
 """Two processes, for all tests here."""
-OPTIONS = {"threads": 1, "lr": 1e-3}
+OPTIONS = {"threads": 1, "learning_rate": 1e-3}
 EXACT, NEAR = 0.0, 1e-5
 """Of the metrics of a first step, as a part of their size."""
 SAME_WAY = 5e-3
@@ -107,9 +107,9 @@ def test_one_process_makes_the_plain_engines_steps_to_the_bit_and_two_nearly(
     model: str, two: Any, batch: Batch, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(model)
-    plain = _trained(TorchEngine(folder, lr=1e-3), batch)
+    plain = _trained(TorchEngine(folder, learning_rate=1e-3), batch)
 
-    one = _trained(FsdpEngine(folder, lr=1e-3), batch)
+    one = _trained(FsdpEngine(folder, learning_rate=1e-3), batch)
     both = _trained(two(folder), batch)
 
     _near(one, plain, EXACT)
@@ -122,7 +122,7 @@ def test_one_process_makes_the_plain_engines_steps_to_the_bit_and_two_nearly(
         {"micro_batch_tokens": 50},
         {"packed": True},
         {"packed": True, "micro_batch_tokens": 30},
-        {"checkpointing": True},
+        {"gradient_checkpointing": True},
         {"reshard_after_forward": False, "offload": True},
     ],
     ids=lambda options: ",".join(options),
@@ -130,7 +130,7 @@ def test_one_process_makes_the_plain_engines_steps_to_the_bit_and_two_nearly(
 def test_no_way_of_computing_a_step_makes_it_another(
     options: dict[str, Any], tiny: str, two: Any, batch: Batch
 ) -> None:
-    plain = _trained(TorchEngine(tiny, lr=1e-3), batch)
+    plain = _trained(TorchEngine(tiny, learning_rate=1e-3), batch)
 
     _near(_trained(two(tiny, **options), batch), plain, NEAR)
 
@@ -138,10 +138,10 @@ def test_no_way_of_computing_a_step_makes_it_another(
 def test_in_bfloat16_the_same_as_the_plain_engine_and_steps_on_float32(
     tiny: str, two: Any, batch: Batch, tmp_path: Path
 ) -> None:
-    plain = _trained(TorchEngine(tiny, lr=1e-5, dtype="bfloat16"), batch, steps=1)
+    plain = _trained(TorchEngine(tiny, learning_rate=1e-5, dtype="bfloat16"), batch, steps=1)
 
-    one = _trained(FsdpEngine(tiny, lr=1e-5, dtype="bfloat16"), batch, steps=1)
-    engine = two(tiny, lr=1e-5, dtype="bfloat16")
+    one = _trained(FsdpEngine(tiny, learning_rate=1e-5, dtype="bfloat16"), batch, steps=1)
+    engine = two(tiny, learning_rate=1e-5, dtype="bfloat16")
     assert engine.train_step(batch).metrics == pytest.approx(plain[0][0], rel=1e-3, abs=1e-5)
     engine.save(tmp_path)
 
@@ -181,7 +181,12 @@ def test_a_checkpoint_goes_from_any_number_of_ranks_to_any_other_to_the_bit(
     tiny: str, two: Any, batch: Batch, tmp_path: Path
 ) -> None:
     # given two ranks under a schedule, saved in the middle of it, and what they do then
-    options: dict[str, Any] = {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2, "decay_steps": 4}
+    options: dict[str, Any] = {
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "max_steps": 6,
+    }
     engine = two(tiny, **options)
     engine.save(tmp_path / "untrained")
     begun = [engine.train_step(batch).metrics for _ in range(3)]
@@ -200,7 +205,7 @@ def test_a_checkpoint_goes_from_any_number_of_ranks_to_any_other_to_the_bit(
     # then they go on to the bit, and anew from what has no moments yet
     assert found == wanted
     assert anew == begun
-    assert len({step["lr"] for step in wanted}) == 2
+    assert len({step["learning_rate"] for step in wanted}) == 2
 
     # and one rank, which saves the very same files; and the plain engine, which has the same tensors
     alone = FsdpEngine(tiny, **options)
@@ -270,7 +275,7 @@ def test_what_is_no_checkpoint_of_this_model_is_refused_by_all_ranks(
 
 
 def test_a_checkpoint_that_breaks_off_over_an_older_one_is_none(tiny: str, batch: Batch, tmp_path: Path) -> None:
-    engine = FsdpEngine(tiny, lr=1e-3)
+    engine = FsdpEngine(tiny, learning_rate=1e-3)
     engine.save(tmp_path)
     (tmp_path / "optimizer.safetensors").unlink()
     (
@@ -328,7 +333,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_makes_no_step_on_any(
 def test_rows_that_no_rank_has_and_rows_that_one_rank_has(tiny: str, two: Any, batch: Batch) -> None:
     # given a batch of one group: one of two ranks has nothing
     group = batch.take(np.flatnonzero(batch.groups == 1))
-    plain = _trained(TorchEngine(tiny, lr=1e-3), group)
+    plain = _trained(TorchEngine(tiny, learning_rate=1e-3), group)
 
     _near(_trained(two(tiny), group), plain, NEAR)
 
@@ -357,8 +362,8 @@ def test_what_is_raised_in_the_middle_of_a_step_is_told_by_all_with_its_rank(
     [
         ({"bucket_bytes": 0}, "bucket_bytes must be above 0"),
         ({"collective_timeout_s": -1}, "collective_timeout_s must be above 0"),
-        ({"schedule": "steps"}, "schedule 'steps' is none of constant, linear, cosine"),
-        ({"schedule": "linear"}, "linear and cosine need them"),
+        ({"lr_scheduler_type": "steps"}, "lr_scheduler_type 'steps' is none of constant, linear, cosine"),
+        ({"lr_scheduler_type": "linear"}, "needs max_steps"),
         ({"attention": "flash_attention_9"}, "cannot be loaded"),
         ({"device": "tpu9"}, "device"),
     ],
@@ -382,7 +387,7 @@ def test_what_algorithms_ask_for_is_the_same_of_any_number_of_ranks(two: Any, ti
     algorithm = GRPO(off_policy=OffPolicy(weight="mask", low=0.8, high=1.3), kl=KL(coef=0.1), entropy=0.1)
 
     # when
-    alone = TorchEngine(tiny, algorithm=algorithm, lr=1e-3).train_step(stale).metrics
+    alone = TorchEngine(tiny, algorithm=algorithm, learning_rate=1e-3).train_step(stale).metrics
     both = two(tiny, algorithm=algorithm, micro_batch_tokens=60)
     together = both.train_step(stale).metrics
     both.close()
@@ -392,7 +397,7 @@ def test_what_algorithms_ask_for_is_the_same_of_any_number_of_ranks(two: Any, ti
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-6)
 
     # and where each row counts alike, rows are those of all ranks
-    alone = TorchEngine(tiny, algorithm=GSPO(), lr=1e-3).train_step(stale).metrics
+    alone = TorchEngine(tiny, algorithm=GSPO(), learning_rate=1e-3).train_step(stale).metrics
     both = two(tiny, algorithm=GSPO())
     assert both.train_step(stale).metrics == pytest.approx(alone, rel=1e-4, abs=1e-6)
     both.close()
@@ -437,7 +442,7 @@ def test_a_policy_and_its_critic_make_the_plain_engines_steps(
     """And so the advantages are of mean 0 and spread 1 over the tokens of both ranks, and values not of a rank's own passes."""
     given = _stale(batch if rows == "all" else batch.take(np.flatnonzero(batch.groups == 1)))
     options: dict[str, Any] = {
-        "algorithm": PPO(critic=Critic(decay=0.9), entropy=0.01), "critic": tied, "critic_lr": 3e-3, "lr": 1e-3,
+        "algorithm": PPO(critic=Critic(decay=0.9), entropy=0.01), "critic": tied, "critic_learning_rate": 3e-3, "learning_rate": 1e-3,
         "micro_batch_tokens": 60,
     }  # fmt: skip
     plain = _with_critic(TorchEngine(tiny, **options), given, tmp_path / "plain", 3)
@@ -454,7 +459,7 @@ def test_a_policy_and_its_critic_make_the_plain_engines_steps(
 def test_a_critic_goes_on_from_any_number_of_ranks_to_any_other(
     tiny: str, two: Any, batch: Batch, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"algorithm": PPO(), "updates": 2, "critic_lr": 3e-3}
+    options: dict[str, Any] = {"algorithm": PPO(), "updates": 2, "critic_learning_rate": 3e-3}
     engine = two(tiny, **options)
     engine.train_step(batch)
     engine.save(tmp_path / "two")
@@ -471,7 +476,7 @@ def test_a_critic_goes_on_from_any_number_of_ranks_to_any_other(
 
     went = []
     for name, made in (("one", FsdpEngine), ("plain", TorchEngine)):
-        other: TrainEngine = made(tiny, lr=1e-3, **options)
+        other: TrainEngine = made(tiny, learning_rate=1e-3, **options)
         other.load(tmp_path / "two")
         other.save(tmp_path / name)
         went.append(other.train_step(batch).metrics)
@@ -516,7 +521,7 @@ def test_a_step_in_parts_is_the_plain_engines_whole_step_on_one_rank_and_on_two(
 ) -> None:
     rows, options = (
         step_rows(batch),
-        {"lr": 1e-3, "dtype": "float64", "max_grad_norm": norm, "micro_batch_tokens": 60},
+        {"learning_rate": 1e-3, "dtype": "float64", "max_grad_norm": norm, "micro_batch_tokens": 60},
     )
     plain = TorchEngine(tiny, algorithm=algorithm, **options)
     wanted = plain.train_step(rows)
@@ -574,5 +579,5 @@ def test_a_step_that_one_rank_gives_up_is_over_on_all_and_the_next_is_right(
     assert [each[4].partition(" have")[0] for each in said] == [
         "SchemaError: rows 0, 1, 2, 3", "SchemaError: rank 0: rows 0, 1, 2, 3",
     ]  # fmt: skip
-    wanted = TorchEngine(tiny, lr=1e-3).train_step(groups_of(batch, [3, 1, 4])).metrics
+    wanted = TorchEngine(tiny, learning_rate=1e-3).train_step(groups_of(batch, [3, 1, 4])).metrics
     assert said[0][5] == said[1][5] == pytest.approx(wanted, rel=NEAR, abs=NEAR)

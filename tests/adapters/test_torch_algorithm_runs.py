@@ -52,7 +52,7 @@ def test_an_algorithm_of_ones_own_trains_steps_in_parts_once_it_says_by_what_it_
         given.append(1)
         return [float(len(text) % 3) for text in response]
 
-    train = {"algorithm": OwnMean(baseline=0.5), "lr": 1e-4, "seed": 3}
+    train = {"algorithm": OwnMean(baseline=0.5), "learning_rate": 1e-4, "seed": 3}
 
     # when
     result = af.Workflow(
@@ -85,7 +85,7 @@ def test_ppo_with_a_critic_a_reference_and_a_correction_trains_in_a_workflow(tin
         rollout=af.Rollout("transformers", model=tiny, group_size=1, sampling=af.Sampling(max_tokens=5, seed=0), **HERE),
         reward=exact_match,
         stages=[af.Stage(af.Logprobs("torch", model=tiny), gives=["ref_logprobs"], **HERE)],
-        train=af.Train("torch", model=tiny, algorithm=algorithm, lr=1e-3, updates=2, **HERE),
+        train=af.Train("torch", model=tiny, algorithm=algorithm, learning_rate=1e-3, updates=2, **HERE),
         batch_size=16, steps=3, staleness=af.Staleness(max_staleness=1),
         checkpoint=af.Checkpoint(every=2),
     )  # fmt: skip

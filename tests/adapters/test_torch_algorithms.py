@@ -98,7 +98,7 @@ def test_a_penalty_by_a_column_that_the_algorithm_needs(
     given = with_columns(
         batch, logprobs=drifted(batch, 5), ref_logprobs=drifted(batch, 6), loss_mask=Ragged(mask, offsets)
     )
-    engine = trainer(algorithm=Reinforce(baseline=0.25, beta=0.5), micro_batch_tokens=budget, lr=1e-9)
+    engine = trainer(algorithm=Reinforce(baseline=0.25, beta=0.5), micro_batch_tokens=budget, learning_rate=1e-9)
 
     result = engine.train_step(given)
 
@@ -124,7 +124,7 @@ def test_advantages_of_tokens_and_ratios_of_rows(tiny: str, trainer: Any, batch:
     reward = np.random.default_rng(2).normal(size=batch.rows).astype(np.float32)
     reward[::3] = 0.0
     given = with_columns(batch, logprobs=drifted(batch, 7), reward=reward)
-    engine = trainer(algorithm=Sequences(), micro_batch_tokens=budget, lr=1e-9)
+    engine = trainer(algorithm=Sequences(), micro_batch_tokens=budget, learning_rate=1e-9)
 
     result = engine.train_step(given)
 

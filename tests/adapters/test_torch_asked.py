@@ -95,7 +95,7 @@ def test_an_entropy_bonus_and_a_kl_have_the_gradients_of_their_formulas(
     tiny: str, trainer: Any, stale: Batch, budget: int | None
 ) -> None:
     algorithm = af.GRPO(entropy=0.3, kl=af.KL(coef=0.2, estimator="k2"), drop_zero_advantage=False)
-    engine = trainer(algorithm=algorithm, micro_batch_tokens=budget, lr=1e-9, max_grad_norm=1e9)
+    engine = trainer(algorithm=algorithm, micro_batch_tokens=budget, learning_rate=1e-9, max_grad_norm=1e9)
 
     metrics = engine.train_step(stale).metrics
 
@@ -119,7 +119,7 @@ def test_an_entropy_bonus_and_a_kl_have_the_gradients_of_their_formulas(
 def test_a_critic_and_the_policy_learn_what_ppo_says(tiny: str, trainer: Any, stale: Batch, tmp_path: Path) -> None:
     # given a critic that expects something already
     algorithm = af.PPO(critic=af.Critic(decay=0.9, clip=0.05), normalize_std=False)
-    engine = trainer(algorithm=algorithm, micro_batch_tokens=60, lr=1e-9, max_grad_norm=1e9)
+    engine = trainer(algorithm=algorithm, micro_batch_tokens=60, learning_rate=1e-9, max_grad_norm=1e9)
     head = give_head(engine, tmp_path).requires_grad_(True)
 
     # when
@@ -150,7 +150,7 @@ def test_a_critic_and_the_policy_learn_what_ppo_says(tiny: str, trainer: Any, st
 
 
 def test_a_critic_learns_what_rewards_to_expect_and_is_no_part_of_the_policy(trainer: Any, batch: Batch) -> None:
-    engine = trainer(algorithm=af.PPO(), critic_lr=3e-3)
+    engine = trainer(algorithm=af.PPO(), critic_learning_rate=3e-3)
     names = [name for name, _ in engine.named_weights()]
 
     losses = [engine.train_step(batch).metrics["value_loss"] for _ in range(12)]
@@ -265,7 +265,7 @@ def test_corrections_of_a_single_update_cost_no_further_pass(
     trainer: Any, stale: Batch, weight: Any, passes: Any
 ) -> None:
     correction = af.OffPolicy(weight=weight, low=0.9, high=1.1)
-    engine = trainer(algorithm=af.GRPO(off_policy=correction, drop_zero_advantage=False), lr=1e-9)
+    engine = trainer(algorithm=af.GRPO(off_policy=correction, drop_zero_advantage=False), learning_rate=1e-9)
     watched = passes()
 
     metrics = engine.train_step(stale).metrics
@@ -285,7 +285,7 @@ def test_corrections_of_a_single_update_cost_no_further_pass(
 def test_the_drift_between_rollout_and_training_is_told_of_each_step(
     trainer: Any, stale: Batch, budget: int | None
 ) -> None:
-    engine = trainer(algorithm=af.GRPO(drop_zero_advantage=False), micro_batch_tokens=budget, lr=1e-9)
+    engine = trainer(algorithm=af.GRPO(drop_zero_advantage=False), micro_batch_tokens=budget, learning_rate=1e-9)
 
     metrics = engine.train_step(stale).metrics
 

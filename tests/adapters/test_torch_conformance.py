@@ -23,7 +23,7 @@ half = Conformance(
     "rollout", "transformers", dtype="bfloat16", options={"threads": 1, "max_rows": 32, "dtype": "bfloat16"},
     only=["greedy", "company", "logprobs", "stops", "update", "stale_cache", "update_in_flight", "interrupted", "holds"],
 )  # fmt: skip
-train = Conformance("train", "torch", options={"threads": 1, "lr": 1e-3})
+train = Conformance("train", "torch", options={"threads": 1, "learning_rate": 1e-3})
 parts = Conformance(
     "train", "torch", options={"threads": 1, "micro_batch_tokens": 64}, only=["row_order", "companions"]
 )

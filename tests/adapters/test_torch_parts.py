@@ -70,7 +70,11 @@ def slow(tiny: str, rows: Batch) -> tuple[Any, dict[str, float]]:
     from asyncflow_torch.train import TorchEngine
 
     engine = TorchEngine(
-        tiny, lr=1e-13, dtype="float64", micro_batch_tokens=40, algorithm=af.GRPO(mean="rows", kl=af.KL(coef=0.1))
+        tiny,
+        learning_rate=1e-13,
+        dtype="float64",
+        micro_batch_tokens=40,
+        algorithm=af.GRPO(mean="rows", kl=af.KL(coef=0.1)),
     )
     return engine, engine.train_step(rows).metrics
 

@@ -47,11 +47,18 @@ def test_a_trainer_and_a_rollout_of_other_dtypes_are_refused(tiny: str) -> None:
 
 
 def test_an_option_of_another_type_is_refused_by_name(tiny: str) -> None:
-    with pytest.raises(ConfigError, match=r"engine 'torch', option 'lr' must be float, not str: '1e-5'"):
-        workflow(tiny, train={"lr": "1e-5"})
+    with pytest.raises(ConfigError, match=r"engine 'torch', option 'learning_rate' must be float, not str: '1e-5'"):
+        workflow(tiny, train={"learning_rate": "1e-5"})
     with pytest.raises(ConfigError, match=r"engine 'transformers', option 'max_rows' must be int, not float: 8.5"):
         workflow(tiny, rollout={"max_rows": 8.5})
-    workflow(tiny, train={"lr": 1, "betas": (0.9, 0.99), "decay_steps": None})
+    workflow(tiny, train={"learning_rate": 1, "betas": (0.9, 0.99), "max_steps": None})
+
+
+def test_a_schedule_lasts_as_long_as_the_run(tiny: str) -> None:
+    scheduled = {"lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "updates": 2}
+
+    assert workflow(tiny, train=scheduled).plan.train.options["max_steps"] == 2 * workflow(tiny).plan.steps
+    assert workflow(tiny, train={**scheduled, "max_steps": 7}).plan.train.options["max_steps"] == 7
 
 
 def test_draws_with_other_log_probs_are_refused_by_the_declaration_of_the_engine(tiny: str) -> None:

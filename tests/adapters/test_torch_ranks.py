@@ -87,13 +87,13 @@ def test_rates_rise_and_fall_and_go_on_where_they_were() -> None:
         return found
 
     assert rates("constant", 4, warmup_steps=2) == [4.0, 8.0, 8.0, 8.0]
-    assert rates("linear", 7, warmup_steps=2, decay_steps=4) == [4.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0]
-    assert rates("cosine", 5, decay_steps=4) == pytest.approx([8.0, 4 + 8**0.5 * 1.0, 4.0, 4 - 8**0.5, 0.0])
-    assert rates("linear", 3, begin=3, warmup_steps=2, decay_steps=4) == [6.0, 4.0, 2.0]
+    assert rates("linear", 7, warmup_ratio=0.25, max_steps=6) == [4.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0]
+    assert rates("cosine", 5, max_steps=4) == pytest.approx([8.0, 4 + 8**0.5 * 1.0, 4.0, 4 - 8**0.5, 0.0])
+    assert rates("linear", 3, begin=3, warmup_steps=2, max_steps=6) == [6.0, 4.0, 2.0]
     for wrong in (
         {"name": "step"},
         {"name": "linear"},
-        {"name": "constant", "decay_steps": 3},
+        {"name": "linear", "warmup_steps": 3, "max_steps": 3},
         {"name": "constant", "warmup_steps": -1},
     ):
         with pytest.raises(ConfigError):

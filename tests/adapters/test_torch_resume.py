@@ -59,14 +59,14 @@ def test_steps_after_a_checkpoint_give_the_same_weights_to_the_bit(trainer: Any,
     # given what an uninterrupted trainer comes to
     whole: dict[int, Weights] = {}
     with serve_rows(tmp_path / "whole") as run:
-        assert train(run, trainer(lr=1e-2), whole) == 0
+        assert train(run, trainer(learning_rate=1e-2), whole) == 0
     # when another one dies after step 2, and a third goes on
     died: dict[int, Weights] = {}
     went_on: dict[int, Weights] = {}
     with serve_rows(tmp_path / "died") as run:
-        train(run, trainer(lr=1e-2), died, most=2)
+        train(run, trainer(learning_rate=1e-2), died, most=2)
         torch.manual_seed(99)
-        assert train(run, trainer(lr=1e-2), went_on) == 2
+        assert train(run, trainer(learning_rate=1e-2), went_on) == 2
         assert run.audit().balanced
     # then
     assert sorted(went_on) == [2, 3, 4]

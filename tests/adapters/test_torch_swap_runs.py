@@ -46,7 +46,7 @@ def _workflow(folder: str, weights: af.Weights, **options: Any) -> af.Workflow:
             **options,
         ),
         reward=_odd,
-        train=af.Train("torch", model=folder, lr=1e-2, launcher="thread"),
+        train=af.Train("torch", model=folder, learning_rate=1e-2, launcher="thread"),
         batch_size=2 * GROUP,
         steps=STEPS,
         staleness=af.Staleness(max_staleness=2),
@@ -119,7 +119,7 @@ def test_float32_masters_are_published_and_held_in_bfloat16(
 ) -> None:
     # given a trainer in float32 and an engine in bfloat16
     path = request.getfixturevalue(folder)
-    train, engine = trainer(path, lr=0.01), rollout(path, dtype="bfloat16")
+    train, engine = trainer(path, learning_rate=0.01), rollout(path, dtype="bfloat16")
 
     with af.serve() as run, run.weight_publisher("shm", dtype="bfloat16") as publisher:
         updates = run.weight_updates(timeout_s=LIMIT_S)
@@ -184,7 +184,7 @@ def test_a_load_that_breaks_off_in_flight_costs_no_row_and_no_blame(
     # given twelve groups that run when the load of version 1 breaks off
     engine = Breaking(endless, max_rows=64)
     engine.gate = gate = passes(5)
-    train = trainer(endless, lr=0.01)
+    train = trainer(endless, learning_rate=0.01)
     events: list[Any] = []
     with af.serve(max_staleness=4, steps=3, on_event=events.append) as run:
         run.queue.declare(

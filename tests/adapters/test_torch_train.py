@@ -59,7 +59,7 @@ def test_a_step_makes_rewarded_responses_likelier(trainer: Any, batch: Batch) ->
 @pytest.mark.parametrize("budget", [1, 50])
 def test_micro_batches_make_the_step_of_the_whole_batch(trainer: Any, batch: Batch, budget: int) -> None:
     # given two engines that differ in their micro-batches, and rows whose policy is not the present one
-    whole, parts = trainer(lr=1e-5), trainer(lr=1e-5, micro_batch_tokens=budget)
+    whole, parts = trainer(learning_rate=1e-5), trainer(learning_rate=1e-5, micro_batch_tokens=budget)
     drifted = (
         batch.ragged("logprobs").values
         + np.random.default_rng(2).normal(0, 0.3, 9999)[: len(batch.ragged("logprobs").values)]
@@ -148,7 +148,7 @@ def test_in_bfloat16_the_optimizer_steps_on_float32_which_is_saved_too(
     trainer: Any, batch: Batch, tmp_path: Path
 ) -> None:
     # given steps that are smaller than what bfloat16 tells apart
-    engine = trainer(dtype="bfloat16", lr=1e-5)
+    engine = trainer(dtype="bfloat16", learning_rate=1e-5)
     before = _weights(engine)
     for _ in range(2):
         engine.train_step(batch)
@@ -163,7 +163,7 @@ def test_in_bfloat16_the_optimizer_steps_on_float32_which_is_saved_too(
     assert torch.equal(saved[name].bfloat16(), after[name])
 
     # when another engine goes on from there, it is the same to the bit
-    other = trainer(dtype="bfloat16", lr=1e-5)
+    other = trainer(dtype="bfloat16", learning_rate=1e-5)
     other.load(tmp_path)
     for _ in range(3):
         assert other.train_step(batch).metrics == engine.train_step(batch).metrics
@@ -236,7 +236,8 @@ def test_an_exported_policy_is_a_folder_like_the_one_it_came_from(
 
 
 @pytest.mark.parametrize(
-    "option", [{"lr": 0}, {"temperature": 0}, {"max_grad_norm": -1}, {"micro_batch_tokens": 0}, {"threads": 0}]
+    "option",
+    [{"learning_rate": 0}, {"temperature": 0}, {"max_grad_norm": -1}, {"micro_batch_tokens": 0}, {"threads": 0}],
 )
 def test_options_that_cannot_work_are_refused(trainer: Any, option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(option))} must be above 0"):

@@ -42,7 +42,7 @@ def test_a_version_is_loaded_whole_and_generated_from(
     tiny: str, rollout: Make, generate: Any, make_update: Any, trainer: Any, batch: Any
 ) -> None:
     # given a trainer that has moved on
-    engine, train = rollout(tiny), trainer(lr=0.01)
+    engine, train = rollout(tiny), trainer(learning_rate=0.01)
     before = generate(engine, [REQUEST])
     train.train_step(batch)
     weights = dict(train.named_weights())
@@ -234,7 +234,7 @@ def test_given_responses_are_scored_as_the_train_engine_does(
     tiny: str, rollout: Make, make_update: Any, trainer: Any, batch: Any
 ) -> None:
     # given a trainer that has moved on, its weights loaded
-    engine, train = rollout(tiny), trainer(lr=0.01)
+    engine, train = rollout(tiny), trainer(learning_rate=0.01)
     train.train_step(batch)
     asyncio.run(engine.load_weights(make_update(dict(train.named_weights()))))
 

@@ -77,13 +77,15 @@ def test_run_prints_and_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_run_points_at_what_is_wrong(tmp_path: Path) -> None:
-    done = asyncflow("run", given_workflow(tmp_path), "--set", "batch_size=17", "--set", "train.lr=1", "--print")
+    done = asyncflow(
+        "run", given_workflow(tmp_path), "--set", "batch_size=17", "--set", "train.learning_rate=1", "--print"
+    )
 
     assert done.returncode == 2
     assert "  batch_size=17: no number of groups" in done.stderr
-    assert "  train.lr=1: engine 'echo' has no option 'lr'" in done.stderr
+    assert "  train.learning_rate=1: engine 'echo' has no option 'learning_rate'" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "--set takes KEY=VALUE" in asyncflow("run", given_workflow(tmp_path), "--set", "lr").stderr
+    assert "--set takes KEY=VALUE" in asyncflow("run", given_workflow(tmp_path), "--set", "learning_rate").stderr
 
 
 def test_the_room_exports_main_only() -> None:

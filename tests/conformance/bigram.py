@@ -94,10 +94,10 @@ class BigramTrain(TrainEngine):
     conformance_policy = "bigram:BigramPolicy"
     restores = streams = True
 
-    def __init__(self, model: str, *, algorithm: Any, lr: float = 1.0) -> None:
+    def __init__(self, model: str, *, algorithm: Any, learning_rate: float = 1.0) -> None:
         if type(algorithm) is not GRPO:
             raise ConfigError(f"this engine trains by GRPO only, not by {algorithm!r}")
-        self.algorithm, self.lr = algorithm, lr
+        self.algorithm, self.learning_rate = algorithm, learning_rate
         self.parts: list[Part] | None = None
         first = BigramPolicy(model).tensors(0)
         self.dtypes = {name: array.dtype for name, array in first.items()}
@@ -208,7 +208,7 @@ class BigramTrain(TrainEngine):
     def descend(self, gradient: dict[str, Any]) -> None:
         for name, array in self.weights.items():
             self.speed[name] = (0.9 * self.speed[name] + self.summed(gradient[name])).astype(np.float32)
-            array += np.float32(self.lr) * self.speed[name]
+            array += np.float32(self.learning_rate) * self.speed[name]
 
     def summed(self, array: Any) -> Any:
         """Over all ranks: there is one."""

@@ -18,8 +18,8 @@ from asyncflow_sdk.types import Batch, Shard
 class BigramRanks(BigramTrain):
     """Each rank computes the gradient of its rows; the table is published in pieces, one a rank, the rest by rank 0."""
 
-    def __init__(self, model: str, *, algorithm: Any, lr: float = 1.0, fault: str = "") -> None:
-        super().__init__(model, algorithm=algorithm, lr=lr)
+    def __init__(self, model: str, *, algorithm: Any, learning_rate: float = 1.0, fault: str = "") -> None:
+        super().__init__(model, algorithm=algorithm, learning_rate=learning_rate)
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()

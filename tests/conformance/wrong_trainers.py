@@ -24,10 +24,12 @@ SAVED: dict[str, Any] = {}
 
 
 class WrongTrain(BigramTrain):
-    def __init__(self, model: str, *, algorithm: Any, fault: str, lr: float = 1.0, **more: Any) -> None:
+    def __init__(self, model: str, *, algorithm: Any, fault: str, learning_rate: float = 1.0, **more: Any) -> None:
         if more and fault != "takes any option":
             raise TypeError(f"no such options: {more}")
-        super().__init__(model, algorithm=GRPO() if fault == "ignores the algorithm" else algorithm, lr=lr)
+        super().__init__(
+            model, algorithm=GRPO() if fault == "ignores the algorithm" else algorithm, learning_rate=learning_rate
+        )
         self.held: list[Any] = []
         replace_methods(self, FAULTS.get(fault, {}))
         self.made()
@@ -85,7 +87,7 @@ async def never_awaited(self: WrongTrain, right: Any, path: Path) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "never moves": {"made": lambda self, _: setattr(self, "lr", 0.0)},
+    "never moves": {"made": lambda self, _: setattr(self, "learning_rate", 0.0)},
     "says that it computes": {"made": lambda self, _: setattr(self, "computes", ("values",))},
     "leaves descriptors": {"made": lambda *_: leave_descriptor()},
     "leaves a thread": {"made": lambda *_: leave_thread(name="prefetch")},

@@ -222,7 +222,7 @@ def test_a_key_takes_another_value(tmp_path: Path, name: str, value: str, seen: 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("train.lr", "1e-5", "^train.lr=1e-5: engine 'echo' has no option 'lr'"),
+        ("train.learning_rate", "1e-5", "^train.learning_rate=1e-5: engine 'echo' has no option 'learning_rate'"),
         ("stages.0.batch", "1", "^stages.0.batch=1: .*has nothing at stages.0"),
         ("steps.more", "1", "has nothing at steps.more"),
     ],

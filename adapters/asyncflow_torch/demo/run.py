@@ -78,7 +78,7 @@ def demo_workflow(
             trainer.engine,
             model=model,
             algorithm=trainer.algorithm,
-            lr=2e-4,
+            learning_rate=2e-4,
             seed=seed,
             world_size=trainer.world_size,
             stream=trainer.stream,

@@ -5,9 +5,9 @@
     prompts = "data.jsonl"                      # paths are relative to the file
     reward = "rewards:exact_match"              # modules beside the file can be imported
     rollout = { engine = "transformers", model = "model", group_size = 8, sampling = { max_tokens = 32 } }
-    train = { engine = "torch", model = "model", lr = 1e-6 }
+    train = { engine = "torch", model = "model", learning_rate = 1e-6 }
 
-workflow = load_workflow("run.toml", {"train.lr": "1e-5"})
+workflow = load_workflow("run.toml", {"train.learning_rate": "1e-5"})
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SPECS = (Rollout, Stage, Train, Evaluation)
 
 
 def load_workflow(path: str | os.PathLike[str], changes: Mapping[str, str] | None = None) -> Workflow:
-    """Read a workflow from a file. ``changes``: TOML values by dotted key ("train.lr": "1e-5"); text needs
+    """Read a workflow from a file. ``changes``: TOML values by dotted key ("train.learning_rate": "1e-5"); text needs
     no quotes. Adds the file's folder to ``sys.path``. Raises ConfigError with line and column of every
     wrong key, and the nearest known key."""
     return _File(Path(path), changes or {}).workflow()

@@ -1,8 +1,8 @@
 """Engines of workers: check their options, make them.
 
-odd_options("torch", factory, {"lr": "1e-5"})     # [("lr", "engine 'torch', option 'lr' must be float, not str: '1e-5'")]
+odd_options("torch", factory, {"learning_rate": "1e-5"})     # [("learning_rate", "engine 'torch', option 'learning_rate' must be float, not str: '1e-5'")]
 with loading_model(queue, "train"):
-    engine = make_engine("train", "torch", model=folder, lr=1e-5)
+    engine = make_engine("train", "torch", model=folder, learning_rate=1e-5)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """AccelerateEngine: trains a Hugging Face model with Accelerate.
 
-af.Train("accelerate", model="models/mine", lr=1e-5, mixed_precision="bf16", algorithm=af.GRPO())
+af.Train("accelerate", model="models/mine", learning_rate=1e-5, mixed_precision="bf16", algorithm=af.GRPO())
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Step:
 
 
 class AccelerateEngine(af.TrainEngine):
-    """An engine of one process. ``model``: a Hugging Face folder. ``lr``: of AdamW.
+    """An engine of one process. ``model``: a Hugging Face folder. ``learning_rate``: of AdamW.
     ``mixed_precision``: "no", "bf16" or "fp16", as in Accelerate, for computations; weights and
     optimizer are float32, and are published in the folder's dtypes. ``micro_batch_rows``: rows of a
     forward pass. ``temperature``: of the rollouts.
@@ -54,7 +54,7 @@ class AccelerateEngine(af.TrainEngine):
     streams = True
 
     def __init__(
-        self, model: str, *, algorithm: af.Algorithm | None = None, lr: float = 1e-6, mixed_precision: str = "no",
+        self, model: str, *, algorithm: af.Algorithm | None = None, learning_rate: float = 1e-6, mixed_precision: str = "no",
         max_grad_norm: float = 1.0, micro_batch_rows: int = 32, temperature: float = 1.0, cpu: bool = False,
     ) -> None:  # fmt: skip
         transformers.utils.logging.disable_progress_bar()
@@ -64,7 +64,7 @@ class AccelerateEngine(af.TrainEngine):
         plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
         self._dtypes = {name: tensor.dtype for name, tensor in plain.state_dict().items()}
         plain.float()  # in bfloat16 a small step would be rounded away
-        optimizer = torch.optim.AdamW(plain.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self._model, self._optimizer = self._accelerator.prepare(plain, optimizer)
         self._plain = plain
         self._open: _Step | None = None

@@ -10,7 +10,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.testing import Conformance
 from asyncflow_torch.reference import tiny_model
 
-kit = Conformance("train", "accelerate", options={"lr": 1e-3, "cpu": True, "micro_batch_rows": 5})
+kit = Conformance("train", "accelerate", options={"learning_rate": 1e-3, "cpu": True, "micro_batch_rows": 5})
 
 
 @kit.parametrize
@@ -26,7 +26,7 @@ def test_a_run_with_another_rollout_engine(tmp_path: Path) -> None:
             "transformers", model=model, group_size=4, prompt="prompt_ids", threads=1, sampling=af.Sampling(max_tokens=8)
         ),
         reward=lambda response_ids: [float(sum(token > 20 for token in row)) / len(row) for row in response_ids],
-        train=af.Train("accelerate", model=model, lr=3e-3, cpu=True),
+        train=af.Train("accelerate", model=model, learning_rate=3e-3, cpu=True),
         batch_size=12, steps=6, staleness=af.Staleness(max_staleness=1),
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ def test_a_run_in_which_it_generates_and_torch_trains(tmp_path: Path) -> None:
             sampling=af.Sampling(max_tokens=8),
         ),
         reward=lambda response_ids: [float(sum(token > 20 for token in row)) / len(row) for row in response_ids],
-        train=af.Train("torch", model=model, lr=3e-3, threads=1),
+        train=af.Train("torch", model=model, learning_rate=3e-3, threads=1),
         batch_size=12, steps=6, staleness=af.Staleness(max_staleness=1),
         weights=af.Weights(probe=probe, verify=["probe"]),
     )  # fmt: skip

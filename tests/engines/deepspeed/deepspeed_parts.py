@@ -11,7 +11,7 @@ from asyncflow_sdk.testing.kit.ranks import RankProcesses
 def options(stage: int, **more: Any) -> dict[str, Any]:
     """Of the small models of tests every parameter is parted: DeepSpeed keeps those of less than 100,000 elements whole."""
     config: dict[str, Any] = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
-    return {"stage": stage, "device": "cpu", "threads": 1, "lr": 1e-3, "config": config} | more
+    return {"stage": stage, "device": "cpu", "threads": 1, "learning_rate": 1e-3, "config": config} | more
 
 
 def engine_of(**given: Any) -> Any:

@@ -25,7 +25,7 @@ ON_TWO_RANKS = {
     # activations computed again, the optimizer offloaded, several passes, and parameters that stay whole as by default
     "with more": Conformance(
         "train", RANKS, limit_s=120.0, only=["fresh_logprobs", "row_order", "resume", "live_views"],
-        options=options(3, checkpointing=True, offload=True, micro_batch_tokens=64, config={}),
+        options=options(3, gradient_checkpointing=True, offload=True, micro_batch_tokens=64, config={}),
     ),
 }  # fmt: skip
 ALONE = {

@@ -49,7 +49,9 @@ def test_steps_are_those_of_the_plain_engine(policy: Any, stage: int) -> None:
     """To 1e-5 in loss and norm, and to 1e-3 of how far they go: sums are in another order."""
     from asyncflow_torch.train import TorchEngine
 
-    plain = TrainLab(TorchEngine, policy, {"algorithm": GRPO(), "threads": 1, "lr": 1e-3, "max_grad_norm": 0.1})
+    plain = TrainLab(
+        TorchEngine, policy, {"algorithm": GRPO(), "threads": 1, "learning_rate": 1e-3, "max_grad_norm": 0.1}
+    )
     batches = [plain.batch((4, 3, 2), seed=number) for number in range(3)]
     plain.start()
     wanted = [plain.step(batch).metrics for batch in batches]
@@ -85,11 +87,11 @@ def test_a_policy_and_its_critic_make_the_plain_engines_steps(
 
     given = {
         "algorithm": PPO(critic=Critic(decay=0.9)),
-        "critic_lr": 3e-3,
+        "critic_learning_rate": 3e-3,
         "max_grad_norm": 0.5,
         "micro_batch_tokens": 64,
     }
-    plain = TrainLab(TorchEngine, policy, {"threads": 1, "lr": 1e-3, **given})
+    plain = TrainLab(TorchEngine, policy, {"threads": 1, "learning_rate": 1e-3, **given})
     batches = [plain.batch((4, 3, 2), seed=number) for number in range(4)]
     plain.start()
     before = weights(plain, tmp_path / "before")
@@ -163,7 +165,7 @@ def test_a_frozen_engine_gives_the_same_logprobs_and_trains_nothing(policy: Any,
 def test_another_number_of_ranks_another_stage_and_the_plain_engine_go_on(policy: Any, tmp_path: Path) -> None:
     from asyncflow_torch.train import TorchEngine
 
-    rising = {"schedule": "linear", "warmup_steps": 3, "decay_steps": 9}
+    rising = {"lr_scheduler_type": "linear", "warmup_steps": 3, "max_steps": 12}
     with started(deepspeed_parts.engine_of, 2, policy, **options(3, **rising)) as lab:
         batches = [lab.batch((4, 3), seed=number) for number in range(4)]
         lab.start()
@@ -172,7 +174,7 @@ def test_another_number_of_ranks_another_stage_and_the_plain_engine_go_on(policy
             lab.step(batch)
         lab.engine.save(tmp_path)
         saved = lab.tensors()
-        rates = [lab.step(batch).metrics["lr"] for batch in batches[2:]]
+        rates = [lab.step(batch).metrics["learning_rate"] for batch in batches[2:]]
         wanted = lab.tensors()
 
         lab.start()
@@ -189,13 +191,13 @@ def test_another_number_of_ranks_another_stage_and_the_plain_engine_go_on(policy
     for made, size, given in (
         (deepspeed_parts.engine_of, 1, options(2, **rising)),
         (deepspeed_parts.engine_of, 2, options(0, **rising)),
-        (TorchEngine, 1, {"threads": 1, "lr": 1e-3, **rising}),
+        (TorchEngine, 1, {"threads": 1, "learning_rate": 1e-3, **rising}),
     ):
         with started(made, size, policy, **given) as other:
             other.start()
             other.load(tmp_path)
             assert not unlike(other.tensors(), saved)
-            assert [other.step(batch).metrics["lr"] for batch in batches[2:]] == rates
+            assert [other.step(batch).metrics["learning_rate"] for batch in batches[2:]] == rates
             other.expect_same(wanted, other.tensors(), f"{size} ranks")
 
 

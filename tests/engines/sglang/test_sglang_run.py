@@ -26,7 +26,7 @@ def test_a_run_over_two_environments_trains_and_every_version_is_proven(far: str
             **one_server.OWN,
         ),
         reward=odd,
-        train=af.Train("torch", model=model, lr=5e-3),
+        train=af.Train("torch", model=model, learning_rate=5e-3),
         weights=af.Weights(swap="drain", probe=probe, verify=["probe"]),
         batch_size=16,
         steps=6,

@@ -122,7 +122,7 @@ def test_a_whole_run_uses_a_server_and_proves_each_version(lab: Any, tmp_path: P
             group_size=8, prompt="prompt_ids", sampling=af.Sampling(max_tokens=8),
         ),
         reward=share_of_high,
-        train=af.Train("torch", model=model, lr=3e-3, threads=1),
+        train=af.Train("torch", model=model, learning_rate=3e-3, threads=1),
         batch_size=24, steps=STEPS, staleness=af.Staleness(max_staleness=1),
         weights=af.Weights(probe=af.Probe(((5, 6, 7), (8, 9)), ((10, 11, 12), (13, 14))), verify=["probe"]),
     )  # fmt: skip

@@ -47,7 +47,7 @@ def small_updates(lab: TrainLab) -> None:
         except ConfigError as error:
             raise DoesNotApply(f"it takes no checkpoint in bfloat16: {error}") from error
         names(lab)
-        have = lab.trained(*[batch] * STEPS, lr=rate)
+        have = lab.trained(*[batch] * STEPS, learning_rate=rate)
         with contextlib.suppress(DoesNotApply):
             exported(lab)
     first = whole.tensors(0)
@@ -62,17 +62,19 @@ def small_updates(lab: TrainLab) -> None:
 
 def _given_rate(lab: TrainLab) -> float:
     """Return the learning rate in the options or the factory's default."""
-    parameter = inspect.signature(lab.make).parameters.get("lr")
-    rate = lab.options.get("lr", parameter.default if parameter is not None else None)
+    parameter = inspect.signature(lab.make).parameters.get("learning_rate")
+    rate = lab.options.get("learning_rate", parameter.default if parameter is not None else None)
     if not isinstance(rate, (int, float)) or not rate > 0:
-        raise DoesNotApply("its factory has no option lr, a number, by which it could be asked for small steps")
+        raise DoesNotApply(
+            "its factory has no option learning_rate, a number, by which it could be asked for small steps"
+        )
     return float(rate)
 
 
 def _slowly(lab: TrainLab, batch: Batch, rate: float) -> tuple[float, Tensors]:
     """Return a learning rate with a total way of FAR, and the weights at its end."""
     for _ in range(6):
-        found = lab.trained(*[batch] * STEPS, lr=rate)
+        found = lab.trained(*[batch] * STEPS, learning_rate=rate)
         went = _roundings(found, lab.policy.tensors(0))
         expect(went, "steps on rows with advantages changed no weight, so nothing can be said; see check 'step'")
         if FAR[0] <= went <= FAR[1]:
