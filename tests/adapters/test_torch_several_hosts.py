@@ -34,7 +34,7 @@ launcher_options = {{ config = "./ssh_config" }}
 [train]
 engine = "torch"
 model = "{model}"
-lr = 1e-2
+learning_rate = 1e-2
 """
 MINE = """\
 def odd_tokens(response_ids):
