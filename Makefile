@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE = 1
 # Where it is set, each process compiles what it imports anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install bwrap sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-slurm test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
+.PHONY: help install bwrap sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-slurm test-trackers test-prometheus test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -25,7 +25,8 @@ help:
 	@echo "                 test-vllm (VLLM=... takes another), test-sglang, test-both (both for one trainer), test-deepspeed (stages 0 to 3,"
 	@echo "                 one and two processes), test-ray (its launcher and store), test-contrib (the other packages of contrib/)"
 	@echo "make environments  these environments, without the tests"
-	@echo "make test-services  against real services of others: test-slurm (a SLURM of two nodes on this machine; needs root)"
+	@echo "make test-services  against real services of others: test-slurm (a SLURM of two nodes on this machine; needs root), test-prometheus,"
+	@echo "                 test-trackers (Weights & Biases offline, an MLflow server, Trackio)"
 	@echo "make mutants     60 faults, drawn by a seed and put into a copy of the code one at a time: how many the tests notice (long)"
 	@echo "make lint        ruff, mypy, import contracts"
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
@@ -97,7 +98,21 @@ test-engines: test-ray test-contrib test-vllm test-sglang test-both test-deepspe
 # All that test-engines needs beside .venv; with -j2 in half the time.
 environments: .venv-contrib/.tests .venv-mooncake/.tests .venv-vllm/.ready .venv-sglang/.ready .venv-deepspeed/.ready
 
-test-services: test-slurm
+test-services: test-slurm test-trackers test-prometheus
+
+TRACKERS := asyncflow_wandb asyncflow_mlflow asyncflow_trackio asyncflow_prometheus
+.venv-trackers/.tests: pyproject.toml $(TRACKERS:%=contrib/%/pyproject.toml)
+	$(PYTHON) -m venv .venv-trackers
+	.venv-trackers/bin/python -m $(PIP) -e . $(TRACKERS:%=-e contrib/%) 'pytest>=8' 'pytest-timeout>=2.3'
+	touch $@
+
+test-trackers: .venv-trackers/.tests
+	for package in $(filter-out asyncflow_prometheus,$(TRACKERS)); do (cd contrib/$$package && OMP_NUM_THREADS=1 ../../.venv-trackers/bin/python -m pytest $(ARGS)) || exit 1; done
+
+# Debian's Prometheus. Where it cannot be installed, its tests are skipped, and say why.
+test-prometheus: .venv-trackers/.tests
+	which prometheus >/dev/null || (apt-get -qq update && apt-get -qq install -y --no-install-recommends prometheus) >/dev/null || echo "install prometheus to test its queries"
+	cd contrib/asyncflow_prometheus && OMP_NUM_THREADS=1 ../../.venv-trackers/bin/python -m pytest $(ARGS)
 
 # One run of the suite to see which tests reach which place, then the mutants. Writes tests/mutants.json.
 mutants: install
@@ -257,4 +272,4 @@ bench-engines: install .venv-vllm/.ready .venv-sglang/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engines $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-mooncake .venv-vllm .venv-sglang .venv-deepspeed .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-mooncake .venv-trackers .venv-vllm .venv-sglang .venv-deepspeed .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,7 +16,7 @@ af.Workflow(..., trackers=["lines"])                     # the name of an adapte
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,9 @@ class Tracker(abc.ABC):
     run, events are dropped, with a warning.
     """
 
+    sample_every: int = 0
+    """Steps from one call of ``samples`` to the next; 0: no call."""
+
     def open(self, run: TrackedRun) -> None:
         """Called once, as the first method. Optional."""
 
@@ -55,6 +58,12 @@ class Tracker(abc.ABC):
         by name: means over the step's rows, measurements of engine and algorithm, and the staleness
         of its tokens. Steps arrive in order; after a resume or a restart of the trainer some arrive
         again, and the later numbers count."""
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
+        """Called for steps 0, ``sample_every``, ..., after the next step or the last one. ``rows``:
+        the first rows of the step, at most 8, with the same names: texts, numbers, and token ids as
+        a text; a text has at most 2,000 characters. Needs a recorded run, as a workflow's. Optional.
+        """
 
     def event(self, event: Event) -> None:
         """Called for each event, also for each step, after ``log``. Optional."""

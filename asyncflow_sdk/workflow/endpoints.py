@@ -168,7 +168,7 @@ def serve(
                 directory=path, description=limits if description is None else description,
                 resumed=server.recovered is not None,
             )  # fmt: skip
-            tracking.start(about, run.report)
+            tracking.start(about, run.report, call_all(sink.settle for sink in recording))
     except BaseException:
         server.close()
         raise

@@ -46,6 +46,13 @@ class Lines(af.Tracker):
             raise OSError(f"no room to {what}")
 
 
+class Samples(Lines):
+    sample_every = 2
+
+    def samples(self, step: int, rows: Any) -> None:
+        self._do("samples", step, rows)
+
+
 class Exits(Lines):
     def log(self, step: int, version: int, metrics: Any) -> None:
         raise SystemExit("enough")
@@ -96,7 +103,10 @@ def notes(directory: Path) -> list[str]:
 
 
 def test_all_of_a_workflow_is_heard_by_every_tracker(tmp_path: Path, plugin: None) -> None:
-    flow = workflow("lines", ("lines", {"file": "second"}), (Lines, {"file": "third"}), "test_trackers:Lines")
+    flow = workflow(
+        "lines", ("lines", {"file": "second"}), (Lines, {"file": "third"}), "test_trackers:Lines",
+        (Samples, {"file": "fourth"}),
+    )  # fmt: skip
 
     flow.run(tmp_path / "run")
 
@@ -108,7 +118,11 @@ def test_all_of_a_workflow_is_heard_by_every_tracker(tmp_path: Path, plugin: Non
     assert said[-1] == ["close"]
     assert said == heard(tmp_path / "run" / "third")
     assert len(heard(tmp_path / "run" / "lines")) == 2 * len(said), "two write into that one"
-    assert flow.describe()["trackers"] == ["lines", "lines", "Lines", "test_trackers:Lines"]
+    assert flow.describe()["trackers"] == ["lines", "lines", "Lines", "test_trackers:Lines", "Samples"]
+    sampled = [each[1:] for each in heard(tmp_path / "run" / "fourth") if each[0] == "samples"]
+    assert [step for step, _ in sampled] == [0, 2], "each second step, also the last of the run"
+    assert {len(rows) for _, rows in sampled} == {8}, "of 16 rows the first"
+    assert sampled[0][1][0].keys() >= {"group", "reward", "prompt_ids", "response_ids"}
     assert notes(tmp_path / "run") == []
 
 

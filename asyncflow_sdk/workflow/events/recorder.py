@@ -29,7 +29,7 @@ from ...types import LOSS_MASK, VERSION_SPANS, Event
 from ...types import events as ev
 from .event_sinks import MOST_EVENTS, EventThread, ReadRows
 from .statistics import RunStatistics
-from .step_files import STEP_FILE, read_batch, write_batch
+from .step_files import STEP_FILE, read_batch, step_path, write_batch
 
 MOST_WAITING = 256
 """Most steps that wait for the disk. Beyond it ``step`` writes the oldest in its caller's thread, and training waits. Not
@@ -225,7 +225,7 @@ class Recorder(EventThread):
                     self.statistics.step(step, ages)
                     self.staleness_max = max(self.staleness_max, int(ages.total.max(initial=0)))
                 lags = np.array(list(self.statistics.lags.values()), np.int64)
-            write_batch(self._directory / "steps" / f"{step:06d}.safetensors", batch, **{PUBLISH_LAG: lags})
+            write_batch(step_path(self._directory, step), batch, **{PUBLISH_LAG: lags})
         except Exception as error:
             self._lost, self._last_lost = self._lost + 1, f"step {step} was not recorded: {error}"
             if self._lost == 1:  # a full disk loses every step: ``close`` names the last and the count

@@ -23,6 +23,11 @@ STEP_FILE = "*.safetensors"
 COMPLETED_AT = "completed_at"
 
 
+def step_path(directory: Path, step: int) -> Path:
+    """Return the path of a step's file in a run directory."""
+    return directory / "steps" / f"{step:06d}.safetensors"
+
+
 def write_batch(path: Path, batch: Batch, **more: Any) -> None:
     """Write a batch atomically. ``more``: further arrays by name. Raises OSError."""
     arrays: dict[str, Any] = {"ids": batch.ids, "groups": batch.groups, **more}

@@ -19,6 +19,8 @@ from ...plugins import registry
 from ...types import Event
 from ...types import events as ev
 from .event_sinks import EventSink, EventThread
+from .samples import sample_rows
+from .step_files import step_path
 
 MOST_WAITING = 10_000
 """Most events that wait for a tracker."""
@@ -61,6 +63,8 @@ def _made(given: Any) -> tuple[str, Tracker]:
         raise PluginError(
             f"tracker {tracker_label(given)!r} is a {type(made).__name__}, which is no asyncflow_sdk.Tracker"
         )
+    if made.sample_every < 0:
+        raise ConfigError(f"sample_every is a number of steps, 0 for none, not {made.sample_every}")
     return tracker_label(given), made
 
 
@@ -98,10 +102,13 @@ class Trackers(EventSink):
         for each in self._threads:
             each.event(event)
 
-    def start(self, run: TrackedRun, report: Callable[[Event], None]) -> None:
-        """Open the trackers. ``report`` receives a warning from the thread of a failing one."""
+    def start(
+        self, run: TrackedRun, report: Callable[[Event], None], settle: Callable[[int], None] | None = None
+    ) -> None:
+        """Open the trackers. ``report`` receives a warning from the thread of a failing one; ``settle``
+        blocks until the steps below a number are recorded, if steps are."""
         for each in self._threads:
-            each.open(run, report)
+            each.open(run, report, settle)
 
     def close(self) -> None:
         """Let the trackers finish, and abandon slower ones after ``CLOSE_S``."""
@@ -119,10 +126,11 @@ class _TrackerThread(EventThread):
         super().__init__(f"tracker-{name}", MOST_WAITING)
         self._name, self._tracker = name, tracker
         self._warned = False
+        self._to_sample: int | None = None  # a trained step; its rows are recorded before the next step is trained
 
-    def open(self, run: TrackedRun, report: Callable[[Event], None]) -> None:
+    def open(self, run: TrackedRun, report: Callable[[Event], None], settle: Callable[[int], None] | None) -> None:
         """Open the tracker in its thread."""
-        self._tracked, self._report = run, report
+        self._tracked, self._report, self._settle = run, report, settle
         self.thread.start()
 
     def join(self, timeout_s: float) -> None:
@@ -141,6 +149,10 @@ class _TrackerThread(EventThread):
     def take(self, item: Event) -> bool:
         """Log a trained step, and pass every event on. Returns False after an exception."""
         if isinstance(item, ev.StepTrained):
+            if not self._sample():
+                return False
+            if self._tracker.sample_every and item.step % self._tracker.sample_every == 0:
+                self._to_sample = item.step
             step = item
             log = lambda: self._tracker.log(step.step, step.version, dict(step.metrics))  # noqa: E731
             if not self._call(f"log of step {step.step}", log):
@@ -154,7 +166,19 @@ class _TrackerThread(EventThread):
 
     def end(self) -> None:
         """Close the tracker."""
+        self._sample()
         self._call("close", self._tracker.close)
+
+    def _sample(self) -> bool:
+        """Pass the rows of the step to sample, once recorded. Returns False after an exception."""
+        step, self._to_sample = self._to_sample, None
+        if step is None or self._settle is None:
+            return True
+        self._settle(step + 1)
+        path = step_path(self._tracked.directory, step)
+        if not path.exists():  # not acknowledged, or the disk refused it
+            return True
+        return self._call(f"samples of step {step}", lambda: self._tracker.samples(step, sample_rows(path)))
 
     def _call(self, what: str, call: Callable[[], None]) -> bool:
         """Call a method of the tracker. Returns False after an exception."""

@@ -30,7 +30,7 @@ def test_the_steps_of_a_run(tmp_path: Path) -> None:
     workflow = af.Workflow(
         prompts={"prompt_ids": af.Ragged.of([[1, 2, 3]] * 8)},
         rollout=af.Rollout("echo", group_size=4, prompt="prompt_ids"), reward=lambda response_ids: [0.5] * len(response_ids),
-        train=af.Train("echo"), batch_size=8, steps=4, trackers=["tensorboard"],
+        train=af.Train("echo"), batch_size=8, steps=4, trackers=[("tensorboard", {"sample_every": 2})],
     )  # fmt: skip
 
     workflow.run(tmp_path / "run")
@@ -39,6 +39,11 @@ def test_the_steps_of_a_run(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(step, 0.5) for step in range(4)]
     assert [e.value for e in events.Scalars("version")] == [0, 1, 2, 3]
     assert "run/text_summary" in events.Tags()["tensors"]
+    samples = events.Tensors("samples/text_summary")
+    assert [each.step for each in samples] == [0, 2]
+    table = samples[0].tensor_proto.string_val[0].decode().splitlines()
+    assert table[0].startswith("|group|")
+    assert len(table) == 2 + 8
 
 
 def test_a_step_trained_again_replaces_what_was_shown(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""A MLflow tracker for AsyncFlow SDK."""

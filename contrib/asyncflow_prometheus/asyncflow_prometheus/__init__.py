@@ -1,0 +1,1 @@
+"""Metrics of an AsyncFlow run for Prometheus."""

@@ -1,0 +1,1 @@
+"""A Trackio tracker for AsyncFlow SDK."""

@@ -1,0 +1,1 @@
+"""A Weights & Biases tracker for AsyncFlow SDK."""
