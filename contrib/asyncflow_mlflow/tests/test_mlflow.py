@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -82,11 +83,11 @@ def test_the_steps_of_a_run_its_samples_and_configuration(tmp_path: Path, server
     rewards = client.get_metric_history(run.info.run_id, "train/reward")
     assert [(each.step, each.value) for each in rewards] == [(step, 0.5) for step in range(4)]
     assert "train/staleness_mean" in run.data.metrics
-    table = (
-        client.load_table(run.data.tags["mlflow.runId"], "samples.json") if hasattr(client, "load_table") else None
-    )
-    names = [each.path for each in client.list_artifacts(run.info.run_id)]
-    assert names == ["samples.json", "workflow.json"], table
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, "samples.json", str(tmp_path))).read_text())
+    assert {"step", "group", "reward", "response_ids"} <= set(table["columns"])
+    assert [row[table["columns"].index("step")] for row in table["data"]] == [0] * 8 + [2] * 8
+    described = client.download_artifacts(run.info.run_id, "workflow.json", str(tmp_path))
+    assert json.loads(Path(described).read_text())["batch_size"] == 8
 
 
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, server: str) -> None:

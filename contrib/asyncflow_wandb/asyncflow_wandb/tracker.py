@@ -31,7 +31,7 @@ class WandbTracker(af.Tracker):
 
     def open(self, run: af.TrackedRun) -> None:
         known = run.directory / RUN_ID
-        run_id = known.read_text().strip() if run.resumed and known.exists() else wandb.util.generate_id()
+        run_id = known.read_text().strip() if run.resumed and known.exists() else None
         self._run = wandb.init(
             **{"name": run.directory.name, "dir": str(run.directory), "id": run_id, "resume": "allow"} | self._init,
             config=dict(run.description),

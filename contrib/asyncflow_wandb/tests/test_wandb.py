@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 from wandb.proto import wandb_internal_pb2
-from wandb.sdk.internal.datastore import DataStore
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import Conformance
@@ -29,16 +29,25 @@ def test_contract(check: Any) -> None:
     check()
 
 
+HEADER, BLOCK = 7, 32 * 1024
+FULL, FIRST, MIDDLE, LAST = range(1, 5)
+
+
 def records(directory: Path) -> list[wandb_internal_pb2.Record]:
-    """Return what wandb wrote into a run's directory, of all its files."""
+    """Return what wandb wrote into a run's directory. Its files have LevelDB's log format: blocks of 32
+    KiB, each a sequence of checksum (4 bytes), length (2), type (1) and data."""
     found = []
-    for path in sorted(directory.glob("wandb/*/*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            found.append(record)
+    for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
+        content, at, data = path.read_bytes(), HEADER, b""
+        while at + HEADER <= len(content):
+            if BLOCK - at % BLOCK < HEADER:  # too short for a record
+                at += BLOCK - at % BLOCK
+                continue
+            _, length, kind = struct.unpack_from("<IHB", content, at)
+            data = (b"" if kind in (FULL, FIRST) else data) + content[at + HEADER : at + HEADER + length]
+            at += HEADER + length
+            if kind in (FULL, LAST):
+                found.append(wandb_internal_pb2.Record.FromString(data))
     return found
 
 
@@ -67,7 +76,7 @@ def test_the_steps_of_a_run_its_samples_and_configuration(tmp_path: Path) -> Non
     ]
     assert "train/staleness_mean" in steps[0]
     assert [row["train/step"] for row in history if any("samples" in name for name in row)] == [0, 2]
-    tables = list((tmp_path / "run").glob("wandb/*/files/media/table/train/samples*.table.json"))
+    tables = list((tmp_path / "run").glob("wandb/offline-run-*/files/media/table/train/samples*.table.json"))
     assert len(tables) == 2
     assert {"group", "reward", "response_ids"} <= set(json.loads(tables[0].read_text())["columns"])
     keys = {key for r in found for key in [i.key for i in r.run.config.update]}
