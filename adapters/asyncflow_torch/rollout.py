@@ -79,7 +79,7 @@ class TransformersEngine(RolloutEngine):
             context=context,
             logprobs=True,
             held_weights=True,
-            restrictions=frozenset({"top_p", "top_k", "min_p", "repetition_penalty"}),
+            restrictions=("top_p", "top_k", "min_p", "repetition_penalty"),
             stop_texts=decoder.texts.available,
         )
         self._ids = itertools.count()

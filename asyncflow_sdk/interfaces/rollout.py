@@ -16,7 +16,7 @@ A plugin implements it, and a worker of the run calls it:
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ class Capabilities:
     logprobs: bool = False
     held_weights: bool = False
     transports: Set[str] | None = None
-    restrictions: Set[str] = frozenset({"top_p", "top_k"})
+    restrictions: Collection[str] = ("top_p", "top_k")
     stop_texts: bool = False
 
     def check(self, engine: str, sampling: Sampling) -> None:
