@@ -30,6 +30,7 @@ from .batches import AsyncLeasedBatch, BatchVerbs, BlockingBatch
 from .checks import check_arguments, check_columns, check_name, check_names
 from .connection import BlockingPort, Connection, LoopPort, Port, received_columns
 from .coroutines import run_blocking, sync
+from .lease_renewal import LeaseRenewer, UnreadLease
 from .leased_steps import AsyncStepStream, BlockingStepStream
 from .protocol import CallResult
 from .stores import blocks
@@ -186,7 +187,8 @@ class QueueVerbs(Generic[B]):
             assert isinstance(lease, cmd.Leased)
             try:
                 if self._port.connection.store.may_wait:
-                    return await self._port.in_thread(self._read, answer, lease, kind), lease
+                    unread = self._renew_unread(lease)
+                    return await self._port.in_thread(self._read, answer, lease, kind, unread), lease
                 return self._read(answer, lease, kind), lease
             except BaseException as error:
                 alone = lease.world_size == 1 or lease.step >= 0
@@ -227,8 +229,16 @@ class QueueVerbs(Generic[B]):
                 connection.unreturned.append(back)
                 raise
 
-    def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R]) -> R:
-        """Return the leased rows as a batch of views and copies."""
+    def _renew_unread(self, lease: cmd.Leased) -> UnreadLease:
+        """Have a lease renewed while its columns are fetched: as long as the result is referenced."""
+        connection, unread = self._port.connection, UnreadLease(lease)
+        if connection.renewer is None:
+            LeaseRenewer(connection, unread=True)
+        connection.renewer.add(unread)
+        return unread
+
+    def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R], unread: UnreadLease | None = None) -> R:
+        """Return the leased rows as a batch of views and copies. ``unread`` is referenced meanwhile."""
         ids, store = unpack_ids(lease.ids), self._port.connection.store
         if not len(ids):  # a rank group's lease may have fewer rows than shards
             return self._without_rows(answer, kind)

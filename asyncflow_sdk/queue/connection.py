@@ -111,6 +111,8 @@ class Connection:
         self.wire = Client(address, known, insecure=insecure)
         self.on_lease: Callable[[Any], None] = lambda lease: None
         """Called with each new lease, in the thread that asked for it."""
+        self.renewer: Any = None
+        """The ``LeaseRenewer``, if there is one. It is closed with the connection."""
         self.unreturned: deque[cmd.GiveBack] = deque()
         """Leases whose rows could not be read, and that the server does not know to be given back."""
         self._events: list[Event] = []
@@ -247,6 +249,8 @@ class Connection:
         server."""
         if self.wire.closed:
             return
+        if self.renewer is not None:
+            self.renewer.close()
         try:
             with contextlib.suppress(ServerLost):
                 self.wire.request(self.encode_call(cmd.CloseSession()), 0.0)

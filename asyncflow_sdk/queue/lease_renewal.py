@@ -1,6 +1,7 @@
-"""LeaseRenewer: renew short leases while their work makes progress.
+"""LeaseRenewer: renew short leases while their work makes progress, or their columns are fetched.
 
-Leases are short so that other workers soon get the rows of a frozen one.
+Leases are short so that other workers soon get the rows of a frozen one. A slow link is no fault of
+the rows: it must not cost them an attempt.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import AsyncFlowError, LeaseLost
 from ..ledger import commands as cmd
@@ -20,30 +21,44 @@ if TYPE_CHECKING:
     from .batches import BatchVerbs
     from .leased_steps import StepVerbs
 
+Lease: TypeAlias = "BatchVerbs | StepVerbs | UnreadLease"
+_Key: TypeAlias = tuple[int, int, bool]
 _PARTS = 3
 """A lease is renewed after this fraction (1/3) of its time, so two renewals may be missed."""
 _MOST = 1000
 """Ended leases are forgotten once this many leases are known."""
 
 
+class UnreadLease:
+    """A lease with columns that are fetched from another host. It is renewed while it is referenced."""
+
+    left = 1
+
+    def __init__(self, lease: cmd.Leased) -> None:
+        self.token, self.rank, self.lease_s, self._since = lease.token, lease.rank, lease.lease_s, time.monotonic()
+
+
 class LeaseRenewer:
-    """Renews every lease of a connection, in its own thread, until closed or the server is gone.
+    """Renews every lease of a connection, in its own thread, until closed or the server is gone. With
+    ``unread``, only those with columns that are fetched.
 
     It stops renewing if nothing was leased and no row was completed for ``patience_s`` seconds: the
     work hangs, and its leases expire like those of a dead process. A later request for them raises
     LeaseLost.
     """
 
-    def __init__(self, connection: Connection, patience_s: float) -> None:
+    def __init__(self, connection: Connection, patience_s: float = math.inf, *, unread: bool = False) -> None:
         self._port, self._patience_s = BlockingPort(connection), patience_s
-        self._held: dict[tuple[int, int], weakref.ref[BatchVerbs | StepVerbs]] = {}
-        self._left: dict[tuple[int, int], int] = {}
+        self._held: dict[_Key, weakref.ref[Lease]] = {}
+        self._left: dict[_Key, int] = {}
         self._progress_at = time.monotonic()  # last progress that was seen
         self._changed = threading.Condition()
         self._closed = False
         self._wake_at = math.inf
         """Time of the next check. A lease due later need not wake the thread."""
-        connection.on_lease = self._leased
+        if not unread:
+            connection.on_lease = self.add
+        connection.renewer = self
         threading.Thread(target=self._run, name="renewing", daemon=True).start()
 
     @property
@@ -58,9 +73,10 @@ class LeaseRenewer:
             self._closed = True
             self._changed.notify()
 
-    def _leased(self, lease: BatchVerbs | StepVerbs) -> None:
+    def add(self, lease: Lease) -> None:
+        """Renew a lease while it is referenced and has rows left."""
         with self._changed:
-            self._held[lease.token, lease.rank] = weakref.ref(lease)
+            self._held[lease.token, lease.rank, isinstance(lease, UnreadLease)] = weakref.ref(lease)
             self._progress_at = time.monotonic()
             if lease._since + lease.lease_s / _PARTS < self._wake_at or len(self._held) > _MOST:
                 self._changed.notify()
@@ -72,7 +88,8 @@ class LeaseRenewer:
                     run_blocking(self._port.send(cmd.Renew(token=token, rank=rank)))
                 except LeaseLost:
                     with self._changed:
-                        self._held.pop((token, rank), None)
+                        for unread in (False, True):
+                            self._held.pop((token, rank, unread), None)
                 except AsyncFlowError:
                     if self._port.connection.wire.closed or self._port.connection.wire.server_closed:
                         return
@@ -98,7 +115,7 @@ class LeaseRenewer:
                     return [(lease.token, lease.rank) for lease in due]
             del held, due, lease
 
-    def _update(self) -> list[BatchVerbs | StepVerbs]:
+    def _update(self) -> list[Lease]:
         """Return the leases still held. Fewer rows left than before count as progress."""
         alive = {key: lease for key, ref in self._held.items() if (lease := ref()) is not None and lease.left > 0}
         left = {key: lease.left for key, lease in alive.items()}

@@ -97,6 +97,39 @@ def test_a_reader_of_an_absent_host_waits_until_its_deadline(tmp_path: Path, mon
         assert cluster.run.audit().live == 5
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_lease_is_renewed_while_its_columns_are_fetched(cluster: Cluster, parts: bool) -> None:
+    cluster.unit("a")
+    queue = cluster.run.queue
+    queue.declare("train", needs=["x"], lease_s=3.0, max_attempts=1, batch_rows=2)
+    cluster.client("a").put({"x": np.arange(2)})
+
+    def read() -> list[int]:
+        reader = cluster.client("b")
+        if not parts:
+            with reader.get("train") as batch:
+                batch.ack()
+                return batch["x"].tolist()  # type: ignore[no-any-return]
+        with reader.steps("train", part_rows=2) as steps:
+            step = next(iter(steps))
+            rows = [x for part in step.parts() for x in part["x"].tolist()]
+            step.ack()
+            return rows
+
+    def lasts_s() -> float:
+        oldest = queue.status().oldest
+        return 0.0 if oldest is None else round(oldest.since_s + oldest.left_s, 3)
+
+    # when the host of leased columns does not answer for longer than the lease
+    cluster.units["a"].stop()
+    rows = in_thread(read)
+    until(lambda: lasts_s() > 6.0, "renewals")
+    cluster.units["a"].resume()
+    # then they are read, in the only attempt
+    assert rows() == [0, 1]
+    assert cluster.run.audit().consumed == 2
+
+
 def test_rows_put_on_a_lost_host_fail_by_name_and_may_be_put_again(cluster: Cluster) -> None:
     cluster.unit("a")
     cluster.run.queue.declare("work", needs=["x"])
