@@ -155,24 +155,26 @@ class QueueVerbs(Generic[B]):
         batch._bind(self._port, lease)
         return batch
 
-    async def _lease_part(self, request: cmd.LeaseRows) -> tuple[StepPart, cmd.LeasedPart]:
-        """Send the request for a part of a step; return it."""
-        part, lease = await self._lease_rows(request, None, StepPart)
+    async def _lease_part(self, request: cmd.LeaseRows, until: float) -> tuple[StepPart, cmd.LeasedPart]:
+        """Send the request for a part of a step; return it. ``until``: when the whole wait for it ends."""
+        part, lease = await self._lease_rows(request, None, StepPart, until)
         assert isinstance(lease, cmd.LeasedPart)
         part.index, part.version, part.part, part.last = lease.step, lease.version, lease.part, lease.last
         part.version_step_offsets, part.completed_at = lease.version_step_offsets, unpack_ids(lease.completed_at)
         return part, lease
 
     async def _lease_rows(
-        self, request: cmd.LeaseRows, answer: CallResult | None, kind: type[R]
+        self, request: cmd.LeaseRows, answer: CallResult | None, kind: type[R], until: float | None = None
     ) -> tuple[R, cmd.Leased]:
         """Send a lease request, unless it has its ``answer``; return the rows, and the lease.
 
         A lease with rows that cannot be read goes back; if they had ended, the request is repeated. A
         rank of a group gets a batch without rows then, since the others work on this very lease. If
-        their host cannot be reached now, the request is repeated until its own deadline.
+        their host cannot be reached now, the request is repeated until its own deadline; ranks of a group
+        and parts of a step are read again ``until`` then, since nobody else can have them.
         """
         left, began, timeout_s = _READ_TRIES, time.monotonic(), request.timeout_s  # checked with the first call
+        until = began + timeout_s if until is None else until
         while True:
             left -= 1
             if answer is None:
@@ -185,13 +187,13 @@ class QueueVerbs(Generic[B]):
                     f"task {request.task!r} leases no more rows before version {lease.version} is loaded"
                 )
             assert isinstance(lease, cmd.Leased)
+            alone = lease.world_size == 1 or lease.step >= 0
+            shared = request.token or lease.world_size > 1
             try:
                 if self._port.connection.store.may_wait:
-                    unread = self._renew_unread(lease)
-                    return await self._port.in_thread(self._read, answer, lease, kind, unread), lease
+                    return await self._read_renewed(answer, lease, kind, until if shared else 0.0), lease
                 return self._read(answer, lease, kind), lease
             except BaseException as error:
-                alone = lease.world_size == 1 or lease.step >= 0
                 late = isinstance(error, StoreUnavailable) and alone and not request.token
                 self._port.connection.unreturned.append(
                     cmd.GiveBack(
@@ -229,16 +231,23 @@ class QueueVerbs(Generic[B]):
                 connection.unreturned.append(back)
                 raise
 
-    def _renew_unread(self, lease: cmd.Leased) -> UnreadLease:
-        """Have a lease renewed while its columns are fetched: as long as the result is referenced."""
+    async def _read_renewed(self, answer: CallResult, lease: cmd.Leased, kind: type[R], until: float) -> R:
+        """Read rows that may be on other hosts, and renew their lease meanwhile. ``until``: try again until
+        then if a host cannot be reached. Raises StoreUnavailable, LeaseLost, SchemaError."""
         connection, unread = self._port.connection, UnreadLease(lease)
         if connection.renewer is None:
             LeaseRenewer(connection, unread=True)
         connection.renewer.add(unread)
-        return unread
+        while True:
+            try:
+                return await self._port.in_thread(self._read, answer, lease, kind)
+            except StoreUnavailable:
+                if unread.lost or (left_s := until - time.monotonic()) <= 0:
+                    raise
+                await self._port.pause(min(LATE_S, left_s))
 
-    def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R], unread: UnreadLease | None = None) -> R:
-        """Return the leased rows as a batch of views and copies. ``unread`` is referenced meanwhile."""
+    def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R]) -> R:
+        """Return the leased rows as a batch of views and copies."""
         ids, store = unpack_ids(lease.ids), self._port.connection.store
         if not len(ids):  # a rank group's lease may have fewer rows than shards
             return self._without_rows(answer, kind)

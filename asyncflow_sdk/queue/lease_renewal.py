@@ -30,9 +30,11 @@ _MOST = 1000
 
 
 class UnreadLease:
-    """A lease with columns that are fetched from another host. It is renewed while it is referenced."""
+    """A lease with columns that are fetched from another host. It is renewed while it is referenced.
+    ``lost``: True once the server says so."""
 
     left = 1
+    lost = False
 
     def __init__(self, lease: cmd.Leased) -> None:
         self.token, self.rank, self.lease_s, self._since = lease.token, lease.rank, lease.lease_s, time.monotonic()
@@ -88,8 +90,10 @@ class LeaseRenewer:
                     run_blocking(self._port.send(cmd.Renew(token=token, rank=rank)))
                 except LeaseLost:
                     with self._changed:
-                        for unread in (False, True):
-                            self._held.pop((token, rank, unread), None)
+                        self._held.pop((token, rank, False), None)
+                        reading = self._held.pop((token, rank, True), None)
+                    if reading is not None and isinstance(lease := reading(), UnreadLease):
+                        lease.lost = True
                 except AsyncFlowError:
                     if self._port.connection.wire.closed or self._port.connection.wire.server_closed:
                         return

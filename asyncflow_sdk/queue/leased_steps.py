@@ -27,8 +27,9 @@ from .connection import Port
 from .coroutines import run_blocking, sync
 from .error_text import error_text, plain_text
 
-LeasePart = Callable[[cmd.LeaseRows], Awaitable[tuple[StepPart, cmd.LeasedPart]]]
-"""Sends the request for a part, and reads its rows."""
+LeasePart = Callable[[cmd.LeaseRows, float], Awaitable[tuple[StepPart, cmd.LeasedPart]]]
+"""Sends the request for a part, and reads its rows, until a time of the monotonic clock."""
+WaitForPart = Callable[[cmd.LeaseRows], Awaitable[tuple[StepPart, cmd.LeasedPart]]]
 S = TypeVar("S", bound="StepVerbs")
 CHECK_S = 5.0
 """Interval of checks during a wait."""
@@ -39,12 +40,12 @@ class StepVerbs:
     """The methods of a leased step, written once as coroutines. Attributes: see ``LeasedStep``."""
 
     def __init__(
-        self, port: Port, lease: LeasePart, request: cmd.LeaseRows, first: StepPart, leased: cmd.LeasedPart
+        self, port: Port, wait: WaitForPart, request: cmd.LeaseRows, first: StepPart, leased: cmd.LeasedPart
     ) -> None:
         self.token, self.task, self.lease_s = leased.token, leased.task, leased.lease_s
         self.index, self.version = leased.step, leased.version
         self.rank, self.world_size = leased.rank, leased.world_size
-        self._port, self._lease = port, lease
+        self._port, self._wait = port, wait
         self._request = msgspec.structs.replace(request, token=leased.token)
         self._rows, self._complete, self._held = 0, False, True
         self._first: StepPart | None = first
@@ -79,7 +80,7 @@ class StepVerbs:
         if self._complete:
             return None
         with self._losing():
-            part, _ = await self._lease(self._request)
+            part, _ = await self._wait(self._request)
         self._delivered(part)
         return part
 
@@ -196,6 +197,7 @@ class StepStream(Generic[S]):
     async def _wait(self, request: cmd.LeaseRows) -> tuple[StepPart, cmd.LeasedPart]:
         """Lease a part, and report waits of more than a millisecond."""
         began, waits = time.monotonic(), 1
+        until = began + request.timeout_s
         if self._check is not None:
             waits = max(1, math.ceil(request.timeout_s / CHECK_S))
             request = msgspec.structs.replace(request, timeout_s=request.timeout_s / waits)
@@ -203,7 +205,7 @@ class StepStream(Generic[S]):
             if self._check is not None:
                 self._check()
             try:
-                found = await self._lease(request)
+                found = await self._lease(request, until)
                 break
             except DeadlineExceeded as error:
                 if not left:

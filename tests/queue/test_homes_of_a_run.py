@@ -21,6 +21,7 @@ from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue.connection import Port
 from asyncflow_sdk.queue.protocol import CallResult
 from asyncflow_sdk.queue.stores.homes import KnownHomes
+from asyncflow_sdk.queue.stores.hosts import HostsStore
 from asyncflow_sdk.types import Batch
 from asyncflow_sdk.wire import ensure_keys
 from asyncflow_sdk.workflow.events.recorder import Recorder
@@ -128,6 +129,50 @@ def test_a_lease_is_renewed_while_its_columns_are_fetched(cluster: Cluster, part
     # then they are read, in the only attempt
     assert rows() == [0, 1]
     assert cluster.run.audit().consumed == 2
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["a rank", "a part"])
+def test_ranks_and_parts_of_a_step_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: bool
+) -> None:
+    cluster = Cluster(tmp_path, store=af.Store(kind="hosts", options={"fetch_s": 0.2}))
+    with cluster.ends:
+        cluster.unit("a")
+        queue = cluster.run.queue
+        queue.declare("train", needs=["x"], max_attempts=1, **({"batch_rows": 4} if parts else {}))
+        near, far = cluster.client("a"), cluster.client("b")
+        near.put({"x": np.arange(4)})
+        failures: list[StoreUnavailable] = []
+        read = HostsStore.read
+
+        def noted(store: HostsStore, *arguments: Any) -> Any:
+            try:
+                return read(store, *arguments)
+            except StoreUnavailable as error:
+                failures.append(error)
+                raise
+
+        monkeypatch.setattr(HostsStore, "read", noted)
+
+        def rows_of(rank: int) -> list[int]:
+            if parts:
+                with far.steps("train", part_rows=2, timeout_s=60) as steps:
+                    step = next(iter(steps))
+                    found = [x for part in step.parts() for x in part["x"].tolist()]
+                    step.ack()
+                    return found
+            with (near, far)[rank].get("train", 4, group="g", rank=rank, world_size=2, timeout_s=60) as batch:
+                batch.ack()
+                return batch["x"].tolist()  # type: ignore[no-any-return]
+
+        # when the host of the columns cannot be reached by a rank, or for a part
+        cluster.units["a"].stop()
+        readers = [in_thread(rows_of, rank) for rank in range(1 if parts else 2)]
+        until(lambda: len(failures) >= 3, "several failed reads")
+        cluster.units["a"].resume()
+        # then they are read once it can, under the same lease
+        assert sorted(x for reader in readers for x in reader()) == [0, 1, 2, 3]
+        assert cluster.run.audit().consumed == 4
 
 
 def test_rows_put_on_a_lost_host_fail_by_name_and_may_be_put_again(cluster: Cluster) -> None:
