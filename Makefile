@@ -37,7 +37,7 @@ help:
 	@echo "make bench-engines  vLLM and SGLang behind the SDK beside the same engines driven directly"
 	@echo "make bench-overlap  rollout, stages and training side by side, beside bounds and a simulation"
 	@echo "make bench-scale  32 to 1,024 replicas on one server, beside a straight line and a simulation (JSON=PATH writes the rows)"
-	@echo "make bench-hosts  columns that stay on their host, beside columns through the server and bare sockets (needs root and iproute2)"
+	@echo "make bench-hosts  columns that stay on their host, beside columns through the server, bare sockets and others (needs root and iproute2)"
 	@echo "make bench-trainers  the engines that train beside each other on the demo task, three seeds each (long)"
 	@echo "make fidelity    what staleness does to what is learned, with and without correction (long)"
 
@@ -189,11 +189,11 @@ test-slurm: .venv-contrib/.tests
 	$(PYTHON) -m venv .venv-mooncake
 	.venv-mooncake/bin/python -m $(PIP) mooncake-transfer-engine-non-cuda==0.3.13.post1 -e . -e contrib/asyncflow_mooncake \
 	  'pytest>=8' 'pytest-timeout>=2.3'
+	.venv-mooncake/bin/python -c 'import mooncake.store' 2>/dev/null || (apt-get -qq update && apt-get -qq install -y $(MOONCAKE_LIBRARIES)) >/dev/null \
+	  || echo "install $(MOONCAKE_LIBRARIES) to use Mooncake"
 	touch $@
 
 test-mooncake: .venv-mooncake/.tests
-	.venv-mooncake/bin/python -c 'import mooncake.store' 2>/dev/null || (apt-get -qq update && apt-get -qq install -y $(MOONCAKE_LIBRARIES)) >/dev/null \
-	  || echo "install $(MOONCAKE_LIBRARIES) to test the store mooncake"
 	cd contrib/asyncflow_mooncake && OMP_NUM_THREADS=1 ../../.venv-mooncake/bin/python -m pytest $(ARGS) || [ $$? = 5 ]
 
 # vLLM, which cannot be installed beside most other things. Its packages for pictures and sound are for another torch than it runs with.
@@ -266,6 +266,7 @@ bench-scale: install
 
 # Each engine in its own environment; one whose environment is not there is left out.
 bench-hosts: install
+	-$(MAKE) --keep-going .venv-peer/.ready .venv-mooncake/.tests .venv-ray/.tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hosts $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-engines: install .venv-vllm/.ready .venv-sglang/.ready
