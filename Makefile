@@ -79,15 +79,16 @@ TOGETHER := -n 4 --dist loadfile --no-loadscope-reorder
 test: install sshd bwrap
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/engines $(TOGETHER) $(ARGS)
 
-# So do those of the sandbox.
-bwrap:
-	@command -v bwrap >/dev/null || (apt-get -qq update && apt-get -qq install -y bubblewrap) >/dev/null 2>&1 \
-	  || echo "install bubblewrap to test the sandbox"
+# Install packages of Debian, one call at a time: apt-get fails while another one runs.
+debian = flock Makefile sh -c 'apt-get -qq update && apt-get -qq install -y --no-install-recommends $(1)' >/dev/null 2>&1
 
 # Tests of hosts that ssh reaches need a server. Where it cannot be installed, they are skipped, and say why.
 sshd:
-	@test -x /usr/sbin/sshd || (apt-get -qq update && apt-get -qq install -y --no-install-recommends openssh-server) >/dev/null 2>&1 \
-	  || echo "install openssh-server to test the launcher ssh"
+	@test -x /usr/sbin/sshd || $(call debian,openssh-server) || echo "install openssh-server to test the launcher ssh"
+
+# So do those of the sandbox.
+bwrap:
+	@command -v bwrap >/dev/null || $(call debian,bubblewrap) || echo "install bubblewrap to test the sandbox"
 
 # Only modules that have such tests are imported.
 test-fast: install
@@ -111,7 +112,7 @@ test-trackers: .venv-trackers/.tests
 
 # Debian's Prometheus. Where it cannot be installed, its tests are skipped, and say why.
 test-prometheus: .venv-trackers/.tests
-	which prometheus >/dev/null || (apt-get -qq update && apt-get -qq install -y --no-install-recommends prometheus) >/dev/null || echo "install prometheus to test its queries"
+	which prometheus >/dev/null || $(call debian,prometheus) || echo "install prometheus to test its queries"
 	cd contrib/asyncflow_prometheus && OMP_NUM_THREADS=1 ../../.venv-trackers/bin/python -m pytest $(ARGS)
 
 # One run of the suite to see which tests reach which place, then the mutants. Writes tests/mutants.json.
@@ -181,7 +182,7 @@ test-ray: .venv-contrib/.tests
 
 # Where SLURM cannot be installed, its tests are skipped, and say why.
 test-slurm: .venv-contrib/.tests
-	test -x /usr/sbin/slurmctld || (apt-get -qq update && apt-get -qq install -y --no-install-recommends slurm-wlm munge) >/dev/null || true
+	test -x /usr/sbin/slurmctld || $(call debian,slurm-wlm munge) || true
 	cd contrib/asyncflow_slurm && OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)
 
 # Mooncake needs libraries of the system. Where they cannot be installed, its tests are skipped, and say why.
@@ -189,7 +190,7 @@ test-slurm: .venv-contrib/.tests
 	$(PYTHON) -m venv .venv-mooncake
 	.venv-mooncake/bin/python -m $(PIP) mooncake-transfer-engine-non-cuda==0.3.13.post1 -e . -e contrib/asyncflow_mooncake \
 	  'pytest>=8' 'pytest-timeout>=2.3'
-	.venv-mooncake/bin/python -c 'import mooncake.store' 2>/dev/null || (apt-get -qq update && apt-get -qq install -y $(MOONCAKE_LIBRARIES)) >/dev/null \
+	.venv-mooncake/bin/python -c 'import mooncake.store' 2>/dev/null || $(call debian,$(MOONCAKE_LIBRARIES)) \
 	  || echo "install $(MOONCAKE_LIBRARIES) to use Mooncake"
 	touch $@
 
