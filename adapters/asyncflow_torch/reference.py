@@ -110,6 +110,11 @@ class HuggingFacePolicy(Policy):
         rows = self._scored(ids, 1.0)[len(prompt) - 1 : -1]
         return np.asarray(rows[np.arange(len(response)), ids[len(prompt) :]], np.float64)
 
+    def text(self, ids: Ids) -> str | None:
+        """Return the text, None without a tokenizer."""
+        tokenizer = self._tokenizer
+        return None if tokenizer is None else tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
     def retokenised(self, ids: Ids) -> Ids | None:
         """Return the ids after decoding and encoding, None without a tokenizer."""
         tokenizer = self._tokenizer

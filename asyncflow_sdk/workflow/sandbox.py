@@ -87,8 +87,8 @@ class Sandbox(UserConfig):
 
     def _execute(self, command: Sequence[str], stdin: bytes) -> SandboxResult:
         process = subprocess.Popen(
-            [*self._bubblewrap(command[0]), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True, cwd="/",
+            [*self._bubblewrap(command[0]), *command], cwd="/", start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         with process:
             try:
@@ -114,8 +114,8 @@ class Sandbox(UserConfig):
         user = str(_FIRST_UID + secrets.randbelow(1 << 28))  # an own one: the kernel counts processes by user
         become = ("setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--") if root else ()
         limits = {
-            "as": self.memory_bytes, "nproc": self.processes, "fsize": self.file_bytes, "cpu": math.ceil(self.time_s) + 1,
-            "core": 0, "nofile": 256,
+            "as": self.memory_bytes, "nproc": self.processes, "fsize": self.file_bytes,
+            "cpu": math.ceil(self.time_s) + 1, "core": 0, "nofile": 256,
         }  # fmt: skip
         return [
             "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",

@@ -25,6 +25,7 @@ from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 from ..types.defaults import AGENT_S, CONCURRENCY, GROUP_SIZE, LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S
 from ..types.tasks import SamplerSpec
 from ..types.validation import check_least
+from .hub import model_folder
 from .rewards import Rewards, work_path
 from .rollout.agent import Agent
 from .serialization import Serializable
@@ -35,6 +36,7 @@ from .work import (
     is_coroutine,
     needs_of,
     plain_options,
+    resolved,
     tokenizer_file,
 )
 from .workers.rank_communicator import RankCommunicator
@@ -93,9 +95,11 @@ class Rollout(Serializable):
     """Generates responses with ``replicas`` workers of the rollout engine ``engine``; None: one, or one
     on each of ``hosts``. 0: none from here, workers join by hand.
 
-    ``model``: a Hugging Face model folder. ``prompt``: the column of prompts; "prompt_ids" holds
-    token ids, any other holds texts or chats. ``tokenizer``: a folder or tokenizer.json; default: the
-    model's. ``chat``: arguments of its chat template; a text is then a chat of one message.
+    ``model``: a Hugging Face model folder, or a model of the hub by its name, at ``model_revision``
+    (default: main); the constructor downloads it into the cache. ``prompt``: the column of prompts;
+    "prompt_ids" holds token ids, any other holds texts or chats. ``tokenizer``: a folder or
+    tokenizer.json; default: the model's. ``chat``: arguments of its chat template; a text is then a chat
+    of one message.
     ``lease_s``: seconds until others get the prompts of a frozen or disconnected worker; a worker
     with progress renews its leases. ``swap``, ``verify``: as in ``Weights``; default: the
     workflow's. ``options``: of the engine, and the fields of ``Placement``.
@@ -119,6 +123,7 @@ class Rollout(Serializable):
         engine: str | type,
         *,
         model: str | Path = "",
+        model_revision: str | None = None,
         group_size: int = GROUP_SIZE,
         sampling: Sampling | None = None,
         replicas: int | None = None,
@@ -143,7 +148,7 @@ class Rollout(Serializable):
         check_least(1, group_size=group_size)
         check_least(0, replicas=replicas)
         _check_task("rollout", task, lease_s)
-        self.engine, self.model = engine_name(engine), str(model)
+        self.engine, self.model = engine_name(engine), model_folder(model, model_revision)
         self.task, self.group_size = task, group_size
         self.partitions = _partitions("rollout", task, partitions)
         unprefixed = task == "rollout" or not takes_trained(self.partitions)
@@ -153,7 +158,7 @@ class Rollout(Serializable):
         self.place, options = _split_placement(options)
         self.replicas = max(1, len(self.place.hosts)) if replicas is None else replicas
         self.prompt, self.options = prompt, plain_options(self.engine, options)
-        self.tokenizer = tokenizer_file(tokenizer, model)
+        self.tokenizer = tokenizer_file(tokenizer, self.model)
         self.agent: Agent | None = None
         if agent is not None:
             columns = tuple(needs) if needs is not None else None
@@ -163,7 +168,7 @@ class Rollout(Serializable):
             raise ConfigError(
                 "needs= and gives= are an agent's: a rollout without one needs prompts and gives responses"
             )
-        self.init_args |= {"engine": self.engine, **self.options}
+        self.init_args |= {"engine": self.engine, **resolved(self.model), **self.options}
 
     @property
     def admits(self) -> bool:
@@ -404,6 +409,7 @@ class Train(Serializable):
         engine: str | type,
         *,
         model: str | Path = "",
+        model_revision: str | None = None,
         algorithm: Any = None,
         world_size: int = 1,
         needs: Sequence[str] = (),
@@ -421,7 +427,8 @@ class Train(Serializable):
         self.place, options = _split_placement(options, max_restarts=0)
         if world_size == 1 < len(self.place.hosts):
             raise ConfigError(f"hosts={list(self.place.hosts)} of a trainer with world_size=1: it runs on one host")
-        self.engine, self.model, self.world_size = engine_name(engine), str(model), world_size
+        self.engine, self.model = engine_name(engine), model_folder(model, model_revision)
+        self.world_size = world_size
         self.options = plain_options(self.engine, options)
         self.weights = weights
         self.algorithm_spec = algorithm_spec(algorithm)
@@ -436,7 +443,8 @@ class Train(Serializable):
         self.needs = tuple(dict.fromkeys((*TRAIN_COLUMNS, *own, *needs)))
         how = self.algorithm_spec
         self.init_args |= {
-            "engine": self.engine, "algorithm": (how.name, how.options), "needs": self.needs, **self.options,
+            "engine": self.engine, **resolved(self.model), "algorithm": (how.name, how.options), "needs": self.needs,
+            **self.options,
         }  # fmt: skip
 
     def needing(self, column: str) -> Train:

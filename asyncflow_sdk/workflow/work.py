@@ -20,12 +20,13 @@ from ..errors import ConfigError
 from ..plugins import import_path
 from ..types import Chat, Sampling
 from ..types.validation import check_least
+from .hub import model_folder
 from .serialization import Serializable
 
 
 class Logprobs(Serializable):
-    """Log-probs of given responses by the train engine ``engine`` with the fixed weights of the
-    folder ``model``: of a reference or a teacher.
+    """Log-probs of given responses by the train engine ``engine`` with the fixed weights of
+    ``model``, a folder or a model of the hub as of ``Rollout``: of a reference or a teacher.
 
     Its stage needs the columns of prompt and response, both token ids (default "prompt_ids",
     "response_ids"), and gives one ragged float32 column, one number a response token. ``options``:
@@ -38,16 +39,23 @@ class Logprobs(Serializable):
     kind: Literal["train"] = "train"
     needs = ("prompt_ids", "response_ids")
 
-    def __init__(self, engine: str | type, *, model: str | Path = "", world_size: int = 1, **options: Any) -> None:
+    def __init__(
+        self, engine: str | type, *, model: str | Path = "", model_revision: str | None = None, world_size: int = 1,
+        **options: Any,
+    ) -> None:  # fmt: skip
         check_least(1, world_size=world_size)
-        self.engine, self.model, self.world_size = engine_name(engine), str(model), world_size
+        self.engine, self.model, self.world_size = (
+            engine_name(engine),
+            model_folder(model, model_revision),
+            world_size,
+        )
         self.options = plain_options(self.engine, options)
-        self.init_args |= {"engine": self.engine, **self.options}
+        self.init_args |= {"engine": self.engine, **resolved(self.model), **self.options}
 
 
 class Generate(Serializable):
-    """One response to each row by the rollout engine ``engine`` with the fixed weights of the folder
-    ``model``: of a judge or a teacher.
+    """One response to each row by the rollout engine ``engine`` with the fixed weights of
+    ``model``, a folder or a model of the hub as of ``Rollout``: of a judge or a teacher.
 
     Its stage needs one column of prompts, texts, chats or token ids, and gives one column: text with a
     tokenizer, else the response's token ids. ``tokenizer``: a folder or tokenizer.json; default: the
@@ -57,14 +65,19 @@ class Generate(Serializable):
     kind: Literal["rollout"] = "rollout"
 
     def __init__(
-        self, engine: str | type, *, model: str | Path = "", sampling: Sampling | None = None,
-        tokenizer: str | Path | None = None, chat: Chat | None = None, **options: Any,
+        self, engine: str | type, *, model: str | Path = "", model_revision: str | None = None,
+        sampling: Sampling | None = None, tokenizer: str | Path | None = None, chat: Chat | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        self.engine, self.model = engine_name(engine), str(model)
+        self.engine, self.model = engine_name(engine), model_folder(model, model_revision)
         self.sampling, self.chat = sampling or Sampling(), chat
-        self.tokenizer = tokenizer_file(tokenizer, model)
+        self.tokenizer = tokenizer_file(tokenizer, self.model)
         self.options = plain_options(self.engine, options)
-        self.init_args |= {"engine": self.engine, **self.options}
+        self.init_args |= {"engine": self.engine, **resolved(self.model), **self.options}
+
+
+def resolved(folder: str) -> dict[str, str | None]:
+    """Return the arguments by which a model is found again: its folder, with the commit in its path."""
+    return {"model": folder, "model_revision": None}
 
 
 def engine_name(engine: str | type) -> str:

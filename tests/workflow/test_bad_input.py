@@ -31,10 +31,6 @@ from asyncflow_sdk.testing import EchoRollout
         ({"prompts": {"question": ["a"]}}, "no column 'prompt_ids'; it has: question"),
         ({"prompts": [{"prompt_ids": [1]}, {"prompt_id": [1]}]}, "record 1 differs from the first in its columns"),
         ({"rollout": {"model": "/no/such/folder"}}, "'/no/such/folder' is no model folder: it has no config.json"),
-        (
-            {"rollout": {"model": "Qwen/Qwen3-0.6B"}},
-            "has no config.json; .*: hf download Qwen/Qwen3-0.6B --local-dir FOLDER",
-        ),
         ({"reward": af.Stage(length, needs=["answer"], task="reward")}, "'reward' needs 'answer'.*There are"),
         (
             {"reward": af.Stage(length, task="reward", gives=["score"])},

@@ -43,7 +43,7 @@ from .train.lab import TrainLab
 HUGGING_FACE = "asyncflow_torch.reference:HuggingFacePolicy"
 _MODULES = {
     "rollout": (
-        "rollout.basic", "rollout.loads", "rollout.full", "rollout.swaps", "rollout.proofs", "rollout.machine",
+        "rollout.basic", "rollout.restrictions", "rollout.loads", "rollout.full", "rollout.swaps", "rollout.proofs", "rollout.machine",
         "rollout.chaos",
     ),
     "train": ("train.basic", "train.full", "train.parts", "train.inputs", "train.precision", "train.chaos"),

@@ -72,6 +72,10 @@ class Policy(abc.ABC):
             rows.append(row)
         return np.stack(rows)
 
+    def text(self, ids: Ids) -> str | None:
+        """Return the text of ids, without special tokens. None without text."""
+        return None
+
     def retokenised(self, ids: Ids) -> Ids | None:
         """Return ids after decoding to text and encoding again. None without text."""
         return None

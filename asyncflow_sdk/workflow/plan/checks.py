@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +183,7 @@ def _check_engine(
 ) -> None:
     if not place.hosts and _lacks_model(spec):
         text = f"{kind} model {spec.model!r} is no model folder: it has no config.json"
-        problems.add(text + _of_the_hub(str(spec.model)), *key, "model")
+        problems.add(text, *key, "model")
     if isinstance(spec, (Train, Logprobs)):
         _check_ranks(spec, problems, *key, "world_size")
     if place.elsewhere:  # another interpreter has other plugins
@@ -238,13 +237,6 @@ def _check_ranks(spec: Train | Logprobs, problems: Problems, *key: str | int) ->
 
 def _lacks_model(spec: Rollout | Train | Logprobs | Generate) -> bool:
     return bool(spec.model) and not Path(spec.model, "config.json").is_file()
-
-
-def _of_the_hub(model: str) -> str:
-    """Advice for the name of a Hugging Face repository: the SDK downloads nothing by itself."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) or Path(model).exists():
-        return ""
-    return f"; one of the hub is downloaded first: hf download {model} --local-dir FOLDER"
 
 
 def _check_here(stage: Stage, problems: Problems, *key: str | int) -> None:

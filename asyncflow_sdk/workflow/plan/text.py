@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from ...interfaces import Placement
 from ...types import Sampling
 from ..events.trackers import tracker_label
+from ..hub import snapshot_of
 from ..specs import TRAINED, Rollout, Stage, Train, takes_trained
 from ..work import Generate, Logprobs
 from .dataflow import PROMPTS
@@ -22,6 +24,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data; see ``Workflow.describe``."""
     rows = None if plan.stream else plan.data.rows
     return {
+        "hub": dict(_models_of_the_hub(plan)),
         "prompts": {"rows": rows, "columns": {n: str(c.spec) for n, c in plan.data.columns.items()}},
         "rollout": [
             {
@@ -71,6 +74,14 @@ def _placed(place: Placement, max_restarts: int = Placement.max_restarts) -> dic
     usual: dict[str, Any] = msgspec.to_builtins(Placement(max_restarts=max_restarts))
     given["env"] = sorted(given["env"])  # names only: values may be secret
     return {name: value for name, value in given.items() if value != usual[name] and value != []}
+
+
+def _models_of_the_hub(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield name and commit of each model of the Hugging Face Hub."""
+    work = [stage.work for stage in plan.stages]
+    for each in (*plan.rollouts, plan.train, *(of for of in work if isinstance(of, (Logprobs, Generate)))):
+        if found := snapshot_of(each.model):
+            yield found
 
 
 def _worked(stage: Stage) -> dict[str, Any]:
@@ -197,6 +208,8 @@ def choices(plan: Plan) -> dict[str, str]:
             else f"{evaluation.rollout.replicas} replicas set aside"
         )
         found["evaluation"] = f"{rows} prompts every {evaluation.every} versions and at the end, on {where}"
+    for name, commit in _models_of_the_hub(plan):
+        found[f"model {name}"] = f"commit {commit} of the hub, from the cache"
     for rollout in plan.rollouts:
         if rollout.prompt != "prompt_ids":
             found[f"{rollout.task} {rollout.engine}".strip()] = (

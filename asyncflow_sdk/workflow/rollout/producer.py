@@ -65,16 +65,16 @@ class EngineProducer(Producer):
             agent = Agent(function=agent)
         can, sampling = engine.capabilities, with_stop_ids(sampling or Sampling(), tokenizer)
         can.check(type(engine).__name__, sampling)
+        encoder = PromptEncoder(tokenizer, chat) if tokenizer is not None else None
+        stop = sampling.stop if agent is None else ()  # a conversation is kept whole
         chosen = choose_swap(type(engine).__name__, can.swap, swap, token_versions=can.token_versions, verify=verify)
         if swap == "auto":
             log = WorkerLog(queue.connection)
             log.report(ev.Chosen, what=chosen.what, chosen=chosen.chosen, reason=chosen.reason)
         self._queue, self._spec = queue, rollout_task(task, prompt, prefix, tokenizer is not None, agent)
         self._worker = RolloutWorker(
-            queue, engine, task=task, prompts=PromptReader(prompt, PromptEncoder(tokenizer, chat) if tokenizer else None),
-            columns=ResponseColumns(
-                tokenizer, prefix=prefix, prompt_ids=prompt != "prompt_ids", stop=sampling.stop if agent is None else ()
-            ),
+            queue, engine, task=task, prompts=PromptReader(prompt, encoder),
+            columns=ResponseColumns(tokenizer, prefix=prefix, prompt_ids=prompt != "prompt_ids", stop=stop),
             sampling=sampling, tokenizer=tokenizer, agent=agent,
             swap=chosen.chosen, verify=verify, needs_first=needs_first,
             samplings={name: with_stop_ids(each, tokenizer) for name, each in (samplings or {}).items()},

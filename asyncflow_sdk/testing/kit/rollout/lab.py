@@ -154,9 +154,10 @@ class RolloutLab:
     def request(
         self, prompt: Ids, n: int = 1, *, temperature: float = 0.0, max_tokens: int = 8, **more: Any
     ) -> Request:
-        """Return a request, greedy by default."""
-        seed, stop_ids = more.pop("seed", None), more.pop("stop_ids", ())
-        sampling = Sampling(temperature=temperature, max_tokens=max_tokens, stop_ids=stop_ids)
+        """Return a request, greedy by default. ``more``: fields of it, and further ones of its sampling."""
+        seed = more.pop("seed", None)
+        drawing = {name: more.pop(name) for name in list(more) if name in Sampling.__dataclass_fields__}
+        sampling = Sampling(temperature=temperature, max_tokens=max_tokens, **drawing)
         return Request(np.asarray(prompt, np.int32), sampling, n, seed, **more)
 
     async def answer(self, request: Request, *, aborted: bool = False) -> list[Completion]:

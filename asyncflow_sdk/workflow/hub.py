@@ -1,0 +1,69 @@
+"""Models by their names on the Hugging Face Hub: downloaded into its cache, by huggingface_hub.
+
+folder = model_folder("Qwen/Qwen3-0.6B")                  # .../models--Qwen--Qwen3-0.6B/snapshots/c1899de...
+snapshot_of(folder)                                       # ("Qwen/Qwen3-0.6B", "c1899de...")
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, PluginError
+
+FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+"""Files of a model: its configuration, tokenizer and safetensors, and no pickled weights."""
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?$")
+
+
+def model_folder(model: str | Path, revision: str | None = None) -> str:
+    """Return the folder of a model: the given one, or the download of a name "owner/name" at
+    ``revision`` (a branch, tag or commit; default: main). A folder of the cache that another host
+    downloaded is downloaded at the same commit. The token is of HF_TOKEN or ``hf auth login``. Raises
+    ConfigError with the remedy, PluginError without huggingface_hub."""
+    path = str(model)
+    known = snapshot_of(path)
+    if Path(path).exists() or not (known or _NAME.fullmatch(path)):
+        if revision is not None:
+            raise ConfigError(f"model_revision={revision!r} is of a model of the hub, and {path!r} is a folder")
+        return path
+    name, commit = known or (path, revision)
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise PluginError(
+            f"model {name!r} is downloaded by huggingface_hub; install it with: pip install 'asyncflow-sdk[hub]'"
+        ) from None
+    try:
+        found: str = huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=list(FILES))
+    except Exception as error:  # its errors are those of several libraries
+        raise ConfigError(f"model {name!r} {_reason(huggingface_hub, name, commit, error)}") from error
+    return found
+
+
+def snapshot_of(folder: str) -> tuple[str, str] | None:
+    """Return name and commit of a model in the cache; None for another folder."""
+    found = _SNAPSHOT.search(folder)
+    return None if found is None else (f"{found[1]}/{found[2]}", found[3])
+
+
+def _reason(hub: Any, name: str, revision: str | None, error: Exception) -> str:
+    """Return what an error of huggingface_hub means, and what to do."""
+    at, errors = hub.constants.ENDPOINT, hub.errors
+    if isinstance(error, errors.GatedRepoError):
+        return f"is gated: accept its terms at {at}/{name}, and log in with `hf auth login` or HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"is no folder here, and no model at {at} for this token; a private one needs `hf auth login` or HF_TOKEN"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"has no revision {revision!r} at {at}"
+    if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+        why = "HF_HUB_OFFLINE is set" if hub.constants.HF_HUB_OFFLINE else f"{at} cannot be reached"
+        return (
+            f"is no folder here, not in the cache ({hub.constants.HF_HUB_CACHE}), and {why}: run `hf download {name}`"
+            " where there is a network, and copy the cache, or give the path of a folder"
+        )
+    return f"cannot be downloaded from {at}: {type(error).__name__}: {error}"

@@ -1,0 +1,166 @@
+"""Models by their names: from a small hub of the test's own, with its revisions, its token and its cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from echo_runs import echo_workflow
+
+from asyncflow_sdk.errors import ConfigError
+
+pytest.importorskip("huggingface_hub")
+COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+FILES = {
+    "config.json": b'{"max_position_embeddings": 512}',
+    "tokenizer.json": b"{}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"a pickle",
+}
+
+
+class Hub:
+    """A hub with one public, one private and one gated model. ``asked``: the paths of its requests."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                hub.asked.append(self.path)
+                path = self.path.split("?")[0].strip("/")
+                token = self.headers.get("Authorization")
+                if "owner/gated" in path:
+                    return self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+                if not ("owner/open" in path or ("owner/private" in path and token == "Bearer secret")):
+                    return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+                if "/tree/" in path:
+                    files = [
+                        {"type": "file", "path": name, "size": len(body), "oid": "0" * 40}
+                        for name, body in FILES.items()
+                    ]
+                    return self._send(200, json.dumps(files).encode(), {})
+                if path.startswith("api/models/"):
+                    revision = path.partition("/revision/")[2] or "main"
+                    commit = COMMITS.get(revision, revision)
+                    if commit not in COMMITS.values():
+                        return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+                    siblings = [{"rfilename": name} for name in FILES]
+                    name = "/".join(path.split("/")[2:4])
+                    return self._send(200, json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode(), {})
+                commit, file = path.partition("/resolve/")[2].split("/", 1)
+                body = FILES[file] + (COMMITS["v1"].encode() if COMMITS.get(commit, commit) == COMMITS["v1"] else b"")
+                etag = hashlib.sha1(body).hexdigest()
+                return self._send(200, body, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMITS.get(commit, commit)})
+
+            do_HEAD = do_GET
+
+            def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                """Keep quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    made = Hub()
+    yield made
+    made.close()
+
+
+SCRIPT = """
+import json, sys
+import asyncflow_sdk as af
+def attempt(kind, **given):
+    try: return getattr(af, kind)("echo", **given).model
+    except (af.ConfigError, af.PluginError) as error: return f"{type(error).__name__}: {error}"
+for kind, given in json.loads(sys.argv[1]): print(json.dumps(attempt(kind, **given)))
+"""
+
+
+def attempts(folder: Path, url: str, *given: tuple[str, dict[str, Any]], **environment: str) -> list[str]:
+    """Make specs in another process, whose cache is below ``folder``, and return their models or errors."""
+    base = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    base |= {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": url, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(given)]
+    done = subprocess.run(command, env=base | environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_models_are_downloaded_by_name_revision_and_token(hub: Hub, tmp_path: Path) -> None:
+    found = attempts(
+        tmp_path, hub.url,
+        ("Rollout", {"model": "owner/open"}),
+        ("Train", {"model": "owner/open", "model_revision": "v1"}),
+        ("Logprobs", {"model": "owner/private"}),
+        ("Generate", {"model": "owner/open", "model_revision": "no"}),
+        ("Rollout", {"model": "owner/none"}),
+        ("Rollout", {"model": "owner/gated"}),
+        HF_TOKEN="secret",
+    )  # fmt: skip
+    newest, tagged, private, *errors = found
+    for folder, commit in ((newest, "main"), (tagged, "v1"), (private, "main")):
+        assert folder.endswith(f"/snapshots/{COMMITS[commit]}")
+        names = {path.name for path in Path(folder).iterdir()}
+        assert names == FILES.keys() - {"pytorch_model.bin"}, "no pickled weights"
+    assert Path(tagged, "model.safetensors").read_bytes().endswith(COMMITS["v1"].encode())
+    messages = "has no revision 'no' at", "is no folder here, and no model at", "is gated: accept"
+    for error, message in zip(errors, messages, strict=True):
+        assert message in error
+    (without_token,) = attempts(tmp_path / "other", hub.url, ("Rollout", {"model": "owner/private"}))
+    assert "a private one needs `hf auth login` or HF_TOKEN" in without_token
+
+
+def test_offline_takes_the_cache_and_says_what_to_do_without(hub: Hub, tmp_path: Path) -> None:
+    (folder,) = attempts(tmp_path, hub.url, ("Rollout", {"model": "owner/open"}))
+    before = len(hub.asked)
+    again, missing = attempts(
+        tmp_path, hub.url, ("Rollout", {"model": "owner/open"}), ("Rollout", {"model": "owner/private"}),
+        HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    assert again == folder
+    assert "not in the cache" in missing
+    assert "HF_HUB_OFFLINE is set: run `hf download owner/private`" in missing
+    assert len(hub.asked) == before
+    # and another host, without the folder, gets the same commit
+    moved = folder.replace(str(tmp_path / "hf"), "/no/such/cache")
+    (copied,) = attempts(tmp_path / "second", hub.url, ("Rollout", {"model": moved}))
+    assert copied.endswith(f"second/hf/hub/models--owner--open/snapshots/{COMMITS['main']}")
+
+
+def test_a_run_says_which_commit_it_loads(tmp_path: Path) -> None:
+    folder = tmp_path / "models--owner--my--open" / "snapshots" / COMMITS["v1"]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    workflow = echo_workflow(rollout={"model": str(folder)})
+    assert workflow.describe()["hub"] == {"owner/my--open": COMMITS["v1"]}
+    assert f"commit {COMMITS['v1']} of the hub" in str(workflow)
+    with pytest.raises(ConfigError, match="model_revision='v1' is of a model of the hub, and .* is a folder"):
+        echo_workflow(rollout={"model": str(folder), "model_revision": "v1"})
