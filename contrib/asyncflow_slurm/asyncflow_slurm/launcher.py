@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -36,6 +38,9 @@ class SlurmLauncher(af.CommandLauncher):
     def __init__(self, *, wait_s: int = 3600, **options: str | int | bool) -> None:
         self._wait_s = wait_s
         self._options = [_option(name, value) for name, value in options.items()]
+        self._accepted: set[tuple[str, ...]] = set()
+        self._mark = f"asyncflow-{secrets.token_hex(4)}"
+        self._names: set[str] = set()
 
     def check(self, placement: af.Placement) -> None:
         if placement.hosts:
@@ -44,7 +49,7 @@ class SlurmLauncher(af.CommandLauncher):
             )
         if shutil.which("srun") is None:
             raise af.ConfigError("this host has no srun: start the run on a login node of the SLURM cluster")
-        self._try(placement, 1, 0.0)
+        self._try(placement, 1)
 
     def command(self, spec: af.WorkerSpec) -> Sequence[str]:
         return self._command([spec])
@@ -53,13 +58,17 @@ class SlurmLauncher(af.CommandLauncher):
         return self.start_ranks([spec])[0]
 
     def start_ranks(self, specs: Sequence[af.WorkerSpec]) -> Sequence[af.WorkerHandle]:
-        self._try(specs[0].placement, len(specs), self._wait_s)
+        self._try(specs[0].placement, len(specs))
+        name = self._name(specs[0])
+        if name in self._names:
+            self._cancel(name)
+        self._names.add(name)
         own = replace(specs[0].placement, cpus=(), gpus=())  # SLURM chooses which
         return self.start_together([replace(spec, placement=own) for spec in specs], self._command(specs))
 
     def _command(self, specs: Sequence[af.WorkerSpec]) -> list[str]:
         first, tasks = specs[0], len(specs)
-        command = ["srun", f"--job-name=asyncflow-{first.name.replace(' ', '-')}", f"--immediate={self._wait_s}"]
+        command = ["srun", f"--job-name={self._name(first)}", f"--immediate={self._wait_s}"]
         command += ["--kill-on-bad-exit=1", *self._needs(first.placement, tasks)]
         if tasks == 1:
             return [*command, *self.far_command(first)]
@@ -75,6 +84,24 @@ class SlurmLauncher(af.CommandLauncher):
             FATAL_STATUS, f"SLURM gave worker {spec.name!r} no place within {self._wait_s} s: {lines}\n{_nodes()}"
         )
 
+    def close(self) -> None:
+        if self._names and not self._cancel(",".join(self._names)):
+            text = f"SLURM gives no answer: end jobs that may be left by: scancel --name {self._mark}-..."
+            warnings.warn(text, stacklevel=2)
+
+    def _name(self, spec: af.WorkerSpec) -> str:
+        return f"{self._mark}-{spec.name.replace(' ', '-')}"
+
+    def _cancel(self, names: str) -> bool:
+        """Cancel jobs that outlived their srun: it cannot end its job while slurmctld is away. Return False
+        without an answer."""
+        found = subprocess.run(
+            ["squeue", "--noheader", "--format=%i", f"--name={names}"], capture_output=True, text=True, check=False
+        )
+        if found.stdout.split():
+            subprocess.run(["scancel", *found.stdout.split()], capture_output=True, check=False)
+        return not found.returncode
+
     def _needs(self, placement: af.Placement, tasks: int) -> list[str]:
         """Return the options of srun that say what the tasks need."""
         needs = [f"--ntasks={tasks}", "--mpi=none", *self._options]
@@ -86,18 +113,20 @@ class SlurmLauncher(af.CommandLauncher):
             needs.append("--exact" if placement.cpus or placement.gpus else "--overlap")
         return needs
 
-    def _try(self, placement: af.Placement, tasks: int, patience_s: float) -> None:
-        """Raise ConfigError if SLURM could never run these tasks, or does not answer for ``patience_s``."""
+    def _try(self, placement: af.Placement, tasks: int) -> None:
+        """Raise ConfigError if SLURM could never run these tasks. What it accepted once is only waited
+        for: slurmctld may be away, and refuses all until its nodes have registered again."""
         if "SLURM_JOB_ID" in os.environ:  # srun cannot try a step
             return
-        command = ["srun", "--test-only", *self._needs(placement, tasks), "true"]
-        until = time.monotonic() + patience_s
+        needs, until = tuple(self._needs(placement, tasks)), time.monotonic() + self._wait_s
         while True:
+            command = ["srun", "--test-only", *needs, "true"]
             tried = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_S, check=False)
             if not tried.returncode:
+                self._accepted.add(needs)
                 return
-            if _AWAY not in tried.stderr or time.monotonic() > until:
-                raise af.ConfigError(f"SLURM refuses {' '.join(command[2:-1])}: {tried.stderr.strip()}\n{_nodes()}")
+            if needs not in self._accepted or time.monotonic() > until:
+                raise af.ConfigError(f"SLURM refuses {' '.join(needs)}: {tried.stderr.strip()}\n{_nodes()}")
             time.sleep(RETRY_S)
 
 

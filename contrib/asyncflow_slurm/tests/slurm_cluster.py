@@ -84,7 +84,7 @@ class SlurmCluster:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
+        with contextlib.suppress(OSError, subprocess.SubprocessError, AssertionError):
             self.call("scancel", "--user=root")
             until(lambda: not self.jobs(), "the end of all jobs", 20)
         for name in reversed(self._running.copy()):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,8 +58,14 @@ class TestSlurm(ClusterContract):
             assert self.answers(run) == first
             assert cluster.jobs() == jobs
             assert not restarts(events)
-            # the job ends with the run all the same
-        until(cluster.idle, "the end of the job")
+            # a worker that dies meanwhile is started once it is back; srun could not end the job
+            cluster.kill("slurmctld")
+            os.kill(*first, signal.SIGKILL)
+            until(lambda: restarts(events), "the death of the worker")
+            cluster.start_controller()
+            assert self.answers(run) != first
+            assert len(restarts(events)) == 1
+        until(cluster.idle, "the end of all jobs")
 
     def test_a_job_is_submitted_again_if_it_is_preempted_and_not_if_it_gets_no_place(
         self, cluster: SlurmCluster, tmp_path: Path
