@@ -225,6 +225,16 @@ def test_the_algorithm_of_the_documents_keeps_its_promises_and_trains(tmp_path: 
     assert sum('"event":"step"' in line and '"weight":' in line for line in steps) == 2
 
 
+def test_the_ten_lines_train_evaluate_and_keep_the_best_version(tmp_path: Path, start: Path) -> None:
+    out = trained("ten_lines", tmp_path, start, 2)
+
+    assert "version 1 scored" in out
+    assert "version 2 scored" in out
+    for folder in ("model", "best", "models/step-000001", "models/step-000002"):
+        files = {path.name for path in (tmp_path / "run" / folder).iterdir()}
+        assert {"config.json", "tokenizer.json", "model.safetensors"} <= files
+
+
 def test_an_example_that_is_given_too_little_says_what_it_takes(tmp_path: Path) -> None:
     done = started(tmp_path, REPOSITORY / "examples" / "whole_workflow.py", "model")
 

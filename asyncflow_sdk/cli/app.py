@@ -54,6 +54,7 @@ Typical uses:
   asyncflow doctor FILE.toml   check interpreters and machine before a run
   asyncflow check NAME         run the conformance kit on an adapter
   asyncflow report runs/NAME   write the report page of a run again
+  asyncflow export runs/NAME FOLDER    write a model folder of a run
 """
 
 
@@ -280,6 +281,24 @@ def top(
             console.print(monitor.draw(monitor.sample_twice(), console), soft_wrap=True)
         elif monitor.watch(console):
             console.print(f"{where} has ended", markup=False)
+
+
+@app.command()
+def export(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of the run.", exists=True, file_okay=False)
+    ],
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="New Hugging Face folder.")],
+    step: Annotated[int | None, typer.Option(min=1, help="After so many steps; default: the final model.")] = None,
+    best: Annotated[bool, option("The version with the best evaluation.", "", "--best")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a model folder of a run: the final one, that of a step, or the best one."""
+    from .export_command import export_model
+
+    Console().print(
+        f"{out}: from {export_model(directory, out, step, best)}", soft_wrap=True, markup=False, highlight=False
+    )
 
 
 @app.command()

@@ -14,6 +14,7 @@ from ..ledger import TaskSpec
 from ..types import VERSION_SPANS, Sampling
 from ..types.validation import check_least
 from .data import Prompts
+from .rewards import Rewards
 from .serialization import Serializable
 from .specs import TRAINED, Rollout, Stage
 
@@ -30,7 +31,7 @@ class Evaluation(Serializable):
     """Evaluates versions on ``prompts`` beside training: all prompts under one exact version, every
     ``every`` versions and at the end. The score is the mean of ``reward``.
 
-    ``reward``: a function or a Stage, as of ``Workflow``. ``samples``: responses to each prompt; with
+    ``reward``: a function, a Stage or a list of functions, as of ``Workflow``. ``samples``: responses to each prompt; with
     several, pass@k is estimated for k = 1, 2, 4, … by the unbiased estimator of arXiv 2107.03374,
     where a response passes if its reward is 1 or more. ``sampling``: default: that of the training
     rollout, greedy with a single sample.
@@ -49,7 +50,7 @@ class Evaluation(Serializable):
         *,
         prompts: Prompts,
         every: int,
-        reward: Callable[..., Any] | Stage,
+        reward: Callable[..., Any] | Stage | Sequence[Any],
         samples: int = 1,
         sampling: Sampling | None = None,
         rollout: Rollout | None = None,
@@ -64,8 +65,17 @@ class Evaluation(Serializable):
         self.prompts, self.every, self.samples, self.sampling = prompts, every, samples, sampling
         self.rollback_margin, self.early_stopping_patience = rollback_margin, early_stopping_patience
         self.rollout = rollout
-        arguments = reward.init_args if isinstance(reward, Stage) else {"work": reward}
-        self.stage = Stage(**{**arguments, "task": REWARD_TASK, "gives": ["reward"], "partitions": (EVALUATION,)})
+        arguments: dict[str, Any] = {"work": reward, "gives": ["reward"]}
+        if isinstance(reward, Stage):
+            arguments = reward.init_args | {"gives": reward.gives if len(reward.gives) > 1 else ["reward"]}
+        elif isinstance(reward, (list, tuple)):
+            rewards = Rewards.of(reward)
+            arguments = {"work": rewards, "gives": rewards.gives}
+        self.stage = Stage(**{**arguments, "task": REWARD_TASK, "partitions": (EVALUATION,)})
+        if "reward" not in self.stage.gives:
+            raise ConfigError(
+                f"the reward of an evaluation gives the column 'reward', not {', '.join(self.stage.gives)}"
+            )
 
     def sampling_of(self, trained: Rollout) -> Sampling:
         """Return the sampling of its responses. ``trained``: the rollout of training."""

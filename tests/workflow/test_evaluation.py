@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from safetensors.numpy import load_file
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.interfaces import Completion, Request
-from asyncflow_sdk.testing import EchoRollout
+from asyncflow_sdk.testing import EchoRollout, EchoTrain
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types import token_versions
 from asyncflow_sdk.workflow.events.step_files import read_batch
@@ -190,6 +191,29 @@ def test_a_driver_killed_between_score_and_rollback_rolls_back_when_it_is_resume
     assert events.count("scored 0, and version 1 1: rolled back, as version") == 1
     scores = [each.score for each in af.Result(tmp_path / "run", {}).evaluations]
     assert scores == [1.0, 0.0, *([1.0] * (len(scores) - 2))]
+
+
+class FullDisk(EchoTrain):
+    """Its disk is full in the middle of the folder of step 4."""
+
+    def export(self, path: Path) -> None:
+        super().export(path)
+        if self.steps == 4:
+            (path / "half").touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_leaves_no_half_folder_and_training_goes_on(tmp_path: Path) -> None:
+    heard = Listener()
+    train = af.Train("test_evaluation:FullDisk", launcher="thread")
+
+    result = echo_workflow(train=train, steps=8, save_steps=2, save_total_limit=2).run(
+        tmp_path / "run", on_event=heard
+    )
+
+    assert result.summary["status"] == "completed"
+    assert sorted(path.name for path in (tmp_path / "run" / "models").iterdir()) == ["step-000006", "step-000008"]
+    assert any("no model folder was written: OSError" in text for text in heard.texts(ev.Note))
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -1,0 +1,61 @@
+"""``asyncflow export``: a model folder of a run, at its end, at a step, or of the best version."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from ..algorithms import make_algorithm
+from ..errors import ConfigError
+from ..interfaces import TrainEngine
+from ..workflow import Workflow
+from ..workflow.checkpoint import Damaged, check
+from ..workflow.model_folder import whole_folder
+from ..workflow.workers.engines import make_engine
+
+
+def export_model(directory: Path, out: Path, step: int | None, best: bool) -> str:
+    """Write a model folder of the run in ``directory``. Return its origin. A step without a folder is
+    exported from its checkpoint by the run's train engine. Raises ConfigError, and the errors of the
+    engine."""
+    if out.exists():
+        raise ConfigError(f"{out} exists; name a new folder")
+    if best and step is not None:
+        raise ConfigError("--best is a version of its own: leave --step out")
+    name = "best" if best else "model" if step is None else f"models/step-{step:06d}"
+    with whole_folder(out) as part:
+        if (directory / name).is_dir():
+            shutil.copytree(directory / name, part, dirs_exist_ok=True)
+            return str(directory / name)
+        checkpoint = directory / "checkpoints" / f"step-{step or 0:06d}"
+        if step is None or not checkpoint.is_dir():
+            raise ConfigError(f"{directory} has no {name}; it has: {', '.join(_folders(directory)) or 'none'}")
+        _export_checkpoint(directory, checkpoint, part)
+        return str(checkpoint)
+
+
+def _folders(directory: Path) -> list[str]:
+    """Return the model folders and checkpoints of a run."""
+    found = [name for name in ("model", "best") if (directory / name).is_dir()]
+    for parent in ("models", "checkpoints"):
+        found += [f"{parent}/{path.name}" for path in sorted((directory / parent).glob("step-*"))]
+    return found
+
+
+def _export_checkpoint(directory: Path, checkpoint: Path, part: Path) -> None:
+    train = Workflow.load(directory).plan.train
+    if train.world_size > 1 or train.place.python is not None:
+        raise ConfigError(
+            f"{checkpoint} is of {train.world_size} ranks of engine {train.engine!r}, in an environment of their own: this"
+            " command loads a checkpoint of one rank. Let the run write folders, with save_steps="
+        )
+    try:
+        check(checkpoint)
+    except Damaged as error:
+        raise ConfigError(f"{checkpoint} cannot be exported: {error}") from None
+    algorithm = make_algorithm(train.algorithm_spec)
+    engine: TrainEngine = make_engine("train", train.engine, model=train.model, algorithm=algorithm, **train.options)
+    with contextlib.closing(engine):
+        engine.load(checkpoint / "engine")
+        engine.export(part)
