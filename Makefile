@@ -37,7 +37,7 @@ help:
 	@echo "make bench-engines  vLLM and SGLang behind the SDK beside the same engines driven directly"
 	@echo "make bench-overlap  rollout, stages and training side by side, beside bounds and a simulation"
 	@echo "make bench-scale  32 to 1,024 replicas on one server, beside a straight line and a simulation (JSON=PATH writes the rows)"
-	@echo "make bench-hosts  columns that stay on their host, beside columns through the server and bare sockets (needs root and iproute2)"
+	@echo "make bench-hosts  columns that stay on their host, beside columns through the server, bare sockets and others (needs root and iproute2)"
 	@echo "make bench-trainers  the engines that train beside each other on the demo task, three seeds each (long)"
 	@echo "make fidelity    what staleness does to what is learned, with and without correction (long)"
 
@@ -74,20 +74,26 @@ demo-deepspeed: install .venv-deepspeed/.ready
 	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/asyncflow demo --train deepspeed --world-size 2 --train-python .venv-deepspeed/bin/python \
 	  --train-option stage=3 $(ARGS)
 
-# In three processes also on two processors: many tests wait for what they killed, froze or cut off.
-TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
+# In four processes also on two processors: many tests wait for what they killed, froze or cut off.
+TOGETHER := -n 4 --dist loadfile --no-loadscope-reorder
 test: install sshd bwrap
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/engines $(TOGETHER) $(ARGS)
 
+# Install packages of Debian, one call at a time: apt-get fails while another one runs.
+debian = flock Makefile sh -c 'apt-get -qq update && apt-get -qq install -y --no-install-recommends $(1)' >/dev/null 2>&1
+
 # Tests of the sandbox need bubblewrap. Where it cannot be installed, they are skipped, and say why.
 bwrap:
-	@command -v bwrap >/dev/null || (apt-get -qq update && apt-get -qq install -y bubblewrap) >/dev/null 2>&1 \
+	@command -v bwrap >/dev/null || $(call debian,bubblewrap) \
 	  || echo "install bubblewrap to test the sandbox"
 
 # Tests of hosts that ssh reaches need a server. Where it cannot be installed, they are skipped, and say why.
 sshd:
-	@test -x /usr/sbin/sshd || (apt-get -qq update && apt-get -qq install -y --no-install-recommends openssh-server) >/dev/null 2>&1 \
-	  || echo "install openssh-server to test the launcher ssh"
+	@test -x /usr/sbin/sshd || $(call debian,openssh-server) || echo "install openssh-server to test the launcher ssh"
+
+# So do those of the sandbox.
+bwrap:
+	@command -v bwrap >/dev/null || $(call debian,bubblewrap) || echo "install bubblewrap to test the sandbox"
 
 # Only modules that have such tests are imported.
 test-fast: install
@@ -111,7 +117,7 @@ test-trackers: .venv-trackers/.tests
 
 # Debian's Prometheus. Where it cannot be installed, its tests are skipped, and say why.
 test-prometheus: .venv-trackers/.tests
-	which prometheus >/dev/null || (apt-get -qq update && apt-get -qq install -y --no-install-recommends prometheus) >/dev/null || echo "install prometheus to test its queries"
+	which prometheus >/dev/null || $(call debian,prometheus) || echo "install prometheus to test its queries"
 	cd contrib/asyncflow_prometheus && OMP_NUM_THREADS=1 ../../.venv-trackers/bin/python -m pytest $(ARGS)
 
 # One run of the suite to see which tests reach which place, then the mutants. Writes tests/mutants.json.
@@ -181,7 +187,7 @@ test-ray: .venv-contrib/.tests
 
 # Where SLURM cannot be installed, its tests are skipped, and say why.
 test-slurm: .venv-contrib/.tests
-	test -x /usr/sbin/slurmctld || (apt-get -qq update && apt-get -qq install -y --no-install-recommends slurm-wlm munge) >/dev/null || true
+	test -x /usr/sbin/slurmctld || $(call debian,slurm-wlm munge) || true
 	cd contrib/asyncflow_slurm && OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)
 
 # Mooncake needs libraries of the system. Where they cannot be installed, its tests are skipped, and say why.
@@ -189,11 +195,11 @@ test-slurm: .venv-contrib/.tests
 	$(PYTHON) -m venv .venv-mooncake
 	.venv-mooncake/bin/python -m $(PIP) mooncake-transfer-engine-non-cuda==0.3.13.post1 -e . -e contrib/asyncflow_mooncake \
 	  'pytest>=8' 'pytest-timeout>=2.3'
+	.venv-mooncake/bin/python -c 'import mooncake.store' 2>/dev/null || $(call debian,$(MOONCAKE_LIBRARIES)) \
+	  || echo "install $(MOONCAKE_LIBRARIES) to use Mooncake"
 	touch $@
 
 test-mooncake: .venv-mooncake/.tests
-	.venv-mooncake/bin/python -c 'import mooncake.store' 2>/dev/null || (apt-get -qq update && apt-get -qq install -y $(MOONCAKE_LIBRARIES)) >/dev/null \
-	  || echo "install $(MOONCAKE_LIBRARIES) to test the store mooncake"
 	cd contrib/asyncflow_mooncake && OMP_NUM_THREADS=1 ../../.venv-mooncake/bin/python -m pytest $(ARGS) || [ $$? = 5 ]
 
 # vLLM, which cannot be installed beside most other things. Its packages for pictures and sound are for another torch than it runs with.
@@ -266,6 +272,7 @@ bench-scale: install
 
 # Each engine in its own environment; one whose environment is not there is left out.
 bench-hosts: install
+	-$(MAKE) --keep-going .venv-peer/.ready .venv-mooncake/.tests .venv-ray/.tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hosts $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-engines: install .venv-vllm/.ready .venv-sglang/.ready

@@ -74,7 +74,7 @@ _TORCH = [
     "asyncflow_torch.demo.run", "asyncflow_torch.demo.model", "asyncflow_sdk.workflow.run", "asyncflow_sdk.cli.app",
     "asyncflow_sdk.cli.report.page", "matplotlib.backends.backend_svg", "asyncflow_sdk.testing",
 ]  # fmt: skip
-"""What `warm_python` has imported; a module that is missing is left out."""
+"""What `warm_python` has imported, and the children of tests/adapters; a module that is missing is left out."""
 
 
 def say(value: Any) -> None:
@@ -105,7 +105,9 @@ class Child:
         self._ending = threading.Lock()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.audit("os.fork")
-        self._line.connect(_server("asyncflow_sdk.workflow", "pytest"))
+        self._line.connect(
+            _server(*(_TORCH if path.parent.name == "adapters" else ["asyncflow_sdk.workflow", "pytest"]))
+        )
         request = (sys.executable, words, [0, 1, 2], dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)))
         socket.send_fds(self._line, [marshal.dumps(request)], [theirs_in, theirs_out, self._errors.fileno()])
         self.pid = int(self._line.recv(9))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from children import warm_python
 from hypothesis import HealthCheck, settings
 
 from asyncflow_sdk.testing.kit.parse_guard import whole_parses
@@ -18,6 +19,12 @@ def _whole_parses() -> Iterator[None]:
     """Hypothesis parses the sources of what is tested, while other threads of it import what parses too."""
     with whole_parses():
         yield
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts with this interpreter have imported torch already."""
+    monkeypatch.setattr(sys, "executable", warm_python())
 
 
 STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.exec"}
@@ -42,8 +49,9 @@ def _no_process_in_a_fast_test(request: pytest.FixtureRequest) -> Iterator[None]
 
 
 LONG = [
-    "test_documents.py", "test_weight_attacks.py", "test_demo.py", "test_guide.py", "test_wrong_trainers.py", "test_ranks.py",
-    "test_new_plugin.py", "test_machine.py", "test_survival.py",
+    "test_attacked_hosts.py", "test_any_order.py", "test_guide.py", "test_torch_dist_transport.py", "test_kit_catches.py",
+    "test_fsdp.py", "test_demo.py", "test_check_apart.py", "test_documents.py", "test_wrong_trainers.py", "test_fsdp_run.py",
+    "test_ranks.py", "test_new_plugin.py", "test_torch_ranks.py", "test_replicas.py", "test_fsdp_stage.py", "test_machine.py",
 ]  # fmt: skip
 """They come first: what is long and comes last has a processor for itself."""
 

@@ -48,25 +48,26 @@ def examine(
     """Examine interpreters and machine. ``paths``: TOML workflows, run directories, key files.
     ``runs``: addresses of running runs, reached with ``key`` or ``insecure``. Raises ConfigError for
     other paths."""
-    interpreters: dict[str | None, Interpreter] = {None: Interpreter(None)}
+    interpreters = {each.name: each for each in [Interpreter(None)]}
     keyed: list[Path] = []
     files: list[Path] = []
     for path in paths:
         if path.suffix == ".toml":
             files.append(path)
-            for program, each in interpreters_of(path).items():
-                interpreters.setdefault(program, Interpreter(program)).wants += each.wants
+            for each in interpreters_of(path):
+                known = interpreters.setdefault(each.name, each)
+                known.wants += each.wants if known is not each else []
         elif path.is_dir() or path.suffix == ".key":
             keyed.append(path)
         else:
             raise ConfigError(f"{path} is neither a workflow (FILE.toml), a run directory nor a key (FILE.key)")
-    for program in pythons:
-        interpreters.setdefault(program, Interpreter(program))
+    for each in map(Interpreter, pythons):
+        interpreters.setdefault(each.name, each)
     names, gpu_finding = gpus()
     findings, seen = [], {}
     for interpreter in interpreters.values():
         found, more = inspect(interpreter, names)
-        seen[interpreter.program or sys.executable] = found
+        seen[interpreter.name if interpreter.host else interpreter.program or sys.executable] = found
         findings += more
     for path in files:
         findings += list(_workflow_problems(path, findings))

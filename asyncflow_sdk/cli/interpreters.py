@@ -17,6 +17,7 @@ import msgspec
 from .._version import __version__
 from ..errors import ConfigError
 from ..plugins.inspection import EnvironmentReport, inspect_environment
+from ..workflow.workers.ssh_launcher import explained, ssh_command
 from .findings import FAILS, FINE, NOTE, WARNING, Finding
 from .formats import plural
 
@@ -38,15 +39,26 @@ print(json.dumps({"python": platform.python_version(), "executable": sys.executa
 @dataclass
 class Interpreter:
     """``program``: as given by the user; None: this one. ``wants``: (kind, name, where) of adapters
-    needed by a workflow."""
+    needed by a workflow. ``host``: reached by ssh, with the configuration file ``config``; "": this one."""
 
     program: str | None
     wants: list[tuple[str, str, str]] = field(default_factory=list)
+    host: str = ""
+    config: str = ""
 
     @property
     def name(self) -> str:
         """The interpreter as printed."""
+        if self.host:
+            return f"host {self.host}, {self.program}"
         return f"this interpreter, {sys.executable}" if self.program is None else self.program
+
+    def run(self, *arguments: str, timeout_s: float = PROBE_S) -> subprocess.CompletedProcess[str]:
+        """Run it, and return its output."""
+        command = [self.program or sys.executable, *arguments]
+        if self.host:
+            command = ssh_command(self.host, command, self.config)
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def inspect(interpreter: Interpreter, gpus: Sequence[str]) -> tuple[EnvironmentReport | None, list[Finding]]:
@@ -61,13 +73,16 @@ def _probe(interpreter: Interpreter) -> tuple[EnvironmentReport | None, Finding 
     if interpreter.program is None:
         return inspect_environment(), None
     program, where = interpreter.program, interpreter.name
-    if shutil.which(program) is None:
+    if not interpreter.host and shutil.which(program) is None:
         return None, Finding(where, "", FAILS, "there is no such program", "python= names an interpreter")
     try:
-        done = _run(program, "-m", "asyncflow_sdk.plugins.inspection")
+        done = interpreter.run("-m", "asyncflow_sdk.plugins.inspection")
         if done.returncode == 0:
             return msgspec.json.decode(done.stdout.splitlines()[-1], type=EnvironmentReport), None
-        bare = _run(program, "-c", _BARE)
+        failed = explained(interpreter.host, program, done.returncode, done.stderr) if interpreter.host else None
+        if failed is not None:
+            return None, Finding(where, "", FAILS, failed.text)
+        bare = interpreter.run("-c", _BARE)
         seen = msgspec.json.decode(bare.stdout, type=EnvironmentReport)
     except (OSError, IndexError, msgspec.MsgspecError, subprocess.TimeoutExpired) as error:
         return None, Finding(where, "", FAILS, f"it cannot be inspected: {type(error).__name__}: {error}"[:300])
@@ -77,10 +92,6 @@ def _probe(interpreter: Interpreter) -> tuple[EnvironmentReport | None, Finding 
     last = (done.stderr.strip().splitlines() or ["no output"])[-1]
     message = f"its asyncflow-sdk {seen.sdk} cannot be inspected ({last}); this one is {__version__}"
     return seen, Finding(where, f"Python {seen.python}", FAILS, message, how)
-
-
-def _run(program: str, *arguments: str, timeout_s: float = PROBE_S) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def _findings(interpreter: Interpreter, seen: EnvironmentReport) -> Iterator[Finding]:
@@ -141,8 +152,8 @@ def _wanted(interpreter: Interpreter, seen: EnvironmentReport) -> Iterator[Findi
 
 
 def _torch(interpreter: Interpreter, seen: EnvironmentReport, gpus: Sequence[str]) -> Iterator[Finding]:
-    """Check that torch can use the GPUs, in a subprocess; only on machines with GPUs."""
-    if seen.torch_cuda is None or not gpus:
+    """Check that torch can use the GPUs, in a subprocess; only on this machine, and if it has some."""
+    if seen.torch_cuda is None or not gpus or interpreter.host:
         return
     if not seen.torch_cuda:
         message = f"it is built for CPUs, and this machine has {plural(len(gpus), 'GPU')}"
@@ -150,7 +161,7 @@ def _torch(interpreter: Interpreter, seen: EnvironmentReport, gpus: Sequence[str
         return
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     try:
-        done = _run(interpreter.program or sys.executable, "-c", code, timeout_s=TORCH_S)
+        done = interpreter.run("-c", code, timeout_s=TORCH_S)
         count, why = int(done.stdout.split()[-1]), (done.stderr.strip().splitlines() or [""])[-1]
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
         count, why = 0, f"{type(error).__name__}: {error}"
@@ -161,24 +172,22 @@ def _torch(interpreter: Interpreter, seen: EnvironmentReport, gpus: Sequence[str
         yield Finding(interpreter.name, "torch", FAILS, message, "compare its CUDA with the driver's (nvidia-smi)")
 
 
-def interpreters_of(file: Path) -> dict[str | None, Interpreter]:
-    """Return the interpreters in a workflow file, with the adapters needed in each. Raises
-    ConfigError for invalid TOML."""
+def interpreters_of(file: Path) -> list[Interpreter]:
+    """Return the interpreters in a workflow file, also on its hosts, with the adapters needed in each.
+    Raises ConfigError for invalid TOML."""
     try:
         tables: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from None
-    found: dict[str | None, Interpreter] = {None: Interpreter(None)}
+    found = {"": Interpreter(None)}
 
     def _want(table: Any, kind: str, name: Any, of: str, *, here: bool = False) -> None:
-        program = None if here or not isinstance(table, dict) else table.get("python")
-        if isinstance(program, str) and "/" in program:
-            program = os.path.abspath(file.parent / program)
-        each = found.setdefault(program, Interpreter(program))
-        if isinstance(name, str) and name and ":" not in name:  # a path needs no plugin
-            each.wants.append((kind, name, f"{file.name}, {of}"))
+        for each in [Interpreter(None)] if here or not isinstance(table, dict) else _placed(table, file.parent):
+            known = found.setdefault(each.name if each.program else "", each)
+            if isinstance(name, str) and name and ":" not in name:  # a path needs no plugin
+                known.wants.append((kind, name, f"{file.name}, {of}"))
 
     for number, table in enumerate(_tables(tables.get("rollout"))):
         _want(table, "rollout", table.get("engine"), f"rollout {number}")
@@ -197,7 +206,19 @@ def interpreters_of(file: Path) -> dict[str | None, Interpreter]:
     for table in _tables(tables.get("weights")):
         transport = table.get("transport")
         _want(None, "transport", None if transport == "auto" else transport, "weights", here=True)
-    return found
+    return list(found.values())
+
+
+def _placed(table: dict[str, Any], folder: Path) -> list[Interpreter]:
+    """Return the interpreter of a role: one, or one on each of its hosts."""
+    program, hosts, options = table.get("python"), table.get("hosts"), table.get("launcher_options")
+    if isinstance(program, str) and "/" in program:
+        program = os.path.abspath(folder / program)
+    if table.get("launcher") != "ssh" or not isinstance(hosts, list):
+        return [Interpreter(program)]
+    config = options.get("config", "") if isinstance(options, dict) else ""
+    config = str(folder / config) if config.startswith(("./", "../")) else config
+    return [Interpreter(program or sys.executable, host=str(host), config=config) for host in hosts]
 
 
 def _tables(value: Any) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
-"""``make bench-hosts``: columns that stay on their host, beside columns through the server, and a bare socket with keys.
+"""``make bench-hosts``: columns that stay on their host, beside columns through the server, bare sockets with keys, and others.
 
 python -m benchmarks.hosts [--quick] [--rate 500mbit] [--pairs N] [--rounds N] [--markdown] [--json PATH]
 
 Hosts are network namespaces with limited links: one for the server, and one each for ``pairs`` producers and consumers.
-All processes share the machine's processors. Interleaved rounds, medians.
+All processes share the machine's processors. Interleaved rounds, medians. Ascend's TransferQueue, Mooncake and Ray each have an
+environment of their own; one that is missing is left out.
 """
 
 from __future__ import annotations
@@ -12,34 +13,42 @@ import argparse
 import json
 import statistics as st
 import subprocess
+import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import zmq
 from rich.console import Console
 
 from ..table import Row, finish, ratio, show_options
+from .drive import Job
 from .network import Network, line_of, unavailable
 
-PORT = 7000
+ROOT = Path(__file__).parents[2]
 SHAPES = {"3 KB": (256, 3 << 10), "1 MB": (16, 1 << 20)}
 """Rows of a batch, and bytes of a row."""
-DRIVE = ["-m", "benchmarks.hosts.drive"]
 
 
 @dataclass(frozen=True)
-class Work:
-    """``nbytes``: of each pair's payload."""
+class Contender:
+    """``module``: with its roles. ``python``: of its environment. ``store``: of a run of ours."""
 
-    shape: str
-    pairs: int
-    nbytes: int
+    module: str
+    python: str = sys.executable
+    store: str = ""
 
-    @property
-    def batches(self) -> int:
-        rows, width = SHAPES[self.shape]
-        return max(self.nbytes // (rows * width), 1)
+
+OURS = {
+    "hosts": Contender("ours", store="hosts"),
+    "local": Contender("ours", store="local"),
+    "bare": Contender("bare"),
+}
+PEERS = {
+    "TransferQueue": ("peer_queue", ".venv-peer", "transfer_queue"),
+    "Mooncake": ("peer_mooncake", ".venv-mooncake", "mooncake.store"),
+    "Ray": ("peer_ray", ".venv-ray", "ray"),
+}
+"""Module, environment, and what it has to import."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +59,56 @@ class Outcome:
     through_server: float
 
 
-def role(network: Network, host: int, name: str, **options: object) -> subprocess.Popen[str]:
-    process = network.start(host, [*DRIVE, name, json.dumps(options)])
-    assert line_of(process.stdout) == "ready"
-    return process
+def found_peers(console: Console) -> dict[str, Contender]:
+    """The peers that can be had."""
+    found = {}
+    for name, (module, folder, imports) in PEERS.items():
+        python = ROOT / folder / "bin" / "python"
+        try:
+            done = subprocess.run([python, "-c", f"import {imports}"], capture_output=True, text=True, check=False)
+            why = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode else ""
+        except FileNotFoundError:
+            why = f"there is no {folder}"
+        if why:
+            console.print(f"{name} is left out: {why}", style="yellow", highlight=False)
+        else:
+            found[name] = Contender(module, str(python))
+    return found
+
+
+def measure(network: Network, contender: Contender, shape: str, pairs: int, nbytes: int) -> Outcome:
+    """``nbytes``: of each pair's payload."""
+    rows, width = SHAPES[shape]
+    with tempfile.TemporaryDirectory() as folder:
+
+        def start(host: int, role: str, pair: int = 0) -> subprocess.Popen[str]:
+            job = Job(
+                server=network.address(1), own=network.address(host), producer=network.address(2 + pair), pair=pair, pairs=pairs,
+                batches=max(nbytes // (rows * width), 1), rows=rows, width=width, folder=folder, store=contender.store,
+            )  # fmt: skip
+            command = ["-m", "benchmarks.hosts.drive", contender.module, role, json.dumps(asdict(job))]
+            return network.start(host, command, contender.python)
+
+        server = start(1, "serve")
+        hear(server)
+        senders = [start(2 + pair, "produce", pair) for pair in range(pairs)]
+        receivers = [start(2 + pairs + pair, "consume", pair) for pair in range(pairs)]
+        for process in (*senders, *receivers):
+            hear(process)
+        before = network.link_bytes(1)
+        for process in (*receivers, *senders):
+            say(process)
+        found = [json.loads(line_of(process.stdout)) for process in receivers]
+        after = network.link_bytes(1)
+        for process in senders:
+            hear(process)
+        for process in (*senders, server):
+            say(process)
+        for process in (*senders, *receivers, server):
+            if process.wait(60):
+                raise SystemExit(f"a process of {contender} failed; see its output above")
+    total = sum(each["bytes"] for each in found)
+    return Outcome(total / 1e6 / max(each["seconds"] for each in found), (sum(after) - sum(before)) / total)
 
 
 def say(process: subprocess.Popen[str]) -> None:
@@ -62,105 +117,43 @@ def say(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
-def outcome(
-    network: Network, senders: list[subprocess.Popen[str]], receivers: list[subprocess.Popen[str]]
-) -> Outcome:
-    before = network.link_bytes(1)
-    for process in (*receivers, *senders):
-        say(process)
-    found = [json.loads(line_of(process.stdout)) for process in receivers]
-    after = network.link_bytes(1)
-    for process in senders:
-        line_of(process.stdout)
-        say(process)
-    for process in (*senders, *receivers):
-        process.wait(60)
-    total = sum(each["bytes"] for each in found)
-    return Outcome(total / 1e6 / max(each["seconds"] for each in found), (sum(after) - sum(before)) / total)
-
-
-def through_queue(network: Network, store: str, work: Work) -> Outcome:
-    rows, width = SHAPES[work.shape]
-    address = f"tcp://{network.address(1)}:{PORT}"
-    with tempfile.TemporaryDirectory() as folder:
-        key = str(Path(folder) / "run.key")
-        server = role(network, 1, "serve", address=address, directory=folder, store=store)
-        producers = range(2, 2 + work.pairs)
-        if store == "hosts":
-            for host in producers:
-                unit = network.start(host, ["-m", "asyncflow_sdk.cli", "store", address, "--key", key])
-                line_of(unit.stdout)
-        senders = [
-            role(network, host, "produce", address=address, key=key, batches=work.batches, rows=rows, nbytes=width)
-            for host in producers
-        ]
-        receivers = [
-            role(network, host, "consume", address=address, key=key, batches=work.batches, rows=rows)
-            for host in range(2 + work.pairs, 2 + 2 * work.pairs)
-        ]
-        found = outcome(network, senders, receivers)
-        say(server)
-        audit = json.loads(line_of(server.stdout))
-        if not audit["balanced"] or audit["consumed"] != work.pairs * work.batches * rows:
-            raise SystemExit(f"rows are missing: {audit}")
-        server.wait(60)
-        return found
-
-
-def bare(network: Network, work: Work) -> Outcome:
-    (server, server_secret), (client, client_secret) = (
-        tuple(map(bytes.decode, zmq.curve_keypair())) for _ in range(2)
-    )
-    keys = {"server": server, "server_secret": server_secret, "client": client, "client_secret": client_secret}
-    senders, receivers = [], []
-    for host in range(2, 2 + work.pairs):
-        address = f"tcp://{network.address(host)}:{PORT}"
-        senders.append(role(network, host, "send", address=address, keys=keys, nbytes=work.nbytes))
-        receivers.append(role(network, host + work.pairs, "receive", address=address, keys=keys, nbytes=work.nbytes))
-    return outcome(network, senders, receivers)
+def hear(process: subprocess.Popen[str]) -> None:
+    if (line := line_of(process.stdout)) != "ready":
+        raise SystemExit(f"a process of the benchmark says {line!r}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few bytes: whether it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="few bytes, and no peers: whether it runs, not how fast")
     parser.add_argument("--rate", default="500mbit", help="of each host's link; none: unlimited")
     parser.add_argument("--pairs", type=int, default=2, help="producers, and consumers, each on a host of its own")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--megabytes", type=int, default=256, help="of each pair")
     show_options(parser)
     arguments = parser.parse_args()
     if why := unavailable():
         raise SystemExit(why)
-    console, rows = Console(stderr=True), []
-    nbytes = (16 if arguments.quick else 256) << 20
+    console, rows = Console(stderr=True), list[Row]()
+    peers = {} if arguments.quick else found_peers(console)
+    nbytes, rounds = (16, 1) if arguments.quick else (arguments.megabytes, arguments.rounds)
     with Network(1 + 2 * arguments.pairs, "" if arguments.rate == "none" else arguments.rate) as network:
         for shape in SHAPES:
-            work = Work(shape, arguments.pairs, nbytes)
-            hosts, local, floor = list[Outcome](), list[Outcome](), list[Outcome]()
-            for number in range(1 if arguments.quick else arguments.rounds):
-                console.print(f"rows of {shape}, round {number + 1}", style="dim")
-                hosts.append(through_queue(network, "hosts", work))
-                local.append(through_queue(network, "local", work))
-                floor.append(bare(network, work))
-            rate, through, bound = (st.median(each.rate for each in found) for found in (hosts, local, floor))
-            rows.append(
-                Row(
-                    f"rows of {shape}, one hop",
-                    "MB/s",
-                    rate,
-                    through,
-                    ratio(rate, through),
-                    bound,
-                    ratio(rate, bound),
-                )
-            )
-            on_link, by_server = (st.median(each.through_server for each in found) for found in (hosts, local))
-            rows.append(Row("  on the server's link, in and out", "bytes/byte", on_link, by_server))
-    finish(
-        f"Store hosts (ours), store local (peer), bare sockets with keys (limit); {arguments.pairs} pairs of hosts, links of"
-        f" {arguments.rate}",
-        rows,
-        arguments,
-    )
+            outcomes: dict[str, list[Outcome]] = {name: [] for name in (*OURS, *peers)}
+            for number in range(rounds):
+                for name, contender in (OURS | peers).items():
+                    outcomes[name].append(measure(network, contender, shape, arguments.pairs, nbytes << 20))
+                    rate = outcomes[name][-1].rate
+                    console.print(f"rows of {shape}, round {number + 1}, {name}: {rate:.1f} MB/s", style="dim")
+            rates = {name: st.median(each.rate for each in found) for name, found in outcomes.items()}
+            bound = rates.pop("bare")
+            ours = rates.pop("hosts")
+            for name, rate in rates.items():
+                work = f"rows of {shape}, store hosts beside {'store local' if name == 'local' else name}"
+                rows.append(Row(work, "MB/s", ours, rate, ratio(ours, rate), bound, ratio(ours, bound)))
+            link = [st.median(each.through_server for each in outcomes[name]) for name in ("hosts", "local")]
+            rows.append(Row(f"rows of {shape}, on the server's link, in and out", "bytes/byte", *link))
+    title = f"Store hosts (ours), others (peer), bare sockets with keys (limit); {arguments.pairs} pairs of hosts, links of"
+    finish(f"{title} {arguments.rate}", rows, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces on a bridge, each with its own address, /dev/shm, host name and process numbers.
+"""Hosts on one machine: network namespaces on a bridge, each with its own address, /dev/shm, /tmp/ray, host name and process numbers.
 
 Needs root and iproute2. Nothing of the machine's own network is touched. Processors and files are shared.
 """
@@ -19,7 +19,10 @@ from types import TracebackType
 from typing import IO
 
 NET = "10.78.0"
-MOUNT = 'mount --bind "$1" /dev/shm; hostname "$2"; shift 2; exec "$@"'
+MOUNT = """\
+mount --bind "$1" /dev/shm; mkdir -p /dev/shm/ray /tmp/ray; mount --bind /dev/shm/ray /tmp/ray
+hostname "$2"; shift 2; exec "$@"
+"""
 
 
 def unavailable() -> str:
@@ -73,10 +76,10 @@ class Network:
     def address(self, number: int) -> str:
         return f"{NET}.{number}"
 
-    def start(self, number: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
-        """Start this Python on a host, with pipes."""
+    def start(self, number: int, arguments: Sequence[str], python: str = sys.executable) -> subprocess.Popen[str]:
+        """Start a Python on a host, with pipes."""
         return subprocess.Popen(
-            [*self.within(number), sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [*self.within(number), python, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 

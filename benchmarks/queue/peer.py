@@ -33,12 +33,7 @@ EMPTY_S = 0.002  # between two fetches that find nothing
 class Peer(Service):
     def start(self, tasks: dict[str, Task]) -> str:
         ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        asked = {"controller": {"polling_mode": True}, "backend": {"storage_backend": BACKEND}}
-        asked["backend"][BACKEND] = {"num_data_storage_units": 2}  # type: ignore[assignment]
-        made = transfer_queue.init(OmegaConf.create(asked, flags={"allow_objects": True}))
-        needs = {name: list(task.needs) for name, task in tasks.items()}
-        storage = OmegaConf.to_container(made.backend[BACKEND])
-        return json.dumps([made.controller.zmq_info, storage, needs], default=_plain)
+        return set_up({name: list(task.needs) for name, task in tasks.items()})
 
     def end(self) -> None:
         """It has no end: ``take`` counts."""
@@ -107,6 +102,15 @@ class PeerClient(Client):
 
     def close(self) -> None:
         self._client.close()
+
+
+def set_up(needs: dict[str, list[str]], **backend: Any) -> str:
+    """Start it in a Ray that runs. Returns the address for clients."""
+    asked = {"controller": {"polling_mode": True}, "backend": {"storage_backend": BACKEND}}
+    asked["backend"][BACKEND] = {"num_data_storage_units": 2, **backend}  # type: ignore[assignment]
+    made = transfer_queue.init(OmegaConf.create(asked, flags={"allow_objects": True}))
+    storage = OmegaConf.to_container(made.backend[BACKEND])
+    return json.dumps([made.controller.zmq_info, storage, needs], default=_plain)
 
 
 def service(name: str) -> Service:

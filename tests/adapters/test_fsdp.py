@@ -44,6 +44,7 @@ SAME_WAY = 5e-3
 """Of later ones, and of the updates' distance as a part of how far they went: Adam divides by gradients that may be rounding only."""
 
 
+pytestmark = pytest.mark.usefixtures("warm")
 one_rank = Conformance("train", FsdpEngine, options=OPTIONS)
 two_ranks = Conformance("train", RANKS, options=OPTIONS)
 

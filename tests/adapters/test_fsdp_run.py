@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from rank_runs import run_under_a_launcher, run_with_a_rank_killed_in_a_collective
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 def test_ranks_of_which_one_is_killed_go_on_together_with_each_row_trained_once(tiny: str, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import Batch
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def test_a_reference_in_shards_gives_one_processs_numbers_though_a_rank_is_killed(tiny: str, tmp_path: Path) -> None:
     run_with_a_sharded_reference("fsdp", tiny, tmp_path)

@@ -14,28 +14,7 @@ from hosts_in_namespaces import network, ssh_servers
 import asyncflow_sdk as af
 
 STEPS = 3
-TOML = """\
-steps = {steps}
-batch_size = 32
-prompts = "prompts.jsonl"
-reward = "mine:odd_tokens"
-staleness = {{ max_staleness = 0 }}
-
-[rollout]
-engine = "transformers"
-model = "{model}"
-prompt = "prompt_ids"
-group_size = 4
-sampling = {{ max_tokens = 8, seed = 1 }}
-hosts = ["two", "three"]
-launcher = "ssh"
-launcher_options = {{ config = "./ssh_config" }}
-
-[train]
-engine = "torch"
-model = "{model}"
-learning_rate = 1e-2
-"""
+PAGE = Path(__file__).parents[2] / "docs" / "several-hosts.md"
 MINE = """\
 def odd_tokens(response_ids):
     return [float(sum(int(token) % 2 for token in row)) / len(row) for row in response_ids]
@@ -48,22 +27,33 @@ def curve(directory: Path) -> list[float]:
 
 
 def test_a_run_on_three_hosts_learns_as_on_one(tiny: str, tmp_path: Path) -> None:
-    # given a workflow, and its run on one host
+    # given the workflow of the guide, in small, and its run on one host
     rng = np.random.default_rng(0)
     rows = [{"prompt_ids": rng.integers(3, 43, 5).tolist()} for _ in range(8 * STEPS)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "run.toml").write_text(TOML.format(steps=STEPS, model=tiny))
+    (tmp_path / "run.toml").write_text(PAGE.read_text().split("```toml\n")[1].split("```")[0])
+    small = {
+        "steps": f"{STEPS}", "batch_size": "32", "reward": "mine:odd_tokens", "staleness": "{ max_staleness = 0 }",
+        "rollout.model": tiny, "rollout.prompt": "prompt_ids", "rollout.group_size": "4",
+        "rollout.sampling": "{ max_tokens = 8, seed = 1 }", "train.model": tiny, "train.learning_rate": "1e-2",
+    }  # fmt: skip
     python = warm_python()
-    here = {"rollout.hosts": "[]", "rollout.launcher": "process", "rollout.launcher_options": "{}"}
-    one = af.load_workflow(tmp_path / "run.toml", {**here, "rollout.python": python, "train.python": python})
-    one.run(tmp_path / "one")
+    here = {
+        "address": "tcp://127.0.0.1:0",
+        "rollout.hosts": "[]",
+        "rollout.launcher": "process",
+        "rollout.replicas": "2",
+    }
+    here |= {"rollout.python": python, "train.python": python}
+    af.load_workflow(tmp_path / "run.toml", small | here).run(tmp_path / "one")
     # when it is run on three
-    with network(3) as net, ssh_servers(net, tmp_path, {2: "two", 3: "three"}):
-        command = [sys.executable, "-m", "asyncflow_sdk.cli", "run", "run.toml", "several"]
+    with network(3) as net, ssh_servers(net, tmp_path, {2: "gpu1", 3: "gpu2"}):
+        there = {"address": f"tcp://{net.address(1)}:7000", "rollout.launcher_options": '{ config = "./ssh_config" }'}
+        changes = [word for name, value in (small | there).items() for word in ("--set", f"{name}={value}")]
         done = subprocess.run(
-            [*net.within(1), *command, "--address", f"tcp://{net.address(1)}:7000"], cwd=tmp_path, capture_output=True,
-            text=True, timeout=300, check=False,
+            [*net.within(1), sys.executable, "-m", "asyncflow_sdk.cli", "run", "run.toml", "several", *changes],
+            cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         logs = {path.name: path.read_text() for path in (tmp_path / "several" / "logs").glob("*")}
         assert done.returncode == 0, done.stdout + done.stderr + str(logs)

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import warm_python
 from waiting import until
 
 from asyncflow_sdk.errors import ConfigError
@@ -22,11 +21,7 @@ pytest.importorskip("torch")
 from bigram_ranks import BigramRanks
 
 right = Conformance("train", BigramRanks, world_size=2)
-
-
-@pytest.fixture(autouse=True)
-def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", warm_python())
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 @right.parametrize

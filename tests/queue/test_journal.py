@@ -45,10 +45,11 @@ class Killed:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
     path = tmp_path_factory.mktemp("journal")
     with Durable(path / "run") as run:
-        with run.client() as client:
+        with pytest.MonkeyPatch.context() as impatient, run.client() as client:
             for number in range(PUTS):
                 client.queue.put({"x": [number]}, key=f"key-{number}-")
             run.kill()
+            impatient.setattr("asyncflow_sdk.wire.client.GRACE_S", 0.0)  # the client closes, and no server answers
             for name, directory in (("run", run.directory), ("memory", run.memory)):
                 shutil.copytree(directory, path / name / name, ignore=shutil.ignore_patterns("queue"))
         (journal,) = (run.directory / "journal").glob("journal-*")

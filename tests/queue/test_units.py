@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,7 @@ folder = pathlib.Path({folder!r})
 (folder / f"started-{{os.getpid()}}").write_bytes(sys.stdin.buffer.read())
 time.sleep(0.2)
 (folder / "open").touch()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -153,10 +152,8 @@ def test_a_unit_that_cannot_start_says_why(tmp_path: Path, name: str) -> None:
     config = UnitConfig("tcp://127.0.0.1:1")
     with pytest.raises(DeadlineExceeded, match="ended with 3; its log, .*, ends: no such luck"):
         ensure_unit(name, config, lambda: False, program=("-c", "print('no such luck'); raise SystemExit(3)"))
-    began = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="did not open its home"):
         ensure_unit(name, config, lambda: False, program=("-c", STARTED.format(folder=str(tmp_path))), timeout_s=0.5)
-    assert time.monotonic() - began < 60
     for pid in started(tmp_path):
         until(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), "its end")  # type: ignore[misc]
 

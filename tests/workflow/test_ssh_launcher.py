@@ -15,11 +15,12 @@ from typing import Any
 import functions
 import pytest
 from children import Child, hear, say
-from echo_runs import alive
+from echo_runs import TOML, alive
 from ssh_hosts import SshServer
 from waiting import until
 
 import asyncflow_sdk as af
+from asyncflow_sdk.cli.doctor import examine
 from asyncflow_sdk.types.events import Event, WorkerState
 
 
@@ -197,6 +198,19 @@ def test_a_refused_key_and_an_unreachable_run_are_named(server: SshServer, tmp_p
     assert "host 'here': it refuses the keys of this user" in causes[0]
     assert "the run cannot be reached: nobody listens at tcp://127.0.0.99:" in causes[1]
     assert "advertise=" in causes[1]
+
+
+def test_the_doctor_looks_at_the_hosts_of_a_workflow(server: SshServer, tmp_path: Path) -> None:
+    (tmp_path / "ssh_config").write_text(server.config.read_text())
+    options = "launcher = 'ssh', launcher_options = { config = './ssh_config' }, hosts = ['here', 'nowhere.invalid']"
+    text = TOML.replace('"prompt_ids", ', f'"prompt_ids", {options}, ')
+    (tmp_path / "run.toml").write_text('address = "tcp://127.0.0.1:0"\n' + text)
+
+    findings = {f"{each.where}: {each.message}" for each in examine([tmp_path / "run.toml"], [], []).findings}
+
+    here, nowhere = (f"host {host}, {sys.executable}: " for host in ("here", "nowhere.invalid"))
+    for words in (f"{here}rollout echo of ", f"{nowhere}host 'nowhere.invalid': it is unknown"):
+        assert any(each.startswith(words) for each in findings), findings
 
 
 def test_hosts_without_an_address_are_refused(server: SshServer) -> None:

@@ -64,6 +64,9 @@ class HomeFetcher:
     def fetch(self, wanted: Mapping[HomeId, Sequence[FetchPart]]) -> dict[HomeId, list[Columns]]:
         """Return the columns of each part, all homes in parallel. Raises the first home's error:
         StoreUnavailable, LeaseLost, SchemaError, ProtocolError, AccessDenied."""
+        if len(wanted) == 1:  # in this thread: handing over costs more than a small transfer
+            ((where, parts),) = wanted.items()
+            return {where: self._fetch(where, parts, self._timeout_s)}
         waiting = self.begin(wanted, self._timeout_s)
         return {where: future.result() for where, future in waiting.items()}  # each ends at its own deadline
 

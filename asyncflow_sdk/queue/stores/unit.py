@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from ...errors import AsyncFlowError, ConfigError, LeaseLost, ProtocolError, ServerLost, WireError
 from ...interfaces.store import HomeCatalog, HomeOffer
@@ -41,6 +42,8 @@ ALONE_S = 3600.0
 DISK_KEEP_S = 7 * 24 * 3600.0
 """Files on a disk outlive their unit for this long."""
 THREADS = 2
+SMALL_BYTES = 1 << 20
+"""Blocks of up to this size are read in the service's thread."""
 STORE = "hosts"
 _decode = msgspec.msgpack.Decoder(FetchRequest | ReplicaChunk).decode
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -206,7 +209,9 @@ class StorageUnit:
                     raise LeaseLost(
                         f"segment {segment[:100]!r} is not in epoch {self.where.epoch} of home {self.where.home}"
                     )
-        self._threads.submit(self._answer, ticket, lambda: read_parts(self._reader, request.parts))
+        nbytes = sum(int(np.frombuffer(part.slices.blocks, np.int64)[4::6].sum()) for part in request.parts)
+        run = self._threads.submit if nbytes > SMALL_BYTES else lambda do, *arguments: do(*arguments)
+        run(self._answer, ticket, lambda: read_parts(self._reader, request.parts))
 
     def _keep(self, chunk: ReplicaChunk, data: Any) -> tuple[KeptReplica, Frames]:
         return KeptReplica(self._replicas.write(self.where, chunk, data)), ()

@@ -106,6 +106,15 @@ class CommandLauncher(Launcher):
         ]
 
 
+def no_program(host: str, program: str, status: int, lines: str) -> WorkerExit | None:
+    """Explain the exit status of a shell that has not found ``program``. None: it has another cause."""
+    if status not in _NOT_FOUND:
+        return None
+    where = f"host {host!r}" if host else "there"
+    text = f"{where} has no program {program!r}: python= names an interpreter there ({lines})"
+    return WorkerExit(FATAL_STATUS, text)
+
+
 class _Command:
     """A running command, shared by the handles of its ranks. Thread-safe."""
 
@@ -209,12 +218,8 @@ class _CommandHandle(WorkerHandle):
         self._command.kill()
 
     def _unanswered(self, status: int) -> WorkerExit:
-        where = f"host {self.host!r}" if self.host else "there"
         python = self._launcher.far_command(self._spec)[0]
-        if status in _NOT_FOUND:
-            text = f"{where} has no program {python!r}: python= names an interpreter there ({self._log.text()})"
-            return WorkerExit(FATAL_STATUS, text)
-        return self._logged(status or 1)
+        return no_program(self.host, python, status, self._log.text()) or self._logged(status or 1)
 
     def _logged(self, status: int) -> WorkerExit:
         python = self._launcher.far_command(self._spec)[0]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ...errors import ConfigError
 from ...interfaces import FATAL_STATUS, Placement, WorkerExit, WorkerSpec
-from .command_launcher import CommandLauncher
+from .command_launcher import CommandLauncher, no_program
 
 CONNECT_S = 20
 _FAILED = 255
@@ -44,13 +44,19 @@ class SshLauncher(CommandLauncher):
 
     def explain(self, spec: WorkerSpec, status: int, lines: str) -> WorkerExit | None:
         """Explain a failed connection. One that may succeed later is no fatal error."""
-        if status != _FAILED:
-            return None
-        said = (lines.splitlines() or ["no reason given"])[-1]
-        for pattern, cause in _CAUSES:
-            if re.search(pattern, lines):
-                return WorkerExit(FATAL_STATUS, f"host {spec.host!r}: {cause.format(host=spec.host)} ({said})")
-        return WorkerExit(status, f"host {spec.host!r} cannot be reached by ssh: {said}")
+        return explained(spec.host, self.far_command(spec)[0], status, lines)
+
+
+def explained(host: str, program: str, status: int, lines: str) -> WorkerExit | None:
+    """Explain a failure of ssh, or the lack of ``program`` on a host. ``lines``: what was printed. None: it
+    is another failure."""
+    if status != _FAILED:
+        return no_program(host, program, status, lines)
+    said = (lines.strip().splitlines() or ["no reason given"])[-1]
+    for pattern, cause in _CAUSES:
+        if re.search(pattern, lines):
+            return WorkerExit(FATAL_STATUS, f"host {host!r}: {cause.format(host=host)} ({said})")
+    return WorkerExit(status, f"host {host!r} cannot be reached by ssh: {said}")
 
 
 def ssh_command(host: str, command: Sequence[str], config: str = "") -> list[str]:
