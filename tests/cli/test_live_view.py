@@ -15,6 +15,7 @@ from synthetic_run import BATCH, START_S, synthetic_run
 
 from asyncflow_sdk import LiveView
 from asyncflow_sdk.types.events import (
+    Evaluated,
     Event,
     Loaded,
     Note,
@@ -156,6 +157,19 @@ def picture(
 
 
 HALF_WAY = synthetic_run()[:1756]
+
+
+def test_the_picture_shows_the_last_and_the_best_evaluation() -> None:
+    scored = [
+        Evaluated(time_s=1.0, version=20, score=0.5, rows=8, best=True),
+        Evaluated(time_s=2.0, version=40, score=0.25, rows=8),
+    ]
+
+    (line,) = [line for line in picture(scored) if line.strip().startswith("evaluation")]
+    assert "0.250" in line
+    assert "best" in line
+    assert "0.500" in line
+    assert "of version 20" in line
 
 
 def test_the_picture_shows_the_part_that_a_trainer_is_at() -> None:

@@ -53,7 +53,7 @@ _SHOWN_ELSEWHERE = (
 
 
 def reward_curve(record: RunRecord) -> str:
-    """The reward of each step and its trailing mean."""
+    """The reward of each step, its trailing mean, and the score of each evaluation."""
     steps, rewards = _finite(record, "reward")
     if not len(steps):
         return ""
@@ -63,6 +63,9 @@ def reward_curve(record: RunRecord) -> str:
         axes.plot(*thin(steps, rewards), color=ACCENT, alpha=0.45, lw=0.9, label="each step")
         means = trailing(rewards, TRAILING)
         axes.plot(*thin(steps, means), color=ACCENT, lw=2, label=f"mean of the last {TRAILING} steps")
+        if record.evaluations:
+            scored = [(each.version, each.score) for each in record.evaluations]
+            axes.plot(*zip(*scored, strict=True), "o", color="#333333", ms=4, label="evaluation of a version")
         axes.set(xlabel="step", ylabel="mean reward")
         step_axis(axes, steps)
         axes.legend(loc="best")

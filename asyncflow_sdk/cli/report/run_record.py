@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ...errors import ConfigError
-from ...types.events import Event, Span, StepTrained, WorkerState
+from ...types.events import Evaluated, Event, Span, StepTrained, WorkerState
 from ..formats import by_name
 from ..screens.run_progress import RunProgress
 
@@ -42,6 +42,11 @@ class RunRecord:
         """One event per step, in order; the later one if a resume trained a step again."""
         latest = {event.step: event for event in self.events if isinstance(event, StepTrained)}
         return [latest[step] for step in sorted(latest)]
+
+    @cached_property
+    def evaluations(self) -> list[Evaluated]:
+        """All evaluations, in order."""
+        return [event for event in self.events if isinstance(event, Evaluated)]
 
     @cached_property
     def spans(self) -> dict[str, list[Span]]:

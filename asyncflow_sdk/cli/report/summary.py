@@ -18,7 +18,7 @@ _STYLE = {_GOOD: "bold green", _BAD: "bold red", _WARN: "bold yellow"}
 _NAMES = {
     "status": "status", "error": "error", "steps": "steps trained", "steps_wanted": "steps wanted",
     "reward_first": "first reward", "reward_last": "last reward", "reward_steps": "steps in each reward",
-    "staleness_max": "largest staleness", "wall_s": "wall time", "rows_put": "rows put", "model": "model", "seed": "seed",
+    "best_score": "best evaluation", "best_version": "best version", "staleness_max": "largest staleness", "wall_s": "wall time", "rows_put": "rows put", "model": "model", "seed": "seed",
     "report": "report",
 }  # fmt: skip
 
@@ -117,7 +117,11 @@ def _lengths(of: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_FORMATS = {"staleness": _staleness, "publish_lag": _lag, "lengths": _lengths}
+def _evaluations(of: Mapping[str, Any]) -> str:
+    return "\n".join(f"version {version}: {score:.4g}" for version, score in of.items())
+
+
+_FORMATS = {"evaluations": _evaluations, "staleness": _staleness, "publish_lag": _lag, "lengths": _lengths}
 
 
 def _text(key: str, value: object) -> str:

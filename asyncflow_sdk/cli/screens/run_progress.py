@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ...types.events import (
+    Evaluated,
     Event,
     LeaseReturned,
     Loaded,
@@ -127,7 +128,7 @@ class WorkerProgress:
 @dataclass
 class RunProgress:
     """The current state of a run. ``None`` and ``nan``: not known yet. ``in_flight``, ``in_queue``:
-    the parts of ``staleness_mean``."""
+    the parts of ``staleness_mean``. ``evaluated``, ``best``: the last and the best evaluation."""
 
     total_steps: int
     start_s: float = math.nan
@@ -139,6 +140,8 @@ class RunProgress:
     in_flight: float = math.nan
     in_queue: float = math.nan
     published: int | None = None
+    evaluated: Evaluated | None = None
+    best: Evaluated | None = None
     rows: dict[str, dict[str, int]] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     returned: int = 0
@@ -164,6 +167,8 @@ class RunProgress:
             self._add_step(event)
         elif isinstance(event, WorkerState):
             self._add_worker(event)
+        elif isinstance(event, Evaluated):
+            self.evaluated, self.best = event, event if event.best else self.best
         elif isinstance(event, Published):
             self.published = max(event.version, self.published or 0)
         elif isinstance(event, Loaded):

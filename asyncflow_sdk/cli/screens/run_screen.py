@@ -79,6 +79,11 @@ def _numbers(run: RunProgress, width: int) -> list[Text]:
         ("staleness", number(run.staleness_mean), "at most", number(run.staleness_max, 0), parts),
         ("published", version, "lag", lag, "versions, of the slowest replica"),
     ]
+    if (last := run.evaluated) is not None:
+        best = f"of version {run.best.version}" if run.best is not None else ""
+        lines.append(
+            ("evaluation", number(last.score, 3), "best", number(run.best.score, 3) if run.best else "", best)
+        )
     made = [
         Text.assemble((f"{what:<11}", "dim"), (f"{value:<9}", "bold"), f"{second:<12}{more:<9}", (remark, "dim"))
         for what, value, second, more, remark in lines
