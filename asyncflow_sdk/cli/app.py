@@ -55,6 +55,7 @@ Typical uses:
   asyncflow check NAME         run the conformance kit on an adapter
   asyncflow report runs/NAME   write the report page of a run again
   asyncflow export runs/NAME FOLDER    write a model folder of a run
+  asyncflow trace runs/NAME    write its trace, for ui.perfetto.dev
 """
 
 
@@ -480,6 +481,16 @@ def report(
     from .report.page import write_report
 
     typer.echo(str(write_report(run_dir)))
+
+
+@app.command()
+def trace(
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run.")], debug: Debug = False
+) -> None:
+    """Write the trace of a run for ui.perfetto.dev, and print its path."""
+    from .report.chrome_trace import write_trace
+
+    typer.echo(str(write_trace(run_dir)))
 
 
 def main() -> None:
