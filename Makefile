@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE = 1
 # Where it is set, each process compiles what it imports anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install bwrap sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-slurm test-trackers test-prometheus test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
+.PHONY: help install bwrap sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-slurm test-trackers test-prometheus test-packages test-cuda test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -26,7 +26,8 @@ help:
 	@echo "                 one and two processes), test-ray (its launcher and store), test-contrib (the other packages of contrib/)"
 	@echo "make environments  these environments, without the tests"
 	@echo "make test-services  against real services of others: test-slurm (a SLURM of two nodes on this machine; needs root), test-prometheus,"
-	@echo "                 test-trackers (Weights & Biases offline, an MLflow server, Trackio)"
+	@echo "                 test-trackers (Weights & Biases offline, an MLflow server, Trackio), test-packages (wheel and sdist, Python 3.10 to 3.13)"
+	@echo "make test-cuda   adapters and demo on a CUDA device; not yet run on one"
 	@echo "make mutants     60 faults, drawn by a seed and put into a copy of the code one at a time: how many the tests notice (long)"
 	@echo "make lint        ruff, mypy, import contracts"
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
@@ -77,7 +78,7 @@ demo-deepspeed: install .venv-deepspeed/.ready
 # In four processes also on two processors: many tests wait for what they killed, froze or cut off.
 TOGETHER := -n 4 --dist loadfile --no-loadscope-reorder
 test: install sshd bwrap
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/engines $(TOGETHER) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/engines --ignore=tests/packages $(TOGETHER) $(ARGS)
 
 # Install packages of Debian, one call at a time: apt-get fails while another one runs.
 debian = flock Makefile sh -c 'apt-get -qq update && apt-get -qq install -y --no-install-recommends $(1)' >/dev/null 2>&1
@@ -104,7 +105,7 @@ test-engines: test-ray test-contrib test-vllm test-sglang test-both test-deepspe
 # All that test-engines needs beside .venv; with -j2 in half the time.
 environments: .venv-contrib/.tests .venv-mooncake/.tests .venv-vllm/.ready .venv-sglang/.ready .venv-deepspeed/.ready
 
-test-services: test-slurm test-trackers test-prometheus
+test-services: test-slurm test-trackers test-prometheus test-packages
 
 TRACKERS := asyncflow_wandb asyncflow_mlflow asyncflow_trackio asyncflow_prometheus
 .venv-trackers/.tests: pyproject.toml $(TRACKERS:%=contrib/%/pyproject.toml)
@@ -119,6 +120,25 @@ test-trackers: .venv-trackers/.tests
 test-prometheus: .venv-trackers/.tests
 	which prometheus >/dev/null || $(call debian,prometheus) || echo "install prometheus to test its queries"
 	cd contrib/asyncflow_prometheus && OMP_NUM_THREADS=1 ../../.venv-trackers/bin/python -m pytest $(ARGS)
+
+# The wheel and the sdist, in clean environments of all Pythons found here.
+.venv-packages/.ready:
+	$(PYTHON) -m venv .venv-packages
+	.venv-packages/bin/python -m $(PIP) '$(TORCH)'
+	.venv-packages/bin/python -m $(PIP) build twine 'pytest>=8' 'pytest-timeout>=2.3' 'pip>=24'
+	touch $@
+
+test-packages: .venv-packages/.ready
+	TORCH='$(TORCH)' .venv-packages/bin/python -m pytest --noconftest --timeout 1800 tests/packages $(ARGS)
+
+# Not yet run: no machine of the project has a CUDA device.
+test-cuda: install
+	$(BIN)/python -c "import torch; raise SystemExit(None if torch.cuda.is_available() else 'torch finds no CUDA device here')"
+	$(BIN)/asyncflow check transformers --option device=cuda
+	$(BIN)/asyncflow check torch --option device=cuda
+	$(BIN)/asyncflow check cuda-ipc
+	$(BIN)/python -m pytest tests/adapters/test_torch_devices.py
+	$(BIN)/asyncflow demo --steps 20 $(ARGS)
 
 # One run of the suite to see which tests reach which place, then the mutants. Writes tests/mutants.json.
 mutants: install
@@ -279,4 +299,4 @@ bench-engines: install .venv-vllm/.ready .venv-sglang/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engines $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-mooncake .venv-trackers .venv-vllm .venv-sglang .venv-deepspeed .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-mooncake .venv-trackers .venv-packages .venv-vllm .venv-sglang .venv-deepspeed .mypy_cache .ruff_cache .pytest_cache .hypothesis
