@@ -203,7 +203,7 @@ test-contrib: .venv-contrib/.tests test-mooncake
 	for package in $(CONTRIB); do (cd contrib/$$package && OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)) || exit 1; done
 
 test-ray: .venv-contrib/.tests
-	cd contrib/asyncflow_ray && OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)
+	cd contrib/asyncflow_ray && RAY_worker_niceness=0 OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)
 
 # Where SLURM cannot be installed, its tests are skipped, and say why.
 test-slurm: .venv-contrib/.tests
@@ -292,7 +292,7 @@ bench-scale: install
 
 # Each engine in its own environment; one whose environment is not there is left out.
 bench-hosts: install
-	-$(MAKE) --keep-going .venv-peer/.ready .venv-mooncake/.tests .venv-ray/.tests
+	-$(MAKE) --keep-going .venv-peer/.ready .venv-mooncake/.tests .venv-ray/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hosts $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-engines: install .venv-vllm/.ready .venv-sglang/.ready

@@ -37,7 +37,7 @@ def rate(value: float) -> str:
     becomes a dash."""
     if not math.isfinite(value):
         return "–"
-    if 0 < value < 10:
+    if 0 < value < 10 and value % 1:
         return f"{value:.1f}"
     return f"{value:,.0f}" if value < 10_000 else f"{value / 1000:,.1f}k" if value < 1e6 else f"{value / 1e6:,.1f}M"
 

@@ -36,7 +36,8 @@ def _text(home: HomeStatus) -> str:
         state = f"no storage unit for {duration(home.absent_s)}"
     else:
         state = home.address or "this server's memory"
-    losses = ""
-    if home.rows_failed or home.groups_remade:
-        losses = f" · {plural(home.rows_failed, 'row')} lost, {plural(home.groups_remade, 'group')} made again"
-    return state + losses
+    if home.rows_failed:
+        state += f" · {plural(home.rows_failed, 'row')} lost"
+    if home.groups_remade:
+        state += f" · {plural(home.groups_remade, 'group')} made again"
+    return state
