@@ -83,11 +83,6 @@ test: install sshd bwrap
 # Install packages of Debian, one call at a time: apt-get fails while another one runs.
 debian = flock Makefile sh -c 'apt-get -qq update && apt-get -qq install -y --no-install-recommends $(1)' >/dev/null 2>&1
 
-# Tests of the sandbox need bubblewrap. Where it cannot be installed, they are skipped, and say why.
-bwrap:
-	@command -v bwrap >/dev/null || $(call debian,bubblewrap) \
-	  || echo "install bubblewrap to test the sandbox"
-
 # Tests of hosts that ssh reaches need a server. Where it cannot be installed, they are skipped, and say why.
 sshd:
 	@test -x /usr/sbin/sshd || $(call debian,openssh-server) || echo "install openssh-server to test the launcher ssh"

@@ -112,6 +112,12 @@ class ClusterContract:
         with af.serve(tmp_path / "a", address=ADDRESS) as one, af.serve(tmp_path / "b", address=ADDRESS) as other:
             with pytest.raises(af.ConfigError, match=r"(?s)3.*ha(s|ve)"):
                 one.start(self.stage(cpus=[0, 1, 2]))
+            with pytest.raises(af.ConfigError, match=r"(?s)5.*ha(s|ve)"):
+                one.start(af.Train("echo-ranks", world_size=5, launcher=self.launcher, cpus=[*range(5)]))
+            (four,) = one.start(af.Train("echo-ranks", world_size=4, launcher=self.launcher, cpus=[*range(4)]))
+            until(lambda: all(four.pids.values()), "a place for one rank on each CPU", LIMIT_S)
+            four.kill()
+            until(four.ended.is_set, "the end of all ranks", LIMIT_S)
             for run in (one, other):
                 run.start(self.stage(cpus=[0, 1]))
 

@@ -192,6 +192,11 @@ class Launcher(abc.ABC):
         """Raise ConfigError for an impossible placement. Called for each placement before a worker
         starts there. Optional."""
 
+    def check_ranks(self, placement: Placement, world_size: int) -> None:
+        """As ``check``, for a worker of several ranks, whose ``cpus`` and ``gpus`` are those of all. Default:
+        ``check``."""
+        self.check(placement)
+
     @abc.abstractmethod
     def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start a worker and return as soon as its handle can be waited for. Raises ConfigError.

@@ -63,9 +63,10 @@ def own_rank(environment: Mapping[str, str] = os.environ) -> RankId | None:
 
 def check_ranks(launcher: Launcher, placement: Placement, world_size: int) -> None:
     """Raise ConfigError if a launcher cannot start this number of ranks in a placement."""
-    launcher.check(placement)
     if world_size == 1:
+        launcher.check(placement)
         return
+    launcher.check_ranks(placement, world_size)
     if placement.launcher == "thread":
         raise ConfigError(
             f"launcher={placement.launcher!r} starts no ranks: world_size={world_size} needs processes, which"

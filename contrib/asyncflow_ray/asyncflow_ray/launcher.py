@@ -56,14 +56,17 @@ class RayLauncher(af.Launcher):
         self._own = False
 
     def check(self, placement: af.Placement) -> None:
+        self.check_ranks(placement, 1)
+
+    def check_ranks(self, placement: af.Placement, world_size: int) -> None:
         if placement.hosts:
             raise af.ConfigError("Ray chooses the nodes: leave hosts= out")
-        needs = _needs(placement)
+        needs = _needs(len(placement.cpus) // world_size, len(placement.gpus) // world_size)
         if needs:
             self._begin()
-            if not any(_fits(needs, node) for node in _nodes()):
+            if sum(_room(needs, node) for node in _nodes()) < world_size:
                 raise af.ConfigError(
-                    f"no node of this Ray cluster has {_text(needs)} for one worker: {_nodes_text()}"
+                    f"this Ray cluster has no place for {world_size} x {_text(needs)}: {_nodes_text()}"
                 )
 
     def start(self, spec: af.WorkerSpec) -> af.WorkerHandle:
@@ -71,7 +74,8 @@ class RayLauncher(af.Launcher):
 
     def start_ranks(self, specs: Sequence[af.WorkerSpec]) -> Sequence[af.WorkerHandle]:
         self._begin()
-        name, needs = specs[0].name, _needs(specs[0].placement)
+        name, place = specs[0].name, specs[0].placement
+        needs = _needs(len(place.cpus), len(place.gpus) // len(specs))  # a rank has its CPUs, and sees all GPUs
         reserved = _Reservation(name, needs, len(specs))
         agents: list[Any] = []
         try:
@@ -169,18 +173,18 @@ def _end(agent: Any) -> None:
             ray.kill(agent)
 
 
-def _needs(placement: af.Placement) -> dict[str, int]:
-    """Return the numbers of CPUs and GPUs to reserve; Ray chooses which."""
-    needs = {"CPU": len(placement.cpus), "GPU": len(placement.gpus)}
-    return {kind: count for kind, count in needs.items() if count}
+def _needs(cpus: int, gpus: int) -> dict[str, int]:
+    """Return the numbers to reserve for a rank; Ray chooses which."""
+    return {kind: count for kind, count in (("CPU", cpus), ("GPU", gpus)) if count}
 
 
 def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _fits(needs: Mapping[str, int], node: Mapping[str, Any]) -> bool:
-    return all(node["Resources"].get(kind, 0) >= count for kind, count in needs.items())
+def _room(needs: Mapping[str, int], node: Mapping[str, Any]) -> int:
+    """Return the number of ranks that an empty node can hold."""
+    return min(int(node["Resources"].get(kind, 0) // count) for kind, count in needs.items())
 
 
 def _text(counts: Mapping[str, float]) -> str:

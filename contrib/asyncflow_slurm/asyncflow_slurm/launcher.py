@@ -43,13 +43,16 @@ class SlurmLauncher(af.CommandLauncher):
         self._names: set[str] = set()
 
     def check(self, placement: af.Placement) -> None:
+        self.check_ranks(placement, 1)
+
+    def check_ranks(self, placement: af.Placement, world_size: int) -> None:
         if placement.hosts:
             raise af.ConfigError(
                 "SLURM chooses the hosts: instead of hosts= say launcher_options={'nodelist': 'n1,n2'}"
             )
         if shutil.which("srun") is None:
             raise af.ConfigError("this host has no srun: start the run on a login node of the SLURM cluster")
-        self._try(placement, 1)
+        self._try(self._needs(len(placement.cpus) // world_size, len(placement.gpus) // world_size, world_size))
 
     def command(self, spec: af.WorkerSpec) -> Sequence[str]:
         return self._command([spec])
@@ -58,7 +61,7 @@ class SlurmLauncher(af.CommandLauncher):
         return self.start_ranks([spec])[0]
 
     def start_ranks(self, specs: Sequence[af.WorkerSpec]) -> Sequence[af.WorkerHandle]:
-        self._try(specs[0].placement, len(specs))
+        self._try(self._needs_of(specs))
         name = self._name(specs[0])
         if name in self._names:
             self._cancel(name)
@@ -69,7 +72,7 @@ class SlurmLauncher(af.CommandLauncher):
     def _command(self, specs: Sequence[af.WorkerSpec]) -> list[str]:
         first, tasks = specs[0], len(specs)
         command = ["srun", f"--job-name={self._name(first)}", f"--immediate={self._wait_s}"]
-        command += ["--kill-on-bad-exit=1", *self._needs(first.placement, tasks)]
+        command += ["--kill-on-bad-exit=1", *self._needs_of(specs)]
         if tasks == 1:
             return [*command, *self.far_command(first)]
         log = str(first.log.with_stem(first.log.stem.removesuffix("0"))).replace("%", "%%")
@@ -102,23 +105,27 @@ class SlurmLauncher(af.CommandLauncher):
             subprocess.run(["scancel", *found.stdout.split()], capture_output=True, check=False)
         return not found.returncode
 
-    def _needs(self, placement: af.Placement, tasks: int) -> list[str]:
-        """Return the options of srun that say what the tasks need."""
-        needs = [f"--ntasks={tasks}", "--mpi=none", *self._options]
-        if placement.cpus:
-            needs.append(f"--cpus-per-task={len(placement.cpus)}")
-        if placement.gpus:
-            needs.append(f"--gpus-per-task={len(placement.gpus)}")
-        if "SLURM_JOB_ID" in os.environ:  # a step; it shares the driver's job
-            needs.append("--exact" if placement.cpus or placement.gpus else "--overlap")
-        return needs
+    def _needs_of(self, specs: Sequence[af.WorkerSpec]) -> tuple[str, ...]:
+        place = specs[0].placement  # a rank has its CPUs, and sees all GPUs
+        return self._needs(len(place.cpus), len(place.gpus) // len(specs), len(specs))
 
-    def _try(self, placement: af.Placement, tasks: int) -> None:
+    def _needs(self, cpus: int, gpus: int, tasks: int) -> tuple[str, ...]:
+        """Return the options of srun that say what tasks need. ``cpus``, ``gpus``: of each."""
+        needs = [f"--ntasks={tasks}", "--mpi=none", *self._options]
+        if cpus:
+            needs.append(f"--cpus-per-task={cpus}")
+        if gpus:
+            needs.append(f"--gpus-per-task={gpus}")
+        if "SLURM_JOB_ID" in os.environ:  # a step; it shares the driver's job
+            needs.append("--exact" if cpus or gpus else "--overlap")
+        return tuple(needs)
+
+    def _try(self, needs: tuple[str, ...]) -> None:
         """Raise ConfigError if SLURM could never run these tasks. What it accepted once is only waited
         for: slurmctld may be away, and refuses all until its nodes have registered again."""
         if "SLURM_JOB_ID" in os.environ:  # srun cannot try a step
             return
-        needs, until = tuple(self._needs(placement, tasks)), time.monotonic() + self._wait_s
+        until = time.monotonic() + self._wait_s
         while True:
             command = ["srun", "--test-only", *needs, "true"]
             tried = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_S, check=False)
