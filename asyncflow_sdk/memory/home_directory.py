@@ -39,11 +39,11 @@ class HomeDirectory:
             if base is not None:
                 base.mkdir(parents=True, exist_ok=True)
             self._directory = SharedDirectory(base, path=earlier)
+            self.path, self.warning = self._directory.path, self._directory.warning
+            if earlier is None:
+                self._mark(HomeMark(run, socket.gethostname(), secrets.token_hex(8), keep_s))
         except OSError as error:
-            raise ConfigError(f"a storage unit cannot keep columns in {base}: {error}") from None
-        self.path, self.warning = self._directory.path, self._directory.warning
-        if earlier is None:
-            self._mark(HomeMark(run, socket.gethostname(), secrets.token_hex(8), keep_s))
+            raise ConfigError(f"a storage unit cannot keep columns in {base or 'memory'}: {error}") from None
         self.contents = _read_mark(self.path).contents
 
     def _mark(self, mark: HomeMark) -> None:

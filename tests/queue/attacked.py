@@ -36,7 +36,7 @@ class Attacked:
         self.network, self.folder, self._ends = network, folder, ends
         self.address = f"tcp://{network.address(SERVER)}:{PORT}"
         self.key = str(folder / "run" / "run.key")
-        self.disk = folder / "disk"
+        self.disk, self._disks = folder / "own-disk", folder
         self.units: dict[int, Process] = {}
         self.options: dict[str, Any] = {}
 
@@ -56,12 +56,12 @@ class Attacked:
 
     def disk_of(self, host: int) -> Path:
         """The disk of a host, as this process sees it."""
-        return self.folder / f"disk-of-{host}"
+        return self._disks / f"disk-of-{host}"
 
-    def begin(self, **options: Any) -> list[Process]:
+    def begin(self, *, batch_rows: int | None = None, **options: Any) -> list[Process]:
         """Serve the run, and start a unit and a client on NEAR and FAR. Returns the clients."""
         self.serve(**options)
-        self.declare()
+        self.declare(batch_rows)
         return self.populate(NEAR, FAR)
 
     def serve(self, **options: Any) -> Any:
@@ -74,12 +74,14 @@ class Attacked:
         """Kill the server, and serve its run again. The journal gives the same answers."""
         live = self.audit()["live"]
         self.server.kill()
-        assert self.serve(**self.options) == {"rows": live, "differing": 0}
+        found = self.serve(**self.options)
+        assert found == {"rows": live, "differing": 0}, found
 
-    def declare(self) -> None:
-        """A lost attempt is a failed row."""
+    def declare(self, batch_rows: int | None = None) -> None:
+        """A lost attempt is a failed row. ``batch_rows``: of a step, if rows are trained in steps."""
         self.server("queue.declare('score', needs=['x', 'number'], gives=['y'], max_attempts=1)")
-        self.server("queue.declare('train', needs=['x', 'ids', 'text', 'y', 'number'], max_attempts=1)")
+        needs = ["x", "ids", "text", "y", "number"]
+        self.server(f"queue.declare('train', needs={needs}, max_attempts=1, batch_rows={batch_rows})")
 
     def unit(self, host: int, *, listen: str | None = None, key: str = "") -> Process:
         return self.start(host, children.unit, self.address, key or self.key, listen)

@@ -86,7 +86,10 @@ def client(address: str, key: str, name: str, patience_s: float) -> None:
         return
     say("connected")
     work = Work(run)
-    answer({"run": run, "queue": run.queue, "put": work.put, "score": work.score, "train": work.train})
+    answer({
+        "run": run, "queue": run.queue, "put": work.put, "score": work.score, "train": work.train,
+        "begin_step": work.begin_step, "end_step": work.end_step,
+    })  # fmt: skip
 
 
 def values_of(number: int) -> dict[str, Any]:
@@ -132,12 +135,31 @@ class Work:
             contextlib.suppress(af.LeaseLost),
             self.queue.get("train", count, at_least=count, timeout_s=50.0) as batch,
         ):
-            for at, number in enumerate(batch["number"].tolist()):
-                wanted = values_of(number)
-                assert batch["x"][at].tobytes() == wanted["x"].tobytes()
-                assert batch["ids"][at].tolist() == wanted["ids"].tolist()
-                assert batch["text"][at] == wanted["text"]
-                assert batch["y"][at].tobytes() == score_of(wanted["x"]).tobytes()
+            numbers = check(batch)
             batch.ack()
-            return batch["number"].tolist()  # type: ignore[no-any-return]
+            return numbers
         return self.train(count)
+
+    def begin_step(self) -> list[int]:
+        """Lease a step in parts of two rows, and read the first one. Returns the numbers of its rows."""
+        self.steps = iter(self.queue.steps("train", part_rows=2, timeout_s=50.0))
+        self.step = next(self.steps)
+        self.parts = self.step.parts()
+        return check(next(self.parts))
+
+    def end_step(self) -> list[int]:
+        """Read the other parts, and acknowledge the step. Returns the numbers of the rows in these parts."""
+        numbers = [number for part in self.parts for number in check(part)]
+        self.step.ack()
+        return numbers
+
+
+def check(batch: Any) -> list[int]:
+    """Compare rows to what was written. Returns their numbers."""
+    for at, number in enumerate(batch["number"].tolist()):
+        wanted = values_of(number)
+        assert batch["x"][at].tobytes() == wanted["x"].tobytes()
+        assert batch["ids"][at].tolist() == wanted["ids"].tolist()
+        assert batch["text"][at] == wanted["text"]
+        assert batch["y"][at].tobytes() == score_of(wanted["x"]).tobytes()
+    return batch["number"].tolist()  # type: ignore[no-any-return]

@@ -93,9 +93,50 @@ def test_a_lost_host_costs_what_was_put_there_and_what_was_made_there_is_made_ag
     attacked.ended(consumed=14, failed=6, expired=6)
 
 
+def test_a_step_with_rows_on_a_lost_host_is_trained_once_by_a_killed_server_too(attacked: Attacked) -> None:
+    near, far = attacked.begin(durability="process", batch_rows=4)
+    # given a trained step, and a leased one with a part of it read
+    near(f"put({list(range(8))}, key='epoch-0')")
+    far("score(8)")
+    trained = far("begin_step()") + far("end_step()")
+    held = far("begin_step()")
+    # when the host of their rows is lost
+    attacked.network.kill(NEAR)
+    attacked.evict(NEAR)
+    attacked.kill_server()
+    # then the step cannot be acknowledged, and its rows failed
+    assert far("end_step()").startswith("LeaseLost: ")
+    assert attacked.server("failed()")["epoch-0"][0] == 4
+    # and rows put again, and none that was trained, fill the next one
+    assert far(f"put({list(range(8))}, key='epoch-0')") == 4
+    rest = sorted(set(range(8)) - set(trained))
+    assert sorted(far("score(4)")) == rest
+    assert set(held) <= set(rest)
+    assert sorted(far("begin_step()") + far("end_step()")) == rest
+    attacked.ended(consumed=8, failed=4)
+
+
+def test_a_unit_is_killed_under_a_leased_step_and_the_server_meanwhile(attacked: Attacked) -> None:
+    near, far = attacked.begin(durability="process", batch_rows=4)
+    near(f"put({list(range(4))})")
+    near("score(2)")
+    trained = far("begin_step()")
+    near("score(2)")
+    # when the unit with the columns is killed between two parts
+    attacked.units[NEAR].kill()
+    until(lambda: attacked.absent(NEAR), "the home without a unit")
+    far.say("end_step()")
+    attacked.kill_server()
+    assert "epoch 1, is served at" in attacked.unit(NEAR).hear()
+    # then the step goes on with the next unit
+    assert sorted(trained + far.rows()) == list(range(4))
+    attacked.ended(consumed=4)
+    assert attacked.server("events") == []
+
+
 @pytest.mark.parametrize("what", ["folder", "files", "files, and nobody is there to see it"])
-def test_what_a_unit_serves_is_removed_under_it(attacked: Attacked, what: str) -> None:
-    near, far = attacked.begin()
+def test_what_a_unit_serves_is_removed_under_it_and_the_server_is_killed(attacked: Attacked, what: str) -> None:
+    near, far = attacked.begin(durability="process")
     near(f"put({list(range(4))}, key='epoch-0')")
     folder = attacked.folder_of(NEAR)
     # when
@@ -106,6 +147,7 @@ def test_what_a_unit_serves_is_removed_under_it(attacked: Attacked, what: str) -
     else:
         for path in folder.glob("h*!s*"):
             path.unlink()
+    attacked.kill_server()
     # then its clients go on: without a directory the unit ends, and they write to the memory of the server
     if what == "folder":
         assert attacked.units[NEAR].hear() == "ended"
@@ -185,8 +227,8 @@ def test_a_consumer_with_a_cut_cable_costs_rows_no_attempt(attacked: Attacked, s
     assert attacked.server("failed()") == {}
 
 
-def test_the_memory_of_a_host_is_full(attacked: Attacked) -> None:
-    near, far = attacked.begin()
+def test_the_memory_of_a_host_is_full_and_the_server_is_killed(attacked: Attacked) -> None:
+    near, far = attacked.begin(durability="process")
     near(f"put({list(range(4))})")
     disk = SmallDisk(attacked.network.memory(NEAR))
     # when
@@ -195,6 +237,7 @@ def test_the_memory_of_a_host_is_full(attacked: Attacked) -> None:
     many = list(range(100, 600))
     assert near(f"put({many}, timeout_s=1.0)").startswith("MemoryFull: no room for")
     assert attacked.audit()["put"] == 4
+    attacked.kill_server()
     # and what is there is read
     assert sorted(far("score(4)")) == sorted(far("train(4)")) == list(range(4))
     # and when there is room, it goes on
@@ -207,7 +250,7 @@ def test_the_memory_of_a_host_is_full(attacked: Attacked) -> None:
 def test_the_disk_of_the_server_is_full(attacked: Attacked, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 40) as disk:
         attacked.folder, attacked.key = disk.path, str(disk.path / "run" / "run.key")
-        near, far = attacked.begin(durability="host")
+        near, far = attacked.begin(durability="host", store={"directory": str(attacked.disk)})
         # when the journal finds no room
         disk.fill()
         number = 0
@@ -219,6 +262,7 @@ def test_the_disk_of_the_server_is_full(attacked: Attacked, tmp_path: Path) -> N
                 assert near.hear() == 1
         # then the put waits, and says for what, while rows that are there are worked on
         assert "No space left on device" in waits(attacked)[0]
+        attacked.kill_server()
         rows = list(range(number - 1))
         assert sorted(far(f"score({len(rows)})")) == sorted(far(f"train({len(rows)})")) == rows
         # and when there is room, it goes on, once
@@ -234,8 +278,8 @@ def waits(attacked: Attacked) -> list[str]:
     return found
 
 
-def test_others_keys_open_nothing_and_change_nothing(attacked: Attacked) -> None:
-    near, far = attacked.begin()
+def test_others_keys_open_nothing_and_change_nothing_of_a_killed_server_either(attacked: Attacked) -> None:
+    near, far = attacked.begin(durability="process")
     near(f"put({list(range(4))})")
     before = attacked.audit(), attacked.server("run.homes()")
     # when units and clients come with keys of another run
@@ -247,7 +291,8 @@ def test_others_keys_open_nothing_and_change_nothing(attacked: Attacked) -> None
         for path in (other, mixed)
         for host, start in ((NEAR, attacked.unit), (FAR, attacked.client))
     ]
-    # then each is refused by name
+    # then each is refused by name, also by the next server
+    attacked.kill_server()
     for stranger in strangers:
         assert stranger.hear().startswith("AccessDenied: ")
     # and nothing has changed
@@ -256,8 +301,8 @@ def test_others_keys_open_nothing_and_change_nothing(attacked: Attacked) -> None
     attacked.ended(consumed=4)
 
 
-def test_an_evicted_epoch_is_refused_for_ever(attacked: Attacked) -> None:
-    near, far = attacked.begin()
+def test_an_evicted_epoch_is_refused_for_ever_by_a_killed_server_too(attacked: Attacked) -> None:
+    near, far = attacked.begin(durability="process")
     near(f"put({list(range(6))}, key='epoch-0')")
     trained = far("score(2)") and far("train(2)")
     old = {path.name for path in attacked.folder_of(NEAR).glob("h*!*")}
@@ -267,6 +312,7 @@ def test_an_evicted_epoch_is_refused_for_ever(attacked: Attacked) -> None:
     far.say("score(3)")
     until(lambda: attacked.server("queue.status().rows['score']['leased']"), "the lease")
     attacked.evict(NEAR)
+    attacked.kill_server()
     attacked.network.mend(NEAR)
     # then its unit begins anew, with the rows that were on their way
     until(lambda: attacked.home(NEAR)["epoch"] == 2, "the next epoch")

@@ -114,6 +114,7 @@ def test_the_disk_of_a_host_is_full(attacked: Attacked) -> None:
         assert text.startswith("DeadlineExceeded: after ")
         assert "no room for" in text and str(attacked.disk) in text
         assert attacked.audit()["put"] == 4
+        attacked.kill_server()
         # and what is there is read
         assert sorted(far("score(4)")) == sorted(far("train(4)")) == list(range(4))
         # and when there is room, a waiting put goes on
