@@ -285,11 +285,12 @@ bench-overlap: install
 bench-scale: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale $(if $(JSON),--json $(JSON)) $(ARGS)
 
-# Each engine in its own environment; one whose environment is not there is left out.
+# Each peer in its own environment; one that cannot be installed is left out.
 bench-hosts: install
 	-$(MAKE) --keep-going .venv-peer/.ready .venv-mooncake/.tests .venv-ray/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hosts $(if $(JSON),--json $(JSON)) $(ARGS)
 
+# Each engine in its own environment; one whose environment is not there is left out.
 bench-engines: install .venv-vllm/.ready .venv-sglang/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engines $(if $(JSON),--json $(JSON)) $(ARGS)
 

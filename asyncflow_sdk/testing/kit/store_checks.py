@@ -228,7 +228,7 @@ def copied(lab: PlainLab) -> None:
     "store",
     "full",
     impact="memory grows until puts raise MemoryFull, or the host ends the server",
-    hint="discard() and free(): the bytes can be used again; both are repeated. Give the store a limit to check this",
+    hint="discard() and free(): the bytes can be used again. Give the store a limit to check this",
 )
 def memory(lab: PlainLab) -> None:
     """Memory of writes that were discarded, and of rows that ended, is used again."""
