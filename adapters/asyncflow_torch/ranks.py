@@ -13,8 +13,11 @@ and error.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import socket
+import struct
 import sys
 import time
 import traceback
@@ -31,6 +34,7 @@ from asyncflow_sdk.errors import ConfigError, EngineError, error_from_name
 ROLL_CALL_S = 10.0
 """Wait of ranks for the errors of the others after a failed call."""
 _PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SIOCGIFADDR = 0x8915
 _T = TypeVar("_T")
 
 
@@ -69,6 +73,7 @@ class Ranks:
             if size == 1:
                 store = dist.HashStore()
             else:
+                _choose_interface(os.environ["MASTER_ADDR"])
                 store, rank, size = next(rendezvous("env://", rank, size, timeout=timeout))
                 store = dist.PrefixStore("asyncflow", store)
             dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
@@ -196,6 +201,19 @@ class Ranks:
         the end of the process does it."""
         if self._owned and dist.get_backend() == "gloo":
             self.close()
+
+
+def _choose_interface(first: str) -> None:
+    """Have gloo listen on the interface of the route to the first rank, unless the user has chosen one.
+    It would take the address of this host's name: loopback on many hosts, even if others have ranks."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((first, 1))  # a datagram socket only looks up the route
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if found[20:24] == own:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _place() -> tuple[int, int]:
