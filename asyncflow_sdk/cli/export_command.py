@@ -47,8 +47,8 @@ def _export_checkpoint(directory: Path, checkpoint: Path, part: Path) -> None:
     train = Workflow.load(directory).plan.train
     if train.world_size > 1 or train.place.python is not None:
         raise ConfigError(
-            f"{checkpoint} is of {train.world_size} ranks of engine {train.engine!r}, in an environment of their own: this"
-            " command loads a checkpoint of one rank. Let the run write folders, with save_steps="
+            f"{checkpoint} is of {train.world_size} ranks of engine {train.engine!r}, elsewhere: this command"
+            " loads a checkpoint of one rank. Let the run write folders, with save_steps="
         )
     try:
         check(checkpoint)

@@ -1,16 +1,15 @@
-"""Version pins: a partition whose rows one exact version generates, as for an evaluation.
+"""Version pins: one exact version generates all rows of a partition, as for an evaluation.
 
-Rows are put for "the first version that is current from N on". The pin is bound to it as soon as it
-is published, before any replica can load it, or a later one. Until the rows are generated:
+Rows are put for the first version current from number N on. The pin is bound to it in the command
+making it current, before any replica can load it, or a later one. Until the rows are generated:
 
     fetch    a replica of the partition's task fetches the pinned version first
     swap     ... may load it, and no later one
     lease    ... gets rows of the partition only while it generates with the pinned version
 
-The version is kept until the partition's next rows are put, and longer if that put asks for it, so
-that it can be rolled back to. Rows of a version that is rolled
-back, or that can no longer be fetched, expire. A partition stays pinned until it ends, so that the
-trainer's last version can be evaluated before its bytes go with the trainer (``AwaitPins``).
+The version is kept until the partition's next rows are put; that put may keep it longer, for a
+rollback. Rows of a version expire if it is rolled back, or cannot be fetched any more. A partition
+stays pinned until it ends: the trainer keeps its last version until then (``AwaitPins``).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class VersionPins:
         return self._state.partitions.pins
 
     def check(self, command: cmd.AddRows) -> None:
-        """Raise ConfigError for rows that cannot be pinned."""
+        """Raise ConfigError for a wrong pin, Ended after the last version."""
         number = self._state.partitions.number(command.partition)
         pinned = number in self._pins
         if command.version == NONE and not pinned:
@@ -59,7 +58,7 @@ class VersionPins:
             self._bind(last=self._training_over)
 
     def published(self) -> None:
-        """Bind pins to a version that became current."""
+        """Bind pins to the version now current."""
         self._bind(last=False)
 
     def await_end(self) -> cmd.Reply | None:
@@ -71,14 +70,14 @@ class VersionPins:
         return None
 
     def end(self, partition: str | None) -> bool:
-        """Unpin a partition that gets no more rows, or all. Return True if it was the last one."""
+        """Unpin an ended partition, or all. Return True if it was the last one."""
         before = len(self._pins)
         for number in [self._state.partitions.number(partition)] if partition is not None else list(self._pins):
             self._pins.pop(number, None)
         return before > len(self._pins) == 0
 
     def holds(self, name: str) -> int:
-        """Return the version that replicas of a task must load next and keep; NONE without one."""
+        """Return the version to load next and keep, for replicas of a task; NONE without one."""
         task = self._state.tasks.by_name.get(name)
         if task is None:
             return NONE
@@ -103,8 +102,7 @@ class VersionPins:
         return any(version in (pin.version, pin.keep) for pin in self._pins.values())
 
     def drop(self) -> None:
-        """Expire rows of versions that were rolled back, and those that no replica can generate any
-        more because the bytes are gone."""
+        """Expire rows of versions rolled back, and unfinished rows of versions without bytes."""
         versions = self._state.versions
         for number, pin in self._pins.items():
             if pin.version == NONE:
@@ -127,7 +125,7 @@ class VersionPins:
                     self._expire(number, f"no version after {pin.last} was published")
 
     def _live(self, number: int, *, giving: bool = False) -> bool:
-        """True if a task has not completed all rows of a partition; with ``giving``, a task that gives columns."""
+        """True if a task has uncompleted rows of a partition; ``giving``: a task giving columns."""
         return any(task.unfinished[number] for task in self._state.tasks if task.spec.gives or not giving)
 
     def _expire(self, number: int, reason: str) -> None:

@@ -31,18 +31,18 @@ class Evaluation(Serializable):
     """Evaluates versions on ``prompts`` beside training: all prompts under one exact version, every
     ``every`` versions and at the end. The score is the mean of ``reward``.
 
-    ``reward``: a function, a Stage or a list of functions, as of ``Workflow``. ``samples``: responses to each prompt; with
-    several, pass@k is estimated for k = 1, 2, 4, … by the unbiased estimator of arXiv 2107.03374,
-    where a response passes if its reward is 1 or more. ``sampling``: default: that of the training
-    rollout, greedy with a single sample.
+    ``reward``: a function, a Stage or a list of functions, as of ``Workflow``. ``samples``: responses
+    to each prompt; with several, pass@k is estimated for k = 1, 2, 4, … by the unbiased estimator of arXiv 2107.03374,
+    where a response passes if its reward is 1 or more. ``sampling``: default: the training
+    rollout's, greedy with a single sample.
 
-    ``rollout``: replicas set aside, which generate only evaluations; their ``sampling`` is not used.
+    ``rollout``: replicas set aside for evaluations alone; their ``sampling`` is not used.
     None: the training replicas; each keeps the version until the evaluation's responses are
-    generated, and goes on with rows for training that the staleness rule admits.
+    generated, and goes on with rows for training within the staleness rule.
 
-    ``rollback_margin``: a version that scores worse than the best one by more than this is rolled
+    ``rollback_margin``: if a version scores worse than the best one by more than this, it is rolled
     back to it. ``early_stopping_patience``: training ends after so many evaluations in a row without
-    a better score. An evaluation slower than ``every`` versions skips those that it misses.
+    a better score. An evaluation slower than ``every`` versions skips the missed ones.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Evaluation(Serializable):
         return dataclasses.replace(trained.sampling, temperature=0.0, top_p=1.0, top_k=0)
 
     def rollouts(self, trained: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """Return the rollouts of a run: those of training, taking the evaluation's rows, too, or beside
-        the one set aside."""
+        """Return the rollouts of a run: training's, taking the evaluation's rows, too, or beside the one
+        set aside."""
         if self.rollout is None:
             both = (*TRAINED, EVALUATION)
             return tuple(each.changed(partitions=both) if each.admits else each for each in trained)

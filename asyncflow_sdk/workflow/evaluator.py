@@ -6,7 +6,7 @@ RUN/evaluations/000020.safetensors
 RUN/best/                        the Hugging Face folder of the best version
 
 The prompts of an evaluation are put before its version exists, pinned to it. After a death of the
-driver the rows are still in the queue: the next driver scores them, and does what is missing.
+driver the rows are still in the queue: the next driver scores them, and completes the work.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class TrainerState(EventSink):
 
 class Evaluator:
     """Evaluates the versions of a run in a thread of its own. ``results``: so far, also of earlier
-    drivers. ``model``: source of configuration and tokenizer. ``steps``: of the run. ``on_failure`` is called with an error
-    of its thread."""
+    drivers. ``model``: source of configuration and tokenizer. ``steps``: of the run.
+    ``on_failure`` is called with an error of its thread."""
 
     def __init__(
-        self, run: Run, evaluation: Evaluation, data: Batch, directory: Path, *, model: str, steps: int, trainer: TrainerState,
+        self, run: Run, evaluation: Evaluation, data: Batch, directory: Path, *, model: str, steps: int,
+        trainer: TrainerState,
         on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self._run, self._queue, self._evaluation, self._data = run, run.queue, evaluation, data
@@ -111,8 +112,8 @@ class Evaluator:
         return True
 
     def _score_rows(self, began: float) -> None:
-        """Score the rows of the evaluation that was put, once they are all there. Rows of a version that
-        was rolled back or lost are not."""
+        """Score the rows put last, once they are all there. Rows of a version rolled back or lost are
+        put again."""
         rows = self._data.rows * self._evaluation.samples
         try:
             batch = self._queue.get(SCORES.name, rows, at_least=rows, partition=EVALUATION, timeout_s=FEED_S)
@@ -135,8 +136,8 @@ class Evaluator:
         rewards, best = batch.array("reward").astype(np.float64), self.best
         score = float(rewards.mean())
         scored = ev.Evaluated(
-            time_s=time.monotonic(), version=version, score=score, rows=batch.rows, best=best is None or score > best.score,
-            pass_at=pass_at(rewards >= 1, batch.groups), seconds=seconds,
+            time_s=time.monotonic(), version=version, score=score, rows=batch.rows,
+            best=best is None or score > best.score, pass_at=pass_at(rewards >= 1, batch.groups), seconds=seconds,
         )  # fmt: skip
         folder = self._directory / "evaluations"
         make_private_directory(folder)

@@ -26,8 +26,8 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.j
 
 @dataclass(frozen=True)
 class ModelFolders:
-    """Where a trainer writes model folders: ``step-000020`` after every ``every`` steps, of which the
-    newest ``limit`` stay; None: all."""
+    """The model folders of a trainer: ``step-000020`` after every ``every`` steps. The newest ``limit``
+    stay; None: all."""
 
     directory: Path
     every: int
