@@ -289,6 +289,7 @@ bench-scale: install
 bench-hosts: install
 	-$(MAKE) --keep-going .venv-peer/.ready .venv-mooncake/.tests .venv-ray/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hosts $(if $(JSON),--json $(JSON)) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hosts.weights $(if $(JSON),--json $(basename $(JSON))-weights.json) $(if $(findstring --quick,$(ARGS)),--quick)
 
 # Each engine in its own environment; one whose environment is not there is left out.
 bench-engines: install .venv-vllm/.ready .venv-sglang/.ready

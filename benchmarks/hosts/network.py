@@ -37,11 +37,13 @@ def unavailable() -> str:
 
 
 class Network:
-    """``count`` hosts, numbered from 1, with links of ``rate`` ("500mbit"; "": unlimited) both ways, and ``memory`` (as
-    mount takes it) in /dev/shm."""
+    """``count`` hosts, numbered from 1, with links of ``rate`` ("500mbit"; "": unlimited) both ways, bursts and queues of
+    ``shape``, and ``memory`` (as mount takes it) in /dev/shm."""
 
-    def __init__(self, count: int, rate: str = "", memory: str = "1g") -> None:
-        self._size = memory
+    def __init__(
+        self, count: int, rate: str = "", memory: str = "1g", shape: tuple[str, str] = ("1mb", "8mb")
+    ) -> None:
+        self._size, self._shape = memory, shape
         self._prefix = f"afb{os.getpid()}-"
         self._switch = f"{self._prefix}switch"
         self._folder = Path(tempfile.mkdtemp(prefix="asyncflow-hosts-"))
@@ -69,7 +71,7 @@ class Network:
             (self._folder / host).mkdir()
             self._mount(number)
             if rate:  # at both ends: tbf limits what is sent
-                limit = ("root", "tbf", "rate", rate, "burst", "1mb", "limit", "8mb")
+                limit = ("root", "tbf", "rate", rate, "burst", self._shape[0], "limit", self._shape[1])
                 _run("ip", "netns", "exec", host, "tc", "qdisc", "add", "dev", "eth0", *limit)
                 _run("ip", "netns", "exec", self._switch, "tc", "qdisc", "add", "dev", f"to{number}", *limit)
 
