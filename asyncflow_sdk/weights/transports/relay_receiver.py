@@ -28,6 +28,8 @@ from .version_memory import ChunkPlace
 
 HOST_STALL_S = 30.0
 """Longest wait for the next bucket of the own host's relay."""
+THREADS = 4
+"""Requests of about 1 MiB on their way: fewer leave a slow link idle between answer and next request."""
 MOST_SOURCES = 8
 """Relays tried for one version before the publisher."""
 FEW_BYTES = (1 << 20) - 1
@@ -42,7 +44,7 @@ class RelayReceiver:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._relay: Relay | None = None
-        self._threads = FetchThreads()
+        self._threads = FetchThreads(THREADS)
         self._clients: dict[bytes, ServiceClient] = {}
         self._maps: dict[Path, ShmReceiver] = {}
         self._lock = threading.Lock()

@@ -43,16 +43,18 @@ _log = logging.getLogger(__name__)
 
 
 class FetchThreads:
-    """Runs fetches, one at a time. Its threads keep their connections between fetches."""
+    """Runs fetches, one at a time, by ``count`` threads: as many requests are on their way. They keep
+    their connections between fetches."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = THREADS) -> None:
+        self._count = count
         self._threads: _ThreadPool | None = None
         self._lock = threading.Lock()
 
     def run(self, fetch: TcpFetch) -> None:
         """Run a fetch to its end."""
         with self._lock:
-            threads = self._threads = self._threads or _ThreadPool(THREADS)
+            threads = self._threads = self._threads or _ThreadPool(self._count)
             threads.begin(fetch.work)  # before ``end`` can end them
         try:
             threads.wait()
