@@ -55,6 +55,16 @@ def declare(cluster: Cluster, **options: Any) -> None:
     cluster.run.queue.declare("work", needs=["x", "wide", "text"], **options)
 
 
+def put_on_a(cluster: Cluster) -> dict[str, Any]:
+    """Start units on a and b, and put rows on a. Returns their columns."""
+    cluster.unit("a")
+    cluster.unit("b")
+    declare(cluster)
+    wanted = columns(4)
+    cluster.client("a").put(wanted)
+    return wanted
+
+
 def check(batch: Any, wanted: dict[str, Any]) -> None:
     """Every value of the batch is bit-identical to the row's."""
     at = batch["x"] - wanted["x"][0]
@@ -115,11 +125,7 @@ def test_both_homes_hold_the_bytes_and_either_may_be_lost(cluster: Cluster) -> N
 
 
 def test_a_replica_that_is_lost_costs_nothing(cluster: Cluster) -> None:
-    cluster.unit("a")
-    cluster.unit("b")
-    declare(cluster)
-    wanted = columns(4)
-    cluster.client("a").put(wanted)
+    wanted = put_on_a(cluster)
     cluster.run.evict_home(cluster.home("b"))
     assert replicated(cluster)[0] == 0 < replicated(cluster)[1]
     read_all(cluster.client("c"), wanted)
@@ -216,11 +222,7 @@ def test_a_writer_on_an_event_loop_replicates(cluster: Cluster) -> None:
 
 
 def test_a_reader_takes_the_other_place_if_one_cannot_be_reached(cluster: Cluster) -> None:
-    cluster.unit("a")
-    cluster.unit("b")
-    declare(cluster)
-    wanted = columns(4)
-    cluster.client("a").put(wanted)
+    wanted = put_on_a(cluster)
     reader = cluster.client("c")
     reader.connection.store.read((), {})  # type: ignore[attr-defined]
     # when the unit of a does not answer, and is not lost
@@ -232,11 +234,7 @@ def test_a_reader_takes_the_other_place_if_one_cannot_be_reached(cluster: Cluste
 
 
 def test_a_reader_takes_the_other_place_if_its_own_memory_is_gone(cluster: Cluster) -> None:
-    cluster.unit("a")
-    cluster.unit("b")
-    declare(cluster)
-    wanted = columns(4)
-    cluster.client("a").put(wanted)
+    wanted = put_on_a(cluster)
     for name in cluster.files("a"):
         next((cluster.folder / "a").glob(f"*/{name}")).unlink()
     read_all(cluster.client("a"), wanted)
@@ -245,11 +243,7 @@ def test_a_reader_takes_the_other_place_if_its_own_memory_is_gone(cluster: Clust
 def test_rows_are_late_if_neither_place_can_be_reached(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, store=af.Store(kind="hosts", options={"replicas": 2, "fetch_s": 0.5}))
     with cluster.ends:
-        cluster.unit("a")
-        cluster.unit("b")
-        declare(cluster)
-        wanted = columns(4)
-        cluster.client("a").put(wanted)
+        wanted = put_on_a(cluster)
         cluster.units["a"].stop()
         cluster.units["b"].stop()
         reader = cluster.client("c")
