@@ -67,6 +67,32 @@ def test_what_is_wrong_is_caught_in_lower_precision_too(engine: type[Any], check
     assert [result.outcome for result in report.results] == ["failed"]
 
 
+class StopsATokenEarly(TransformersEngine):  # type: ignore[misc]
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        async for got in super().generate(request):
+            for each in got.each():
+                early = len(each.token_ids) - 1 if request.sampling.stop else len(each.token_ids)
+                ids, logprobs, spans = each.token_ids[:early], each.logprobs[:early], [af.VersionSpan(0, 0, early)]
+                yield replace(each, token_ids=ids, logprobs=logprobs, spans=spans)
+
+
+class DrawsFromAll(TransformersEngine):  # type: ignore[misc]
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        plain = replace(request.sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+        async for got in super().generate(replace(request, sampling=plain)):
+            yield got
+
+
+@pytest.mark.parametrize(
+    ("engine", "check", "message"),
+    [(StopsATokenEarly, "stop_texts", "before its stop text"), (DrawsFromAll, "restricted", "some are not allowed")],
+)
+def test_stops_and_draws_other_than_asked_for_are_caught(engine: type[Any], check: str, message: str) -> None:
+    (result,) = Conformance("rollout", engine, options={"threads": 1, "max_rows": 16}, only=[check]).run().results
+
+    assert (result.outcome, message in result.detail) == ("failed", True), result.detail
+
+
 def test_a_choice_that_rounding_decides_is_right_and_another_is_not() -> None:
     policy = HuggingFacePolicy()
     (prompt,) = policy.prompts(1)
