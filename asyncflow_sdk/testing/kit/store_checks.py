@@ -246,7 +246,7 @@ def memory(lab: PlainLab) -> None:
         held = stored.run.queue.status().held_bytes
         expect(
             held < ROUNDS * LARGE,
-            f"{held >> 20} MB are held after writes and rows of {LARGE >> 20} MB that were discarded or ended one by one",
+            f"{held >> 20} MB are held after writes and rows of {LARGE >> 20} MB, discarded or ended one by one",
         )
 
 
