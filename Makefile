@@ -142,7 +142,8 @@ mutants: install
 
 fuzz: install sshd
 	HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/queue/test_queue_fuzz.py \
-	  tests/queue/test_socket_fuzz.py tests/queue/test_recovery.py tests/queue/test_cut_cables.py tests/ledger tests/workflow/test_hosts_attacked.py \
+	  tests/queue/test_socket_fuzz.py tests/queue/test_recovery.py tests/queue/test_cut_cables.py tests/ledger \
+	  tests/workflow/test_hosts_attacked.py \
 	  tests/weights/test_relay_cables.py $(ARGS)
 
 lint: install

@@ -38,8 +38,9 @@ def serve(directory: str, address: str, options: dict[str, Any]) -> None:
     """Serve a run. A unit that is silent for 2 s is absent. ``store``: options of the store."""
     WAITS.UNIT_SILENCE_S = 2.0
     events: list[HomeLost] = []
+    own = {"fetch_s": 3.0, **options.pop("store", {})}
     with af.serve(
-        directory, address=address, store=af.Store(kind="hosts", options={"fetch_s": 3.0, **options.pop("store", {})}),
+        directory, address=address, store=af.Store(kind="hosts", options=own),
         on_event=lambda event: events.append(event) if isinstance(event, HomeLost) else None, **options,
     ) as run:  # fmt: skip
         say(None if run.recovered is None else {"rows": run.recovered.rows, "differing": run.recovered.differing})

@@ -1,5 +1,5 @@
-"""A run with a server here, and hosts: each has a storage unit in a process of its own, and clients that see the memory of
-their host only."""
+"""A run with a server here, and hosts: each has a storage unit in a process of its own, and clients that see the
+memory of their host only."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ from .statistics import RunStatistics
 from .step_files import STEP_FILE, read_batch, step_path, write_batch
 
 MOST_WAITING = 256
-"""Most steps that wait for the disk. Beyond it ``step`` writes the oldest in its caller's thread, and training waits. Not
-in a run with rows on other hosts, for which that thread must not wait: there, checkpoints wait for the steps."""
+"""Most steps that wait for the disk. Beyond it ``step`` writes the oldest in its caller's thread, and training
+waits; not in a run with rows on other hosts, for which that thread must not wait: there, checkpoints wait."""
 CLOSE_S = 60.0
 PUBLISH_LAG = "publish_lag"
 
