@@ -193,7 +193,7 @@ def test_the_plugin_of_the_reference_has_an_algorithm_and_a_tracker_that_work(tm
         "af.Workflow(\n"
         "    prompts=prompts, rollout=af.Rollout('transformers', model=model, group_size=4, sampling=af.Sampling(max_tokens=4)),\n"
         "    reward=exact_match, train=af.Train('torch', model=model, algorithm=('reinforce', {'baseline': 0.25})),\n"
-        "    batch_size=16, steps=2, trackers=['lines'],\n"
+        "    batch_size=16, steps=2, track=['lines'],\n"
         ").run('run')\n",
     )
 

@@ -234,7 +234,7 @@ def serve(
     home_silence: Annotated[
         float, option("Seconds without a storage unit after which a host is lost.", min=0.0)
     ] = HOME_SILENCE_S,
-    tracker: Annotated[Texts, repeatable("Tracker of the run.", "NAME")] = None,
+    track: Annotated[Texts, repeatable("Tracker of the run.", "NAME")] = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
@@ -249,7 +249,7 @@ def serve(
         feed = {"prompts": prompts, "group_size": group_size, "column": column, "epochs": epochs, "seed": seed}
     serve_run(
         directory, address, Console(), feed, insecure=insecure, steps=steps, max_staleness=max_staleness,
-        staleness_policy=staleness_policy, capacity_rows=capacity_rows, durability=durability, trackers=tracker or [],
+        staleness_policy=staleness_policy, capacity_rows=capacity_rows, durability=durability, track=track or [],
         store=Store(kind=store, silence_s=home_silence, options=named_options(store_options, "--store-option")),
     )  # fmt: skip
 

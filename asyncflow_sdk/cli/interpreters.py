@@ -200,9 +200,9 @@ def interpreters_of(file: Path) -> list[Interpreter]:
         _want(table, "train", table.get("engine"), "train")
         _want(table, "algorithm", _name(table.get("algorithm")), "train.algorithm")
         _want(table, "launcher", table.get("launcher"), "train", here=True)
-    trackers = tables.get("trackers", [])
+    trackers = tables.get("track", [])
     for tracker in trackers if isinstance(trackers, list) else [trackers]:
-        _want(None, "tracker", _name(tracker), "trackers", here=True)
+        _want(None, "tracker", _name(tracker), "track", here=True)
     for table in _tables(tables.get("weights")):
         transport = table.get("transport")
         _want(None, "transport", None if transport == "auto" else transport, "weights", here=True)

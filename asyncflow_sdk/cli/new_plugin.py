@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, str]] = {
         "use": 'af.Rollout("vllm", model="models/mine", launcher="$name")',
     },
     "tracker": {
-        "what": "A tracker", "file": "tracker", "over": "lines of JSON", "use": 'af.Workflow(..., trackers=["$name"])',
+        "what": "A tracker", "file": "tracker", "over": "lines of JSON", "use": 'af.Workflow(..., track=["$name"])',
     },
     "store": {
         "what": "A store of payload", "file": "store", "over": "files in a folder that all hosts see",

@@ -10,7 +10,7 @@ class Lines(af.Tracker):                                 # a user's own
     def close(self) -> None:
         self.file.close()
 
-af.Workflow(..., trackers=["lines"])                     # the name of an adapter of kind "tracker", or the class
+af.Workflow(..., track=["lines"])                     # the name of an adapter of kind "tracker", or the class
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def serve(
     samplers: Mapping[str, Callable[..., Sampler]] | None = None,
     on_failure: OnFailure = "stop",
     staleness_policy: Policy = "wait",
-    trackers: Tracked | Sequence[Tracked] = (),
+    track: Tracked | Sequence[Tracked] = (),
     description: Mapping[str, Any] | None = None,
     sinks: Sequence[EventSink] = (),
 ) -> Run:
@@ -104,9 +104,9 @@ def serve(
     that reads its rows, once, in any thread, at any time; ``on_final`` a number before a checkpoint
     makes the steps below it final: the checkpoint waits for it. A resumed durable run repeats
     ``on_step`` for the others. ``on_final`` is called in a thread of its own, all others and ``sinks``
-    in the server's thread. ``trackers``: installed names, classes, either
-    with options (("mine", {"project": "x"})), or ``Tracker`` objects; they need a directory.
-    ``description``: the run's configuration for them, in JSON types.
+    in the server's thread. ``track``: trackers, as installed names, classes, either with options
+    (("mine", {"project": "x"})), or ``Tracker`` objects; they need a directory. ``description``: the
+    run's configuration for them, in JSON types.
 
     Raises ConfigError, also while another process serves the directory.
     """
@@ -122,10 +122,10 @@ def serve(
     if advertise is not None and not (address or "").startswith("tcp:"):
         raise ConfigError("advertise= is for a tcp address, which other hosts can reach")
     keys = _keys(path, address, key, insecure)
-    tracking = Trackers(make_trackers(trackers))
+    tracking = Trackers(make_trackers(track))
     if tracking and path is None:
         raise ConfigError(
-            "trackers are opened with the directory of the run, and this one has none: serve(DIR, trackers=...)"
+            "trackers are opened with the directory of the run, and this one has none: serve(DIR, track=...)"
         )
     receiving = [*([tracking] if tracking else []), *sinks]
     recording = [sink for sink in receiving if sink.records_steps]

@@ -98,7 +98,7 @@ class Workflow(Serializable):
     ``models/step-000020`` every so many steps; ``save_total_limit``: keep so many, the newest; None:
     all. ``store``: where columns stay; another one than "local" needs a ``checkpoint``, since the
     record of the run reads rows after they were trained. ``stall_timeout_s``: fail, with all waits of
-    the run, if no step was trained for this long. ``trackers``: as of ``serve``.
+    the run, if no step was trained for this long. ``track``: as of ``serve``.
 
     ``address``: tcp address for workers of other hosts, which ``hosts`` of a rollout, stage or train
     starts, or people by ``asyncflow worker``; ``advertise``: as of ``serve``. Both are with keys.
@@ -132,7 +132,7 @@ class Workflow(Serializable):
         save_total_limit: int | None = None,
         store: str | Store = LOCAL,
         stall_timeout_s: float = STALL_S,
-        trackers: Tracked | Sequence[Tracked] = (),
+        track: Tracked | Sequence[Tracked] = (),
         address: str | None = None,
         advertise: str | None = None,
     ) -> None:
@@ -169,7 +169,7 @@ class Workflow(Serializable):
             seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),
             capacity_rows=ahead if capacity_rows is None else capacity_rows,
             on_failure=Placement(on_failure=on_failure).on_failure or "stop", checkpoint=checkpoint,
-            store=Store.of(store), stall_timeout_s=stall_timeout_s, trackers=tracker_list(trackers),
+            store=Store.of(store), stall_timeout_s=stall_timeout_s, trackers=tracker_list(track),
             address=address, advertise=advertise,
         )  # fmt: skip
         check_plan(self.plan)
@@ -310,7 +310,7 @@ class _Execution:
             max_swapping=plan.weights.max_swapping, quorum=plan.weights.quorum, on_failure=plan.on_failure,
             checkpoints=resumable, durability="process" if resumable else None,
             store=plan.store, history=plan.checkpoint is not None and plan.checkpoint.history,
-            trackers=plan.trackers, description=describe(plan) if plan.trackers else None,
+            track=plan.trackers, description=describe(plan) if plan.trackers else None,
         )  # fmt: skip
         completed = False
         for problem in registry().problems:

@@ -155,7 +155,7 @@ TOML = """
 steps = 1
 batch_size = 4
 prompts = { prompt_ids = [[1]] }
-trackers = ["nowhere"]
+track = ["nowhere"]
 weights = { transport = "tcp" }
 [train]
 engine = "echo"
@@ -199,8 +199,7 @@ def test_what_a_workflow_wants_of_each_interpreter(tmp_path: Path) -> None:
         in found(examination, "this interpreter", "run.toml, train.algorithm").message
     )
     assert (
-        "no tracker adapter is named 'nowhere'"
-        in found(examination, "this interpreter", "run.toml, trackers").message
+        "no tracker adapter is named 'nowhere'" in found(examination, "this interpreter", "run.toml, track").message
     )
     assert found(examination, "this interpreter", "run.toml, weights").level == "fine"
     assert examination.verdict.startswith("5 problems"), "what a run is refused for is not told twice"

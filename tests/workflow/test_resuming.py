@@ -265,7 +265,7 @@ def test_all_that_a_run_is_made_of_is_made_again(tmp_path: Path, algorithm: Any,
     failed.clear()
     flow = echo_workflow(
         train=af.Train("test_resuming:Fails", algorithm=algorithm, launcher="thread"), checkpoint=af.Checkpoint(every=1),
-        staleness=af.Staleness(max_staleness=2, policy=policy), trackers=[(Heard, {"name": "a"}), "test_resuming:Heard"],
+        staleness=af.Staleness(max_staleness=2, policy=policy), track=[(Heard, {"name": "a"}), "test_resuming:Heard"],
         stall_timeout_s=math.inf,
     )  # fmt: skip
     with pytest.raises(WorkerFailed, match="told to fail once"):

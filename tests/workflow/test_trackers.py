@@ -91,7 +91,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def workflow(*trackers: Any, **changes: Any) -> af.Workflow:
-    return echo_workflow(trackers=list(trackers), **changes)
+    return echo_workflow(track=list(trackers), **changes)
 
 
 def heard(file: Path) -> list[list[Any]]:
@@ -118,7 +118,7 @@ def test_all_of_a_workflow_is_heard_by_every_tracker(tmp_path: Path, plugin: Non
     assert said[-1] == ["close"]
     assert said == heard(tmp_path / "run" / "third")
     assert len(heard(tmp_path / "run" / "lines")) == 2 * len(said), "two write into that one"
-    assert flow.describe()["trackers"] == ["lines", "lines", "Lines", "test_trackers:Lines", "Samples"]
+    assert flow.describe()["track"] == ["lines", "lines", "Lines", "test_trackers:Lines", "Samples"]
     sampled = [each[1:] for each in heard(tmp_path / "run" / "fourth") if each[0] == "samples"]
     assert [step for step, _ in sampled] == [0, 2], "each second step, also the last of the run"
     assert {len(rows) for _, rows in sampled} == {8}, "of 16 rows the first"
@@ -182,7 +182,7 @@ def test_a_slow_one_gets_every_step_and_not_every_event(tmp_path: Path, monkeypa
 
 
 def test_a_served_run_has_them_too(tmp_path: Path) -> None:
-    with af.serve(tmp_path / "run", trackers=Lines(file="mine"), description={"steps": 7}) as run:
+    with af.serve(tmp_path / "run", track=Lines(file="mine"), description={"steps": 7}) as run:
         run.queue.put({"prompt_ids": [[1], [2]]}, group_size=2)
         run.queue.end()
         run.start(af.Rollout("echo", prompt="prompt_ids", launcher="thread"))
@@ -196,7 +196,7 @@ def test_a_served_run_has_them_too(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert heard(tmp_path / "run" / "mine")[0][2] == 7
     with pytest.raises(ConfigError, match="this one has none: serve"):
-        af.serve(trackers=Lines())
+        af.serve(track=Lines())
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_what_cannot_be_made_is_told_before_anything_starts(tmp_path: Path, trac
     with pytest.raises((ConfigError, PluginError), match=message):
         workflow(tracker)
     with pytest.raises((ConfigError, PluginError), match=message):
-        af.serve(tmp_path / "run", trackers=[tracker])
+        af.serve(tmp_path / "run", track=[tracker])
 
 
 def test_what_is_made_and_is_none_or_refuses_its_options_starts_nothing(tmp_path: Path) -> None:
@@ -227,11 +227,11 @@ def test_what_is_made_and_is_none_or_refuses_its_options_starts_nothing(tmp_path
 
 def test_a_file_names_them(tmp_path: Path, plugin: None) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('trackers = ["lines", { name = "lines", file = "second" }]\n' + TOML)
+    file.write_text('track = ["lines", { name = "lines", file = "second" }]\n' + TOML)
     assert af.load_workflow(file).plan.trackers == ["lines", ("lines", {"file": "second"})]
-    assert af.load_workflow(file, {"trackers": "lines"}).plan.trackers == ["lines"]
-    with pytest.raises(ConfigError, match=r"trackers=line: no tracker adapter is named 'line'"):
-        af.load_workflow(file, {"trackers": "line"})
+    assert af.load_workflow(file, {"track": "lines"}).plan.trackers == ["lines"]
+    with pytest.raises(ConfigError, match=r"track=line: no tracker adapter is named 'line'"):
+        af.load_workflow(file, {"track": "line"})
     file.write_text(file.read_text().replace('name = "lines"', "names = 1"))
-    with pytest.raises(ConfigError, match=r"run.toml:1:22: trackers.1 is a name, or a table with a name and options"):
+    with pytest.raises(ConfigError, match=r"run.toml:1:19: track.1 is a name, or a table with a name and options"):
         af.load_workflow(file)

@@ -87,7 +87,7 @@ def _find(plan: Plan, problems: Problems) -> None:
         _check_weights(plan)
     _check_dtypes(plan, problems)
     for number, tracker in enumerate(plan.trackers):
-        with problems.collect("trackers", number):
+        with problems.collect("track", number):
             check_tracker(tracker)
 
 

@@ -51,7 +51,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "batch_size": plan.batch_size, "steps": plan.steps, "epochs": plan.epochs, "seed": plan.seed,
         "capacity_rows": plan.capacity_rows, "on_failure": plan.on_failure, "stall_timeout_s": plan.stall_timeout_s,
         "store": msgspec.to_builtins(plan.store), "save_steps": plan.save_steps, "evaluation": evaluation_of(plan),
-        "trackers": [tracker_label(each) for each in plan.trackers],
+        "track": [tracker_label(each) for each in plan.trackers],
         "staleness": rule_of(plan.staleness), "weights": msgspec.to_builtins(plan.chosen_weights),
         "choices": choices(plan),
     }  # fmt: skip
@@ -196,7 +196,7 @@ def choices(plan: Plan) -> dict[str, str]:
             " the whole step's"
         )
     if plan.trackers:
-        found["trackers"] = (
+        found["track"] = (
             f"{', '.join(map(tracker_label, plan.trackers))}: each in a thread of the driver; one that fails is"
             " left out"
         )

@@ -190,7 +190,7 @@ class _File:
             return self._prompts(value, key)
         if key == ("reward",) and isinstance(value, list):
             return [self._reward(each, (*key, number)) for number, each in enumerate(value)]
-        if key == ("trackers",):
+        if key == ("track",):
             return self._trackers(value, key)
         if name == "algorithm":
             return self._algorithm(value, key)

@@ -1,6 +1,6 @@
 """MlflowTracker: sends the metrics of a run to an MLflow server or folder.
 
-af.Workflow(..., trackers=[("mlflow", {"experiment": "math", "sample_every": 10})])
+af.Workflow(..., track=[("mlflow", {"experiment": "math", "sample_every": 10})])
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def test_the_steps_of_a_run_its_samples_and_configuration(tmp_path: Path, server
     workflow = af.Workflow(
         prompts={"prompt_ids": af.Ragged.of([[1, 2, 3]] * 8)},
         rollout=af.Rollout("echo", group_size=4, prompt="prompt_ids"), reward=lambda response_ids: [0.5] * len(response_ids),
-        train=af.Train("echo"), batch_size=8, steps=4, trackers=[("mlflow", {"experiment": "mine", "sample_every": 2})],
+        train=af.Train("echo"), batch_size=8, steps=4, track=[("mlflow", {"experiment": "mine", "sample_every": 2})],
     )  # fmt: skip
 
     workflow.run(tmp_path / "first")
@@ -107,9 +107,7 @@ def test_no_server_leaves_the_tracker_out_with_its_reason(tmp_path: Path, monkey
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     notes: list[str] = []
 
-    with af.serve(
-        tmp_path / "run", trackers=["mlflow"], on_event=lambda e: notes.append(getattr(e, "text", ""))
-    ) as run:
+    with af.serve(tmp_path / "run", track=["mlflow"], on_event=lambda e: notes.append(getattr(e, "text", ""))) as run:
         run.queue.status()
 
     assert any("tracker 'mlflow' failed and is left out" in note for note in notes), notes

@@ -1,6 +1,6 @@
 """PrometheusTracker: serves the metrics of a run at /metrics.
 
-af.Workflow(..., trackers=[("prometheus", {"port": 9400})])      # curl http://127.0.0.1:9400/metrics
+af.Workflow(..., track=[("prometheus", {"port": 9400})])      # curl http://127.0.0.1:9400/metrics
 """
 
 from __future__ import annotations

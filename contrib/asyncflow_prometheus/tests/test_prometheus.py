@@ -52,7 +52,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     tracker = PrometheusTracker(port=port)
     with (
-        af.serve(tmp_path_factory.mktemp("run"), trackers=[tracker], max_staleness=1, steps=9) as run,
+        af.serve(tmp_path_factory.mktemp("run"), track=[tracker], max_staleness=1, steps=9) as run,
         run.weight_publisher() as weights,
     ):
         run.queue.declare("rollout", needs=["prompt"], gives=["response_ids", "version_spans"], admits=True)
@@ -97,7 +97,7 @@ def test_a_port_in_use_leaves_the_tracker_out_with_its_reason(tmp_path: Path) ->
     notes: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         tracker = PrometheusTracker(port=taken.getsockname()[1])
-        with af.serve(tmp_path / "run", trackers=[tracker], on_event=lambda e: notes.append(getattr(e, "text", ""))):
+        with af.serve(tmp_path / "run", track=[tracker], on_event=lambda e: notes.append(getattr(e, "text", ""))):
             until(lambda: any("Address already in use" in note for note in notes), "the warning")
 
 

@@ -1,6 +1,6 @@
 """TensorBoardTracker: writes the metrics of a run for TensorBoard.
 
-af.Workflow(..., trackers=["tensorboard"])               # then: tensorboard --logdir runs
+af.Workflow(..., track=["tensorboard"])               # then: tensorboard --logdir runs
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def test_the_steps_of_a_run(tmp_path: Path) -> None:
     workflow = af.Workflow(
         prompts={"prompt_ids": af.Ragged.of([[1, 2, 3]] * 8)},
         rollout=af.Rollout("echo", group_size=4, prompt="prompt_ids"), reward=lambda response_ids: [0.5] * len(response_ids),
-        train=af.Train("echo"), batch_size=8, steps=4, trackers=[("tensorboard", {"sample_every": 2})],
+        train=af.Train("echo"), batch_size=8, steps=4, track=[("tensorboard", {"sample_every": 2})],
     )  # fmt: skip
 
     workflow.run(tmp_path / "run")

@@ -1,6 +1,6 @@
 """TrackioTracker: writes the metrics of a run for Trackio's local dashboard.
 
-af.Workflow(..., trackers=[("trackio", {"project": "math", "sample_every": 10})])     # then: trackio show
+af.Workflow(..., track=[("trackio", {"project": "math", "sample_every": 10})])     # then: trackio show
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from trackio.sqlite_storage import SQLiteStorage
 af.Workflow(
     prompts={"prompt_ids": af.Ragged.of([[1, 2, 3]] * 8)},
     rollout=af.Rollout("echo", group_size=4, prompt="prompt_ids"), reward=lambda response_ids: [0.5] * len(response_ids),
-    train=af.Train("echo"), batch_size=8, steps=4, trackers=[("trackio", {"project": "mine", "sample_every": 2})],
+    train=af.Train("echo"), batch_size=8, steps=4, track=[("trackio", {"project": "mine", "sample_every": 2})],
 ).run(sys.argv[1])
 logs = SQLiteStorage.get_logs("mine", "first")
 print([(row["step"], row["train/reward"], row["version"]) for row in logs if "train/reward" in row])

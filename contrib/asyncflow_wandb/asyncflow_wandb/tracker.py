@@ -1,6 +1,6 @@
 """WandbTracker: sends the metrics of a run to Weights & Biases.
 
-af.Workflow(..., trackers=[("wandb", {"project": "math", "sample_every": 10})])
+af.Workflow(..., track=[("wandb", {"project": "math", "sample_every": 10})])
 """
 
 from __future__ import annotations

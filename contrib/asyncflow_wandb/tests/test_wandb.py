@@ -55,7 +55,7 @@ def workflow(**tracker: Any) -> af.Workflow:
     return af.Workflow(
         prompts={"prompt_ids": af.Ragged.of([[1, 2, 3]] * 8)},
         rollout=af.Rollout("echo", group_size=4, prompt="prompt_ids"), reward=lambda response_ids: [0.5] * len(response_ids),
-        train=af.Train("echo"), batch_size=8, steps=4, trackers=[("wandb", tracker)],
+        train=af.Train("echo"), batch_size=8, steps=4, track=[("wandb", tracker)],
     )  # fmt: skip
 
 
