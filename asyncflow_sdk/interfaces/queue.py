@@ -129,8 +129,9 @@ class TransferQueue(abc.ABC):
         ``version``: one version of the weights generates all these rows, the first one current from
         this number on. Replicas of the partition load it, and keep it until the rows are generated.
         The partition gets its next rows once these have ended, with a ``version``, too. Rows of a
-        version that is rolled back or lost expire. After the trainer's last version: Ended. ``keep_version``: a version kept until the partition's next
-        rows are put, to be rolled back to.
+        version that is rolled back or lost expire. After the trainer's last version: Ended.
+        ``keep_version``: a version kept until the partition's next rows are put, to be rolled back
+        to.
 
         Raises SchemaError, ConfigError, Ended, MemoryFull, and DeadlineExceeded naming the cause of
         a full queue.
@@ -163,14 +164,15 @@ class TransferQueue(abc.ABC):
         (LeaseLost, SchemaError, WriteOnceError) is raised and nothing is leased.
 
         ``group``: the ``world_size`` ranks of a group lease together: the k-th get of each ``rank``
-        belongs to the k-th lease of the group, granted once all have asked. Its rows are dealt out in
-        ``shards``; 0: one a rank; fewer: ``world_size // shards`` adjacent ranks get the same rows.
-        Row counts of shards differ by at most 1, and a balanced sampler makes them about equally
-        heavy. With ``at_least`` below the number of shards, some may be empty. A sampler with whole groups deals by weight alone, and a shard may be empty. A step is
-        acknowledged once every rank has acknowledged it. If a rank dies before, gives rows back or is
-        too late, all ranks lose the step, and the next get of each rank leases it again under a new
-        token. Of rows outside steps, a rank whose rows ended before it read them gets a batch without
-        rows. A lease of another session under this rank becomes void.
+        belongs to the k-th lease of the group, granted once all have asked. Its rows are dealt out
+        in ``shards``; 0: one a rank; fewer: ``world_size // shards`` adjacent ranks get the same
+        rows. Row counts of shards differ by at most 1, and a balanced sampler makes them about
+        equally heavy. With ``at_least`` below the number of shards, some may be empty. A sampler
+        with whole groups deals by weight alone, and a shard may be empty. A step is acknowledged
+        once every rank has acknowledged it. If a rank dies before, gives rows back or is too late,
+        all ranks lose the step, and the next get of each rank leases it again under a new token. Of
+        rows outside steps, a rank whose rows ended before it read them gets a batch without rows. A
+        lease of another session under this rank becomes void.
 
         ``most``: for a task that admits, most rows of this replica at once. With it, the replica takes
         part in weight updates: the request waits while a version must be loaded first, and then
@@ -257,8 +259,9 @@ class TransferQueue(abc.ABC):
 
     @abc.abstractmethod
     def failed(self, count: int = 100) -> tuple[FailedGroup, ...]:
-        """Return the newest ``count`` of the last 1,000 groups that failed for good (dead letters), oldest
-        first: their rows and put, and the reason of each attempt. Lost payload is such a reason."""
+        """Return the newest ``count`` of the last 1,000 groups that failed for good (dead letters),
+        oldest first: their rows and put, and the reason of each attempt. Lost payload is such a
+        reason."""
 
     @abc.abstractmethod
     def audit(self) -> Audit:

@@ -331,8 +331,9 @@ class Feeder:
     """Puts prompts while the steps lack rows, in a new order each epoch, at most a chunk ahead of
     the queue's room. The next prompt replaces a failed or filtered group.
 
-    ``ends``: the partition that ends then; None: the stream. ``epochs``: end it after this many; None: continue while steps want rows. Runs in a
-    thread; ``on_failure`` is called there with its error. ``key``: prefix of the keys of its puts.
+    ``ends``: the partition that ends then; None: the stream. ``epochs``: end it after this many;
+    None: continue while steps want rows. Runs in a thread; ``on_failure`` is called there with its
+    error. ``key``: prefix of the keys of its puts.
     """
 
     def __init__(

@@ -31,10 +31,10 @@ class Evaluation(Serializable):
     """Evaluates versions on ``prompts`` beside training: all prompts under one exact version, every
     ``every`` versions and at the end. The score is the mean of ``reward``.
 
-    ``reward``: a function, a Stage or a list of functions, as of ``Workflow``. ``samples``: responses
-    to each prompt; with several, pass@k is estimated for k = 1, 2, 4, … by the unbiased estimator of arXiv 2107.03374,
-    where a response passes if its reward is 1 or more. ``sampling``: default: the training
-    rollout's, greedy with a single sample.
+    ``reward``: a function, a Stage or a list of functions, as of ``Workflow``. ``samples``:
+    responses to each prompt; with several, pass@k is estimated for k = 1, 2, 4, … by the unbiased
+    estimator of arXiv 2107.03374, where a response passes if its reward is 1 or more. ``sampling``:
+    default: the training rollout's, greedy with a single sample.
 
     ``rollout``: replicas set aside for evaluations alone; their ``sampling`` is not used.
     None: the training replicas; each keeps the version until the evaluation's responses are

@@ -151,7 +151,8 @@ class Evaluator:
         return scored
 
     def _act(self, scored: ev.Evaluated) -> None:
-        """Keep the best version, give up a bad one, or end training. Also again, after a death between."""
+        """Keep the best version, give up a bad one, or end training. Also again, after a death
+        between."""
         margin, patience, best = self._evaluation.rollback_margin, self._evaluation.early_stopping_patience, self.best
         assert best is not None
         if scored is best:

@@ -43,9 +43,9 @@ class RunDirectory:
         self, description: dict[str, Any], resumable: Serializable | None, data: Batch | None,
         held_out: Batch | None = None,
     ) -> None:  # fmt: skip
-        """Write workflow.json and, for a ``resumable`` workflow, its arguments and ``data``; None: its
-        arguments name the function of its prompts. ``held_out``: prompts of its evaluation. Raises ConfigError if another process could not make
-        it again."""
+        """Write workflow.json and, for a ``resumable`` workflow, its arguments and ``data``; None:
+        its arguments name the function of its prompts. ``held_out``: prompts of its evaluation.
+        Raises ConfigError if another process could not make it again."""
         if resumable is not None:
             if data is not None:
                 resumable.init_args.pop("prompts", None)
@@ -57,7 +57,8 @@ class RunDirectory:
         _write_json(self.path / "workflow.json", description)
 
     def read_workflow(self, changes: Mapping[str, Any]) -> Any:
-        """Make the workflow of this directory again, with other values by dotted key. Raises ConfigError."""
+        """Make the workflow of this directory again, with other values by dotted key. Raises
+        ConfigError."""
         directory = self.path
         try:
             described = msgspec.json.decode((directory / "workflow.json").read_bytes(), type=dict[str, Any])

@@ -32,9 +32,10 @@ AHEAD_STEPS = 3
 class Plan:
     """The settings of ``Workflow`` with all defaults filled in.
 
-    ``data``: the prompts; of a ``stream`` its first ones. ``held_out``: those of the ``evaluation``. ``reward``: True if the first stage is the
-    workflow's ``reward``. ``problems``: found so far. ``transport``: of the weights. ``swaps``: the swap
-    policy of each rollout; "auto": its worker asks the engine. ``choices``: all choices, with reasons.
+    ``data``: the prompts; of a ``stream`` its first ones. ``held_out``: those of the
+    ``evaluation``. ``reward``: True if the first stage is the workflow's ``reward``. ``problems``:
+    found so far. ``transport``: of the weights. ``swaps``: the swap policy of each rollout; "auto":
+    its worker asks the engine. ``choices``: all choices, with reasons.
     """
 
     data: Batch

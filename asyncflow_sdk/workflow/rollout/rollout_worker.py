@@ -73,8 +73,8 @@ class RolloutWorker:
 
     ``swap``: policy of loading new versions; None: the engine keeps its weights, and the session is
     no replica. ``needs_first``: generate nothing before a published version is loaded; else the
-    engine's own weights are version 0. ``samplings``: of other partitions' rows. ``trained``: False if it may wait for rows
-    without a limit. ``kind``: of its spans. Raises ConfigError for an
+    engine's own weights are version 0. ``samplings``: of other partitions' rows. ``trained``: False
+    if it may wait for rows without a limit. ``kind``: of its spans. Raises ConfigError for an
     unsupported ``verify``.
     """
 
