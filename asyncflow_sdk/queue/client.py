@@ -173,7 +173,7 @@ class QueueVerbs(Generic[B]):
         their host cannot be reached now, the request is repeated until its own deadline; ranks of a group
         and parts of a step are read again ``until`` then, since nobody else can have them.
         """
-        left, began, timeout_s = _READ_TRIES, time.monotonic(), request.timeout_s  # checked with the first call
+        left, began, timeout_s = _READ_TRIES, time.monotonic(), request.timeout_s
         until = began + timeout_s if until is None else until
         while True:
             left -= 1
@@ -427,8 +427,11 @@ class QueueClient(QueueVerbs[BlockingBatch], TransferQueue):
 def _lease_request(
     task: str, count: int, *, columns: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S, **options: Any
 ) -> cmd.LeaseRows:
+    """Return a checked request: its wait may be added to a clock."""
     needs = None if columns is None else check_names("columns", columns)
-    return cmd.LeaseRows(task=task, count=count, columns=needs, timeout_s=timeout_s, **options)
+    request = cmd.LeaseRows(task=task, count=count, columns=needs, timeout_s=timeout_s, **options)
+    check_arguments(request)
+    return request
 
 
 def policy_spec(policy: Any) -> PolicySpec | None:

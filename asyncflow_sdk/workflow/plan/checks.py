@@ -103,6 +103,11 @@ def _check_address(plan: Plan, problems: Problems) -> None:
     for each in roles:
         if each.place.hosts:
             problems.add(f"{each.task!r} has hosts=, which need address=, as tcp://0.0.0.0:7000, to join", "address")
+    for each in plan.rollouts:
+        if not each.replicas:
+            problems.add(
+                f"{each.task!r}: replicas must be 1 or more; 0 waits for others to join at address=", "rollout"
+            )
 
 
 def _check_store(plan: Plan) -> None:
