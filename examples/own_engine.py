@@ -141,7 +141,7 @@ class NumpyRollout(af.RolloutEngine):
             self._weights: Weights = dict(file)
         self.capabilities = af.Capabilities(
             swap=frozenset({"drain", "partial", "in_flight"}), token_versions=True, max_rows=max_rows, context=CONTEXT,
-            logprobs=True, held_weights=True,
+            logprobs=True, held_weights=True, restrictions=(),
         )  # fmt: skip
         self._version = 0
         self._waiting: deque[Row] = deque()

@@ -36,6 +36,7 @@ CAUGHT = {
     "draws the likeliest 20": ("draws", r"none was beyond the 20 likeliest, .* the draw is cut \(top_k"),
     "draws at a higher temperature": ("draws", r"drawn from a wider distribution"),
     "penalises tokens of the prompt": ("draws", r"are tokens of the prompt, .* made less likely \(repetition, presence"),
+    "ignores top_k": ("restricted", r"drawn with top_k=3 some are not allowed"),
     "one seed for a group": ("draws", r"100% of neighbours of one group .* the same random numbers"),
     "one seed for all": ("draws", r"100% of responses of one place in groups of different seeds"),
     "always stops": ("stops", r"says it ended for 'stop', not length"),
@@ -95,8 +96,9 @@ CAUGHT = {
     "refuses the whole context": ("whole_context", r"EngineError: refused"),
 }  # fmt: skip
 
-OF_MODELS = {"ends", "retokenised"}
-"""Those that need a model folder with a tokenizer; see test_kit_catches_models."""
+OF_MODELS = {"ends", "retokenised", "stop_texts"}
+"""Those that need a model folder with a tokenizer; see test_kit_catches_models, and test_torch_conformance
+for stop_texts."""
 
 HANGS, HANG_S = ("loses room", "forgets neighbours"), 3.0
 """They make the kit wait for as long as it may (seconds), so a right engine never needs this."""

@@ -265,6 +265,10 @@ FAULTS: dict[str, Fault] = {
         lambda logprobs, _: logprobs - np.log(np.exp(np.sort(logprobs, 1)[:, -8:]).sum(1, keepdims=True))
     ),
     "draws the likeliest 20": draws(lambda each: np.where(each < np.sort(each, 1)[:, [-20]], -np.inf, each)),
+    "ignores top_k": {
+        "made": lambda self, _: vars(self).update(capabilities=replace(self.capabilities, restrictions=("top_k",))),
+        **asks(lambda request: replace(request, sampling=replace(request.sampling, top_k=0))),
+    },
     "draws at a higher temperature": draws(lambda logprobs: logprobs / 1.6),
     "penalises tokens of the prompt": {"_choose": lambda self, right, rows, logprobs, *args: right(
         rows, normal(logprobs - [np.isin(range(VOCABULARY), row.request.prompt_ids) for row in rows]), *args

@@ -51,7 +51,8 @@ HELD = "1 rows are leased in task 'reward', the oldest by judge for"
 
 
 def publish_a_part(run: af.Run) -> None:
-    with run.weight_publisher(rank=0, world_size=2, timeout_s=0.1) as weights:
+    """The limit leaves time to announce version 0 on a slow machine."""
+    with run.weight_publisher(rank=0, world_size=2, timeout_s=3.0) as weights:
         for version in range(2):
             weights.publish(version, {"w": np.zeros(3, np.float32)}.items())
 
