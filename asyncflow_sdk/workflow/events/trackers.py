@@ -178,7 +178,12 @@ class _TrackerThread(EventThread):
         path = step_path(self._tracked.directory, step)
         if not path.exists():  # not acknowledged, or the disk refused it
             return True
-        return self._call(f"samples of step {step}", lambda: self._tracker.samples(step, sample_rows(path)))
+
+        def call() -> None:
+            if rows := sample_rows(path):
+                self._tracker.samples(step, rows)
+
+        return self._call(f"samples of step {step}", call)
 
     def _call(self, what: str, call: Callable[[], None]) -> bool:
         """Call a method of the tracker. Returns False after an exception."""

@@ -60,7 +60,8 @@ class _RunMetrics:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the numbers of events; never held while the queue is asked
+        self._asking = threading.Lock()  # scrapes ask one after another
         self._run: af.Run | None = None
         self._step, self._trained = -1, {}
         self._busy_s: Counter[tuple[str, str]] = Counter()
@@ -83,22 +84,24 @@ class _RunMetrics:
 
     def close(self) -> None:
         """Disconnect from the run."""
-        with self._lock:
+        with self._asking:
             if self._run is not None:
                 self._run.close()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. Without an answer of the queue, those of events only."""
         with self._lock:
-            yield from self._of_events()
+            metrics = list(self._of_events())
+        yield from metrics
+        with self._asking:
             try:
                 self._run = self._run or af.connect(self._directory, name="prometheus", timeout_s=ANSWER_S)
                 status = self._run.queue.status()
             except af.AsyncFlowError:
                 yield _gauge("up", "1 if the queue answers", 0)
                 return
-            yield _gauge("up", "1 if the queue answers", 1)
-            yield from _of_status(status)
+        yield _gauge("up", "1 if the queue answers", 1)
+        yield from _of_status(status)
 
     def _of_events(self) -> Iterator[Metric]:
         yield _gauge("step", "Number of the last trained step", self._step)
