@@ -462,8 +462,9 @@ class CheckedLedger:
         self._renew(reply.token)
         if {len(parts) for parts in lease.parts.values()} != {reply.part + 1} or len(lease.parts) < reply.world_size:
             return
-        part = [lease.parts[rank][-1] for rank in range(0, reply.world_size, reply.world_size // reply.shards)]
-        rows, known = [i for shard in part for i in shard], self._known_parts(step)
+        given = [lease.parts[rank] for rank in range(0, reply.world_size, reply.world_size // reply.shards)]
+        *earlier, part = [list(shards) for shards in zip(*given, strict=True)]
+        rows, known = [i for shard in part for i in shard], self._known_parts(step) or earlier
         assert rows, "a part has rows"
         for shard in part:  # rows that a whole lease acknowledged are not in it
             whole = {i for i in self._groups(shard) if task.name not in self.rows[i].done}

@@ -124,6 +124,9 @@ def test_drop_never_starves_and_gives_up_no_more_than_was_under_way(staleness: i
     mortality=st.sampled_from([0.0, 0.05]), tight=st.booleans(), disasters=st.integers(1, 4),
     share=st.sampled_from([0.05, 0.3, 1.0]), parts=PARTS,
 )  # fmt: skip
+@example(  # a step is leased in parts, and a row that is in none of them is lost between two of them
+    seed=4130, staleness=2, size=1, groups=2, steps=5, mortality=0.05, tight=False, disasters=3, share=0.05, parts=0,
+)  # fmt: skip
 def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
     seed: int, staleness: int, size: int, groups: int, steps: int, mortality: float, tight: bool, disasters: int,
     share: float, parts: int | None,
