@@ -26,7 +26,7 @@ help:
 	@echo "                 one and two processes), test-ray (its launcher and store), test-contrib (the other packages of contrib/)"
 	@echo "make environments  these environments, without the tests"
 	@echo "make test-services  against real services of others: test-slurm (a SLURM of two nodes on this machine; needs root), test-prometheus,"
-	@echo "                 test-trackers (Weights & Biases offline, an MLflow server, Trackio), test-packages (wheel and sdist, Python 3.10 to 3.13)"
+	@echo "                 test-trackers (Weights & Biases offline, an MLflow server, Trackio, OTLP), test-packages (wheel and sdist, Python 3.10 to 3.13)"
 	@echo "make test-cuda   adapters and demo on a CUDA device; not yet run on one"
 	@echo "make mutants     60 faults, drawn by a seed and put into a copy of the code one at a time: how many the tests notice (long)"
 	@echo "make lint        ruff, mypy, import contracts"
@@ -102,7 +102,7 @@ environments: .venv-contrib/.tests .venv-mooncake/.tests .venv-vllm/.ready .venv
 
 test-services: test-slurm test-trackers test-prometheus test-packages
 
-TRACKERS := asyncflow_wandb asyncflow_mlflow asyncflow_trackio asyncflow_prometheus
+TRACKERS := asyncflow_wandb asyncflow_mlflow asyncflow_trackio asyncflow_otel asyncflow_prometheus
 .venv-trackers/.tests: pyproject.toml $(TRACKERS:%=contrib/%/pyproject.toml)
 	$(PYTHON) -m venv .venv-trackers
 	.venv-trackers/bin/python -m $(PIP) -e . $(TRACKERS:%=-e contrib/%) 'pytest>=8' 'pytest-timeout>=2.3'

@@ -60,6 +60,7 @@ class RowCompletion:
             self._state.budget.charge(mine, command.nbytes * len(mine) // len(ids))
         task.move(len(mine), LEASED, DONE)
         task.completed += len(mine)
+        self._state.traces.note(mine, "done", grant.task)
         rows.task(grant.task, "state")[spot] = DONE
         rows.task(grant.task, "token")[spot] = NONE
         if task.spec.admits:
@@ -125,7 +126,7 @@ class RowCompletion:
             return
         if not len(ids):
             return
-        publish_return(self._state.context, self._state.sessions.name(grant.session), name, len(ids), reason)
+        publish_return(self._state, grant, ids, reason)
         at = rows.at(ids)
         rows.task(name, "token")[at] = NONE
         self._state.leases.release(grant, len(ids))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..types import events as ev
+from .commands import Ids
 from .state import LedgerState
-from .state.context import Context
 from .state.grants import Grant
 from .state.rows import LEASED, NONE, SELECTED
 
@@ -21,7 +21,7 @@ class StepLeases:
         steps, rows, name = self._state.steps, self._state.rows, grant.task
         ids = self._state.leases.outstanding(grant)
         if len(ids):
-            publish_return(self._state.context, self._state.sessions.name(grant.session), name, len(ids), reason)
+            publish_return(self._state, grant, ids, reason)
             at = rows.at(ids)
             rows.task(name, "token")[at] = NONE
             rows.task(name, "state")[at] = SELECTED
@@ -35,6 +35,10 @@ class StepLeases:
         self._state.context.wake(self._state.tasks[name].place)
 
 
-def publish_return(context: Context, worker: str, task: str, count: int, reason: str) -> None:
+def publish_return(state: LedgerState, grant: Grant, ids: Ids, reason: str) -> None:
     """Publish the event of rows returned from a lease."""
-    context.publish(ev.LeaseReturned(time_s=context.now, worker=worker, task=task, count=count, reason=reason))
+    context, worker = state.context, state.sessions.name(grant.session)
+    context.publish(
+        ev.LeaseReturned(time_s=context.now, worker=worker, task=grant.task, count=len(ids), reason=reason)
+    )
+    state.traces.note(ids, "returned", grant.task, reason=reason)

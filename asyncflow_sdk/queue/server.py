@@ -72,7 +72,8 @@ class QueueServer:
     ``durability``: "process" (any process may die at any time), or "host" (payload is also on disk
     before a put is acknowledged); None: that of the existing journal, else "process". ``history``:
     keep replaced journals for replays. ``store``, ``store_options``: the kind of store of all
-    clients, and its options. Storage units that give no sign of life for UNIT_SILENCE_S are absent.
+    clients, and its options. ``trace_share``: of groups, with an event for each state of their rows.
+    Storage units that give no sign of life for UNIT_SILENCE_S are absent.
     Raises ConfigError if another process serves the directory, or if another version wrote it.
     """
 
@@ -93,6 +94,7 @@ class QueueServer:
         history: bool = False,
         store: str = LOCAL,
         store_options: Mapping[str, Any] | None = None,
+        trace_share: float = 0.0,
     ) -> None:
         self._store, self._store_options = store, dict(store_options or {})
         self._home_reader: PayloadStore | None = None
@@ -153,6 +155,7 @@ class QueueServer:
             self._home_reader = self._open_home_reader(store, self._store_options, None if keys is None else keys.run)
             self._payloads.read_homes = self._home_reader.read
         self._units = dict.fromkeys(self._unit_sessions(), self._clock())  # last sign of life
+        self._ledger.state.traces.share = trace_share  # now: a recovery repeats no event
         self._executor.report_steps_again()
         self._wire.start()
 

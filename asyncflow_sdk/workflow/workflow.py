@@ -35,6 +35,7 @@ from .data import Feeder, Prompts, PromptStream, load_prompts, prompt_source
 from .endpoints import serve
 from .evaluation import EVALUATION, SCORES, Evaluation
 from .evaluator import Evaluator, TrainerState, read_evaluations
+from .events.event_file import EVENTS
 from .events.event_sinks import EventSink, Listener
 from .events.recorder import Recorder
 from .events.trackers import Tracked, tracker_list
@@ -239,7 +240,7 @@ class Workflow(Serializable):
             except BaseException:
                 recorder.close()
                 if not again:
-                    (directory.path / "events.jsonl").unlink()
+                    (directory.path / EVENTS).unlink()
                 raise
             return _Execution(self.plan, directory, recorder, Listener(on_event) if on_event else None).run(again)
 

@@ -1,4 +1,5 @@
-"""The trace of a run in Chrome's format, for ui.perfetto.dev: one track a worker, its work as slices.
+"""The trace of a run in Chrome's format, for ui.perfetto.dev: one track a worker, its work as slices; and one
+a traced row, its tasks and waits as slices.
 
     path = write_trace(Path("runs/demo"))      # runs/demo/trace.json
 
@@ -10,15 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ...errors import ConfigError
 from ...memory import private_opener
-from ...types.events import Loaded, Note, Published, RowsEnded, Span, StepTrained, WorkerState
+from ...types.events import Loaded, Note, Published, RowsEnded, StepTrained, WorkerState
+from ...types.row_spans import LIFE, RowSpans
 from .run_record import RunRecord, read_record
 
+RUN, ROWS = 1, 2
+"""Processes of the trace: the workers, and the rows."""
 COUNTED = ("reward", "staleness_mean")
 """Metrics of a step drawn as counters."""
 
@@ -36,21 +40,27 @@ def write_trace(run_dir: Path) -> Path:
     return target
 
 
+class _Slice(NamedTuple):
+    """Work of a worker, or on a row."""
+
+    start_s: float
+    end_s: float
+    name: str
+    args: dict[str, Any]
+
+
 def _events(record: RunRecord) -> Iterator[dict[str, Any]]:
     """Yield the events of all tracks. Times are microseconds since the first event of the run."""
     start_s = min((event.time_s for event in record.events), default=0.0)
-    tracks: dict[tuple[str, int], int] = {}
+    tracks: dict[tuple[int, str, int], int] = {}
 
-    def at(time_s: float, name: str, worker: str, lane: int = 0, **more: Any) -> dict[str, Any]:
-        track = tracks.setdefault((worker, lane), len(tracks) + 1)
-        return {"name": name, "ts": round((time_s - start_s) * 1e6), "pid": 1, "tid": track, **more}
+    def at(time_s: float, name: str, of: str, lane: int = 0, pid: int = RUN, **more: Any) -> dict[str, Any]:
+        track = tracks.setdefault((pid, of, lane), len(tracks) + 1)
+        return {"name": name, "ts": round((time_s - start_s) * 1e6), "pid": pid, "tid": track, **more}
 
-    for worker, spans in record.spans.items():
-        for lane, span in _in_lanes(spans):
-            args = {name: getattr(span, name) for name in ("rows", "tokens", "detail") if getattr(span, name)}
-            if span.version >= 0:
-                args["version"] = span.version
-            yield at(span.time_s, span.kind, worker, lane, ph="X", dur=round(span.seconds * 1e6), args=args)
+    for (pid, of), slices in _slices(record).items():
+        for lane, (start, end, name, args) in _in_lanes(slices):
+            yield at(start, name, of, lane, pid, ph="X", dur=round((end - start) * 1e6), args=args)
     ended: dict[str, int] = {}
     for event in record.events:
         worker = event.worker or "driver"
@@ -69,17 +79,37 @@ def _events(record: RunRecord) -> Iterator[dict[str, Any]]:
             for name in COUNTED:
                 if math.isfinite(value := event.metrics.get(name, math.nan)):
                     yield at(event.time_s, name, name, ph="C", args={name: value})
-    for (worker, lane), track in list(tracks.items()):
-        name = f"{worker} ({lane + 1})" if lane else worker
-        yield {"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": name}}
-        yield {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": track, "args": {"sort_index": track}}
-    yield {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": record.name}}
+    for (pid, of, lane), track in tracks.items():
+        name = f"{of} ({lane + 1})" if lane else of
+        yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": track, "args": {"name": name}}
+        yield {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": track, "args": {"sort_index": track}}
+    for pid, name in ((RUN, record.name), (ROWS, "traced rows")):
+        yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
 
 
-def _in_lanes(spans: list[Span]) -> Iterator[tuple[int, Span]]:
-    """Yield each span with the first lane free at its start: slices of one track cannot overlap."""
+def _slices(record: RunRecord) -> dict[tuple[int, str], list[_Slice]]:
+    """Return the slices of each worker, then those of each traced row."""
+    found: dict[tuple[int, str], list[_Slice]] = {}
+    for worker, spans in record.spans.items():
+        for span in spans:
+            args = {name: getattr(span, name) for name in ("rows", "tokens", "detail") if getattr(span, name)}
+            if span.version >= 0:
+                args["version"] = span.version
+            work = _Slice(span.time_s, span.time_s + span.seconds, span.kind, args)
+            found.setdefault((RUN, worker), []).append(work)
+    lives = RowSpans()
+    for event in record.events:
+        for each in lives.add(event):
+            if each.name != LIFE:
+                work = _Slice(each.start_s, each.end_s, each.name, each.attributes)
+                found.setdefault((ROWS, f"row {each.row}"), []).append(work)
+    return found
+
+
+def _in_lanes(slices: list[_Slice]) -> Iterator[tuple[int, _Slice]]:
+    """Yield each slice with the first lane free at its start: slices of one track cannot overlap."""
     free_at: list[float] = []
-    for span in sorted(spans, key=lambda each: each.time_s):
-        lane = next((i for i, time_s in enumerate(free_at) if time_s <= span.time_s), len(free_at))
-        free_at[lane : lane + 1] = [span.time_s + span.seconds]
-        yield lane, span
+    for each in sorted(slices, key=lambda each: each.start_s):
+        lane = next((i for i, time_s in enumerate(free_at) if time_s <= each.start_s), len(free_at))
+        free_at[lane : lane + 1] = [each.end_s]
+        yield lane, each

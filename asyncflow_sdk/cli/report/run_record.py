@@ -10,7 +10,6 @@ are counted in ``skipped``; ``remarks`` explains everything missing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +19,10 @@ import msgspec
 
 from ...errors import ConfigError
 from ...types.events import Evaluated, Event, Span, StepTrained, WorkerState
+from ...workflow.events.event_file import EVENTS, EventFile
 from ..formats import by_name
 from ..screens.run_progress import RunProgress
 
-EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
 
 
@@ -87,7 +86,7 @@ def read_record(run_dir: Path) -> RunRecord:
         raise ConfigError(f"{run_dir} has no {EVENTS}: give the directory of a run, such as runs/demo")
     events: list[Event] = []
     skipped = 0
-    for event in _events(path):
+    for event in EventFile(path):
         if event is None:
             skipped += 1
         else:
@@ -97,28 +96,6 @@ def read_record(run_dir: Path) -> RunRecord:
         remarks.append(f"{lines} of {EVENTS} could not be read (torn, or written by a newer SDK) and left out.")
     summary = _summary(run_dir / SUMMARY, remarks)
     return RunRecord(run_dir.resolve().name, events, summary, skipped, remarks)
-
-
-def _events(path: Path) -> Iterator[Event | None]:
-    decoder = msgspec.json.Decoder(Event)
-    with path.open("rb") as lines:
-        for line in lines:
-            if not line.strip():
-                continue
-            try:
-                yield decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                yield _step_with_nan(line)
-
-
-def _step_with_nan(line: bytes) -> Event | None:
-    """Read a step with null metrics: JSON has no NaN, and a NaN loss is written as null."""
-    try:
-        fields = msgspec.json.decode(line)
-        metrics = {k: math.nan if v is None else v for k, v in fields["metrics"].items()}
-        return msgspec.convert({**fields, "metrics": metrics}, StepTrained)
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def _summary(path: Path, remarks: list[str]) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from ...errors import ConfigError
 from ...memory import make_private_directory, private_opener
 from ...types import LOSS_MASK, VERSION_SPANS, Event
 from ...types import events as ev
+from ...types.row_spans import TRACED_SHARE
+from .event_file import EVENTS
 from .event_sinks import MOST_EVENTS, EventThread, ReadRows
 from .statistics import RunStatistics
 from .step_files import STEP_FILE, read_batch, step_path, write_batch
@@ -59,16 +61,17 @@ class Recorder(EventThread):
     """
 
     records_steps = True
+    trace_share = TRACED_SHARE
 
     def __init__(self, directory: Path, *, again: bool = False) -> None:
-        if (directory / "events.jsonl").exists() and not again:
+        if (directory / EVENTS).exists() and not again:
             raise ConfigError(f"{directory} already holds a run; choose another directory, or move it away")
         super().__init__("recorder", MOST_EVENTS)
         make_private_directory(directory)
         make_private_directory(directory / "steps")
         self._directory = directory
         self._torn = False  # events.jsonl is not written any more
-        self._log = open(directory / "events.jsonl", "ab", opener=private_opener)  # noqa: SIM115 - closed by close
+        self._log = open(directory / EVENTS, "ab", opener=private_opener)  # noqa: SIM115 - closed by close
         self._steps: deque[tuple[int, ReadRows]] = deque()  # waiting for the disk, the oldest first
         self._elsewhere = False  # True if rows of a step were on other hosts
         self._writing = threading.Lock()  # steps are written one by one, in order
@@ -168,7 +171,7 @@ class Recorder(EventThread):
         file."""
         line = b"\n"
         newest: deque[bytes] = deque(maxlen=2)  # a torn last line may have no time
-        with (self._directory / "events.jsonl").open("rb") as lines:
+        with (self._directory / EVENTS).open("rb") as lines:
             for line in lines:  # the file may exceed the memory
                 with contextlib.suppress(msgspec.MsgspecError):
                     if b'"event":"step"' in line:

@@ -102,6 +102,31 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, server: str) -> None:
     assert [each.step for each in client.get_metric_history(run.info.run_id, "train/reward")] == [0, 1]
 
 
+def test_the_server_takes_the_traces_of_rows_by_otlp(tmp_path: Path, server: str) -> None:
+    pytest.importorskip("asyncflow_otel")
+    client = MlflowClient(server)
+    experiment = client.create_experiment("rows")
+    options = {"ratio": 0.4, "endpoint": f"{server}/v1/traces", "headers": {"x-mlflow-experiment-id": experiment}}
+
+    af.Workflow(
+        prompts={"prompt_ids": af.Ragged.of([[1, 2, 3]] * 8)},
+        rollout=af.Rollout("echo", group_size=4, prompt="prompt_ids"),
+        reward=lambda response_ids: [0.5] * len(response_ids),
+        train=af.Train("echo"),
+        batch_size=8,
+        steps=2,
+        track=[("otel", options)],
+    ).run(tmp_path / "run")
+
+    traces = client.search_traces(locations=[experiment])
+    lives = [{span.name: span for span in each.data.spans} for each in traces]
+    trained = [spans for spans in lives if spans["row"].attributes["asyncflow.state"] == "consumed"]
+    assert len(trained) >= 4
+    for spans in trained:
+        assert {"row", "wait rollout", "rollout", "reward", "train"} <= spans.keys()
+        assert spans["train"].parent_id == spans["row"].span_id
+
+
 def test_no_server_leaves_the_tracker_out_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")

@@ -1,0 +1,62 @@
+"""EventFile: the recorded events of a run, one JSON object a line.
+
+for event in EventFile(directory / EVENTS): ...          # None: a line that cannot be read
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ...types.events import Event, StepTrained
+
+EVENTS = "events.jsonl"
+_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+@dataclass(frozen=True)
+class EventFile:
+    """The events at ``path``; None for a line torn by a killed run, or of a newer SDK. ``nbytes``: size of
+    the part to read; default: all."""
+
+    path: Path
+    nbytes: float = math.inf
+
+    @classmethod
+    def of_now(cls, path: Path) -> EventFile:
+        """Return the events recorded until now."""
+        return cls(path, path.stat().st_size if path.exists() else 0)
+
+    def __iter__(self) -> Iterator[Event | None]:
+        left = self.nbytes
+        if not left:
+            return
+        with self.path.open("rb") as lines:
+            for line in lines:
+                left -= len(line)
+                if left < 0:
+                    return
+                if line.strip():
+                    yield decode_event(line)
+
+
+def decode_event(line: bytes) -> Event | None:
+    """Return the event of a line; None if it cannot be read."""
+    try:
+        return _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _step_with_nan(line)
+
+
+def _step_with_nan(line: bytes) -> Event | None:
+    """Read a step with null metrics: JSON has no NaN, and a NaN loss is written as null."""
+    try:
+        fields = msgspec.json.decode(line)
+        metrics = {k: math.nan if v is None else v for k, v in fields["metrics"].items()}
+        return msgspec.convert({**fields, "metrics": metrics}, StepTrained)
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        return None

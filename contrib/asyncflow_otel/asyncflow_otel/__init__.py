@@ -1,0 +1,1 @@
+"""Traces of the rows of an AsyncFlow run for OpenTelemetry."""
