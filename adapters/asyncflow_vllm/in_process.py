@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -93,17 +94,21 @@ class InProcessAccess(Access):
 
     async def close(self) -> None:
         """End vLLM. Idempotent. vLLM frees its ZeroMQ context (three threads and their
-        descriptors) only when the AsyncLLM is collected, which a stored traceback can delay for
-        ever, so the context is ended here."""
+        descriptors) and the two pipes of each process only when the AsyncLLM is collected, which a
+        stored traceback can delay for ever, so they are closed here."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        context = llm.engine_core.resources.ctx
+        held = llm.engine_core.resources
+        processes = list(getattr(held.engine_manager, "processes", ()))
         await asyncio.to_thread(llm.shutdown, timeout=CLOSE_S)
-        closing = threading.Thread(target=context.term, name="termination of its ZeroMQ context", daemon=True)
+        closing = threading.Thread(target=held.ctx.term, name="termination of its ZeroMQ context", daemon=True)
         closing.start()
-        if left := await asyncio.to_thread(_join, [closing, *self._threads]):
+        if left := await asyncio.to_thread(_join, [closing, *self._threads, *processes]):
             warnings.warn(f"vLLM was closed, and {CLOSE_S:g} s later still runs: {', '.join(left)}", stacklevel=2)
+        for process in processes:
+            with contextlib.suppress(ValueError):  # it still runs
+                process.close()
 
     async def _call(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Return the result of a call. Raises EngineGone if vLLM dies during it, where the call
@@ -124,12 +129,12 @@ class InProcessAccess(Access):
         return EngineGone("vLLM's EngineCore has died; the worker's log above says why")
 
 
-def _join(threads: Sequence[threading.Thread]) -> list[str]:
-    """Return the names of threads that do not end in time."""
+def _join(running: Sequence[threading.Thread | BaseProcess]) -> list[str]:
+    """Return the names of threads and processes that do not end in time."""
     until = time.monotonic() + CLOSE_S
-    for thread in threads:
-        thread.join(max(until - time.monotonic(), 0.0))
-    return [thread.name for thread in threads if thread.is_alive()]
+    for each in running:
+        each.join(max(until - time.monotonic(), 0.0))
+    return [each.name for each in running if each.is_alive()]
 
 
 def _output(n: int, max_tokens: int) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def check_given_back(start: Callable[[], None], close: Callable[[], None], *, li
 
     Non-daemon threads, processes (orphans, too) and segments count after the first time.
     Descriptors and other threads may be made once and stay: they count only if each engine adds
-    more. An engine limited to one per process is not tested for these.
+    more. What is freed late, by a thread or the collector, has `GONE_S` after the last one. An engine
+    limited to one per process is not tested for these.
     """
     until = time.monotonic() + limit_s / 2
     with _adopting():
@@ -109,9 +110,10 @@ def check_given_back(start: Callable[[], None], close: Callable[[], None], *, li
         start()
         segments = {key for key in _segments(_all()) if key[0].startswith(SHM)}
         close()
-        _check_left(segments - before, threads, processes, min(GONE_S, limit_s))
-        left, open_before = _settled(first), set[tuple[str, str]]()
-        for _ in range(CYCLES - 1):
+        wait_s = min(GONE_S, limit_s)
+        _check_left(segments - before, threads, processes, wait_s)
+        left, open_before = _settled(first, _SETTLE_S), set[tuple[str, str]]()
+        for settle_s in (_SETTLE_S,) * (CYCLES - 2) + (wait_s,):
             if not left or time.monotonic() > until:
                 return
             base, open_before = _counts(), set(_descriptors())
@@ -120,7 +122,7 @@ def check_given_back(start: Callable[[], None], close: Callable[[], None], *, li
             except Exception:
                 return
             close()
-            left = _settled(base)
+            left = _settled(base, settle_s)
     if left:
         new = (
             ", ".join(sorted({name for _, name in set(_descriptors()) - open_before})[-8:])
@@ -165,9 +167,9 @@ def _counts() -> dict[str, int]:
     return {"descriptors": len(_ls(os.getpid(), "fd")), "threads": len(_ls(os.getpid(), "task"))}
 
 
-def _settled(base: dict[str, int]) -> dict[str, int]:
-    """Return the excess over ``base``, also after a moment."""
-    until = time.monotonic() + _SETTLE_S
+def _settled(base: dict[str, int], wait_s: float) -> dict[str, int]:
+    """Return the excess over ``base`` that does not go within ``wait_s``."""
+    until = time.monotonic() + wait_s
     while True:
         left = {name: count - base[name] for name, count in _counts().items() if count > base[name]}
         if not left or time.monotonic() > until:
