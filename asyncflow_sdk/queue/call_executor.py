@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -404,8 +404,8 @@ class CallExecutor:
 
     def _report_step(self, step: TrainedStep) -> None:
         try:
-            read: Any = self.payloads.read_step(step.ids, step.groups, step.completed_at)
+            read = self.payloads.read_step(step.ids, step.groups, step.completed_at)
         except Exception:  # later effects must still be executed
             _log.exception("the rows of step %d cannot be read for the listener", step.number)
         else:
-            self._listeners.step(step.number, read)
+            self._listeners.step(step.number, read, read.elsewhere)

@@ -17,7 +17,7 @@ class Listeners:
     def __init__(
         self,
         on_event: Callable[[Event], None] | None,
-        on_step: Callable[[int, Callable[[], Batch]], None] | None,
+        on_step: Callable[[int, Callable[[], Batch], bool], None] | None,
         on_final: Callable[[int], None] | None,
     ) -> None:
         self._on_event, self._on_step, self._on_final = on_event, on_step, on_final
@@ -37,9 +37,9 @@ class Listeners:
         """Call the listener for events."""
         self._call(self._on_event, event)
 
-    def step(self, step: int, read: Callable[[], Batch]) -> None:
+    def step(self, step: int, read: Callable[[], Batch], elsewhere: bool) -> None:
         """Call the listener for rows of acknowledged steps."""
-        self._call(self._on_step, step, read)
+        self._call(self._on_step, step, read, elsewhere)
 
     @property
     def finals(self) -> bool:

@@ -58,8 +58,8 @@ class QueueServer:
 
     ``on_event`` and ``on_step`` run in the server's thread and must return at once; ``on_final`` runs
     in a thread of its own, and the checkpoint waits for it. Their exceptions are logged. ``on_step``
-    gets the number of an acknowledged step and a function to read its rows (all their columns; from
-    any thread, once). A restarted server reports the steps not covered by a checkpoint again.
+    gets the number of an acknowledged step, a function to read its rows (all their columns; from any
+    thread, once), and True if some are on other hosts. A restarted server reports the steps not covered by a checkpoint again.
     ``on_final`` gets a number before a checkpoint makes the steps below it final; they are not
     reported again, so it returns only when they are no longer needed.
 
@@ -81,7 +81,7 @@ class QueueServer:
         self,
         addresses: list[str],
         on_event: Callable[[Event], None] | None = None,
-        on_step: Callable[[int, Callable[[], Batch]], None] | None = None,
+        on_step: Callable[[int, Callable[[], Batch], bool], None] | None = None,
         *,
         on_final: Callable[[int], None] | None = None,
         journal: Path | None = None,

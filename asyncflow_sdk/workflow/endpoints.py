@@ -136,11 +136,16 @@ def serve(
             f"on_step reads rows after they were trained, and with store={store.kind!r} they may be gone from their host then:"
             " set checkpoints=True"
         )
+
+    def of_user(step: int, read: Callable[[], Batch], elsewhere: bool) -> None:
+        if on_step is not None:
+            on_step(step, read)
+
     policy, own = find_policy(staleness_policy)
     earlier = None if path is None else EventFile.of_now(path / EVENTS)
     server = QueueServer(
         [address] if address else [], on_event=call_all([*(sink.event for sink in receiving), on_event]),
-        on_step=call_all([*(sink.step for sink in recording), on_step]),
+        on_step=call_all([*(sink.step for sink in recording), None if on_step is None else of_user]),
         on_final=call_all([*(sink.settle for sink in recording), on_final]), journal=journal, durability=durability,
         keys=keys, insecure=insecure, max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history,
         store=store.kind, store_options=store.options,

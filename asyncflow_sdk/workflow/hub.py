@@ -1,5 +1,6 @@
 """Models by their names on the Hugging Face Hub: downloaded into its cache, by huggingface_hub.
 
+is_name("Qwen/Qwen3-0.6B"), is_name("./models/mine")      # True, False; True for "models/mine", if there is no such folder
 folder = model_folder("Qwen/Qwen3-0.6B")                  # .../models--Qwen--Qwen3-0.6B/snapshots/c1899de...
 snapshot_of(folder)                                       # ("Qwen/Qwen3-0.6B", "c1899de...")
 """
@@ -25,7 +26,7 @@ def model_folder(model: str | Path, revision: str | None = None) -> str:
     ConfigError with the remedy, PluginError without huggingface_hub."""
     path = str(model)
     known = snapshot_of(path)
-    if Path(path).exists() or not (known or _NAME.fullmatch(path)):
+    if Path(path).exists() or not (known or is_name(path)):
         if revision is not None:
             raise ConfigError(f"model_revision={revision!r} is of a model of the hub, and {path!r} is a folder")
         return path
@@ -34,13 +35,19 @@ def model_folder(model: str | Path, revision: str | None = None) -> str:
         import huggingface_hub
     except ImportError:
         raise PluginError(
-            f"model {name!r} is downloaded by huggingface_hub; install it with: pip install 'asyncflow-sdk[hub]'"
+            f"there is no folder {path} here, and a model {name!r} of the hub is downloaded by huggingface_hub;"
+            " install it with: pip install 'asyncflow-sdk[hub]'"
         ) from None
     try:
         found: str = huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=list(FILES))
     except Exception as error:  # its errors are those of several libraries
-        raise ConfigError(f"model {name!r} {_reason(huggingface_hub, name, commit, error)}") from error
+        raise ConfigError(_reason(huggingface_hub, path, name, commit, error)) from error
     return found
+
+
+def is_name(model: str) -> bool:
+    """True for a path that may be a name of the hub."""
+    return _NAME.fullmatch(model) is not None
 
 
 def snapshot_of(folder: str) -> tuple[str, str] | None:
@@ -49,21 +56,22 @@ def snapshot_of(folder: str) -> tuple[str, str] | None:
     return None if found is None else (f"{found[1]}/{found[2]}", found[3])
 
 
-def _reason(hub: Any, name: str, revision: str | None, error: Exception) -> str:
+def _reason(hub: Any, path: str, name: str, revision: str | None, error: Exception) -> str:
     """Return what an error of huggingface_hub means, and what to do."""
     at, errors = hub.constants.ENDPOINT, hub.errors
+    neither = f"there is no folder {path} here, and no model of that name"
     if isinstance(error, errors.GatedRepoError):
-        return f"is gated: accept its terms at {at}/{name}, and log in with `hf auth login` or HF_TOKEN"
-    if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"is no folder here, and no model at {at} for this token; a private one needs `hf auth login` or HF_TOKEN"
+            f"model {name!r} is gated: accept its terms at {at}/{name}, and log in with `hf auth login` or HF_TOKEN"
         )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{neither} on the hub: {at} has none for this token; a private one needs `hf auth login` or HF_TOKEN"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"has no revision {revision!r} at {at}"
+        return f"model {name!r} has no revision {revision!r} at {at}"
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         why = "HF_HUB_OFFLINE is set" if hub.constants.HF_HUB_OFFLINE else f"{at} cannot be reached"
         return (
-            f"is no folder here, not in the cache ({hub.constants.HF_HUB_CACHE}), and {why}: run `hf download {name}`"
-            " where there is a network, and copy the cache, or give the path of a folder"
+            f"{neither} in the cache of the hub ({hub.constants.HF_HUB_CACHE}), and {why}: give the path of a folder, or"
+            f" run `hf download {name}` where there is a network, and copy the cache"
         )
-    return f"cannot be downloaded from {at}: {type(error).__name__}: {error}"
+    return f"{neither} could be downloaded from {at}: {type(error).__name__}: {error}"

@@ -118,12 +118,14 @@ class Run(WeightSync):
 
         A worker failing for good sets ``failure``, and consumers of this run raise it.
         """
+        spec.find_model()
         if not isinstance(spec, Train):
             self.declare(spec)
         return self._pool.start(spec, WorkerSettings(**settings), rank)
 
     def declare(self, spec: Rollout | Stage | Train, batch_size: int = 0) -> None:
         """Declare the task of a spec. ``batch_size``: rows of a step, for a trainer's."""
+        spec.find_model()
         declared = spec.declare(batch_size) if isinstance(spec, Train) else spec.declare()
         declare_task(self.queue, declared)
 

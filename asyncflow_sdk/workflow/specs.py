@@ -25,19 +25,15 @@ from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 from ..types.defaults import AGENT_S, CONCURRENCY, GROUP_SIZE, LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S
 from ..types.tasks import SamplerSpec
 from ..types.validation import check_least
-from .hub import model_folder
 from .rewards import Rewards, work_path
 from .rollout.agent import Agent
 from .serialization import Serializable
 from .work import (
+    EngineSpec,
     Generate,
     Logprobs,
-    engine_name,
     is_coroutine,
     needs_of,
-    plain_options,
-    resolved,
-    tokenizer_file,
 )
 from .workers.rank_communicator import RankCommunicator
 from .workers.ranks import own_rank
@@ -91,12 +87,13 @@ def _split_placement(given: dict[str, Any], **defaults: Any) -> tuple[Placement,
 
 
 @placed()
-class Rollout(Serializable):
+class Rollout(EngineSpec):
     """Generates responses with ``replicas`` workers of the rollout engine ``engine``; None: one, or one
     on each of ``hosts``. 0: none from here, workers join by hand.
 
     ``model``: a Hugging Face model folder, or a model of the hub by its name, at ``model_revision``
-    (default: main); the constructor downloads it into the cache. ``prompt``: the column of prompts;
+    (default: main); a workflow, or ``start`` of a run, downloads it into the cache, and ``model`` is
+    its folder then. ``prompt``: the column of prompts;
     "prompt_ids" holds token ids, any other holds texts or chats. ``tokenizer``: a folder or
     tokenizer.json; default: the model's. ``chat``: arguments of its chat template; a text is then a chat
     of one message.
@@ -148,7 +145,6 @@ class Rollout(Serializable):
         check_least(1, group_size=group_size)
         check_least(0, replicas=replicas)
         _check_task("rollout", task, lease_s)
-        self.engine, self.model = engine_name(engine), model_folder(model, model_revision)
         self.task, self.group_size = task, group_size
         self.partitions = _partitions("rollout", task, partitions)
         unprefixed = task == "rollout" or not takes_trained(self.partitions)
@@ -157,8 +153,8 @@ class Rollout(Serializable):
         self.lease_s = lease_s
         self.place, options = _split_placement(options)
         self.replicas = max(1, len(self.place.hosts)) if replicas is None else replicas
-        self.prompt, self.options = prompt, plain_options(self.engine, options)
-        self.tokenizer = tokenizer_file(tokenizer, self.model)
+        self._take_engine(engine, options, model, model_revision, tokenizer)
+        self.prompt = prompt
         self.agent: Agent | None = None
         if agent is not None:
             columns = tuple(needs) if needs is not None else None
@@ -168,7 +164,6 @@ class Rollout(Serializable):
             raise ConfigError(
                 "needs= and gives= are an agent's: a rollout without one needs prompts and gives responses"
             )
-        self.init_args |= {"engine": self.engine, **resolved(self.model), **self.options}
 
     @property
     def admits(self) -> bool:
@@ -344,6 +339,11 @@ class Stage(Serializable):
         """True if it runs in the driver's process, since no other process can import its function."""
         return not isinstance(self.work, (Logprobs, Generate)) and self.path is None
 
+    def find_model(self) -> None:
+        """Find the model of its engine, if it has one, as ``Rollout`` does."""
+        if isinstance(self.work, EngineSpec):
+            self.work.find_model()
+
     def run(self, queue: QueueClient) -> None:
         """Declare the task and work in this thread until the stream ends. ``queue``: of a connection
         without other users. With a ``world_size`` above 1, work as the rank in the environment.
@@ -357,6 +357,7 @@ class Stage(Serializable):
                     " is no rank of so many; torchrun would set RANK and WORLD_SIZE"
                 )
             ranks = RankCommunicator(queue, self.task, *own)
+        self.find_model()
         declare_task(queue, self.declare())
         self.run_declared(queue, ranks)
 
@@ -379,7 +380,7 @@ class Stage(Serializable):
 
 
 @placed(max_restarts=0)
-class Train(Serializable):
+class Train(EngineSpec):
     """Trains with the train engine ``engine``.
 
     ``weights``: how versions are published; a workflow has its own. ``needs``: columns of its
@@ -427,10 +428,8 @@ class Train(Serializable):
         self.place, options = _split_placement(options, max_restarts=0)
         if world_size == 1 < len(self.place.hosts):
             raise ConfigError(f"hosts={list(self.place.hosts)} of a trainer with world_size=1: it runs on one host")
-        self.engine, self.model = engine_name(engine), model_folder(model, model_revision)
-        self.world_size = world_size
-        self.options = plain_options(self.engine, options)
-        self.weights = weights
+        self._take_engine(engine, options, model, model_revision)
+        self.world_size, self.weights = world_size, weights
         self.algorithm_spec = algorithm_spec(algorithm)
         self.algorithm: Algorithm | None = None
         """The algorithm; None if only its worker can make it."""
@@ -442,10 +441,7 @@ class Train(Serializable):
         own = self.algorithm.needs if self.algorithm is not None else ()
         self.needs = tuple(dict.fromkeys((*TRAIN_COLUMNS, *own, *needs)))
         how = self.algorithm_spec
-        self.init_args |= {
-            "engine": self.engine, **resolved(self.model), "algorithm": (how.name, how.options), "needs": self.needs,
-            **self.options,
-        }  # fmt: skip
+        self.init_args |= {"algorithm": (how.name, how.options), "needs": self.needs}
 
     def needing(self, column: str) -> Train:
         """Return a copy whose batches also have ``column``."""

@@ -24,7 +24,37 @@ from .hub import model_folder
 from .serialization import Serializable
 
 
-class Logprobs(Serializable):
+class EngineSpec(Serializable):
+    """A part of a workflow with an engine and its model. Its constructor uses no network: a name of the
+    hub stays in ``model`` until ``find_model``."""
+
+    def _take_engine(
+        self, engine: str | type, options: dict[str, Any], model: str | Path, revision: str | None,
+        tokenizer: str | Path | None = None,
+    ) -> None:  # fmt: skip
+        tokenizer_file(tokenizer, "")
+        self.engine, self._tokenizer = engine_name(engine), tokenizer
+        self.options = plain_options(self.engine, options)
+        self.init_args |= {"engine": self.engine, **self.options}
+        self.take_model(str(model), revision)
+
+    def find_model(self) -> None:
+        """Make ``model`` a folder of this host: a model of the hub is downloaded. Raises ConfigError,
+        PluginError."""
+        self.take_model(model_folder(self.model, self.model_revision))
+
+    def take_model(self, model: str, revision: str | None = None) -> None:
+        """Set the model: a folder, or a name of the hub at ``revision``."""
+        self.model, self.model_revision = model, revision
+        self.init_args |= {"model": model, "model_revision": revision}
+
+    @property
+    def tokenizer(self) -> str:
+        """The path of the named tokenizer.json, or of the model's; "" without one."""
+        return tokenizer_file(self._tokenizer, self.model)
+
+
+class Logprobs(EngineSpec):
     """Log-probs of given responses by the train engine ``engine`` with the fixed weights of
     ``model``, a folder or a model of the hub as of ``Rollout``: of a reference or a teacher.
 
@@ -44,16 +74,11 @@ class Logprobs(Serializable):
         **options: Any,
     ) -> None:  # fmt: skip
         check_least(1, world_size=world_size)
-        self.engine, self.model, self.world_size = (
-            engine_name(engine),
-            model_folder(model, model_revision),
-            world_size,
-        )
-        self.options = plain_options(self.engine, options)
-        self.init_args |= {"engine": self.engine, **resolved(self.model), **self.options}
+        self._take_engine(engine, options, model, model_revision)
+        self.world_size = world_size
 
 
-class Generate(Serializable):
+class Generate(EngineSpec):
     """One response to each row by the rollout engine ``engine`` with the fixed weights of
     ``model``, a folder or a model of the hub as of ``Rollout``: of a judge or a teacher.
 
@@ -68,16 +93,8 @@ class Generate(Serializable):
         self, engine: str | type, *, model: str | Path = "", model_revision: str | None = None,
         sampling: Sampling | None = None, tokenizer: str | Path | None = None, chat: Chat | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        self.engine, self.model = engine_name(engine), model_folder(model, model_revision)
+        self._take_engine(engine, options, model, model_revision, tokenizer)
         self.sampling, self.chat = sampling or Sampling(), chat
-        self.tokenizer = tokenizer_file(tokenizer, self.model)
-        self.options = plain_options(self.engine, options)
-        self.init_args |= {"engine": self.engine, **resolved(self.model), **self.options}
-
-
-def resolved(folder: str) -> dict[str, str | None]:
-    """Return the arguments by which a model is found again: its folder, with the commit in its path."""
-    return {"model": folder, "model_revision": None}
 
 
 def engine_name(engine: str | type) -> str:

@@ -41,6 +41,7 @@ from .events.recorder import Recorder
 from .events.trackers import Tracked, tracker_list
 from .events.waits import StallTimer
 from .plan.checks import check_plan
+from .plan.models import find_models
 from .plan.plan import AHEAD_STEPS, Plan
 from .plan.text import describe, mermaid, plan_text
 from .rewards import Rewards
@@ -153,6 +154,10 @@ class Workflow(Serializable):
             scoring = (reward,)
         elif reward is not None:
             scoring = (Stage(reward, task="reward", gives=["reward"]),)  # type: ignore[arg-type]
+        evaluating: list[Stage | Rollout] = []
+        if evaluate is not None:
+            evaluating = [evaluate.stage, *filter(None, [evaluate.rollout])]
+        find_models(rollout=rollouts, reward=scoring, stages=stages, train=[train], evaluate=evaluating)
         ahead = batch_size * (staleness.max_staleness + AHEAD_STEPS)
         held_out = None
         if evaluate is not None:

@@ -97,61 +97,99 @@ def hub() -> Iterator[Hub]:
 SCRIPT = """
 import json, sys
 import asyncflow_sdk as af
-def attempt(kind, **given):
-    try: return getattr(af, kind)("echo", **given).model
-    except (af.ConfigError, af.PluginError) as error: return f"{type(error).__name__}: {error}"
-for kind, given in json.loads(sys.argv[1]): print(json.dumps(attempt(kind, **given)))
+OF_STAGES = {"Logprobs": {"gives": ["scores"]}, "Generate": {"needs": ["prompt_ids"], "gives": ["verdict"]}}
+given = [(kind, getattr(af, kind)("echo", **options)) for kind, options in json.loads(sys.argv[1])]
+plan = {"rollout": af.Rollout("echo", group_size=4, prompt="prompt_ids"), "train": af.Train("echo"), "stages": []}
+for kind, spec in given:
+    if kind in OF_STAGES:
+        plan["stages"].append(af.Stage(spec, **OF_STAGES[kind]))
+    else:
+        plan[kind.lower()] = spec
+if sys.argv[2] == "check":
+    try:
+        af.Workflow(
+            prompts={"prompt_ids": [[1], [2]]}, reward=af.Stage(len, task="reward", needs=["response_ids"]),
+            batch_size=4, steps=1, **plan)
+    except (af.ConfigError, af.PluginError) as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"))
+for _, spec in given: print(json.dumps(spec.model))
 """
 
 
-def attempts(folder: Path, url: str, *given: tuple[str, dict[str, Any]], **environment: str) -> list[str]:
-    """Make specs in another process, whose cache is below ``folder``, and return their models or errors."""
+def models(
+    folder: Path, url: str, *given: tuple[str, dict[str, Any]], only: str = "check", **environment: str
+) -> Any:
+    """Check a workflow with these specs, or ``only`` make them, in another process, whose cache is below ``folder``. Return their
+    models, after the error, if there is one."""
     base = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     base |= {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": url, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    command = [sys.executable, "-c", SCRIPT, json.dumps(given)]
-    done = subprocess.run(command, env=base | environment, capture_output=True, text=True, timeout=120, check=False)
+    options = [
+        (kind, {**({"group_size": 4, "prompt": "prompt_ids"} if kind == "Rollout" else {}), **o}) for kind, o in given
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(options), only], env=base | environment, capture_output=True, text=True,
+        timeout=120, check=False, cwd=folder,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_models_are_downloaded_by_name_revision_and_token(hub: Hub, tmp_path: Path) -> None:
-    found = attempts(
-        tmp_path, hub.url,
-        ("Rollout", {"model": "owner/open"}),
-        ("Train", {"model": "owner/open", "model_revision": "v1"}),
-        ("Logprobs", {"model": "owner/private"}),
-        ("Generate", {"model": "owner/open", "model_revision": "no"}),
-        ("Rollout", {"model": "owner/none"}),
-        ("Rollout", {"model": "owner/gated"}),
-        HF_TOKEN="secret",
-    )  # fmt: skip
-    newest, tagged, private, *errors = found
+def test_a_workflow_downloads_each_model_once_by_name_revision_and_token(hub: Hub, tmp_path: Path) -> None:
+    given: list[tuple[str, dict[str, Any]]] = [
+        ("Rollout", {"model": "owner/open"}), ("Generate", {"model": "owner/open"}),
+        ("Train", {"model": "owner/open", "model_revision": "v1"}), ("Logprobs", {"model": "owner/private"}),
+    ]  # fmt: skip
+
+    assert models(tmp_path, hub.url, *given, only="make") == [
+        "owner/open",
+        "owner/open",
+        "owner/open",
+        "owner/private",
+    ]
+    assert hub.asked == [], "making a spec uses no network"
+
+    newest, again, tagged, private = models(tmp_path, hub.url, *given, HF_TOKEN="secret")
+    assert newest == again
+    assert [path.split("?")[0] for path in hub.asked].count("/api/models/owner/open/revision/main") == 1
     for folder, commit in ((newest, "main"), (tagged, "v1"), (private, "main")):
         assert folder.endswith(f"/snapshots/{COMMITS[commit]}")
         names = {path.name for path in Path(folder).iterdir()}
         assert names == FILES.keys() - {"pytorch_model.bin"}, "no pickled weights"
     assert Path(tagged, "model.safetensors").read_bytes().endswith(COMMITS["v1"].encode())
-    messages = "has no revision 'no' at", "is no folder here, and no model at", "is gated: accept"
-    for error, message in zip(errors, messages, strict=True):
+
+
+def test_one_error_names_every_model_that_is_not_found_and_what_it_may_have_meant(hub: Hub, tmp_path: Path) -> None:
+    error, *_ = models(
+        tmp_path, hub.url,
+        ("Rollout", {"model": "models/mine"}), ("Train", {"model": "models/mine"}),
+        ("Generate", {"model": "owner/open", "model_revision": "no"}), ("Logprobs", {"model": "owner/gated"}),
+    )  # fmt: skip
+
+    assert "ConfigError: 3 things in this workflow cannot work" in error
+    assert error.count("there is no folder models/mine here, and no model of that name on the hub: ") == 1
+    for message in (
+        "login` or HF_TOKEN",
+        "model 'owner/open' has no revision 'no' at",
+        "'owner/gated' is gated: accept",
+    ):
         assert message in error
-    (without_token,) = attempts(tmp_path / "other", hub.url, ("Rollout", {"model": "owner/private"}))
-    assert "a private one needs `hf auth login` or HF_TOKEN" in without_token
 
 
 def test_offline_takes_the_cache_and_says_what_to_do_without(hub: Hub, tmp_path: Path) -> None:
-    (folder,) = attempts(tmp_path, hub.url, ("Rollout", {"model": "owner/open"}))
+    (folder,) = models(tmp_path, hub.url, ("Rollout", {"model": "owner/open"}))
     before = len(hub.asked)
-    again, missing = attempts(
-        tmp_path, hub.url, ("Rollout", {"model": "owner/open"}), ("Rollout", {"model": "owner/private"}),
-        HF_HUB_OFFLINE="1",
-    )  # fmt: skip
+    (again,) = models(tmp_path, hub.url, ("Rollout", {"model": "owner/open"}), HF_HUB_OFFLINE="1")
+    missing, _ = models(tmp_path, hub.url, ("Rollout", {"model": "owner/private"}), HF_HUB_OFFLINE="1")
     assert again == folder
-    assert "not in the cache" in missing
-    assert "HF_HUB_OFFLINE is set: run `hf download owner/private`" in missing
+    assert "no folder owner/private here, and no model of that name in the cache" in missing
+    assert "HF_HUB_OFFLINE is set: give the path of a folder, or run `hf download owner/private`" in missing
     assert len(hub.asked) == before
     # and another host, without the folder, gets the same commit
-    moved = folder.replace(str(tmp_path / "hf"), "/no/such/cache")
-    (copied,) = attempts(tmp_path / "second", hub.url, ("Rollout", {"model": moved}))
+    second = tmp_path / "second"
+    second.mkdir()
+    (copied,) = models(
+        second, hub.url, ("Rollout", {"model": folder.replace(str(tmp_path / "hf"), "/no/such/cache")})
+    )
     assert copied.endswith(f"second/hf/hub/models--owner--open/snapshots/{COMMITS['main']}")
 
 

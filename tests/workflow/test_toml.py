@@ -225,6 +225,7 @@ def test_a_key_takes_another_value(tmp_path: Path, name: str, value: str, seen: 
         ("train.learning_rate", "1e-5", "^train.learning_rate=1e-5: engine 'echo' has no option 'learning_rate'"),
         ("stages.0.batch", "1", "^stages.0.batch=1: .*has nothing at stages.0"),
         ("steps.more", "1", "has nothing at steps.more"),
+        ("train.model", "models/mine", "^train.model=models/mine: there is no folder models/mine here, and no model"),
     ],
 )
 def test_a_changed_key_is_named_as_it_was_given(tmp_path: Path, name: str, value: str, message: str) -> None:

@@ -123,6 +123,12 @@ def test_all_of_a_workflow_is_heard_by_every_tracker(tmp_path: Path, plugin: Non
     assert [step for step, _ in sampled] == [0, 2], "each second step, also the last of the run"
     assert {len(rows) for _, rows in sampled} == {8}, "of 16 rows the first"
     assert sampled[0][1][0].keys() >= {"group", "reward", "prompt_ids", "response_ids"}
+    _, recorded = next(iter(af.read_steps(tmp_path / "run")))
+    for name, ids in (
+        ("prompt_ids", recorded.ragged("prompt_ids")),
+        ("response_ids", recorded.ragged("response_ids")),
+    ):
+        assert [row[name] for row in sampled[0][1]] == [" ".join(map(str, row.tolist())) for row in list(ids)[:8]]
     assert notes(tmp_path / "run") == []
 
 

@@ -36,9 +36,9 @@ class EventSink(abc.ABC):
     def event(self, event: Event) -> None:
         """Called for each event."""
 
-    def step(self, step: int, read: ReadRows) -> None:
+    def step(self, step: int, read: ReadRows, elsewhere: bool) -> None:
         """Called for each acknowledged step. ``read`` returns its rows, once, in any thread, at any
-        time."""
+        time; if rows are ``elsewhere``, on other hosts, it may wait for these."""
 
     def settle(self, before: int) -> None:
         """Called in a thread of its own before a checkpoint makes the steps below ``before`` final: a

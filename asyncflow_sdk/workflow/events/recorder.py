@@ -103,11 +103,11 @@ class Recorder(EventThread):
             self._write(event, at_once=True)
         self.put(event)
 
-    def step(self, step: int, read: ReadRows) -> None:
+    def step(self, step: int, read: ReadRows, elsewhere: bool) -> None:
         """Have the rows of a step written by the recorder's thread; by this one if ``MOST_WAITING``
         wait."""
         self._steps.append((step, read))
-        self._elsewhere |= getattr(read, "elsewhere", False)
+        self._elsewhere |= elsewhere
         while len(self._steps) > MOST_WAITING and not self._elsewhere:
             with self._writing:
                 self._record()

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from ...types import Batch
 from .step_files import read_batch
 
@@ -19,8 +17,7 @@ MOST_CHARACTERS = 2_000
 def sample_rows(path: Path) -> list[dict[str, str | float]]:
     """Return the first rows of a step file: texts, scalar columns, and token ids as a text. Columns
     of other shapes and floats of each token are left out. Raises OSError, ValueError, KeyError."""
-    batch = read_batch(path)
-    first = batch.take(np.arange(min(len(batch.ids), MOST_ROWS)))
+    first = read_batch(path, rows=MOST_ROWS)
     columns = {"group": first.groups.tolist(), **{name: found for name in first if (found := _shown(first, name))}}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 

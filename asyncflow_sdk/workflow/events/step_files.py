@@ -8,6 +8,7 @@ for step, batch in read_steps("runs/first"): ...
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,8 +43,9 @@ def write_batch(path: Path, batch: Batch, **more: Any) -> None:
     _write_arrays(path, arrays)
 
 
-def read_batch(path: Path, only: tuple[str, ...] | None = None) -> Batch:
-    """Read a batch. ``only``: these columns, if present. Raises OSError, ValueError, KeyError."""
+def read_batch(path: Path, only: tuple[str, ...] | None = None, rows: int | None = None) -> Batch:
+    """Read a batch. ``only``: these columns, if present. ``rows``: the first so many, without reading
+    the others. Raises OSError, ValueError, KeyError."""
     with _open_arrays(path) as stored:
         columns: dict[str, Column] = {}
         for key in stored:
@@ -52,18 +54,20 @@ def read_batch(path: Path, only: tuple[str, ...] | None = None) -> Batch:
             name, kind, dtype = key.rsplit(":", 2)
             if only is not None and name not in only:
                 continue
-            values = stored[key]
+            offsets = None
+            if f"{name}.offsets" in stored:
+                offsets = stored.first(f"{name}.offsets", None if rows is None else rows + 1)
+            values = stored.first(key, rows if rows is None or offsets is None else int(offsets[-1]))
             if values.dtype != carrier(dtype):  # bfloat16 and others, stored as bytes
                 values = values.view(carrier(dtype))[..., 0]
-            offsets = stored.get(f"{name}.offsets")
             spec = ColumnSpec(kind, dtype, values.shape[1:])  # type: ignore[arg-type]
             columns[name] = Column(spec, values, offsets)
-        batch = Batch(stored["ids"], stored["groups"], columns)
+        batch = Batch(stored.first("ids", rows), stored.first("groups", rows), columns)
         if "version_step_offsets" in stored:
             batch.version_step_offsets = tuple(
                 (int(first), int(shift)) for first, shift in stored["version_step_offsets"]
             )
-        batch.completed_at = stored.get(COMPLETED_AT)
+        batch.completed_at = stored.first(COMPLETED_AT, rows) if COMPLETED_AT in stored else None
         return batch
 
 
@@ -120,10 +124,16 @@ class _Arrays(Mapping[str, np.ndarray[Any, Any]]):
         return name in self._tensors
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        return self.first(name, None)
+
+    def first(self, name: str, count: int | None) -> np.ndarray[Any, Any]:
+        """Read the first ``count`` elements of an array's first dimension; None: all."""
         tensor = self._tensors[name]
+        shape = tensor.shape if count is None else (min(count, tensor.shape[0]), *tensor.shape[1:])
         self._file.seek(tensor.start)
-        raw = np.fromfile(self._file, np.uint8, tensor.stop - tensor.start)
-        return raw.view(carrier(tensor.dtype)).reshape(tensor.shape)
+        dtype = carrier(tensor.dtype)
+        raw = np.fromfile(self._file, np.uint8, math.prod(shape) * dtype.itemsize)
+        return raw.view(dtype).reshape(shape)
 
 
 @contextlib.contextmanager

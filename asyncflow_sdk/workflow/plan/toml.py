@@ -30,6 +30,7 @@ from ...errors import ConfigError, PluginError
 from ...plugins import import_name, registry
 from ...types.validation import place_of
 from ..evaluation import Evaluation
+from ..hub import is_name
 from ..specs import Rollout, Stage, Train
 from ..work import Generate, Logprobs
 from ..workflow import Workflow
@@ -209,6 +210,8 @@ class _File:
         if isinstance(value, str):
             if str not in members and any(_is_function(member) for member in members):
                 return self._function(value, key)
+            if name == "model" and is_name(value) and not os.path.exists(self._path(value)):
+                return value
             if Path in members or (name == "python" and "/" in value):
                 return self._path(value)
         return self._convert(hint, self._resolve(value), key)

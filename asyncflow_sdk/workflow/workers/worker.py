@@ -115,6 +115,7 @@ class WorkerRuntime:
         return WorkerExit(0)
 
     def _work_as(self, role: Rollout | Stage | Train, queue: QueueClient) -> None:
+        role.find_model()  # the cache of a host that did not download it may lack it
         trains = isinstance(role, Train)
         ranks = RankCommunicator(queue, self.spec.group, self.spec.rank, self.spec.world_size)
         join_ranks(ranks, queue.connection, self.spec.placement.env)
