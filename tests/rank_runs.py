@@ -19,12 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
+from asyncflow_sdk.cli.export_command import export_model
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import Shard
 from asyncflow_sdk.types.events import Event, Note, Span, StepTrained, WorkerState
@@ -165,7 +167,7 @@ def run_with_a_rank_killed_in_a_collective(
             max_restarts=1, of=engine, gates=str(gates), **options,
         ),
         weights=af.Weights(probe=probe, verify=["probe"], transport="file", options={"path": str(versions)}),
-        batch_size=ROWS, steps=STEPS, checkpoint=af.Checkpoint(every=2), staleness=af.Staleness(max_staleness=0),
+        batch_size=ROWS, steps=STEPS, save_steps=2, save_total_limit=1, checkpoint=af.Checkpoint(every=2), staleness=af.Staleness(max_staleness=0),
     )  # fmt: skip
     killed = in_thread(kill)
 
@@ -188,17 +190,29 @@ def run_with_a_rank_killed_in_a_collective(
     for name in ("value_loss", "critic_grad_norm", "grad_norm"):
         assert min(e.metrics[name] for e in steps) > 0
     assert list((directory / "run").rglob("critic/optimizer.safetensors"))
-    check_version_folders(versions, directory / "run" / "model", model)
+    (saved,) = (directory / "run" / "models").iterdir()
+    assert saved.name == f"step-{STEPS:06d}", "the older one was removed"
+    check_version_folders(versions, model, saved, directory / "run" / "model")
+    export_model(
+        directory / "run", directory / "exported", STEPS - 2, best=False
+    )  # by one process, from what two have saved
+    exported = AutoModelForCausalLM.from_pretrained(directory / "exported").state_dict()
+    masters = load_file(
+        directory / "run" / "checkpoints" / f"step-{STEPS - 2:06d}" / "engine" / "weights.safetensors"
+    )
+    assert all(torch.equal(exported[name], tensor) for name, tensor in masters.items())
 
 
-def check_version_folders(versions: Path, exported: Path, model: str) -> None:
+def check_version_folders(versions: Path, model: str, *exported: Path) -> None:
     """The newest version is a Hugging Face model folder, of the weights that were exported in the end."""
     newest = max(each for each in versions.iterdir() if each.is_dir())
-    loaded, wanted = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (newest, exported))
-    assert loaded.keys() == wanted.keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
-    assert (newest / "config.json").exists()
-    assert {each.name for each in Path(model).glob("tokenizer*")} <= {each.name for each in newest.iterdir()}
+    published = AutoModelForCausalLM.from_pretrained(newest).state_dict()
+    for folder in (newest, *exported):
+        loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert loaded.keys() == published.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in published.items())
+        names = {"config.json", "generation_config.json", *(each.name for each in Path(model).glob("tokenizer*"))}
+        assert names <= {each.name for each in folder.iterdir()}
 
 
 def run_under_a_launcher(launcher: list[str], engine: str, model: str, directory: Path, **options: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import sys
 from pathlib import Path
 
 from ..algorithms import make_algorithm
@@ -12,6 +14,7 @@ from ..interfaces import TrainEngine
 from ..workflow import Workflow
 from ..workflow.checkpoint import Damaged, check
 from ..workflow.model_folder import whole_folder
+from ..workflow.plan.problems import for_role
 from ..workflow.workers.engines import make_engine
 
 
@@ -44,11 +47,12 @@ def _folders(directory: Path) -> list[str]:
 
 
 def _export_checkpoint(directory: Path, checkpoint: Path, part: Path) -> None:
-    train = Workflow.load(directory).plan.train
-    if train.world_size > 1 or train.place.python is not None:
+    with for_role("train"):
+        train = Workflow.load(directory).plan.train
+    python = train.place.python
+    if python is not None and os.path.abspath(python) != sys.executable:
         raise ConfigError(
-            f"{checkpoint} is of {train.world_size} ranks of engine {train.engine!r}, elsewhere: this command"
-            " loads a checkpoint of one rank. Let the run write folders, with save_steps="
+            f"engine {train.engine!r} is in another environment: {python} -m asyncflow_sdk.cli export ..."
         )
     try:
         check(checkpoint)
@@ -57,5 +61,10 @@ def _export_checkpoint(directory: Path, checkpoint: Path, part: Path) -> None:
     algorithm = make_algorithm(train.algorithm_spec)
     engine: TrainEngine = make_engine("train", train.engine, model=train.model, algorithm=algorithm, **train.options)
     with contextlib.closing(engine):
+        if train.world_size > 1 and not engine.reshards:
+            raise ConfigError(
+                f"{checkpoint} is of {train.world_size} ranks, and engine {train.engine!r} loads it in as many only, not"
+                " in this process. Let the run write folders, with save_steps="
+            )
         engine.load(checkpoint / "engine")
         engine.export(part)

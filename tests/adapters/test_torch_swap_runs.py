@@ -96,7 +96,7 @@ def test_a_run_swaps_in_flight_and_every_token_is_what_its_version_gives(endless
             of = token_versions(batch.ragged(VERSION_SPANS)).values == version
             wanted = trainer.logprobs(batch).values
             np.testing.assert_allclose(batch.ragged("logprobs").values[of], wanted[of], atol=1e-4)
-    check_version_folders(tmp_path / "versions", tmp_path / "run" / "model", endless)
+    check_version_folders(tmp_path / "versions", endless, tmp_path / "run" / "model")
 
 
 def test_every_version_is_proven_where_requests_end_first(endless: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ def asyncflow_adapters() -> list[af.AdapterSpec]:
             factory="asyncflow_accelerate.engine:AccelerateEngine",
             requires=["accelerate>=1.0", "transformers>=5", "torch>=2.6"],
             install="pip install asyncflow-accelerate",
-            can={"steps": ["whole", "parts"]},
+            can={"ranks": "one", "dtype": "option", "frozen": "option", "steps": ["whole", "parts"]},
             tested="accelerate 1.15 on a CPU, one process",
         )
     ]

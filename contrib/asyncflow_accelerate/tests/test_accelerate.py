@@ -6,11 +6,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import Conformance
+from asyncflow_sdk.types.events import Event, StepTrained
 from asyncflow_torch.reference import tiny_model
 
-kit = Conformance("train", "accelerate", options={"learning_rate": 1e-3, "cpu": True, "micro_batch_rows": 5})
+kit = Conformance("train", "accelerate", options={"learning_rate": 1e-3, "device": "cpu", "micro_batch_tokens": 60})
 
 
 @kit.parametrize
@@ -18,19 +24,43 @@ def test_contract(check: Any) -> None:
     check()
 
 
-def test_a_run_with_another_rollout_engine(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model", ends=True)
+def weights_of(folder: Path) -> dict[str, Any]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_with_another_rollout_engine_and_the_options_of_torch(tmp_path: Path) -> None:
+    model, events = tiny_model(tmp_path / "model", ends=True), list[Event]()
     workflow = af.Workflow(
         prompts={"prompt_ids": af.Ragged.of([[5, 6, 7], [8, 9], [10, 11, 12, 13]])},
         rollout=af.Rollout(
-            "transformers", model=model, group_size=4, prompt="prompt_ids", threads=1, sampling=af.Sampling(max_tokens=8)
+            "transformers", model=model, group_size=4, prompt="prompt_ids", threads=1, dtype="bfloat16",
+            sampling=af.Sampling(max_tokens=8),
         ),
         reward=lambda response_ids: [float(sum(token > 20 for token in row)) / len(row) for row in response_ids],
-        train=af.Train("accelerate", model=model, learning_rate=3e-3, cpu=True),
-        batch_size=12, steps=6, staleness=af.Staleness(max_staleness=1),
+        train=af.Train(
+            "accelerate", model=model, learning_rate=4e-3, device="cpu", dtype="bfloat16", lr_scheduler_type="linear",
+            warmup_steps=2, weight_decay=0.01, max_grad_norm=0.5, gradient_checkpointing=True,
+        ),
+        weights=af.Weights(transport="file", options={"path": str(tmp_path / "versions")}),
+        batch_size=12, steps=6, save_steps=3, save_total_limit=1, staleness=af.Staleness(max_staleness=1),
     )  # fmt: skip
 
-    result = workflow.run(tmp_path / "run")
+    result = workflow.run(tmp_path / "run", on_event=events.append)
 
     assert result.summary["balanced"]
-    assert result.summary["steps"] == 6
+    rates = [event.metrics["learning_rate"] for event in events if isinstance(event, StepTrained)]
+    assert rates == pytest.approx([2e-3, 4e-3, 4e-3, 3e-3, 2e-3, 1e-3])
+    (folder,) = (tmp_path / "run" / "models").iterdir()
+    assert folder.name == "step-000006"
+    assert {"config.json", "generation_config.json"} <= {file.name for file in folder.iterdir()}
+    version = max(path for path in (tmp_path / "versions").iterdir() if path.is_dir())
+    published = weights_of(version)
+    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
+    assert same(published, weights_of(folder))
+    assert same(published, weights_of(tmp_path / "run" / "model"))
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in published.items())
