@@ -57,7 +57,7 @@ class StepVersions:
         if last.resumed != NONE:  # later steps may have been acknowledged before it
             lost = grant.step == last.resumed
         elif last.rolled_back:
-            lost = before or grant.step < lineage.step(last.parent)
+            lost = before or grant.step < lineage.step(lineage.origin(last.parent))
         else:
             lost = before and grant.newest < versions.current
         if lost:

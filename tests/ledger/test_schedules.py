@@ -76,6 +76,10 @@ def late(audit: Audit, staleness: int) -> int:
     seed=21805, staleness=1, size=1, groups=1, steps=4, replicas=2, mortality=0.0, tight=False, policy="count",
     doubts=0.2, keep=2, parts=None,
 )  # fmt: skip
+@example(  # it is rolled back to a version that is itself a rollback, and that has trained the step which it holds
+    seed=4, staleness=0, size=2, groups=4, steps=3, replicas=2, mortality=0.2, tight=True, policy="wait", doubts=0.4,
+    keep=2, parts=0,
+)  # fmt: skip
 def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
     seed: int, staleness: int, size: int, groups: int, steps: int, replicas: int, mortality: float, tight: bool,
     policy: str, doubts: float, keep: int, parts: int | None,

@@ -56,6 +56,13 @@ class Lineage:
         """Return the step that trains a version."""
         return version - next(each.offset for each in reversed(self.changes) if version >= each.first)
 
+    def origin(self, version: int) -> int:
+        """Return the version that was first published with these bytes."""
+        for change in reversed(self.changes):
+            if change.rolled_back and change.first == version:
+                version = change.parent
+        return version
+
     def version(self, step: int) -> int:
         """Return the version trained by a step leased now."""
         return step + self.last.offset
