@@ -44,7 +44,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES[:1],
             install=_INSTALL,
             tested="torch 2.13 with gloo, on a CPU; nccl has not been run",
-            can={"hosts": "many", "encodings": ["full"]},
+            can={"hosts": "many", "encodings": ["full"], "outlives": []},
         ),
         AdapterSpec(
             kind="transport",
@@ -53,6 +53,6 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES[:1],
             install=_INSTALL,
             tested="its refusal without CUDA; it has not been run on a GPU",
-            can={"hosts": "one", "encodings": ["full"]},
+            can={"hosts": "one", "encodings": ["full"], "outlives": []},
         ),
     ]

@@ -32,21 +32,21 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             name="shm",
             factory="asyncflow_sdk.weights.transports.shm:ShmTransport",
             tested="Linux 6.18",
-            can={"hosts": "one", "encodings": ["mapped"]},
+            can={"hosts": "one", "encodings": ["mapped"], "outlives": "trainer"},
         ),
         AdapterSpec(
             kind="transport",
             name="file",
             factory="asyncflow_sdk.weights.transports.file:FileTransport",
             tested="Linux 6.18",
-            can={"hosts": "many", "encodings": ["full"]},
+            can={"hosts": "many", "encodings": ["full"], "outlives": "trainer"},
         ),
         AdapterSpec(
             kind="transport",
             name="tcp",
             factory="asyncflow_sdk.weights.transports.tcp:TcpTransport",
             tested="Linux 6.18",
-            can={"hosts": "many", "encodings": ["full", "delta"]},
+            can={"hosts": "many", "encodings": ["full", "delta"], "outlives": []},
         ),
         *(
             AdapterSpec(kind="sampler", name=name, factory=f"asyncflow_sdk.ledger.samplers:{factory}")

@@ -172,16 +172,20 @@ def test_a_replica_killed_in_an_evaluation_generates_it_again_with_the_same_vers
     assert result.evaluations[-1].version == 6
 
 
-def killed(folder: str) -> af.Workflow:
-    """Its driver is killed as it begins to roll back."""
+def killed(folder: str, transport: str) -> af.Workflow:
+    """Its driver is killed as it begins to roll back, and its workers end with it."""
     os.environ["RUN"] = str(Path(folder) / "run")
     af.Run.rollback = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign, misc]
-    weights = af.Weights(transport="file", options={"path": str(Path(folder) / "weights")})  # they outlive the driver
-    return evaluated(GUARDED, weights=weights, checkpoint=af.Checkpoint(every=1))
+    path = {"path": str(Path(folder) / "weights")} if transport == "file" else {}
+    weights = af.Weights(transport=transport, options=path)
+    return evaluated(GUARDED, weights=weights, checkpoint=af.Checkpoint(every=1), processes=transport == "shm")
 
 
-def test_a_driver_killed_between_score_and_rollback_rolls_back_when_it_is_resumed(tmp_path: Path) -> None:
-    with Driver(tmp_path / "run", f"test_evaluation:killed:{tmp_path}") as driver:
+@pytest.mark.parametrize("transport", ["file", "shm"])
+def test_a_driver_killed_between_score_and_rollback_rolls_back_when_it_is_resumed(
+    tmp_path: Path, transport: str
+) -> None:
+    with Driver(tmp_path / "run", f"test_evaluation:killed:{tmp_path}:{transport}") as driver:
         driver.end()
     with Driver(tmp_path / "run", "resume") as driver:
         errors = driver.end()
@@ -191,6 +195,15 @@ def test_a_driver_killed_between_score_and_rollback_rolls_back_when_it_is_resume
     assert events.count("scored 0, and version 1 1: rolled back, as version") == 1
     scores = [each.score for each in af.Result(tmp_path / "run", {}).evaluations]
     assert scores == [1.0, 0.0, *([1.0] * (len(scores) - 2))]
+
+
+def test_a_guard_whose_best_version_dies_with_the_trainer_is_refused() -> None:
+    lost = {"weights": af.Weights(transport="tcp"), "checkpoint": af.Checkpoint(every=1)}
+
+    with pytest.raises(ConfigError, match=r"transport 'tcp' loses it .* say weights=af.Weights\(transport='file'"):
+        evaluated(GUARDED, **lost)
+    evaluated(GUARDED, weights=lost["weights"])
+    evaluated(**lost)
 
 
 class FullDisk(EchoTrain):

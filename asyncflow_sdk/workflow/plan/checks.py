@@ -86,6 +86,8 @@ def _find(plan: Plan, problems: Problems) -> None:
     with problems.collect("weights"):
         _check_weights(plan)
     _check_dtypes(plan, problems)
+    with problems.collect("evaluate", "rollback_margin"):
+        _check_guard(plan)
     for number, tracker in enumerate(plan.trackers):
         with problems.collect("track", number):
             check_tracker(tracker)
@@ -306,6 +308,19 @@ def _check_weights(plan: Plan) -> None:
         raise ConfigError(
             f"a probe is compared at temperature 1, and training computes log-probs at {temperature:g}: leave the"
             " probe out"
+        )
+
+
+def _check_guard(plan: Plan) -> None:
+    """Refuse rollbacks of a run that may be resumed, if the best version ends with its trainer."""
+    adapter = registry().find("transport", plan.transport)
+    if plan.evaluation is None or plan.evaluation.rollback_margin is None or plan.checkpoint is None:
+        return
+    if adapter is not None and adapter.spec.declared("outlives") == ():
+        raise ConfigError(
+            f"rollback_margin= needs the best version, and transport {plan.transport!r} loses it if the trainer dies: say"
+            " weights=af.Weights(transport='file', options={'path': ...}), a path that all hosts see, or 'shm' on one"
+            " host; or leave checkpoint= out, so that the run is not resumed"
         )
 
 
