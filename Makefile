@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE = 1
 # Where it is set, each process compiles what it imports anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install bwrap sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-slurm test-trackers test-prometheus test-packages test-cuda test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
+.PHONY: help install bwrap sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-slurm test-trackers test-prometheus test-packages test-web test-cuda test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -26,7 +26,8 @@ help:
 	@echo "                 one and two processes), test-ray (its launcher and store), test-contrib (the other packages of contrib/)"
 	@echo "make environments  these environments, without the tests"
 	@echo "make test-services  against real services of others: test-slurm (a SLURM of two nodes on this machine; needs root), test-prometheus,"
-	@echo "                 test-trackers (Weights & Biases offline, an MLflow server, Trackio, OTLP), test-packages (wheel and sdist, Python 3.10 to 3.13)"
+	@echo "                 test-trackers (Weights & Biases offline, an MLflow server, Trackio, OTLP), test-packages (wheel and sdist, Python 3.10 to 3.13),"
+	@echo "                 test-web (the live page of a run, in chromium)"
 	@echo "make test-cuda   adapters and demo on a CUDA device; not yet run on one"
 	@echo "make mutants     60 faults, drawn by a seed and put into a copy of the code one at a time: how many the tests notice (long)"
 	@echo "make lint        ruff, mypy, import contracts"
@@ -100,7 +101,7 @@ test-engines: test-ray test-contrib test-vllm test-sglang test-both test-deepspe
 # All that test-engines needs beside .venv; with -j2 in half the time.
 environments: .venv-contrib/.tests .venv-mooncake/.tests .venv-vllm/.ready .venv-sglang/.ready .venv-deepspeed/.ready
 
-test-services: test-slurm test-trackers test-prometheus test-packages
+test-services: test-slurm test-trackers test-prometheus test-packages test-web
 
 TRACKERS := asyncflow_wandb asyncflow_mlflow asyncflow_trackio asyncflow_otel asyncflow_prometheus
 .venv-trackers/.tests: pyproject.toml $(TRACKERS:%=contrib/%/pyproject.toml)
@@ -125,6 +126,11 @@ test-prometheus: .venv-trackers/.tests
 
 test-packages: .venv-packages/.ready
 	TORCH='$(TORCH)' .venv-packages/bin/python -m pytest --noconftest --timeout 1800 tests/packages $(ARGS)
+
+# The live page in a real browser. Where it cannot be installed, that test is skipped, and says why.
+test-web: install
+	which chromium >/dev/null || $(call debian,chromium) || echo "install chromium to test the live page in a browser"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cli/test_web.py $(ARGS)
 
 # Not yet run: no machine of the project has a CUDA device.
 test-cuda: install

@@ -49,6 +49,7 @@ Typical uses:
   asyncflow run FILE.toml      run a workflow; --print only shows it
   asyncflow serve runs/NAME    serve a run for workers started by hand
   asyncflow top runs/NAME      show a running queue live
+  asyncflow web runs/NAME      serve a live page of a run
   asyncflow plugins            list installed and missing adapters
   asyncflow new-plugin NAME    write a new plugin package
   asyncflow doctor FILE.toml   check interpreters and machine before a run
@@ -282,6 +283,25 @@ def top(
             console.print(monitor.draw(monitor.sample_twice(), console), soft_wrap=True)
         elif monitor.watch(console):
             console.print(f"{where} has ended", markup=False)
+
+
+@app.command()
+def web(
+    where: Queue,
+    address: Annotated[
+        str, option("Address to listen at; the page is read only, and its URL has a token.", "HOST:PORT")
+    ] = "127.0.0.1:0",
+    key: Key = None,
+    insecure: Insecure = False,
+    debug: Debug = False,
+) -> None:
+    """Serve a live page of a run, and print its URL: reward, staleness, workers, waits, samples.
+
+    Ctrl-C ends the page, not the run.
+    """
+    from .web_command import serve_page
+
+    serve_page(where, address, Console(), key, insecure)
 
 
 @app.command()

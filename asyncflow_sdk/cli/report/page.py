@@ -81,7 +81,10 @@ def _page(record: RunRecord) -> str:
             " Install with: pip install 'asyncflow-sdk[report]'"
         ) from error
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    template = resources.files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8")
+    template, style = (
+        resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+        for name in ("report.html.j2", "page.css")
+    )
     status, tone, sentence = outcome(record.summary)
     balance, balance_tone, _ = accounting(record.summary)
     zoomed, zoom_steps = charts.zoom(record)
@@ -92,7 +95,7 @@ def _page(record: RunRecord) -> str:
         "shares": charts.time_shares(record), "metrics": charts.small_multiples(record),
     }  # fmt: skip
     return environment.from_string(template).render(
-        name=record.name, status=status, tone=tone, sentence=sentence, error=record.summary.get("error"),
+        style=style, name=record.name, status=status, tone=tone, sentence=sentence, error=record.summary.get("error"),
         remarks=record.remarks, tiles=_tiles(record), charts=drawn, zoom_steps=zoom_steps,
         length_bias=record.progress.lengths.bias, lengths=_lengths(record), balance=balance, balance_tone=balance_tone,
         rows=_rows(record), workers=_workers(record), facts=_Table(["", ""], facts(record.summary), names=(0,)),

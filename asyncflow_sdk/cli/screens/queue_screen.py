@@ -139,7 +139,7 @@ def _tasks(report: StatusReport, rates: QueueRates, width: int, most: int) -> li
 
 
 @dataclass(frozen=True)
-class _ClientLine:
+class ClientLine:
     """One line of the table of clients: a session, or several with the same reason to wait."""
 
     session: SessionStatus | None
@@ -149,12 +149,18 @@ class _ClientLine:
     style: str
     mark: str = "●"
     waits: bool = False
+    others: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its clients."""
+        return self.others or (self.name,)
 
 
 def _clients(report: StatusReport, width: int, most: int, lines: int) -> list[RenderableType]:
     """Waiting clients, the longest wait first; then clients with leases, the oldest lease first;
     then the others."""
-    entries = _entries(report)
+    entries = client_lines(report)
     shown = entries if len(entries) <= most - 1 else entries[: max(most - 2, 1)]
     first = min(max([8, *(cell_len(entry.name) + 2 for entry in entries)]), 24, max(width // 4, 10))
     notified = sum(_is_notified_while_working(report, parked) for parked in report.parked)
@@ -178,7 +184,8 @@ def _clients(report: StatusReport, width: int, most: int, lines: int) -> list[Re
     return [made, *rest]
 
 
-def _entries(report: StatusReport) -> list[_ClientLine]:
+def client_lines(report: StatusReport) -> list[ClientLine]:
+    """Return a line for each client, or for several with the same reason to wait; the longest waits first."""
     sessions = {session.id: session for session in report.sessions}
     alike: dict[str, list[ParkedStatus]] = {}
     waits = [parked for parked in report.parked if not _is_notified_while_working(report, parked)]
@@ -203,12 +210,14 @@ def _is_notified_while_working(report: StatusReport, parked: ParkedStatus) -> bo
     return any(s.id == parked.session and s.replica and s.loaded is not None for s in report.sessions)
 
 
-def _waits(text: str, same: list[ParkedStatus], session: SessionStatus | None) -> _ClientLine:
+def _waits(text: str, same: list[ParkedStatus], session: SessionStatus | None) -> ClientLine:
     """One line for all clients with the same reason to wait."""
     first = same[0]
     others = f" +{len(same) - 1}" if len(same) > 1 else ""
     style = "yellow" if first.since_s >= PATIENCE_S else ""
-    return _ClientLine(session, first.name + others, first.since_s, text, style, waits=True)
+    return ClientLine(
+        session, first.name + others, first.since_s, text, style, waits=True, others=tuple(each.name for each in same)
+    )
 
 
 def _reason(parked: ParkedStatus) -> str:
@@ -217,16 +226,16 @@ def _reason(parked: ParkedStatus) -> str:
     return rest if rest and start.startswith("task ") and start.endswith("has nothing to give") else parked.why
 
 
-def _holds(session: SessionStatus) -> _ClientLine:
+def _holds(session: SessionStatus) -> ClientLine:
     leases = f" in {session.leases} leases" if session.leases > 1 else ""
     text = f"holds {session.rows:,} rows of {session.task}{leases}"
-    return _ClientLine(session, session.name, session.held_s, text, "green")
+    return ClientLine(session, session.name, session.held_s, text, "green")
 
 
-def _idles(session: SessionStatus) -> _ClientLine:
+def _idles(session: SessionStatus) -> ClientLine:
     if session.prepares:
-        return _ClientLine(session, session.name, session.prepares_s, session.prepares, "cyan")
-    return _ClientLine(session, session.name, session.age_s, "idle", "dim", "○")
+        return ClientLine(session, session.name, session.prepares_s, session.prepares, "cyan")
+    return ClientLine(session, session.name, session.age_s, "idle", "dim", "○")
 
 
 def _process(report: StatusReport, session: SessionStatus | None) -> str:

@@ -124,7 +124,7 @@ def _workers(run: RunProgress, now_s: float, width: int, most: int, lines: int) 
         worker = run.workers.get(each, WorkerProgress())
         style = _STATE_STYLE.get(worker.state, "yellow" if worker.state else "dim")
         version = "" if worker.version is None else f"v{worker.version}"
-        text, tone = _doing(worker, run.waiting.get(each, ""), now_s, width - first - 21)
+        text, tone = doing(worker, run.waiting.get(each, ""), now_s, width - first - 21)
         mark = "○" if worker.state in ("stopped", "") else "●"
         state = Text(worker.state or "–", style)
         made.add_row(name(each, style, mark), state, version, Clipped(text, tone, lines))
@@ -135,7 +135,7 @@ def _calm(state: str) -> int:
     return {"failed": 0, "restarting": 1, "starting": 2, "stopped": 4}.get(state, 3)
 
 
-def _doing(worker: WorkerProgress, waiting: str, now_s: float, width: int) -> tuple[str, str]:
+def doing(worker: WorkerProgress, waiting: str, now_s: float, width: int) -> tuple[str, str]:
     """Return how the worker spends its time, or the cause of its state, with a style."""
     if worker.state not in ("ready", ""):
         why = worker.detail.strip().splitlines()[-1:]

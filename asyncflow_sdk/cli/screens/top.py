@@ -23,6 +23,7 @@ from rich.live import Live
 
 from ...errors import ServerLost
 from ...ledger import StatusReport
+from ...types.defaults import CALL_S
 from ...wire import probe
 from ...workflow import Run, connect
 from .queue_rates import QueueRates
@@ -33,12 +34,19 @@ NAME = "top"
 
 class QueueMonitor:
     """Read the status of the queue at ``where``, an address or the directory of a run, every
-    ``every_s`` seconds. ``key``, ``insecure``: as for ``connect``."""
+    ``every_s`` seconds. ``key``, ``insecure``, ``timeout_s``: as for ``connect``."""
 
-    def __init__(self, where: str, every_s: float = 1.0, key: Path | None = None, insecure: bool = False) -> None:
+    def __init__(
+        self,
+        where: str,
+        every_s: float = 1.0,
+        key: Path | None = None,
+        insecure: bool = False,
+        timeout_s: float = CALL_S,
+    ) -> None:
         if "://" in where:
             probe(where)  # connecting would wait for a server
-        self._run: Run = connect(where, key=key, insecure=insecure, name=NAME)
+        self._run: Run = connect(where, key=key, insecure=insecure, name=NAME, timeout_s=timeout_s)
         self.address = self._run.address
         self.title = where if where == self.address else f"{Path(where)} · {self.address}"
         self.every_s = every_s
@@ -48,6 +56,10 @@ class QueueMonitor:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect, unless the server has ended."""
         with contextlib.suppress(ServerLost):
             probe(self.address)
             self._run.close()
@@ -77,10 +89,13 @@ class QueueMonitor:
 
     def json(self, report: StatusReport) -> str:
         """Return the report and the rates as a JSON object. An unknown rate is null."""
+        return msgspec.json.encode(self.plain(report)).decode()
+
+    def plain(self, report: StatusReport) -> dict[str, Any]:
+        """Return the report and the rates in JSON types."""
         names = ("put", "ended", "written_bytes", "arrived", "completed")
         rates = {name: getattr(self.rates, name) for name in names}
-        whole = {"address": self.address, **_plain(report), "per_second": _plain(rates)}
-        return msgspec.json.encode(whole).decode()
+        return {"address": self.address, **_plain(report), "per_second": _plain(rates)}
 
     def watch(self, console: Console) -> bool:
         """Draw until ``q`` is pressed or Ctrl-C. Return True if the server ended first."""

@@ -1,0 +1,1 @@
+"""The live web page of a run."""
