@@ -23,6 +23,7 @@ def serve_page(where: str, address: str, console: Console, key: Path | None, ins
             server = PageServer((host.strip("[]"), int(port)), figures.json)
         except OSError as error:
             raise ConfigError(f"no page can be served at {address}: {error.strerror or error}") from None
+        figures.json()  # reads all past events before anybody waits for them
         with server, sigterm_as_interrupt():
             console.print(server.url, markup=False, highlight=False, soft_wrap=True)
             server.serve_forever()

@@ -18,7 +18,7 @@ from ..screens.run_progress import Curve, RunProgress
 
 WINDOW_S = 60.0
 """Lanes show the last seconds."""
-MOST_SPANS, MOST_NOTES = 2000, 20
+MOST_SPANS, MOST_NOTES = 500, 20
 _READ_BYTES = 1 << 22
 
 
@@ -58,19 +58,16 @@ class LiveRecord:
     def lanes(self, now_s: float) -> dict[str, list[list[Any]]]:
         """Return the work of each worker in the last ``WINDOW_S``: seconds ago of start and end, kind,
         version."""
-        found = {}
-        for name, spans in self._spans.items():
-            recent = [span for span in spans if span.time_s + span.seconds > now_s - WINDOW_S]
-            found[name] = [
-                [
-                    round(now_s - max(each.start, now_s - WINDOW_S), 3),
-                    round(now_s - each.end, 3),
-                    each.kind,
-                    each.version,
-                ]
-                for each in flatten(recent)
+        since_s = now_s - WINDOW_S
+        recent = {n: [s for s in spans if s.time_s + s.seconds > since_s] for n, spans in self._spans.items()}
+        self._spans = {name: self._spans[name] for name, spans in recent.items() if spans}
+        return {
+            name: [
+                [round(now_s - max(each.start, since_s), 3), round(now_s - each.end, 3), each.kind, each.version]
+                for each in flatten(spans)
             ]
-        return found
+            for name, spans in recent.items()
+        }
 
     def notes(self) -> list[tuple[float, str, str]]:
         """Return the newest warnings, errors and failures: seconds since the start, worker, text."""

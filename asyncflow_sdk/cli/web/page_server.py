@@ -21,6 +21,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs
 
+from ...workflow.address import advertised
 from .. import report
 
 REQUEST_S = 60.0
@@ -50,7 +51,8 @@ class PageServer(socketserver.ThreadingTCPServer):
         self._token = secrets.token_urlsafe(24)
         super().__init__(address, _PageHandler)
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        self.url = f"http://{host}:{self.server_address[1]}/?token={self._token}"
+        where = advertised(f"tcp://{host}:{self.server_address[1]}").removeprefix("tcp")
+        self.url = f"http{where}/?token={self._token}"
         self.cookie = f"asyncflow-{self.server_address[1]}"  # cookies are shared by the ports of a host
         web = resources.files(__package__)
         style = resources.files(report).joinpath("page.css").read_bytes() + web.joinpath("live.css").read_bytes()
