@@ -30,21 +30,23 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from waiting import until
 
 LIMIT_S = 60.0
 """Only ends a test that would hang."""
 _CALL = """\
-import importlib, json, sys
-sys.path[1:1] = json.loads(sys.argv[1])
-getattr(importlib.import_module(sys.argv[2]), sys.argv[3])(*json.loads(sys.argv[4]))
+import importlib, json, multiprocessing, sys
+sys.executable, folders, module, function, arguments = sys.argv[1:]
+multiprocessing.set_executable(sys.executable)
+sys.path[1:1] = json.loads(folders)
+getattr(importlib.import_module(module), function)(*json.loads(arguments))
 """
-_EXECUTE = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+_NUMBER = "import os\nprint(os.getpid(), flush=True)\n"
 _PROGRAM = """\
 #!{python} -IS
 import _socket, marshal, os, signal, struct, sys
@@ -61,7 +63,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
 line.recv(9)
 try:
     status = line.recv(9)
-except ConnectionResetError:  # as in Child._received
+except ConnectionResetError:  # reported once, if the child ended with a signal unread; its status follows
     status = line.recv(9)
 status = int(status or -9)
 if status < 0:
@@ -87,48 +89,59 @@ def hear() -> Any:
     return json.loads(sys.stdin.readline())
 
 
+def outcome(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What a call returns, or the name and text of its error."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def answer(known: dict[str, Any]) -> None:
+    """In a child: say what each expression of its test gives."""
+    while True:
+        say(msgspec.to_builtins(outcome(eval, hear(), known)))
+
+
 class Child:
     """A process that runs ``function``. With ``within`` that command starts it, in a new interpreter. It is killed when the
     block ends."""
 
     def __init__(self, function: Callable[..., None], *arguments: Any, within: Sequence[str] = ()) -> None:
         path = Path(function.__code__.co_filename)
-        folders = [str(path.parent), str(Path(__file__).parent)]
-        words = ["-c", _CALL, json.dumps(folders), path.stem, function.__name__, json.dumps(arguments)]
-        if within:
-            words = ["-c", _EXECUTE, *within, sys.executable, *words]
+        imported = _TORCH if path.parent.name == "adapters" else ["asyncflow_sdk.workflow", "pytest"]
+        start = [*within, sys.executable, "-c", _CALL] if within else [_python(*imported), "-c", _NUMBER + _CALL]
+        folders = json.dumps([str(path.parent), str(Path(__file__).parent)])
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the child
-        theirs_in, self._in = os.pipe()
-        self._out, theirs_out = os.pipe()
+        self._process = subprocess.Popen(
+            [*start, sys.executable, folders, path.stem, function.__name__, json.dumps(arguments)], bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True,
+        )  # fmt: skip
         self._said = b""  # received, and not returned by hear() yet
-        self._code: int | None = None
-        self._ending = threading.Lock()
-        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sys.audit("os.fork")
-        self._line.connect(
-            _server(*(_TORCH if path.parent.name == "adapters" else ["asyncflow_sdk.workflow", "pytest"]))
-        )
-        request = (sys.executable, words, [0, 1, 2], dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)))
-        socket.send_fds(self._line, [marshal.dumps(request)], [theirs_in, theirs_out, self._errors.fileno()])
-        self.pid = int(self._line.recv(9))
-        os.close(theirs_in)
-        os.close(theirs_out)
+        self.pid = self._process.pid if within else self.hear()
 
     def hear(self) -> Any:
         """The next value that it says."""
+        ready = select.poll()  # select takes no descriptor past 1023
+        ready.register(self._process.stdout, select.POLLIN)
         while b"\n" not in self._said:
-            more = os.read(self._out, 1 << 16) if _readable(self._out) else b""
-            assert more, f"the child said nothing; it ended with {self._ended(0)}:\n{self.errors()}"
+            more = self._process.stdout.read(1 << 16) if ready.poll(LIMIT_S * 1000) else b""
+            assert more, f"the child said nothing; it ended with {self._process.poll()}:\n{self.errors()}"
             self._said += more
         line, _, self._said = self._said.partition(b"\n")
         return json.loads(line)
 
     def say(self, value: Any) -> None:
-        os.write(self._in, json.dumps(value).encode() + b"\n")
+        self._process.stdin.write(json.dumps(value).encode() + b"\n")
+
+    def __call__(self, value: Any) -> Any:
+        """Say a value, and return the next one that it says."""
+        self.say(value)
+        return self.hear()
 
     def signal(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # it has ended
-            self._line.send(b"%d" % number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.kill(self.pid, number)
 
     def stop(self) -> None:
         """Freeze it, as a debugger or a laptop's lid does."""
@@ -141,51 +154,28 @@ class Child:
 
     def kill(self) -> None:
         """kill -9, and be sure that it is gone."""
-        self.signal(signal.SIGKILL)
-        self.wait()
+        if self._process.poll() is None:
+            self.signal(signal.SIGKILL)
+            self.wait()
 
     def wait(self) -> int:
         """Its exit status, once it has ended."""
-        code = self._ended(LIMIT_S)
-        assert code is not None, f"the child does not end:\n{self.errors()}"
-        return code
+        return self._process.wait(LIMIT_S)
 
     def errors(self) -> str:
         """What it wrote to stderr."""
         self._errors.seek(0)
         return self._errors.read()
 
-    def _ended(self, seconds: float) -> int | None:
-        with self._ending:
-            if self._code is None and _readable(self._line.fileno(), seconds):
-                self._code = int(self._received() or -signal.SIGKILL)
-            return self._code
-
-    def _received(self) -> bytes:
-        try:
-            return self._line.recv(9)
-        except ConnectionResetError:  # reported once, if the child ended with a signal unread; its status follows
-            return self._line.recv(9)
-
     def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.kill()
-        if not self._errors.closed:
-            os.close(self._in)
-            os.close(self._out)
-            self._errors.close()
-            self._line.close()
+        for each in (self._process.stdin, self._process.stdout, self._errors):
+            each.close()
 
 
-def _readable(descriptor: int, seconds: float = LIMIT_S) -> bool:
-    ready = select.poll()  # select takes no descriptor past 1023
-    ready.register(descriptor, select.POLLIN)
-    return bool(ready.poll(seconds * 1000))
-
-
-@functools.cache
 def warm_python() -> str:
     """Return the path of a program that is used as ``sys.executable`` is, and has imported torch already.
 
@@ -195,26 +185,25 @@ def warm_python() -> str:
         import pytest
 
         pytest.skip("needs torch")
-    address = _server(*_TORCH)
-    program = Path(address).with_name("python")
-    program.write_text(_PROGRAM.format(python=sys.executable, address=address))
-    program.chmod(0o755)
-    return str(program)
+    return _python(*_TORCH)
 
 
 @functools.cache
-def _server(*modules: str) -> str:
-    """Start a server that has imported ``modules``, once in a test process. Returns the path of its socket."""
-    folder = tempfile.mkdtemp()
+def _python(*modules: str) -> str:
+    """Start a server that has imported ``modules``, once in a test process. Returns the program of its clients."""
+    folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
+    program, address = folder / "python", str(folder / "socket")
+    program.write_text(_PROGRAM.format(python=sys.executable, address=address))
+    program.chmod(0o755)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"{folder}/socket")
+        listener.bind(address)
         listener.listen(64)
         number = listener.fileno()
         command = [sys.executable, __file__, str(number), *modules]
         server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True)
     atexit.register(server.communicate)  # it ends, and every forked process with it
-    return f"{folder}/socket"
+    return str(program)
 
 
 # ---- the server

@@ -1,7 +1,7 @@
 """Hosts that are reached by ssh: a real sshd with keys of its own, on a port of its own of this host or within a namespace.
 
-with SshServer(folder) as server:
-    server.config                       # for ssh -F: "here" and "there" are this server
+with SshServer(folder) as server: ...                              # ssh -F server.config: "here" and "there" are this server
+with ssh_servers(net, folder, {2: "two", 3: "three"}): ...         # ssh -F folder/ssh_config
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from waiting import until
+
+from asyncflow_sdk.workflow.workers.ranks import free_port
+from benchmarks.hosts.network import Network
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin") or ""
 _SERVER = """\
@@ -57,7 +59,7 @@ class SshServer:
             subprocess.run(
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=60
             )
-        self.port = _free_port() if address is None else 22
+        self.port = free_port() if address is None else 22
         words = {"address": address or "127.0.0.1", "port": self.port, "folder": folder, "names": " ".join(names)}
         key = " ".join((folder / "host_key.pub").read_text().split()[:2])
         where = f"[{words['address']}]:{self.port}" if self.port != 22 else words["address"]
@@ -88,7 +90,13 @@ class SshServer:
         self.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+@contextlib.contextmanager
+def ssh_servers(net: Network, folder: Path, names: Mapping[int, str]) -> Iterator[dict[int, SshServer]]:
+    """An sshd on each of these hosts, and a file ``ssh_config`` that names them."""
+    with contextlib.ExitStack() as running:
+        servers = {
+            n: running.enter_context(SshServer(folder / f"sshd-{n}", [name], net.address(n), net.within(n)))
+            for n, name in names.items()
+        }
+        (folder / "ssh_config").write_text("".join(server.config.read_text() for server in servers.values()))
+        yield servers

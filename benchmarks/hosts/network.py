@@ -46,6 +46,7 @@ class Network:
         self._size, self._shape = memory, shape
         self._prefix = f"afb{os.getpid()}-"
         self._switch = f"{self._prefix}switch"
+        self.switch = ["ip", "netns", "exec", self._switch]  # the command that runs another one beside the bridge
         self._folder = Path(tempfile.mkdtemp(prefix="asyncflow-hosts-"))
         self._hosts = [f"{self._prefix}{number}" for number in range(1, count + 1)]
         try:

@@ -1,27 +1,27 @@
-"""One of two ranks that tests of Ranks ask, one thing after another. It says of each what it found, and what a call after it finds."""
+"""One of two ranks, which says what each call came to: calls together (`one_of_two`), and steps in parts that one gives up."""
 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from children import say
+from children import outcome, say
 from waiting import until
 
 from asyncflow_sdk.errors import SchemaError
+from asyncflow_sdk.testing.kit.rank_files import read_batch
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.sharded_files import FileParts, Reader, write_together
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def be(rank: int, port: int) -> None:
+    """Have the environment of a rank."""
+    place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
 
 
 def words(ranks: Ranks) -> object:
@@ -81,28 +81,46 @@ def dies(ranks: Ranks) -> None:
     dist.all_reduce(torch.ones(3))
 
 
-def ask(ranks: Ranks, work: Callable[[Ranks], object]) -> None:
-    """Say what a call comes to, and then another."""
-    said: list[Any] = []
-    for name, what in ((work.__name__, lambda: work(ranks)), ("another", lambda: "went on")):
-        try:
-            with ranks.calling(name):
-                said.append(what())
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    say(said)
+def another(ranks: Ranks) -> object:
+    return "went on"
 
 
 def one_of_two(folder: str, rank: int, dies_: int, ports: list[int]) -> None:
-    """The rank ``dies_`` ends in the last call; rank 0 does so in the first of all."""
+    """Of each call say what it came to, and what another one after it. The rank ``dies_`` ends in the last call; rank 0 does so
+    in the first of all."""
     os.chdir(folder)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "DIES": str(dies_)}
+    os.environ["DIES"] = str(dies_)
     plan: list[list[Callable[[Ranks], object]]] = [[words, refused, written, failed], [full], [hangs], [dies]]
     for number, calls in enumerate([[dies]] if dies_ == 0 else plan):
         Path(f"{number}-{rank}").touch()
         until(Path(f"{number}-{1 - rank}").exists, "the other rank")  # how long one takes to start counts for nobody
-        os.environ["MASTER_PORT"] = str(ports[number])
+        be(rank, ports[number])
         ranks = Ranks.join("cpu", timeout_s=3 if hangs in calls else 600)
         for call in calls:
-            ask(ranks, call)
+            say([outcome(ranks.calling(each.__name__)(each), ranks) for each in (call, another)])
         ranks.close()
+
+
+def gives_up_parts(model: str, rank: int, port: int, part: str, bad: str) -> None:
+    """``part``, ``bad``: files of this rank's rows; those of one rank cannot be trained."""
+    from asyncflow_fsdp.engine import FsdpEngine
+
+    be(rank, port)
+    engine = FsdpEngine(model, learning_rate=1e-3, threads=1)
+    rows, bad_rows = read_batch(Path(part)), read_batch(Path(bad))
+
+    def ask(call: Callable[..., object], *arguments: object) -> None:
+        found = outcome(call, *arguments)
+        say(found if isinstance(found, str) else "went on")
+
+    for gives_up, call in ((0, lambda: engine.accumulate(rows)), (1, engine.end_step)):
+        engine.begin_step(1)
+        engine.accumulate(rows)
+        ask(engine.abort_step if rank == gives_up else call)
+        ask(engine.abort_step)  # the step is over on both
+    engine.begin_step(2)
+    ask(engine.accumulate, bad_rows)
+    engine.begin_step(3)
+    engine.accumulate(rows)
+    say(engine.end_step().metrics)
+    engine.close()

@@ -12,9 +12,8 @@ import pytest
 import torch
 from children import Child
 from faulty import Faulty, FaultyPPO
-from parts_children import one_of_two
 from rank_runs import check_giving, counting
-from ranks_children import free_port
+from ranks_children import gives_up_parts
 from safetensors import safe_open
 from safetensors.torch import load_file
 from step_parts import OfGroups, apart, gradients, groups_of, in_parts, state, step_rows, weights
@@ -30,6 +29,7 @@ from asyncflow_sdk.testing.kit.rank_files import write_batch
 from asyncflow_sdk.testing.kit.ranks import RankProcesses
 from asyncflow_sdk.testing.kit.train.lab import Tensors, copied, distance
 from asyncflow_sdk.types import Batch, Ragged
+from asyncflow_sdk.workflow.workers.ranks import free_port
 from asyncflow_torch.ranks import Ranks as TorchRanks
 from asyncflow_torch.reference import tiny_model
 
@@ -571,7 +571,10 @@ def test_a_step_that_one_rank_gives_up_is_over_on_all_and_the_next_is_right(
     port = free_port()
     files = [(str(tmp_path / f"part-{rank}.npz"), str(tmp_path / f"bad-{rank}.npz")) for rank in range(2)]
 
-    with Child(one_of_two, tiny, 0, port, *files[0]) as first, Child(one_of_two, tiny, 1, port, *files[1]) as second:
+    with (
+        Child(gives_up_parts, tiny, 0, port, *files[0]) as first,
+        Child(gives_up_parts, tiny, 1, port, *files[1]) as second,
+    ):
         said = [[rank.hear() for _ in range(6)] for rank in (first, second)]
         assert [rank.wait() for rank in (first, second)] == [0, 0]
 

@@ -28,7 +28,7 @@ from dist_parts import (
     sent_by,
     write,
 )
-from two_hosts import HERE, THERE, two_hosts
+from hosts_in_namespaces import HERE, THERE, network
 from waiting import in_thread, until
 
 from asyncflow_sdk.errors import DeadlineExceeded, DigestMismatch, ServerLost, VersionGone, WireError
@@ -200,10 +200,10 @@ def interrupted(receiver: Any, sent: Sent) -> Any:
 
 
 def test_another_host_that_is_trusted_and_a_cable_that_is_cut_in_the_middle() -> None:
-    with two_hosts() as hosts, contextlib.ExitStack() as stack:
-        publisher = stack.enter_context(Child(publish, True, HERE, within=hosts.here))
+    with network(2) as hosts, contextlib.ExitStack() as stack:
+        publisher = stack.enter_context(Child(publish, True, HERE, within=hosts.within(1)))
         middle, waits = (
-            stack.enter_context(Receiver(name, address, within=hosts.there))
+            stack.enter_context(Receiver(name, address, within=hosts.within(2)))
             for name, address in (("a", THERE), ("b", LOOPBACK))
         )
         sent = Sent.of(publisher.hear())
@@ -214,16 +214,14 @@ def test_another_host_that_is_trusted_and_a_cable_that_is_cut_in_the_middle() ->
         # when
         middle.ask(sent, wait=True, timeout_s=10.0)
         assert middle.child.hear() == "in the middle"
-        hosts.link.say({"cut": True})
-        hosts.link.hear()
+        hosts.cut(2)
         waits.ask(sent, timeout_s=1.0)
         middle.child.say("go on")
         # then
         waits.failed("DeadlineExceeded", "version 3 from trainer")
         middle.failed("DeadlineExceeded", "version 3: round")
         # and once there is a network again, they are served
-        hosts.link.say({"cut": False})
-        hosts.link.hear()
+        hosts.mend(2)
         for each in (middle, waits):
             each.ask(sent)
         for each in (middle, waits):

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from children import Child
-from ranks_children import free_port, one_of_two
+from ranks_children import one_of_two
 
 from asyncflow_sdk.errors import ConfigError, EngineError
+from asyncflow_sdk.workflow.workers.ranks import free_port
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.schedules import go_to, make_schedule
 

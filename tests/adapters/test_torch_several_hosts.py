@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 from children import warm_python
-from hosts_in_namespaces import network, ssh_servers
+from hosts_in_namespaces import network
+from ssh_hosts import ssh_servers
 
 import asyncflow_sdk as af
 

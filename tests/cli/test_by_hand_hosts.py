@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hosts_in_namespaces import HERE, Network, network
 from test_by_hand import PROMPTS, Command
-from two_hosts import HERE, Hosts, two_hosts
 
 from asyncflow_sdk.wire import ensure_keys
 
@@ -18,8 +18,8 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with two_hosts() as made:
+def hosts() -> Iterator[Network]:
+    with network(2) as made:
         yield made
 
 
@@ -35,10 +35,10 @@ def there(tmp_path: Path) -> Path:
     return folder
 
 
-def test_workers_of_another_host_join_by_one_command_each(hosts: Hosts, tmp_path: Path, there: Path) -> None:
+def test_workers_of_another_host_join_by_one_command_each(hosts: Network, tmp_path: Path, there: Path) -> None:
     options = ["--prompts", "data.jsonl", "--column", "prompt_ids", "--group-size", "4", "--steps", str(STEPS)]
     serve = ["serve", "run", "--address", ADDRESS, *options]
-    with Command(*serve, cwd=tmp_path, within=hosts.here) as server:
+    with Command(*serve, cwd=tmp_path, within=hosts.within(1)) as server:
         # given a run, its key copied to the other host, and a trainer beside the server, whose weights others must reach
         server.until(rf"asyncflow worker {ADDRESS} --key run.key train")
         server.until(r"asyncflow top")
@@ -48,9 +48,9 @@ def test_workers_of_another_host_join_by_one_command_each(hosts: Hosts, tmp_path
         train = ["--key", "run/run.key", "train", "--engine", "echo", "--batch-size", "16"]
         # when
         with (
-            Command("worker", ADDRESS, *train, cwd=tmp_path, within=hosts.here) as trainer,
-            Command("worker", ADDRESS, "--key", "run.key", *rollout, cwd=there, within=hosts.there) as far,
-            Command("worker", ADDRESS, "--key", "run.key", *reward, cwd=there, within=hosts.there) as stage,
+            Command("worker", ADDRESS, *train, cwd=tmp_path, within=hosts.within(1)) as trainer,
+            Command("worker", ADDRESS, "--key", "run.key", *rollout, cwd=there, within=hosts.within(2)) as far,
+            Command("worker", ADDRESS, "--key", "run.key", *reward, cwd=there, within=hosts.within(2)) as stage,
         ):
             # then each ends by itself, with the stream, and the run with them
             ends = [each.end() for each in (trainer, far, stage)]
@@ -61,13 +61,13 @@ def test_workers_of_another_host_join_by_one_command_each(hosts: Hosts, tmp_path
     assert (there / "logs").is_dir(), "they log where they were started"
 
 
-def test_without_the_key_nobody_of_another_host_is_let_in(hosts: Hosts, tmp_path: Path, there: Path) -> None:
+def test_without_the_key_nobody_of_another_host_is_let_in(hosts: Network, tmp_path: Path, there: Path) -> None:
     ensure_keys(there / "other.server.key", there / "other.key")
-    with Command("serve", "run", "--address", ADDRESS, cwd=tmp_path, within=hosts.here) as server:
+    with Command("serve", "run", "--address", ADDRESS, cwd=tmp_path, within=hosts.within(1)) as server:
         server.until(r"asyncflow top")
         join = ["stage", "mine:length", "--task", "reward"]
         for key, said in (([], "needs a key"), (["--key", "other.key"], "or others than this key is for")):
-            with Command("worker", ADDRESS, *key, *join, cwd=there, within=hosts.there) as stranger:
+            with Command("worker", ADDRESS, *key, *join, cwd=there, within=hosts.within(2)) as stranger:
                 assert stranger.end() == 2
                 assert said in " ".join(stranger.said.split())
         assert server.process.poll() is None

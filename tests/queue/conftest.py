@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from attacked import FAR, NEAR, SERVER, Attacked
-from cluster import Cluster
-from queue_children import WAITS
+from hosts import Cluster
+from queue_runs import WAITS
 
 from benchmarks.hosts.network import Network
 

@@ -1,21 +1,23 @@
-"""A served run, clients that reach it in each of the ways there are, and a server that is killed."""
+"""A served run, clients that reach it in each of the ways there are, and processes: of a server that is killed, of clients."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from children import Child
+from children import Child, answer, hear, say
 from flaky_proxy import WHOLE, FlakyProxy
-from queue_children import evaluate, serve
 from waiting import in_thread
 
 import asyncflow_sdk as af
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.queue.protocol import Block, Call, ClientHello, decode_result, encode
 from asyncflow_sdk.wire import Client
+from asyncflow_sdk.wire import client as WAITS
 
 KINDS = ("ipc", "remote")
 """``ipc``: values go through shared memory. ``remote``: over tcp, as from another host. Also ``in-process`` and ``tcp``."""
@@ -88,8 +90,7 @@ class Durable:
         self.server = Child(serve, str(self.directory), self.options)
         self.said = self.server.hear()
         self.options.pop("durability", None)  # a run that comes back has what it had
-        found: dict[str, Any] = self.said["found"]
-        return found
+        return self.said["found"]
 
     def kill(self) -> None:
         self.server.kill()
@@ -114,15 +115,10 @@ class Durable:
 
 
 class ClientProcess(Child):
-    """A client in a process of its own. ``process("queue.put({'x': [1.0]}).count")`` returns what that is there; ``say``
-    does not wait for it. An error of the SDK comes as its name and text."""
+    """A client in a process of its own. ``process("queue.put({'x': [1.0]}).count")`` returns what that is there."""
 
     def __init__(self, address: str, name: str = "child", **options: Any) -> None:
         super().__init__(evaluate, address, name, options)
-
-    def __call__(self, expression: str) -> Any:
-        self.say(expression)
-        return self.hear()
 
 
 class RawClient:
@@ -157,3 +153,29 @@ def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
     for error in (outcome for outcome in outcomes if isinstance(outcome, BaseException)):
         raise error
     return outcomes
+
+
+# ---- in processes of their own
+
+
+def asking_again_soon() -> None:
+    """Ask a silent server again after 0.1 s: tests cannot wait as long as people can."""
+    WAITS.RESEND_S = 0.1
+
+
+def serve(directory: str, options: dict[str, Any]) -> None:
+    """Serve a run directory; say where, and what was found there."""
+    with af.serve(directory, **options) as run:
+        found = run.recovered and {**dataclasses.asdict(run.recovered), "text": str(run.recovered)}
+        say({"addresses": run.addresses, "found": found})
+        hear()
+
+
+def values_of(first: int, count: int) -> Any:
+    return (np.arange(first, first + count) * np.pi) ** 0.5
+
+
+def evaluate(address: str, name: str, options: dict[str, Any]) -> None:
+    """Be a client that says what each expression gives."""
+    run = af.connect(address, name=name, **options)
+    answer({"af": af, "np": np, "run": run, "queue": run.queue, "values_of": values_of})

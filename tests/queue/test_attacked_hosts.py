@@ -42,7 +42,7 @@ def test_a_killed_unit_is_followed_by_another_at_another_address(attacked: Attac
         in attacked.unit(NEAR, listen=listen).hear()
     )
     # then another unit has lost nothing
-    assert sorted(far.rows() + trained) == list(range(10))
+    assert sorted(far.hear() + trained) == list(range(10))
     assert near(f"put({list(range(10, 14))})") == 4
     assert sorted(far("score(4)")) == list(range(10, 14))
     assert sorted(trained + far("train(10)")) == list(range(14))
@@ -129,7 +129,7 @@ def test_a_unit_is_killed_under_a_leased_step_and_the_server_meanwhile(attacked:
     attacked.kill_server()
     assert "epoch 1, is served at" in attacked.unit(NEAR).hear()
     # then the step goes on with the next unit
-    assert sorted(trained + far.rows()) == list(range(4))
+    assert sorted(trained + sorted(far.hear())) == list(range(4))
     attacked.ended(consumed=4)
     assert attacked.server("events") == []
 
@@ -184,7 +184,7 @@ def test_the_cable_of_units_and_producers_is_cut(attacked: Attacked, server_dies
     attacked.network.mend(NEAR)
     # then nothing was lost, and no row an attempt
     assert near.hear() == 4
-    assert sorted(far.rows() + trained) == list(range(12))
+    assert sorted(far.hear() + trained) == list(range(12))
     assert sorted(trained + far("train(10)")) == list(range(12))
     assert attacked.home(NEAR)["epoch"] == 1
     attacked.ended(consumed=12)
@@ -222,7 +222,7 @@ def test_a_consumer_with_a_cut_cable_costs_rows_no_attempt(attacked: Attacked, s
         until(lambda: connections(attacked, FAR) == 0, "the end of connections")
     attacked.network.mend(FAR)
     # then
-    assert sorted(far.rows() + trained) == list(range(6))
+    assert sorted(far.hear() + trained) == list(range(6))
     attacked.ended(consumed=6)
     assert attacked.server("failed()") == {}
 
@@ -317,7 +317,7 @@ def test_an_evicted_epoch_is_refused_for_ever_by_a_killed_server_too(attacked: A
     # then its unit begins anew, with the rows that were on their way
     until(lambda: attacked.home(NEAR)["epoch"] == 2, "the next epoch")
     assert near.hear() == 3
-    assert far.rows() == [6, 7, 8]
+    assert sorted(far.hear()) == [6, 7, 8]
     assert sorted(far("train(3)")) == [6, 7, 8]
     until(lambda: not old & set(os.listdir(attacked.folder_of(NEAR))), "the end of the old files")
     # and what was lost may be put again, but not what was trained

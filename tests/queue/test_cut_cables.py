@@ -36,7 +36,7 @@ def test_a_cable_is_cut_for_20_s(attacked: Attacked, side: int, server_dies: boo
     attacked.network.mend(side)
     # then nothing was lost, and no row an attempt
     assert near.hear() == 4
-    assert sorted(far.rows() + trained) == list(range(12))
+    assert sorted(far.hear() + trained) == list(range(12))
     assert sorted(trained + far("train(10)")) == list(range(12))
     attacked.ended(consumed=12)
     assert attacked.server("failed()") == {}

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from cluster import Cluster, own_home
+from hosts import Cluster
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
@@ -44,7 +44,7 @@ def test_columns_go_from_host_to_host_in_one_hop(cluster: Cluster) -> None:
             assert list(batch["text"]) == ["one", "", "three", "four"]
             batch.ack()
     # and none of their bytes was with the server
-    assert own_home(producer) == (1, 1)
+    assert producer.connection.store.home == (1, 1)
     assert not list(Path(cluster.run.directory or "", "shm").glob("s*"))
     assert cluster.run.queue.status().held_bytes < 1 << 16
     assert cluster.run.audit().consumed == 12
@@ -202,7 +202,7 @@ def test_columns_made_on_a_lost_host_are_made_again(cluster: Cluster) -> None:
     stage = cluster.client("a")
     with stage.get("square", 4) as batch:
         batch.complete({"y": batch["x"] ** 2})
-    assert own_home(stage) == (1, 1)
+    assert stage.connection.store.home == (1, 1)
     # when the host of y is lost
     cluster.run.evict_home(cluster.home("a"))
     # then four rows have children, which are squared elsewhere
@@ -234,7 +234,7 @@ def test_a_lost_epoch_gets_no_more_blocks_and_a_writer_goes_on_in_the_next(clust
     until(lambda: cluster.home("a").epoch == 2, "the next epoch")
     producer.put({"x": np.arange(3)})
     # then its rows are there, and can be read elsewhere
-    assert own_home(producer) == (1, 2)
+    assert producer.connection.store.home == (1, 2)
     with cluster.client("b").get("work", 3) as batch:
         assert batch["x"].tolist() == [0, 1, 2]
         batch.ack()

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attacked import FAR, NEAR, Attacked, Process
-from attacked_children import values_of
-from cluster import Cluster
+from attacked import FAR, NEAR, Attacked, values_of
+from children import Child
+from hosts import Cluster
 from small_disk import small_disk
 from waiting import until
 
@@ -23,7 +23,7 @@ from benchmarks.hosts.network import unavailable
 on_hosts = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "hosts can be made")
 
 
-def begin(attacked: Attacked, **store: Any) -> list[Process]:
+def begin(attacked: Attacked, **store: Any) -> list[Child]:
     return attacked.begin(durability="host", store={"directory": str(attacked.disk), **store})
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from queue_children import values_of
-from queue_runs import ClientProcess, Served, running
+from queue_runs import ClientProcess, Served, running, values_of
 from waiting import until
 
 from asyncflow_sdk.interfaces import TransferQueue

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from children import Child, say
-from queue_children import serve, values_of
-from queue_runs import ClientProcess, Served, memory_of, running
+from queue_runs import ClientProcess, Served, memory_of, running, serve, values_of
 from waiting import until
 
 import asyncflow_sdk as af
@@ -173,7 +172,8 @@ def test_what_a_killed_server_left_goes_with_the_next_start() -> None:
     with Child(serve, None, {}) as child:
         addresses = child.hear()["addresses"]
         memory = memory_of(addresses)
-        af.connect(addresses[-1]).queue.put({"x": values_of(0, 10_000)})
+        client = af.connect(addresses[-1])
+        client.queue.put({"x": values_of(0, 10_000)})
         child.kill()
         assert list(memory.glob("s*"))
         # when

@@ -4,8 +4,7 @@ import asyncio
 import threading
 
 import numpy as np
-from queue_children import values_of
-from queue_runs import ClientProcess, Served, runs_over
+from queue_runs import ClientProcess, Served, runs_over, values_of
 from waiting import until
 
 import asyncflow_sdk

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from children import Child, hear, say
-from queue_children import asking_again_soon, put_all, values_of
-from queue_runs import Durable
+from queue_runs import Durable, asking_again_soon, values_of
 from waiting import until
 
 import asyncflow_sdk as af
@@ -39,6 +38,18 @@ def work_all(address: str, task: str) -> None:
             except af.LeaseLost:
                 continue
             say({"numbers": rows.tolist(), "exact": bool(exact)})
+    say("done")
+    hear()
+
+
+def put_all(address: str, first: int, puts: int, size: int) -> None:
+    """Put rows number first, first + 1, ...: each put under its key; what is said was acknowledged."""
+    asking_again_soon()
+    queue = af.connect(address, name="producer").queue
+    for number in range(first, puts):
+        values = {"number": np.arange(size) + number * size, "x": values_of(number * size, size)}
+        queue.put(values, key=f"put-{number}")
+        say(number)
     say("done")
     hear()
 

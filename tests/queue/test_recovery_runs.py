@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from children import Child
-from queue_children import serve, values_of
-from queue_runs import ClientProcess, Durable, RawClient
+from queue_runs import ClientProcess, Durable, RawClient, serve, values_of
 from waiting import in_thread, until
 
 import asyncflow_sdk as af

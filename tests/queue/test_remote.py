@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from children import Child, say
 from flaky_proxy import FlakyProxy
-from queue_children import WAITS, serve
-from queue_runs import Durable, RawClient, Served, running
+from queue_runs import WAITS, Durable, RawClient, Served, running, serve
 from waiting import in_thread, until
 
 import asyncflow_sdk as af

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from children import Child, hear, say
-from two_hosts import HERE, Hosts, two_hosts
+from hosts_in_namespaces import HERE, network, poor_cable
 
 import asyncflow_sdk as af
 
@@ -51,28 +51,27 @@ def work(key: str) -> None:
         hear()
 
 
-def befall(hosts: Hosts, **what: Any) -> None:
-    hosts.link.say(what)
-    assert hosts.link.hear() == "done"
-
-
 def test_work_goes_on_over_a_cable_that_is_long_loses_packets_and_is_cut_and_mended(tmp_path: Path) -> None:
     # given a server, and a worker on another host that sees none of its memory
-    with two_hosts() as hosts, Child(serve, str(tmp_path / "run"), within=hosts.here) as server:
+    with (
+        network(2) as hosts,
+        poor_cable(hosts) as cable,
+        Child(serve, str(tmp_path / "run"), within=hosts.within(1)) as server,
+    ):
         assert server.hear() == ADDRESS
         key = shutil.copy(tmp_path / "run" / "run.key", tmp_path / "copy.key")
-        befall(hosts, delay_s=0.004, loss=0.01)
+        cable({"delay_s": 0.004, "loss": 0.01})
         # when
-        with Child(work, str(key), within=hosts.there) as worker:
+        with Child(work, str(key), within=hosts.within(2)) as worker:
             assert worker.hear() == "connected"
             for number in range(3):
                 assert worker.hear() == number
-            befall(hosts, cut=True)
+            cable({"loss": 1.0})
             time.sleep(1.0)  # nothing can be waited for: no frame passes
-            befall(hosts, cut=False)
+            cable({"loss": 0.01})
             # then it goes on, and nothing was lost or done twice
             for number in range(3, PARTS):
                 assert worker.hear() == number
-            befall(hosts, delay_s=0.0, loss=0.0)
+            cable({"delay_s": 0.0, "loss": 0.0})
             server.say("how did it go")
             assert server.hear() == [PARTS, PARTS * ROWS, PARTS * ROWS, 0]

@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from children import Child, hear, say
-from cluster import Cluster, own_home
-from hosts import HostView
+from hosts import Cluster, HostView
 from waiting import until
 
 import asyncflow_sdk as af
@@ -110,7 +109,7 @@ def test_both_homes_hold_the_bytes_and_either_may_be_lost(cluster: Cluster) -> N
     # given blocks of 3 rows, written on a
     for n in range(0, 24, 3):
         a.put({name: value[n : n + 3] for name, value in wanted.items()})
-    assert own_home(a) == (1, 1)
+    assert a.connection.store.home == (1, 1)
     # then each has a replica on b or c, and both have some
     assert replicated(cluster)[0] == replicated(cluster)[1] > 24 << 12
     assert all(cluster.files(host) for host in "abc")
@@ -381,7 +380,7 @@ def test_a_writer_whose_home_was_lost_sends_its_block_again_with_a_replica(clust
     # when it writes into the lost epoch once more
     a.put({name: value[2:] for name, value in wanted.items()})
     # then the block is in the next one, with a replica; the first block has one place
-    assert own_home(a) == (1, 2)
+    assert a.connection.store.home == (1, 2)
     assert 0 < replicated(cluster)[0] < replicated(cluster)[1]
     read_all(cluster.client("c"), wanted)
 

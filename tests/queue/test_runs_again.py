@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from queue_children import values_of
-from queue_runs import memory_of
+from queue_runs import memory_of, values_of
 from waiting import in_thread, until
 
 import asyncflow_sdk as af

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from children import Child, hear, say
-from two_hosts import HERE, two_hosts
+from hosts_in_namespaces import HERE, network, poor_cable
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types.events import WeightState
@@ -50,16 +50,19 @@ def replicate(key: str) -> None:
 @pytest.mark.parametrize("insecure", [False, True], ids=["keys", "insecure"])
 def test_a_replica_on_another_host_follows_its_trainer(tmp_path: Path, insecure: bool) -> None:
     options = {"insecure": True} if insecure else {}
-    with two_hosts() as hosts, Child(train, str(tmp_path / "run"), options, within=hosts.here) as trainer:
+    with (
+        network(2) as hosts,
+        poor_cable(hosts) as cable,
+        Child(train, str(tmp_path / "run"), options, within=hosts.within(1)) as trainer,
+    ):
         assert trainer.hear() == ADDRESS
         key = tmp_path / "copy.key"
         shutil.copy(tmp_path / "run" / "run.key", key)
-        with Child(replicate, str(key), within=hosts.there) as replica:
+        with Child(replicate, str(key), within=hosts.within(2)) as replica:
             assert replica.hear() == "ready"
             # when versions are published, while the cable is good, and slow and lossy
-            for cable in ({}, {"delay_s": 0.002, "loss": 0.02}):
-                hosts.link.say(cable)
-                assert hosts.link.hear() == "done"
+            for befalls in ({}, {"delay_s": 0.002, "loss": 0.02}):
+                assert cable(befalls) == "done"
                 trainer.say("publish")
                 version, total = trainer.hear()
                 # then each arrives, the later ones as what differs

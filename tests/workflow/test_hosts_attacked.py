@@ -15,7 +15,7 @@ from children import Child, hear, say
 from echo_runs import echo_workflow, events_of, trained_rows
 from functions import length
 from hosts_in_namespaces import Network, network
-from ssh_hosts import SshServer
+from ssh_hosts import SshServer, ssh_servers
 from waiting import until
 
 import asyncflow_sdk as af
@@ -33,11 +33,8 @@ def net() -> Iterator[Network]:
 
 @pytest.fixture
 def servers(net: Network, tmp_path: Path) -> Iterator[dict[int, SshServer]]:
-    made = {n: SshServer(tmp_path / f"sshd-{n}", [name], net.address(n), net.within(n)) for n, name in NAMES.items()}
-    (tmp_path / "ssh_config").write_text("".join(server.config.read_text() for server in made.values()))
-    yield made
-    for server in made.values():
-        server.close()
+    with ssh_servers(net, tmp_path, NAMES) as made:
+        yield made
 
 
 def workflow(config: str, address: str) -> af.Workflow:
