@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import pytest
 from rank_runs import run_with_a_rank_killed_in_a_collective
-from waiting import until
+from waiting import alive, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing.kit.functions import where
@@ -48,13 +48,6 @@ class Nodes(Protocol):
 
     def lose_node(self, worker: af.Worker) -> None:
         """End the node of a worker at once."""
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def restarts(events: list[Event]) -> list[str]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from asyncflow_sdk.errors import EngineError
+
 LEFT = contextlib.ExitStack()
 """Frees what engines left behind; tests close it."""
 Fault = Mapping[str, Callable[..., Any]]
@@ -22,7 +24,20 @@ def replace_methods(engine: object, fault: Fault) -> None:
 
 def before(action: Callable[..., Any]) -> Callable[..., Any]:
     """Call ``action`` with the engine and the arguments, then the right method."""
-    return lambda self, right, *args: (action(self, *args), right(*args))[1]
+    return lambda self, right, *args, **more: (action(self, *args), right(*args, **more))[1]
+
+
+def refuses(
+    when: Callable[..., Any], error: type[Exception] = EngineError, text: str = "refused"
+) -> Callable[..., Any]:
+    """Raise an error ``when`` the engine and the arguments are so."""
+
+    def method(self: Any, right: Any, *args: Any, **more: Any) -> Any:
+        if when(self, *args):
+            raise error(text)
+        return right(*args, **more)
+
+    return method
 
 
 def event() -> threading.Event:

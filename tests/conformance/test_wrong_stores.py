@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 from plugin_packages import install_plugin
-from wrong_stores import FAULTS
+from wrong_stores import FAULTS, FOLDER
 
-from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import Conformance, checks_of
 
 HERE = Path(__file__).parent
@@ -30,18 +29,18 @@ def test_what_ships(name: str) -> None:
 
 
 def test_there_is_a_wrong_store_for_each_check() -> None:
-    assert {check for check, _ in FAULTS.values()} == {each.name for each in checks_of("store")}
+    assert {check for check, *_ in FAULTS.values()} == {each.name for each in checks_of("store")}
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_what_is_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_caught(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_plugin(tmp_path, monkeypatch, "af_wrong_stores", PLUGIN)
-    check, says = FAULTS[name]
+    check, says, _ = FAULTS[fault]
     folder = tmp_path / "folder"
     folder.mkdir()
-    options = {"folder": str(folder)} if registry().get("store", name).spec.can["hosts"] == "many" else {}
+    name, options = ("wrong-folder", {"folder": str(folder)}) if fault in FOLDER else ("wrong-local", {})
 
-    report = Conformance("store", name, options=options, only=[check]).run()
+    report = Conformance("store", name, options={"fault": fault, **options}, only=[check]).run()
 
     assert [result.outcome for result in report.results] == ["failed"]
     assert says in report.results[0].detail

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from faults import LEFT, Fault, before, leave_descriptor, leave_thread, replace_methods
+from faults import LEFT, Fault, before, leave_descriptor, leave_thread, refuses, replace_methods
 from own_engine import CONTEXT, HIDDEN, VOCABULARY, Array, NumpyRollout
 
 import asyncflow_sdk as af
@@ -74,15 +74,6 @@ def leave_process(*command: str) -> subprocess.Popen[bytes]:
 
 
 # ---- answer wrongly
-
-
-def refuses(when: Callable[..., Any], error: type[Exception] = EngineError) -> Callable[..., Any]:
-    def method(self: WrongRollout, right: Any, *args: Any) -> Any:
-        if when(self, *args):
-            raise error("refused")
-        return right(*args)
-
-    return method
 
 
 def asks(change: Callable[[af.Request], af.Request]) -> Fault:

@@ -71,9 +71,16 @@ class Lease:
     group: str = ""
     last: bool = False  # it has all parts of its step
 
-    def rows(self, every: int = 1) -> list[int]:
-        """Rows of all ranks, or of every so many."""
-        return [i for rank in sorted(self.ids)[::every] for i in self.ids[rank]]
+    def rows(self) -> list[int]:
+        """Rows of all ranks."""
+        return [i for rank in sorted(self.ids) for i in self.ids[rank]]
+
+    def of_shards(self, ids: dict[int, Any]) -> list[Any]:
+        """Of each shard, what its first rank has."""
+        return [ids[rank] for rank in sorted(ids)[:: self.world_size // self.shards]]
+
+    def step_rows(self) -> list[int]:
+        return [i for ids in self.of_shards(self.ids) for i in ids]
 
 
 @dataclass
@@ -114,9 +121,7 @@ class CheckedLedger:
         self.waiting: dict[int, Request] = {}  # by ticket
         self.steps: dict[int, list[int]] = {}  # rows of each step that was leased, and not dissolved since
         self.acknowledged: set[int] = set()
-        self.overtaken: set[int] = (
-            set()
-        )  # steps that ended, because they lost rows after a later one was acknowledged
+        self.overtaken: set[int] = set()  # steps that ended, as they lost rows after a later one was acknowledged
         self.begun: set[int] = set()  # steps that were leased in parts
         self.parts: dict[int, list[list[list[int]]]] = {}  # of each step, the rows of each shard of each part
         self.version = -1
@@ -183,10 +188,7 @@ class CheckedLedger:
                 self._close_lease(token)
         self._feed("tick")
         assert all(request.deadline > now for request in self.waiting.values()), "a request outlived its deadline"
-        late = [
-            number for number, home in self.homes.items() if self.is_absent(number) and self._gives_up(home) <= now
-        ]
-        assert not late, "a home was silent for too long, and is not lost"
+        assert all(due > now for due in self._absent_until()), "a home was silent for too long, and is not lost"
 
     def die(self, session: int) -> None:
         self._close(session)
@@ -213,12 +215,13 @@ class CheckedLedger:
     def is_live(self, place: Place) -> bool:
         return place in self.places - self.lost_places
 
-    def is_absent(self, number: int) -> bool:
-        home = self.homes[number]
-        return home.unit is None and self.is_live((number, home.epoch))
-
     def _gives_up(self, home: Home) -> float:
         return home.absent_since + (self._limits.home_silence_s or 0.0)
+
+    def _absent_until(self) -> list[float]:
+        """When live homes without a unit are given up."""
+        live = [home for number, home in self.homes.items() if self.is_live((number, home.epoch))]
+        return [self._gives_up(home) for home in live if home.unit is None]
 
     def _feed(self, method: str, *arguments: Any, **more: Any) -> None:
         for ledger in self.ledgers:
@@ -229,10 +232,7 @@ class CheckedLedger:
 
     def _check_error(self, session: int, command: Any, error: AsyncFlowError, effects: Effects) -> None:
         assert len(effects.answers) == 1, f"{command} failed, and yet others were answered"
-        assert not effects.events
-        assert not effects.retired
-        assert not effects.remade
-        assert not effects.homes_lost
+        assert _plain(effects)[1:] == ([], [], [], []), f"{command} failed, and yet something happened"
         if isinstance(command, cmd.EvictHome):
             place = (command.home, command.epoch)
             assert place == SERVER or not self.is_live(place), "a live home is not evicted"
@@ -280,21 +280,15 @@ class CheckedLedger:
 
     def _void_steps(self, ids: list[int], effects: Effects) -> None:
         """A step in parts is void without a delivered row, unless it ends because the step is acknowledged."""
-        done = {
-            self.waiting[ticket].command.token
-            for ticket, reply in effects.answers
-            if isinstance(reply, cmd.Completed)
-        }
+        completed = [ticket for ticket, reply in effects.answers if isinstance(reply, cmd.Completed)]
+        done = {self.waiting[ticket].command.token for ticket in completed}
         tokens = {token for i in ids for token in self.rows[i].holder.values()} - done
         for token in tokens & self.open.keys():
             if self.leases[token].parts:
                 self._close_lease(token)
 
     def _retire(self, ids: list[int], effects: Effects) -> None:
-        states = Counter[str]()
-        for event in effects.events:
-            if isinstance(event, ev.RowsEnded):
-                states[event.state] += event.count
+        states = _ended(effects.events)
         assert states.total() == len(ids) == len(set(ids)), "every row that ends is in one event, and in one alone"
         self._terminal += states
         if not self._trains() and len(states) == 1 and "consumed" not in states:
@@ -321,9 +315,8 @@ class CheckedLedger:
                 self._close(session)
             case cmd.Dismiss(), cmd.Dismissed():
                 named = [n for n, other in self.sessions.items() if other.name == command.name]
-                meant = (
-                    [command.session] if command.session in self.sessions else named if command.name else [session]
-                )
+                others = named if command.name else [session]
+                meant = [command.session] if command.session in self.sessions else others
                 assert reply.count == len(meant)
                 for other in meant:
                     self.sessions[other].dismissed = True
@@ -438,7 +431,7 @@ class CheckedLedger:
             return
         if task.batch_rows is not None:
             if len(lease.ids) == reply.world_size:
-                self._on_step(task, reply, lease.rows(reply.world_size // reply.shards))
+                self._on_step(task, reply, lease.step_rows())
             return
         assert {self.rows[i].partition for i in ids} <= {reply.partition}
         if task.admits:
@@ -454,9 +447,7 @@ class CheckedLedger:
             left = [self.live[i].priority for i in self._ready(task, reply.partition)]
             assert max(left, default=-(1 << 40)) <= min(self.rows[i].priority for i in ids), "higher priorities first"
 
-    def _on_part(
-        self, task: TaskSpec, command: cmd.LeaseRows, reply: cmd.LeasedPart, lease: Lease, ids: list[int]
-    ) -> None:
+    def _on_part(self, task: TaskSpec, command: cmd.LeaseRows, reply: Any, lease: Lease, ids: list[int]) -> None:
         step, mine = reply.step, lease.parts.setdefault(reply.rank, [])
         assert step not in self.acknowledged, "a step is trained once"
         assert (reply.part, reply.step, reply.version) == (len(mine), lease.step, lease.version)
@@ -466,8 +457,7 @@ class CheckedLedger:
         self._renew(reply.token)
         if {len(parts) for parts in lease.parts.values()} != {reply.part + 1} or len(lease.parts) < reply.world_size:
             return
-        given = [lease.parts[rank] for rank in range(0, reply.world_size, reply.world_size // reply.shards)]
-        *earlier, part = [list(shards) for shards in zip(*given, strict=True)]
+        *earlier, part = [list(shards) for shards in zip(*lease.of_shards(lease.parts), strict=True)]
         rows, known = [i for shard in part for i in shard], self._known_parts(step) or earlier
         assert rows, "a part has rows"
         for shard in part:  # rows that a whole lease acknowledged are not in it
@@ -479,12 +469,12 @@ class CheckedLedger:
             assert len(before) != len(part) or before == part, "a part comes again with its shards"
         left = task.batch_rows - sum(task.name in self.rows[i].done for i in self.steps.get(step, ()))
         lease.last = reply.last
-        assert self._blurred or reply.last == (len(lease.rows(reply.world_size // reply.shards)) == left)
+        assert self._blurred or reply.last == (len(lease.step_rows()) == left)
         assert self._blurred or len(rows) >= command.at_least or reply.last or reply.part < len(known)
         self.parts[step] = [*known[: reply.part], part, *known[reply.part + 1 :]]
         self._check_ages(reply, rows)
         if reply.last:
-            self._on_step(task, reply, lease.rows(reply.world_size // reply.shards))
+            self._on_step(task, reply, lease.step_rows())
 
     def _known_parts(self, step: int) -> list[list[list[int]]]:
         """The parts of a step, without rows that have ended since."""
@@ -506,9 +496,8 @@ class CheckedLedger:
             assert not set(ids) & {i for rows in self.steps.values() for i in rows}, "a row is in one step"
             self.steps[step] = ids
         for earlier in set(range(step)) - self.acknowledged - self.overtaken if not self._blurred else ():
-            rows = self.steps.get(earlier) or [
-                i for part in self._known_parts(earlier) for shard in part for i in shard
-            ]
+            shards = [shard for part in self._known_parts(earlier) for shard in part]
+            rows = self.steps.get(earlier) or [i for shard in shards for i in shard]
             assert any(task.name in self.rows[i].holder for i in rows), "the oldest step comes first"
         if not isinstance(reply, cmd.LeasedPart):
             self._check_ages(reply, ids)
@@ -589,12 +578,10 @@ class CheckedLedger:
         before, events = dict(self.live), len(self.events)
         ended = {i for i in self.rows if i not in before}
         missing = self._miss(before)
-        tickets = [
-            t for t, r in self.waiting.items() if isinstance(r.command, cmd.AddRows) and r.place in self.lost_places
-        ]
-        self._feed(
-            "lose_homes", [(loss, self._columns_in((loss.home, loss.epoch))) for loss in lost], tickets=tickets
-        )
+        puts = {ticket: each for ticket, each in self.waiting.items() if isinstance(each.command, cmd.AddRows)}
+        tickets = [ticket for ticket, put in puts.items() if put.place in self.lost_places]
+        known = [(loss, self._columns_in((loss.home, loss.epoch))) for loss in lost]
+        self._feed("lose_homes", known, tickets=tickets)
         self._check_losses(lost, missing, before, ended, events)
 
     def _columns_in(self, place: Place) -> list[LostColumns]:
@@ -612,10 +599,7 @@ class CheckedLedger:
         new = self.events[events:]
         told = [event for event in new if isinstance(event, ev.HomeLost)]
         assert [(each.home, each.epoch) for each in told] == [(each.home, each.epoch) for each in lost]
-        counts = Counter[str]()
-        for event in new:
-            if isinstance(event, ev.RowsEnded) and event.reason.startswith("payload lost: home"):
-                counts[event.state] += event.count
+        counts = _ended(new, "payload lost: home")
         remade = {i for i, row in before.items() if row.child is not None}
         assert counts["expired"] == len(remade)
         assert sum(each.groups_remade for each in told) == len({self.rows[i].group for i in remade})
@@ -656,12 +640,8 @@ class CheckedLedger:
 
     def _miss(self, rows: dict[int, Row]) -> set[int]:
         """Note which of these rows cannot be read by a task that is not through with them, or by a step trained again."""
-        unread = [
-            (i, t)
-            for i, row in rows.items()
-            for t in self.tasks.values()
-            if self._undone(row, t) and self._lacks(row, t)
-        ]
+        both = [(i, task) for i in rows for task in self.tasks.values() if self._lacks(rows[i], task)]
+        unread = [(i, task) for i, task in both if self._undone(rows[i], task)]
         missing = {i for i, task in unread if not self._may_skip(self.rows[i], task)}
         self._blurred |= len(missing) < len({i for i, _ in unread})
         steps = [task for task in self.tasks.values() if task.batch_rows is not None]
@@ -799,14 +779,9 @@ class CheckedLedger:
     def _ready(self, task: TaskSpec, partition: str | None) -> list[int]:
         """Rows that a task without steps could be given; none where a task gave some up, and which is not known."""
         rows = {} if self._skips() else self.live
-        return [
-            i
-            for i, row in rows.items()
-            if self._undone(row, task)
-            and task.name not in row.holder
-            and set(task.needs) <= row.columns
-            and partition in (None, row.partition)
-        ]
+        free = {i: row for i, row in rows.items() if self._undone(row, task) and task.name not in row.holder}
+        of = {i: row for i, row in free.items() if partition in (None, row.partition)}
+        return [i for i, row in of.items() if set(task.needs) <= row.columns]
 
     def _check_end(self, session: int, command: cmd.LeaseRows) -> None:
         task = self.tasks[command.task]
@@ -826,7 +801,7 @@ class CheckedLedger:
         assert (status.session_count, status.parked_count) == (len(self.sessions), len(self.waiting))
         sure = not any(lease.unsure for lease in self.open.values())
         in_parts = [
-            (lease.step, len(lease.rows(lease.world_size // lease.shards)))
+            (lease.step, len(lease.step_rows()))
             for token, lease in self.open.items()
             if lease.parts and any(self._holds(token, i) for i in lease.rows())
         ]
@@ -837,8 +812,9 @@ class CheckedLedger:
             held = sum(task.name in row.holder for row in rows)
             assert not sure or status.rows[task.name]["leased"] == held
         ends = [lease.expires for lease in self.open.values() if lease.world_size == 1 and not lease.unsure]
-        ends += [self._gives_up(home) for number, home in self.homes.items() if self.is_absent(number)]
-        due = min([*ends, *(request.deadline for request in self.waiting.values())], default=None)
+        due = min(
+            [*ends, *self._absent_until(), *(request.deadline for request in self.waiting.values())], default=None
+        )
         assert due is None or (self.next_deadline() or 0.0) <= due, "somebody would not be woken"
         live = {place for place in self.places if self.ledgers[0].state.homes.is_live(*place)}
         assert live == self.places - self.lost_places, "a lost epoch is refused for ever"
@@ -873,6 +849,12 @@ class CheckedLedger:
                 continue
             if sure and command.world_size == 1 and not command.at_least:
                 assert not self._ready(task, command.partition), f"{command} waits, and rows are ready"
+
+
+def _ended(events: Iterable[Any], reason: str = "") -> Counter[str]:
+    """How many rows ended in each state, for a reason that begins so."""
+    ended = [event for event in events if isinstance(event, ev.RowsEnded) and event.reason.startswith(reason)]
+    return sum((Counter({event.state: event.count}) for event in ended), Counter[str]())
 
 
 def _plain(effects: Effects) -> tuple[Any, ...]:

@@ -1,19 +1,25 @@
-"""A workflow of echo engines, and the reading of what runs leave behind.
+"""A workflow of echo engines, drivers in processes of their own, and the reading of what runs leave behind.
 
-Its workers are threads of the test's process; ``processes=True`` starts each in a process of its own, for tests of processes and their ends.
+Workers are threads of the test's process; ``processes=True`` starts each in a process of its own, for tests of processes and their ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import functions
+from children import Child, say
+from waiting import alive, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import EchoTrain
+from asyncflow_sdk.types.events import StepTrained, WorkerState
 
 PROMPTS = {"prompt_ids": af.Ragged.of([[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]])}
 TOML = """\
@@ -87,14 +93,72 @@ def events_of(directory: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == kind]
 
 
-def alive(pid: int) -> bool:
-    """True if a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def segments(pid: int) -> set[str]:
     """Directories of runs in shared memory that a process made."""
     return {path.name for path in Path("/dev/shm").glob(f"asyncflow-{os.getuid()}-{pid}-*")}
+
+
+class Driver(Child):
+    """A driver, and the workers that it started in processes: by name and by number.
+
+    ``what``: "resume", or MODULE:FUNCTION[:ARGUMENT], which makes the workflow.
+    """
+
+    def __init__(self, directory: Path, what: str) -> None:
+        super().__init__(drive, str(directory), what)
+        self.workers: dict[str, int] = {}
+        self.pids: set[int] = set()
+        self.step = -1
+        self.last = ""
+
+    def read(self) -> None:
+        """Read the next line that it says."""
+        self.last = self.hear()
+        words = self.last.split()
+        if words[0] == "worker":
+            self.workers[words[2]] = int(words[3])
+            self.pids |= {int(words[3])} - {self.pid}
+        elif words[0] == "step":
+            self.step = int(words[1])
+
+    def follow(self, step: int) -> None:
+        """Read on until a step was trained."""
+        while self.step < step:
+            self.read()
+
+    def kill_all(self) -> None:
+        """Kill the process that drives and serves, and its workers at once; else they see its end."""
+        for pid in [self.pid, *self.pids]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> str:
+        """Wait for its end and that of its workers; returns what it wrote to stderr."""
+        with contextlib.suppress(AssertionError):  # it says nothing more
+            while True:
+                self.read()
+        self.wait()
+        until(lambda: not [pid for pid in self.pids if alive(pid)], "the end of all workers")
+        with self:
+            return self.errors()
+
+
+def drive(directory: str, what: str) -> None:
+    """Run or resume a workflow. Say its workers as they start, each step, and how it ended."""
+
+    def show(event: object) -> None:
+        if isinstance(event, WorkerState) and event.state in ("starting", "ready"):
+            say(f"worker {event.state} {event.worker} {event.pid}")
+        if isinstance(event, StepTrained):
+            say(f"step {event.step}")
+
+    try:
+        if what == "resume":
+            af.resume(directory, on_event=show)
+        else:
+            module, function, *arguments = what.split(":")
+            getattr(importlib.import_module(module), function)(*arguments).run(directory, on_event=show)
+    except af.Interrupted as error:
+        say(f"interrupted {'again' if error.repeated else 'once'}")
+        raise
+    say("done")

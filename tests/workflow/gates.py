@@ -1,5 +1,5 @@
-"""Make the order of a run certain on a machine of any speed: trainers that wait before a step until a test opens it and note what they
-trained, replicas that wait for each other, and kills right after a step."""
+"""Make the order of a run certain on a machine of any speed: trainers that wait before a step or a part until a test opens it, and note
+what they trained; replicas that wait for each other; rewards that come one group at a time; kills right after a step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import functions
+from echo_runs import echo_workflow
 from waiting import until
 
 import asyncflow_sdk as af
@@ -20,6 +22,11 @@ from asyncflow_sdk.testing import EchoRollout, EchoTrain
 from asyncflow_sdk.testing.echo_ranks import EchoRanks
 from asyncflow_sdk.types import Batch
 from asyncflow_sdk.types.events import Event, StepTrained, WorkerState
+
+STEPS, ROWS, GROUP = 3, 16, 4
+NOTES = "parts.jsonl"
+HANGS_S = 900.0
+"""Only ends a test that would hang: processes may take minutes to start beside others."""
 
 
 class Gates:
@@ -163,3 +170,72 @@ class Together(EchoRollout):
             await asyncio.sleep(0.01)
         async for completion in super().generate(request):
             yield completion
+
+
+# ---- steps in parts; the variable RUN names the directory of the run, and GATES the folder of gates and notes
+
+
+def paced(response_ids: Any, groups: Any) -> Any:
+    """The lengths of a group's responses, once no other group waits for the trainer: so each part is one group."""
+    with af.connect(os.environ["RUN"], name="pacer") as run:
+        held = lambda rows: not (rows.get("ready") or rows.get("selected"))  # noqa: E731
+        until(lambda: held(run.queue.status().rows["train"]), "that the trainer holds the groups before", HANGS_S)
+    return functions.length(response_ids)
+
+
+def parts_of(folder: Path) -> list[dict[str, Any]]:
+    """The parts that trainers were given, in order: by whom, of which step, and their rows."""
+    lines = (folder / NOTES).read_text().splitlines(keepends=True) if (folder / NOTES).exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def rows_by_pid(folder: Path, step: int, rank: int = 0) -> list[list[list[int]]]:
+    """The rows of the parts of a step, by each process that was given them, in the order of the processes."""
+    found: dict[int, list[list[int]]] = {}
+    for note in parts_of(folder):
+        if (note["step"], note["rank"]) == (step, rank):
+            found.setdefault(note["pid"], []).append(note["rows"])
+    return list(found.values())
+
+
+class _Noted:
+    """Notes each part, and begins none of which there is a file STEP.PART in the folder."""
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)  # type: ignore[misc]
+        self._step, self._part = step, 0
+
+    def accumulate(self, batch: Batch) -> None:
+        folder, rank = Path(os.environ["GATES"]), int(os.environ.get("RANK", "0"))
+        note = {"pid": os.getpid(), "rank": rank, "step": self._step, "part": self._part, "rows": batch.ids.tolist()}
+        with (folder / NOTES).open("a") as notes:
+            notes.write(json.dumps(note) + "\n")
+        wait_at(folder / f"{self._step}.{self._part}")
+        self._part += 1
+        super().accumulate(batch)  # type: ignore[misc]
+
+
+class NotedParts(_Noted, Gated):
+    pass
+
+
+class NotedRanks(_Noted, EchoRanks):
+    pass
+
+
+def streamed_workflow(*, processes: bool = False, train: dict[str, Any] | None = None, **changes: Any) -> af.Workflow:
+    """``train``: options of the trainer, which trains in parts of one group."""
+    place: dict[str, Any] = {} if processes else {"launcher": "thread"}
+    train = {"engine": "gates:NotedParts"} | (train or {})
+    options = {"stream": True, "part_rows": GROUP} | ({} if "world_size" in train else place) | train
+    return echo_workflow(
+        processes=processes, train=af.Train(**options), batch_size=ROWS,
+        **({"steps": STEPS, "reward": af.Stage(paced, task="reward", gives=["reward"], batch=GROUP, **place)} | changes),
+    )  # fmt: skip
+
+
+def resumable_workflow() -> af.Workflow:
+    """All its workers are processes, and its trainer begins anew after each death."""
+    return streamed_workflow(
+        processes=True, train={"max_restarts": 3}, checkpoint=af.Checkpoint(every=1, history=True)
+    )

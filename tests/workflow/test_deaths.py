@@ -9,11 +9,10 @@ from typing import Any
 
 import functions
 import pytest
-from drivers import Driver
-from echo_runs import alive, check_whole, echo_workflow, segments, trained_rows
+from echo_runs import Driver, check_whole, echo_workflow, segments, trained_rows
 from functions import frozen_once, held_up, vanishes
 from gates import Killer
-from waiting import until
+from waiting import alive, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed

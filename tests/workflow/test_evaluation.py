@@ -12,8 +12,7 @@ from typing import Any
 import functions
 import numpy as np
 import pytest
-from drivers import Driver
-from echo_runs import echo_weights, echo_workflow
+from echo_runs import Driver, echo_weights, echo_workflow
 from gates import Listener
 from safetensors.numpy import load_file
 

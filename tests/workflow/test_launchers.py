@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_runs import alive, check_whole, column, echo_workflow
+from echo_runs import check_whole, column, echo_workflow
 from functions import length, length_and_cpu
 from plugin_packages import install_plugin
-from waiting import in_thread, until
+from waiting import alive, in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed

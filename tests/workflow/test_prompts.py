@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drivers import Driver
-from echo_runs import column, echo_workflow
+from echo_runs import Driver, column, echo_workflow
 from gates import Gates
 
 import asyncflow_sdk as af

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drivers import Driver
-from echo_runs import check_whole, echo_workflow, events_of, segments
+from echo_runs import Driver, check_whole, echo_workflow, events_of, segments
 from functions import length
 from gates import Gates, Killer
 from waiting import in_thread, until

@@ -15,9 +15,9 @@ from typing import Any
 import functions
 import pytest
 from children import Child, hear, say
-from echo_runs import TOML, alive
+from echo_runs import TOML
 from ssh_hosts import SshServer
-from waiting import until
+from waiting import alive, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.cli.doctor import examine

@@ -15,11 +15,9 @@ from typing import Any
 import functions
 import numpy as np
 import pytest
-from drivers import Driver
-from echo_runs import TOML, check_whole, echo_workflow, segments, trained_rows
-from gates import Gates, Listener
+from echo_runs import TOML, Driver, check_whole, echo_workflow, segments, trained_rows
+from gates import GROUP, HANGS_S, ROWS, STEPS, Gates, Listener, parts_of, rows_by_pid, streamed_workflow
 from plugin_packages import install_plugin
-from streamed_runs import GROUP, HANGS_S, ROWS, STEPS, joined, parts_of, rows_by_pid, streamed_workflow
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
@@ -73,7 +71,7 @@ def test_each_step_is_trained_in_parts_as_its_groups_come(tmp_path: Path, gates:
     for step in range(STEPS):
         (rows,) = rows_by_pid(gates.folder, step)
         assert [len(part) for part in rows] == [GROUP] * PARTS
-        assert joined(rows) == recorded[step]
+        assert np.concatenate(rows).tolist() == recorded[step]
     # said by spans, and by the metrics of the whole step
     trained = [event for event in listener.events if isinstance(event, ev.StepTrained)]
     assert [event.metrics["parts"] for event in trained] == [PARTS] * STEPS
@@ -103,7 +101,7 @@ def test_a_trainer_killed_in_a_step_is_given_the_same_parts_again(tmp_path: Path
     first, second = rows_by_pid(gates.folder, 1)
     assert len(first) == 3
     assert second[:3] == first
-    assert sorted(joined(second)) == sorted(dict(af.read_steps(tmp_path / "run"))[1].ids.tolist())
+    assert sorted(np.concatenate(second).tolist()) == sorted(dict(af.read_steps(tmp_path / "run"))[1].ids.tolist())
     assert [e.worker for e in listener.states("restarting")] == ["train-0"]
     # the weights have had every row once
     notes = json.loads(max((tmp_path / "run/checkpoints").glob("step-*/engine/notes.json")).read_text())
@@ -116,7 +114,7 @@ def test_a_rank_killed_in_a_step_takes_the_others_along_and_all_get_the_same_sha
     """A part is one group here, so that one of the ranks has no row of it."""
     listener, gate = Listener(), close(gates, 1, 2)
     kill = meanwhile(gates, gate, 2, lambda: os.kill(listener.pid("train-0 rank 1"), signal.SIGKILL))
-    train = {"engine": "streamed_runs:NotedRanks", "world_size": 2, "deaf": True, "max_restarts": 1}
+    train = {"engine": "gates:NotedRanks", "world_size": 2, "deaf": True, "max_restarts": 1}
 
     result = streamed_workflow(train=train, checkpoint=af.Checkpoint(every=1)).run(
         tmp_path / "run", on_event=listener
@@ -128,7 +126,7 @@ def test_a_rank_killed_in_a_step_takes_the_others_along_and_all_get_the_same_sha
     for rank in range(2):
         first, second = rows_by_pid(gates.folder, 1, rank)
         assert second[:3] == first
-        whole += joined(second)
+        whole += np.concatenate(second).tolist()
     assert sorted(whole) == sorted(dict(af.read_steps(tmp_path / "run"))[1].ids.tolist())
     parts = [
         [note for note in parts_of(gates.folder) if (note["step"], note["part"]) == (0, n)] for n in range(PARTS)
@@ -142,7 +140,7 @@ def test_a_driver_that_ends_in_a_step_is_resumed_and_the_same_parts_come_first(
     tmp_path: Path, gates: Gates, end: str
 ) -> None:
     gate = close(gates, 1, 2)
-    driver = Driver(tmp_path / "run", "streamed_runs:resumable_workflow")
+    driver = Driver(tmp_path / "run", "gates:resumable_workflow")
     driver.follow(0)
     until(lambda: gates.reached(gate), "the trainer in the middle of step 1", HANGS_S)
     # when the server ends with its driver
@@ -187,8 +185,8 @@ def test_a_rollback_that_removes_rows_of_an_open_step_has_it_discarded(tmp_path:
     trained = [(e.step, e.version) for e in listener.events if isinstance(e, ev.StepTrained)]
     assert trained == [(0, 0), (1, 1), (2, 3), (3, 4)]
     given = [note["rows"] for note in parts_of(gates.folder) if note["step"] == 2]
-    assert set(joined(given[:2])).isdisjoint(joined(given[2:]))
-    assert joined(given[2:]) == dict(af.read_steps(tmp_path / "run"))[2].ids.tolist()
+    assert set(np.concatenate(given[:2]).tolist()).isdisjoint(np.concatenate(given[2:]).tolist())
+    assert np.concatenate(given[2:]).tolist() == dict(af.read_steps(tmp_path / "run"))[2].ids.tolist()
     # version 1 has had one step, and steps 2 and 3 followed
     assert json.loads((tmp_path / "run/model/echo.json").read_text())["steps"] == 1 + 2
 
@@ -202,7 +200,7 @@ def test_all_ranks_discard_an_open_step_at_the_same_part(tmp_path: Path, gates: 
 
     answer = meanwhile(gates, gate, 2, roll_back)
     result = streamed_workflow(
-        train={"engine": "streamed_runs:NotedRanks", "world_size": 2}, steps=4, staleness=af.Staleness(max_staleness=0),
+        train={"engine": "gates:NotedRanks", "world_size": 2}, steps=4, staleness=af.Staleness(max_staleness=0),
         weights=af.Weights(keep=4),
     ).run(tmp_path / "run", on_event=listener)  # fmt: skip
 

@@ -9,8 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from drivers import Driver
-from echo_runs import echo_workflow, events_of, segments
+from echo_runs import Driver, echo_workflow, events_of, segments
 from gates import Gates
 
 import asyncflow_sdk as af

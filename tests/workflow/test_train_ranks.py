@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_runs import TOML, alive, check_whole, echo_workflow
+from echo_runs import TOML, check_whole, echo_workflow
 from functions import length
 from gates import Killer
-from waiting import until
+from waiting import alive, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.cli import main

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_runs import alive
 from functions import length
-from waiting import until
+from waiting import alive, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed

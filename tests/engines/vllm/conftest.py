@@ -1,31 +1,12 @@
-"""A real vLLM. Where it is not installed these tests are skipped; ``make test-vllm`` makes the environment, and there they are not."""
-
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from elsewhere import skip_elsewhere
 from one_vllm import OPTIONS
-
-ASKED = os.environ.get("ASYNCFLOW_TEST_VLLM", "")
-"""Where vLLM must be: "here", or the interpreter that has it; "" nowhere."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in skip_elsewhere(items, Path(__file__).parent, "vllm", ASKED):
-        item.add_marker(pytest.mark.timeout(600))  # it takes most of a minute to start
-        item.add_marker(pytest.mark.filterwarnings("default"))  # those of vLLM and of what it needs
-
-
-@pytest.fixture
-def far() -> str:
-    """The interpreter that has vLLM."""
-    return ASKED
 
 
 @pytest.fixture(scope="session")

@@ -5,23 +5,19 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from waiting import until
+
+from asyncflow_sdk.workflow.workers.ranks import free_port
+
 START_S = 300.0
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_rows": 32,
-    "enforce_eager": True,
-    "kv_cache_memory_bytes": 64 << 20,
-}
+OPTIONS = {"dtype": "float32", "max_rows": 32, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 ARGUMENTS = [
     "--dtype", "float32", "--max-num-seqs", "32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20),
     "--skip-tokenizer-init",
@@ -39,30 +35,20 @@ class Server:
     """``arguments``: beside those above. It is there when it is made, and ends with ``close``."""
 
     def __init__(self, model: str, arguments: list[str], **env: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--host",
-            "127.0.0.1",
-            "--model",
-            model,
-        ]
+        place = ["--host", "127.0.0.1", "--port", str(port), "--model", model]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*command, "--port", str(port), *ARGUMENTS, *arguments], env={**os.environ, **env}, stdout=self._log,
-            stderr=self._log, start_new_session=True,
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *place, *ARGUMENTS, *arguments],
+            env={**os.environ, **env}, stdout=self._log, stderr=self._log, start_new_session=True,
         )  # fmt: skip
-        until = time.monotonic() + START_S
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > until:
-                self.close()
-                raise AssertionError(f"the vLLM server did not start:\n{self.said()[-5000:]}")
-            time.sleep(0.2)
+        try:
+            until(lambda: self.process.poll() is not None or self._answers(), "the vLLM server", START_S)
+            assert self.process.poll() is None, f"the vLLM server did not start:\n{self.said()[-5000:]}"
+        except AssertionError:
+            self.close()
+            raise
 
     def said(self) -> str:
         return os.pread(self._log.fileno(), 1 << 24, 0).decode(errors="replace")
@@ -76,7 +62,7 @@ class Server:
         try:
             with urllib.request.urlopen(self.url + "/health", timeout=5):
                 return True
-        except (OSError, urllib.error.URLError):
+        except OSError:
             return False
 
 
