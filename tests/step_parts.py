@@ -1,9 +1,10 @@
-"""A step trained whole and in parts, and the gradient that each came to."""
+"""A step trained whole and in parts, and the gradient that each came to; and algorithms that ranks import, some of which fail:
+gradients that are not finite, and errors in the middle of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,9 +13,11 @@ import numpy as np
 from safetensors.torch import load_file
 
 import asyncflow_sdk as af
-from asyncflow_sdk.interfaces import StepResult
+from asyncflow_sdk.algorithms import GRPO, PPO
+from asyncflow_sdk.interfaces import PackedTokens, StepResult
 from asyncflow_sdk.types import Batch, Ragged
 
+INFINITE = float("inf")
 STEP = 9
 """The number of the step: rows of it were drawn by versions 7 and 10."""
 
@@ -47,6 +50,44 @@ class OfConstant(OfGroups):
     def loss(self, tokens: af.PackedTokens) -> tuple[Any, dict[str, Any]]:
         gain = (tokens.logprobs - tokens.behaviour).clamp(-20, 20).exp() * tokens.advantages
         return -gain.sum() / 100, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faulty(GRPO):
+    """At these ``calls`` of its loss, counted from 1, the gradient is infinite, or the loss ``raises``; and wherever a row has an advantage
+    ``above`` a number, which is so on one of several ranks."""
+
+    normaliser = "tokens"
+    calls: tuple[int, ...] = ()
+    above: float = INFINITE
+    raises: bool = False
+    more: set[int] = field(default_factory=set, compare=False)
+    made: list[int] = field(default_factory=list, compare=False)
+
+    def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
+        self.made.append(len(self.made) + 1)
+        loss, metrics = super().loss(tokens)
+        fails = self.made[-1] in {*self.calls, *self.more} or bool(tokens.advantages.max() > self.above)
+        if fails and self.raises:
+            raise KeyError("told to fail")
+        return loss * (INFINITE if fails else 1.0), metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultyPPO(PPO):
+    """The gradient of the "policy" or of the "critic" is infinite, and that of the other is not: at these ``calls``, or at all."""
+
+    infinite: str = "critic"
+    calls: tuple[int, ...] = (1,)
+    made: list[int] = field(default_factory=list, compare=False)
+
+    def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
+        self.made.append(len(self.made) + 1)
+        loss, metrics = super().loss(tokens)
+        given = tokens.logprobs if self.infinite == "policy" else tokens.values
+        if not self.calls or self.made[-1] in self.calls:
+            loss = loss + (given - given.detach()).sum() * INFINITE
+        return loss, metrics
 
 
 def step_rows(batch: Batch) -> Batch:

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from children import Child
-from faulty import Faulty, FaultyPPO
 from rank_runs import check_giving, counting
 from ranks_children import gives_up_parts
 from safetensors import safe_open
 from safetensors.torch import load_file
-from step_parts import OfGroups, apart, gradients, groups_of, in_parts, state, step_rows, weights
+from step_parts import Faulty, FaultyPPO, OfGroups, apart, gradients, groups_of, in_parts, state, step_rows, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncflow_fsdp.checkpoint import export

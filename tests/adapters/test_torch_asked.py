@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faulty import Faulty, FaultyPPO
 from safetensors.torch import load_file, save_file
+from step_parts import Faulty, FaultyPPO
 from test_torch_algorithms import drifted, norm_of, row_logprobs, with_columns
 from transformers import AutoModelForCausalLM
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faulty import Faulty
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_parts import OfConstant, OfGroups, apart, gradients, groups_of, in_parts, state, step_rows, weights
+from step_parts import Faulty, OfConstant, OfGroups, apart, gradients, groups_of, in_parts, state, step_rows, weights
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError

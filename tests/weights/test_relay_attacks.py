@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from relay_hosts import FakeRelay, RelayHosts
+from transport_ends import FakeRelay, RelayHosts
 
 from asyncflow_sdk.testing.transport_harness import BUCKET
 from asyncflow_sdk.weights.transports import relay_receiver, tcp_fetch

@@ -4,8 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 from children import Child
-from relay_hosts import RelayHosts, fetch_and_stay
-from transport_ends import numbers
+from transport_ends import RelayHosts, fetch_and_stay, numbers
 
 from asyncflow_sdk.testing.transport_harness import BUCKET
 

@@ -12,9 +12,8 @@ import deepspeed_parts
 import numpy as np
 import pytest
 from deepspeed_parts import RANKS, options
-from faulty import Faulty, FaultyPPO
 from rank_runs import check_giving, counting
-from step_parts import OfGroups, apart, gradients, groups_of, in_parts, state, weights
+from step_parts import Faulty, FaultyPPO, OfGroups, apart, gradients, groups_of, in_parts, state, weights
 
 from asyncflow_sdk.algorithms import GRPO, GSPO, PPO, Critic
 from asyncflow_sdk.errors import AsyncFlowError, EngineError
