@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from rank_runs import run_with_a_rank_killed_in_a_collective
+from rank_runs import restarted, run_with_a_rank_killed_in_a_collective
 from waiting import alive, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing.kit.functions import where
-from asyncflow_sdk.types.events import Event, WorkerState
+from asyncflow_sdk.types.events import Event
 from asyncflow_torch.reference import tiny_model
 
 ADDRESS = "tcp://127.0.0.1:0"
@@ -50,18 +50,12 @@ class Nodes(Protocol):
         """End the node of a worker at once."""
 
 
-def restarts(events: list[Event]) -> list[str]:
-    """Why workers were started again."""
-    return [e.detail for e in events if isinstance(e, WorkerState) and e.state == "restarting"]
-
-
 class ClusterContract:
     launcher = ""
 
     def stage(self, **place: Any) -> af.Stage:
-        return af.Stage(
-            where, task="w", needs=["x"], gives=["pid"], batch=1, launcher=self.launcher, **{"cpus": [0], **place}
-        )
+        place = {"launcher": self.launcher, "cpus": [0]} | place
+        return af.Stage(where, task="w", needs=["x"], gives=["pid"], batch=1, **place)
 
     def answers(self, run: af.Run) -> set[int]:
         """The processes that work on three rows."""
@@ -88,14 +82,14 @@ class ClusterContract:
             (first,) = self.answers(run)
 
             os.kill(first, signal.SIGKILL)
-            until(lambda: len(restarts(events)) == 1, "the restart of a process", LIMIT_S)
+            until(lambda: len(restarted(events)) == 1, "the restart of a process", LIMIT_S)
             (second,) = self.answers(run)
             cluster.lose_node(worker)
-            until(lambda: len(restarts(events)) == 2, "the restart on another node", LIMIT_S)
+            until(lambda: len(restarted(events)) == 2, "the restart on another node", LIMIT_S)
             (third,) = self.answers(run)
 
             assert len({first, second, third}) == 3
-            assert "was killed by SIGKILL" in restarts(events)[0]
+            assert "was killed by SIGKILL" in restarted(events)[0].detail
             assert not worker.lost
         until(cluster.idle, "the end of all jobs", LIMIT_S)
 

@@ -1,6 +1,8 @@
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +50,11 @@ def _no_process_in_a_fast_test(request: pytest.FixtureRequest) -> Iterator[None]
     _fast_test = ""
 
 
+ASKED = {name: os.environ.get(f"ASYNCFLOW_TEST_{name.upper()}", "") for name in ("vllm", "sglang", "deepspeed")}
+"""Where an engine of ``engines`` must be: "here", or the interpreter that has it, for tests with the fixture ``far``; "" nowhere. Where it
+is not, its tests are skipped; ``make test-ENGINE`` makes its environment, and there they are not."""
+LIMITS_S = {"vllm": 600, "sglang": 900, "deepspeed": 300, "both": 900}
+"""They take up to a minute to start."""
 LONG = [
     "test_attacked_hosts.py", "test_any_order.py", "test_guide.py", "test_torch_dist_transport.py", "test_kit_catches.py",
     "test_fsdp.py", "test_demo.py", "test_check_apart.py", "test_documents.py", "test_wrong_trainers.py", "test_fsdp_run.py",
@@ -58,3 +65,27 @@ LONG = [
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    here = {name: importlib.util.find_spec(name) is not None for name in ASKED}
+    for name, asked in ASKED.items():
+        assert here[name] or asked != "here", f"{name} is to be tested, and cannot be imported"
+    for item in items:
+        if Path(__file__).parent / "engines" in item.path.parents:
+            name = item.path.parent.name
+            far = name == "both" or "far" in getattr(item, "fixturenames", ())
+            needs = ["vllm", "sglang"] if name == "both" else [name]
+            item.add_marker(pytest.mark.timeout(LIMITS_S[name]))
+            item.add_marker(pytest.mark.filterwarnings("default"))  # those of engines, and of what they need
+            if not all(ASKED[each] not in ("", "here") if far else here[each] for each in needs):
+                item.add_marker(pytest.mark.skip(reason=f"{name} is not installed here: make test-{name}"))
+
+
+@pytest.fixture
+def far(request: pytest.FixtureRequest) -> str:
+    """The interpreter that has the engine."""
+    return ASKED[request.path.parent.name]
+
+
+@pytest.fixture
+def pythons() -> list[str]:
+    """The interpreters that have vLLM and SGLang."""
+    return [ASKED["vllm"], ASKED["sglang"]]

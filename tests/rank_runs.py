@@ -44,11 +44,33 @@ def engine_of(*, of: str, **options: Any) -> Any:
     return make(**options)
 
 
+def stand(gates: str, gate: str) -> None:
+    """Have rank 1 wait while there is a file ``gate``, and write its process number: the others are in collectives, or come to them."""
+    folder = Path(gates)
+    if os.environ["RANK"] == "1" and (folder / gate).exists():
+        (folder / "writing").write_text(str(os.getpid()))
+        (folder / "writing").rename(folder / "there")
+        while (folder / gate).exists():
+            time.sleep(0.01)
+
+
+def kill_at(gates: Path, gate: str) -> Callable[[], Any]:
+    """Kill rank 1 where it stands, and open the gate. The returned call waits for that."""
+    gates.mkdir()
+    (gates / gate).touch()
+
+    def kill() -> None:
+        until((gates / "there").exists, f"the rank at {gate}", seconds=250.0)
+        os.kill(int((gates / "there").read_text()), signal.SIGKILL)
+        (gates / gate).unlink()
+
+    return in_thread(kill)
+
+
 def held(*, gates: str, **options: Any) -> Any:
-    """An engine of which rank 1 waits in the backward pass of a step of which there is a file in ``gates``, where it writes its process
-    number: the others are in that pass's collectives, or come to them."""
+    """An engine of which rank 1 stands in the backward pass of steps."""
     engine = engine_of(**options)
-    step, backward, place, index = engine.train_step, engine.backward, Path(gates), -1
+    step, backward, index = engine.train_step, engine.backward, -1
 
     def train_step(batch: Any) -> Any:
         nonlocal index
@@ -56,11 +78,7 @@ def held(*, gates: str, **options: Any) -> Any:
         return step(batch)
 
     def backward_held(loss: Any, *, last: bool) -> None:
-        if os.environ["RANK"] == "1" and (place / str(index)).exists():
-            (place / "writing").write_text(str(os.getpid()))
-            (place / "writing").rename(place / "there")
-            while (place / str(index)).exists():
-                time.sleep(0.01)
+        stand(gates, str(index))
         backward(loss, last=last)
 
     engine.train_step, engine.backward = train_step, backward_held
@@ -96,12 +114,9 @@ def count_giving(engine: Any, export: Callable[[Path], None], path: Path) -> Non
             said["given"] += piece.numel() * piece.element_size()
             del tensor, piece  # as a publisher does
 
-    for name, call in (
-        ("named_weights", give),
-        ("export", lambda: export(path / "model")),
-        ("save", lambda: engine.save(path / "state")),
-        ("load", lambda: engine.load(path / "state")),
-    ):
+    state = path / "state"
+    calls = {"named_weights": give, "export": lambda: export(path / "model"), "save": lambda: engine.save(state)}
+    for name, call in {**calls, "load": lambda: engine.load(state)}.items():
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             call()
         collectives = [e.key for e in prof.key_averages() if "gloo" in e.key or "c10d" in e.key]
@@ -130,34 +145,24 @@ def check_giving(folder: Path, elements: int, largest: int, bucket_bytes: int) -
             assert said[call]["peak"] <= 2 * bucket_bytes + 16384, (call, said)
 
 
-def rollout(model: str, *, launcher: str = "thread", **place: Any) -> af.Rollout:
+def rollout(model: str, **place: Any) -> af.Rollout:
     """In a thread of the test's process, which has torch already, unless another place is given."""
-    sampling = af.Sampling(max_tokens=6)
-    return af.Rollout(
-        "transformers", model=model, prompt="prompt_ids", group_size=4, sampling=sampling, launcher=launcher, **place
-    )
+    place = {"group_size": 4, "launcher": "thread"} | place
+    return af.Rollout("transformers", model=model, prompt="prompt_ids", sampling=af.Sampling(max_tokens=6), **place)
+
+
+def restarted(events: list[Event]) -> list[WorkerState]:
+    return [event for event in events if isinstance(event, WorkerState) and event.state == "restarting"]
 
 
 def run_with_a_rank_killed_in_a_collective(
-    engine: str,
-    model: str,
-    directory: Path,
-    *,
-    rollouts: dict[str, Any] | None = None,
-    address: str | None = None,
+    engine: str, model: str, directory: Path, *, rollouts: dict[str, Any] | None = None, address: str | None = None,
     **options: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Rank 1 is killed in the last step; the checkpoint is of the one before. ``rollouts``: their place.
     It is PPO with a critic, and versions go by files, of which each is a folder that transformers loads."""
     gates, events, versions = directory / "gates", list[Event](), directory / "versions"
-    gates.mkdir()
-    (gates / str(STEPS - 1)).touch()
-
-    def kill() -> None:
-        until((gates / "there").exists, "the rank in its backward pass", seconds=250.0)
-        os.kill(int((gates / "there").read_text()), signal.SIGKILL)
-        (gates / str(STEPS - 1)).unlink()
-
+    killed = kill_at(gates, str(STEPS - 1))
     probe = af.Probe(((5, 6, 7, 14), (8, 9, 14)), ((10, 11, 12), (13, 2)), tolerance=1e-4)
     workflow = af.Workflow(
         prompts={"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]},
@@ -169,7 +174,6 @@ def run_with_a_rank_killed_in_a_collective(
         weights=af.Weights(probe=probe, verify=["probe"], transport="file", options={"path": str(versions)}),
         batch_size=ROWS, steps=STEPS, save_steps=2, save_total_limit=1, checkpoint=af.Checkpoint(every=2), staleness=af.Staleness(max_staleness=0),
     )  # fmt: skip
-    killed = in_thread(kill)
 
     summary = workflow.run(directory / "run", on_event=events.append).summary
 
@@ -178,15 +182,12 @@ def run_with_a_rank_killed_in_a_collective(
     assert len(rows) == len(set(rows)) == STEPS * ROWS
     assert (summary["status"], summary["steps"], summary["balanced"]) == ("completed", STEPS, True)
     assert summary["rows"]["consumed"] + summary["rows"]["filtered"] == STEPS * ROWS
-    restarts = [e for e in events if isinstance(e, WorkerState) and e.state == "restarting"]
-    assert [e.worker for e in restarts] == ["train-0 rank 0", "train-0 rank 1"]
-    assert "rank 1 was killed by SIGKILL" in restarts[0].detail
+    assert [e.worker for e in restarted(events)] == ["train-0 rank 0", "train-0 rank 1"]
+    assert "rank 1 was killed by SIGKILL" in restarted(events)[0].detail
     assert any(f"training goes on with step {STEPS - 2}" in e.text for e in events if isinstance(e, Note))
     steps = [e for e in events if isinstance(e, StepTrained)]
     assert [e.step for e in steps] == [*range(STEPS - 1), STEPS - 2, STEPS - 1]
-    assert max(e.metrics["logprob_drift"] for e in steps) < 1e-4, (
-        "steps trained again come to the weights that generated the rows of the steps after them"
-    )
+    assert max(e.metrics["logprob_drift"] for e in steps) < 1e-4  # trained again, steps come to the same weights
     for name in ("value_loss", "critic_grad_norm", "grad_norm"):
         assert min(e.metrics[name] for e in steps) > 0
     assert list((directory / "run").rglob("critic/optimizer.safetensors"))
@@ -240,24 +241,19 @@ def run_under_a_launcher(launcher: list[str], engine: str, model: str, directory
 
 
 def held_scoring(*, notes: str, **options: Any) -> Any:
-    """An engine of which rank 1 waits before its second scoring while there is a file "hold" in ``notes``, where it writes its process
-    number: the others are in that scoring's collectives, or come to them. Each rank notes the rows of each scoring, and how much of the
-    weights it holds."""
+    """An engine of which rank 1 stands before its second scoring. Each rank notes the rows of each scoring, and how much of the weights it
+    holds."""
     engine = engine_of(**options)
-    scores, folder, rank = engine.logprobs, Path(notes), os.environ["RANK"]
-    calls: list[list[int]] = []
+    scores, calls = engine.logprobs, list[list[int]]()
 
     def logprobs(batch: Any) -> Any:
-        if rank == "1" and len(calls) == 1 and (folder / "hold").exists():
-            (folder / "writing").write_text(str(os.getpid()))
-            (folder / "writing").rename(folder / "there")
-            while (folder / "hold").exists():
-                time.sleep(0.01)
+        if len(calls) == 1:
+            stand(notes, "hold")
         found = scores(batch)
         calls.append(batch.ids.tolist())
         pieces = [each.tensor if isinstance(each, Shard) else each for _, each in engine.named_weights()]
-        said = {"rank": int(rank), "calls": calls, "elements": sum(piece.numel() for piece in pieces)}
-        (folder / f"{os.getpid()}.json").write_text(json.dumps(said))
+        said = {"rank": int(os.environ["RANK"]), "calls": calls, "elements": sum(piece.numel() for piece in pieces)}
+        Path(notes, f"{os.getpid()}.json").write_text(json.dumps(said))
         return found
 
     engine.logprobs = logprobs
@@ -267,24 +263,14 @@ def held_scoring(*, notes: str, **options: Any) -> Any:
 def run_with_a_sharded_reference(engine: str, model: str, directory: Path, **options: Any) -> None:
     """Rank 1 of two is killed while the other is in a scoring. A reference of one process scores the same rows."""
     notes, events = directory / "notes", list[Event]()
-    notes.mkdir()
-    (notes / "hold").touch()
-
-    def kill() -> None:
-        until((notes / "there").exists, "the rank before its second scoring", seconds=250.0)
-        (notes / "hold").unlink()
-        os.kill(int((notes / "there").read_text()), signal.SIGKILL)
-
+    killed = kill_at(notes, "hold")
     sharded = af.Logprobs(
         "rank_runs:held_scoring", model=model, world_size=2, threads=1, frozen=True, of=engine,
         notes=str(notes), **options,
     )  # fmt: skip
     workflow = af.Workflow(
         prompts={"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]},
-        rollout=af.Rollout(
-            "transformers", model=model, prompt="prompt_ids", group_size=3, sampling=af.Sampling(max_tokens=6),
-            launcher="thread",
-        ),
+        rollout=rollout(model, group_size=3),
         stages=[
             af.Stage(sharded, gives=["sharded"], batch=7),
             af.Stage(af.Logprobs("torch", model=model), gives=["plain"], launcher="thread"),
@@ -292,7 +278,6 @@ def run_with_a_sharded_reference(engine: str, model: str, directory: Path, **opt
         reward=odd_tokens, train=af.Train("torch", model=model, learning_rate=1e-3, needs=["sharded", "plain"], launcher="thread"),
         batch_size=15, steps=2, staleness=af.Staleness(max_staleness=0),
     )  # fmt: skip
-    killed = in_thread(kill)
 
     summary = workflow.run(directory / "run", on_event=events.append).summary
 
@@ -301,8 +286,7 @@ def run_with_a_sharded_reference(engine: str, model: str, directory: Path, **opt
     rows = [row for batch in steps for row in batch.ids.tolist()]
     assert len(rows) == len(set(rows)) == 2 * 15
     assert (summary["status"], summary["balanced"], summary["rows"]["failed"]) == ("completed", True, 0)
-    restarts = [e for e in events if isinstance(e, WorkerState) and e.state == "restarting"]
-    assert [e.worker for e in restarts] == ["sharded-0 rank 0", "sharded-0 rank 1"]
+    assert [e.worker for e in restarted(events)] == ["sharded-0 rank 0", "sharded-0 rank 1"]
     for batch in steps:
         found, wanted = batch.ragged("sharded"), batch.ragged("plain")
         assert found.lengths.tolist() == wanted.lengths.tolist() == batch.ragged("response_ids").lengths.tolist()

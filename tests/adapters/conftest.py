@@ -75,20 +75,17 @@ def rollout() -> Iterator[Callable[..., TransformersEngine]]:
         asyncio.run(engine.close())
 
 
-def an_update(tensors: dict[str, Any], version: int = 1, promised: dict[str, Any] | None = None) -> HeldUpdate:
-    """A version in memory. It announces ``tensors`` unless ``promised`` says otherwise."""
-
-    def held(given: dict[str, Any]) -> HeldUpdate:
-        return HeldUpdate(version, {name: from_torch(tensor) for name, tensor in given.items()})
-
-    made = held(tensors)
-    made.tensors = held(promised or tensors).tensors
-    return made
-
-
 @pytest.fixture(scope="session")
 def make_update() -> Callable[..., HeldUpdate]:
-    return an_update
+    """Makes a version in memory. It announces ``tensors`` unless ``promised`` says otherwise."""
+
+    def make(tensors: dict[str, Any], version: int = 1, promised: dict[str, Any] | None = None) -> HeldUpdate:
+        arrays = [{name: from_torch(each) for name, each in of.items()} for of in (tensors, promised or tensors)]
+        made, announced = (HeldUpdate(version, each) for each in arrays)
+        made.tensors = announced.tensors
+        return made
+
+    return make
 
 
 def collect(engine: TransformersEngine, requests: list[Request]) -> list[list[Completion]]:
@@ -186,15 +183,9 @@ def batch(tiny: str, prompts: list[np.ndarray[Any, Any]]) -> Batch:
     rows = [(g, c) for g, group in enumerate(groups) for c in group]
     rewards = np.random.default_rng(1).integers(0, 2, len(rows)).astype(np.float32)
     rewards[:4] = 1.0  # a group without spread
-    return Batch.of(
-        {
-            "prompt_ids": [prompts[g] for g, _ in rows],
-            "response_ids": [c.token_ids for _, c in rows],
-            "logprobs": [c.logprobs for _, c in rows],
-            "reward": rewards,
-        },
-        groups=[g for g, _ in rows],
-    )
+    columns = {"response_ids": [c.token_ids for _, c in rows], "logprobs": [c.logprobs for _, c in rows]}
+    prompt_ids = [prompts[g] for g, _ in rows]
+    return Batch.of({"prompt_ids": prompt_ids, **columns, "reward": rewards}, groups=[g for g, _ in rows])
 
 
 @pytest.fixture

@@ -33,8 +33,7 @@ def model(version: float) -> dict[str, Any]:
 
 def value_of(update: Any) -> float:
     """The one number that all tensors of an update hold."""
-    found = {float(v) for _, array in update.arrays() for v in np.asarray(array, np.float64).reshape(-1)}
-    (value,) = found
+    (value,) = {float(v) for _, array in update.arrays() for v in np.asarray(array, np.float64).reshape(-1)}
     return value
 
 
@@ -98,14 +97,9 @@ class Served:
 
     def until(self, state: str, version: int, worker: str = "replica") -> WeightState:
         """Wait until a replica reports a state of a version."""
-        found: list[WeightState] = []
-
-        def reported() -> bool:
-            found[:] = [each for each in self.states(state, worker) if each.version == version]
-            return bool(found)
-
+        reported = lambda: [each for each in self.states(state, worker) if each.version == version]  # noqa: E731
         until(reported, f"version {version} {state} at {worker}")
-        return found[0]
+        return reported()[0]
 
     def notes(self) -> list[str]:
         return [event.text for event in list(self.events) if isinstance(event, Note)]

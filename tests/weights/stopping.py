@@ -62,7 +62,7 @@ def weights(version: int) -> Iterator[tuple[str, Any]]:
 
 def versions_of(update: Any) -> list[float]:
     """The versions of the tensors of an update: one, if it is whole. Stops in the midst of ``loading``."""
-    found = set()
+    found: set[float] = set()
     for n, (_, array) in enumerate(update.arrays()):
         if n == TENSORS // 2:
             reach("loading")
