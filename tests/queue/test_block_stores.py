@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from folder_store import FolderStore
-from hosts import RUN, Registry, specs
+from hosts import specs
 from waiting import until
 
 from asyncflow_sdk.errors import ConfigError, LeaseLost, MemoryFull, SchemaError, StoreUnavailable
-from asyncflow_sdk.interfaces.store import StoreContext, StoredBlock
+from asyncflow_sdk.interfaces.store import HomeCatalog, HomeOffer, StorageHome, StoreContext, StoredBlock
 from asyncflow_sdk.memory import GrowthNeeded
 from asyncflow_sdk.queue.block_index import BlockIndex
 from asyncflow_sdk.queue.stores.block_payload import BlockPayloadStore
@@ -25,14 +26,35 @@ from asyncflow_sdk.queue.stores.inline import InlineStore
 from asyncflow_sdk.queue.stores.sealed import PIECE_BYTES, PieceReader, SealedBlock
 from asyncflow_sdk.types.blocks import BlockSlices
 
+RUN = "asyncflow-0-1-run"
 
-class Catalog(Registry):
-    """``segments``, ``sessions``: what the server says to be needed."""
+
+class Catalog(HomeCatalog):
+    """The homes of a run in this process: the rules of the ledger in a few lines. ``segments``, ``sessions``: what the server says
+    to be needed."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.segments: set[str] = set()
-        self.sessions = {1, 2}
+        self.by_number: dict[int, StorageHome] = {}
+        self.identities: dict[int, str] = {}
+        self.segments, self.sessions = set[str](), {1, 2}
+
+    def open(self, offer: HomeOffer) -> tuple[int, int]:
+        number = next((n for n, home in self.by_number.items() if home.name == offer.name), len(self.by_number) + 1)
+        known = self.by_number.get(number)
+        same = known is not None and not known.lost and self.identities[number] == offer.identity
+        epoch = 1 if known is None else known.epoch if same else known.epoch + 1
+        self.by_number[number] = StorageHome(
+            home=number, epoch=epoch, name=offer.name, address=offer.address, key=offer.key,
+            directory=offer.directory, owner=offer.owner,
+        )  # fmt: skip
+        self.identities[number] = offer.identity
+        return number, epoch
+
+    def lose(self, number: int, reason: str = "evicted") -> None:
+        self.by_number[number] = msgspec.structs.replace(self.by_number[number], lost=reason)
+
+    def homes(self) -> Sequence[StorageHome]:
+        return list(self.by_number.values())
 
     def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
         return self.segments, self.sessions

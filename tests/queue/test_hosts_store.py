@@ -2,16 +2,15 @@
 
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hosts import Hosts, rows_of, specs
+from hosts import Cluster, rows_of, specs
 from queue_runs import in_threads, running
-from waiting import in_thread
+from waiting import in_thread, until
 
 from asyncflow_sdk.errors import AccessDenied, DigestMismatch, LeaseLost, ProtocolError, SchemaError, StoreUnavailable
 from asyncflow_sdk.ledger import commands as cmd
@@ -44,18 +43,12 @@ def check(found: Any, ids: list[int], wanted: dict[int, dict[str, bytes]]) -> No
         assert not column.values.flags.writeable
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    with Hosts(tmp_path) as hosts:
-        yield hosts
-
-
-def written(hosts: Hosts, parts: list[Any]) -> dict[int, dict[str, bytes]]:
+def written(cluster: Cluster, parts: list[Any]) -> dict[int, dict[str, bytes]]:
     """Put 8 rows in each store; the bytes of each row."""
     wanted = {}
     for number, store in enumerate(parts):
         values = columns(8 * number, 8)
-        hosts.put(store, values)
+        cluster.put(store, values)
         for name, column in pack_columns(values).items():
             for row, value in enumerate(rows_of(column)):
                 wanted.setdefault(8 * number + row, {})[name] = value
@@ -78,18 +71,19 @@ def test_a_name_of_a_segment_says_its_home_and_epoch() -> None:
 @pytest.mark.parametrize("secure", [True, False])
 def test_values_are_mapped_on_their_host_and_fetched_elsewhere_in_any_mixture(tmp_path: Path, secure: bool) -> None:
     # given rows on two hosts, of two clients each
-    with Hosts(tmp_path, secure=secure) as hosts:
-        units = {name: hosts.unit(name) for name in "ab"}
-        wanted = written(hosts, [hosts.store(name) for name in "abab"])
-        assert all(any(unit.directory.glob(f"h{unit.number}.1!s*")) for unit in units.values())
+    cluster = Cluster(tmp_path, insecure=not secure)
+    with cluster.ends:
+        homes = [cluster.unit(name) for name in "ab"]
+        wanted = written(cluster, [cluster.store(name) for name in "abab"])
+        assert all(any(Path(home.directory).glob(f"h{home.home}.1!s*")) for home in homes)
         numbers = np.random.default_rng(0)
         mixtures = [list(range(8)), list(range(8, 16)), [3], [15], list(range(32))]
         mixtures += [numbers.permutation(32)[:n].tolist() for n in (2, 5, 16, 32)] + [[1, 1, 9, 9, 1]]
         for host in ("a", "b", ""):
-            reader = hosts.store(host)
+            reader = cluster.store(host)
             for ids in mixtures:
                 # when
-                slices = hosts.locate(ids, *SPECS)
+                slices = cluster.locate(ids, *SPECS)
                 found = reader.read(slices, SPECS)
                 # then
                 check(found, ids, wanted)
@@ -98,31 +92,31 @@ def test_values_are_mapped_on_their_host_and_fetched_elsewhere_in_any_mixture(tm
                 assert in_memory == (ids in {"a": (mixtures[0], [3]), "b": (mixtures[1], [15])}.get(host, ()))
 
 
-def test_columns_of_one_row_are_in_different_homes(hosts: Hosts) -> None:
-    hosts.unit("a"), hosts.unit("b")
-    a, b = hosts.store("a"), hosts.store("b")
+def test_columns_of_one_row_are_in_different_homes(cluster: Cluster) -> None:
+    cluster.unit("a"), cluster.unit("b")
+    a, b = cluster.store("a"), cluster.store("b")
     x, y = np.arange(10.0), np.arange(10, 20)
-    hosts.put(a, {"x": x})
-    hosts.put(b, {"y": y[:5]}, range(5))
-    hosts.put(a, {"y": y[5:]}, range(5, 10))
+    cluster.put(a, {"x": x})
+    cluster.put(b, {"y": y[:5]}, range(5))
+    cluster.put(a, {"y": y[5:]}, range(5, 10))
     schema = specs({"x": x, "y": y})
     ids = [9, 0, 4, 5, 2]
-    for store in (a, b, hosts.store("")):
-        found = store.read(hosts.locate(ids, "x", "y"), schema)
+    for store in (a, b, cluster.store("")):
+        found = store.read(cluster.locate(ids, "x", "y"), schema)
         assert found["x"].values.tolist() == x[ids].tolist()
         assert found["y"].values.tolist() == y[ids].tolist()
 
 
-def test_many_threads_fetch_large_values_at_once(hosts: Hosts) -> None:
-    hosts.unit("a"), hosts.unit("b")
+def test_many_threads_fetch_large_values_at_once(cluster: Cluster) -> None:
+    cluster.unit("a"), cluster.unit("b")
     for name in "ab":
-        hosts.put(hosts.store(name), {"x": np.arange(3 << 20, dtype=np.int64).reshape(3, 1 << 20)})
+        cluster.put(cluster.store(name), {"x": np.arange(3 << 20, dtype=np.int64).reshape(3, 1 << 20)})
     schema = specs({"x": np.zeros((1, 1 << 20), np.int64)})
-    reader = hosts.store("")
+    reader = cluster.store("")
 
     def read(number: int) -> int:
         ids = [number % 6, (number + 3) % 6]
-        found = reader.read(hosts.locate(ids, "x"), schema)["x"].values
+        found = reader.read(cluster.locate(ids, "x"), schema)["x"].values
         return int((found[:, 0] == [(i % 3) << 20 for i in ids]).all() and (np.diff(found) == 1).all())
 
     assert in_threads(6, read) == 6 * [1]
@@ -160,93 +154,93 @@ def request(slices: BlockSlices, schema: Any) -> FetchRequest:
 # ---- units that die, move and are lost
 
 
-def test_rows_of_a_unit_that_died_are_late_and_not_lost(hosts: Hosts) -> None:
+def test_rows_of_a_unit_that_died_are_late_and_not_lost(cluster: Cluster) -> None:
     # given a unit that is killed
-    unit = hosts.unit("a")
-    wanted = written(hosts, [hosts.store("a")])
-    ids, near, far = list(range(8)), hosts.store("a"), hosts.store("b", fetch_s=0.5)
-    check(far.read(hosts.locate(ids, *SPECS), SPECS), ids, wanted)
-    unit.process.kill()
+    home = cluster.unit("a")
+    wanted = written(cluster, [cluster.store("a")])
+    ids, near, far = list(range(8)), cluster.store("a"), cluster.store("b", fetch_s=0.5)
+    check(far.read(cluster.locate(ids, *SPECS), SPECS), ids, wanted)
+    cluster.units["a"].kill()
     # then its host goes on, and others say what is missing
-    check(near.read(hosts.locate(ids, *SPECS), SPECS), ids, wanted)
-    hosts.put(near, columns(8, 8))
-    with pytest.raises(StoreUnavailable, match=r"home 1 \(a\) at tcp://.* could not be reached .* not lost"):
-        far.read(hosts.locate(ids, *SPECS), SPECS)
+    check(near.read(cluster.locate(ids, *SPECS), SPECS), ids, wanted)
+    cluster.put(near, columns(8, 8))
+    with pytest.raises(StoreUnavailable, match=r"home 1 \(a\).* could not be reached .* not lost"):
+        far.read(cluster.locate(ids, *SPECS), SPECS)
     # and when another unit starts there, while a reader waits, it has the same rows at another address
-    patient = hosts.store("b")
-    waiting = in_thread(lambda: patient.read(hosts.locate(ids, *SPECS), SPECS))
-    again = hosts.unit("a")
-    assert (again.number, again.epoch, again.directory) == (unit.number, unit.epoch, unit.directory)
-    assert (again.offer.address, again.offer.key) != (unit.offer.address, unit.offer.key)
+    patient = cluster.store("b")
+    waiting = in_thread(lambda: patient.read(cluster.locate(ids, *SPECS), SPECS))
+    again = cluster.unit("a")
+    assert (again.home, again.epoch, again.directory) == (home.home, home.epoch, home.directory)
+    assert (again.address, again.key) != (home.address, home.key)
     check(waiting(), ids, wanted)
-    check(far.read(hosts.locate(ids, *SPECS), SPECS), ids, wanted)
-    again.close()
-    assert not unit.directory.exists()
+    check(far.read(cluster.locate(ids, *SPECS), SPECS), ids, wanted)
+    cluster.units["a"].say("end")
+    assert cluster.units["a"].wait() == 0
+    assert not Path(home.directory).exists()
 
 
-def test_a_lost_epoch_is_never_read_and_its_writes_go_to_the_next(hosts: Hosts) -> None:
+def test_a_lost_epoch_is_never_read_and_its_writes_go_to_the_next(cluster: Cluster) -> None:
     # given a home that is given up, with a block whose call the server refuses
-    unit = hosts.unit("a")
-    near, far = hosts.store("a"), hosts.store("b")
-    written(hosts, [near])
+    home = cluster.unit("a")
+    near, far = cluster.store("a"), cluster.store("b")
+    written(cluster, [near])
     waiting = near.write(pack_columns({"x": np.arange(1000.0)}), copy=False)
-    hosts.registry.lose(unit.number, "evicted by a test")
+    cluster.run.evict_home(home, "evicted by a test")
+    until(lambda: cluster.home("a").epoch == 2, "the next epoch")
+    until(lambda: not list(Path(home.directory).glob("h*!*")), "the end of the old files")
     far.read((), {})
-    unit.beat()
-    assert unit.epoch == 2
-    assert list(unit.directory.glob("h*!*")) == []
     # then nobody reads it
     with pytest.raises(LeaseLost, match=r"epoch 1 of home 1 \(a\) is lost"):
-        far.read(hosts.locate([0], *SPECS), SPECS)
+        far.read(cluster.locate([0], *SPECS), SPECS)
     # and the block is written again, in the new epoch, from which both read it
     again = near.rewrite(waiting)
     assert again is not None
     assert again.block is not None
     assert home_of(again.block.segment) == HomeId(1, 2)
-    hosts.index.add(np.array([100]), again.block, "owner", np.arange(1))
+    cluster.index.add(np.array([100]), again.block, "owner", np.arange(1))
     schema = specs({"x": np.zeros(1)})
     for store in (near, far):
-        assert store.read(hosts.locate([100], "x"), schema)["x"].values.tolist() == [0]
+        assert store.read(cluster.locate([100], "x"), schema)["x"].values.tolist() == [0]
     near.discard(again)
     near.discard(waiting)
 
 
-def test_a_client_writes_elsewhere_if_the_memory_of_its_host_is_removed(hosts: Hosts) -> None:
-    unit = hosts.unit("a")
-    store = hosts.store("a")
-    hosts.put(store, {"x": np.arange(3.0)})
-    shutil.rmtree(unit.directory)
+def test_a_client_writes_elsewhere_if_the_memory_of_its_host_is_removed(cluster: Cluster) -> None:
+    home = cluster.unit("a")
+    store = cluster.store("a")
+    cluster.put(store, {"x": np.arange(3.0)})
+    shutil.rmtree(home.directory)
     # its columns go to the server, beside their call
     stored = store.write(pack_columns({"x": np.zeros(9 << 17)}), copy=False)
     assert stored.block is None
     assert stored.image is not None
     assert stored.image.rows == 9 << 17
     # and a lost block is sent as it was
-    unit.process.kill()
+    cluster.units["a"].kill()
 
 
-def test_a_client_without_memory_sends_its_columns_to_the_server(hosts: Hosts) -> None:
-    stored = hosts.store("").write(pack_columns({"x": np.arange(3.0)}), copy=True)
+def test_a_client_without_memory_sends_its_columns_to_the_server(cluster: Cluster) -> None:
+    stored = cluster.store("").write(pack_columns({"x": np.arange(3.0)}), copy=True)
     assert stored.block is None
     assert stored.image is not None
 
 
-def test_a_unit_takes_no_other_key_than_the_runs(hosts: Hosts) -> None:
-    hosts.unit("a")
-    written(hosts, [hosts.store("a")])
-    stranger = hosts.store("b", key=generate_keys().run)
+def test_a_unit_takes_no_other_key_than_the_runs(cluster: Cluster) -> None:
+    cluster.unit("a")
+    written(cluster, [cluster.store("a")])
+    stranger = cluster.store("b", key=generate_keys().run)
     with pytest.raises(AccessDenied):
-        stranger.read(hosts.locate([0], *SPECS), SPECS)
+        stranger.read(cluster.locate([0], *SPECS), SPECS)
     with pytest.raises(AccessDenied, match="needs the run's key"):
-        hosts.store("b", key=None).read(hosts.locate([0], *SPECS), SPECS)
+        cluster.store("b", key=None).read(cluster.locate([0], *SPECS), SPECS)
 
 
-def test_a_store_that_is_closed_ends_its_fetches(hosts: Hosts) -> None:
-    unit = hosts.unit("a")
-    written(hosts, [hosts.store("a")])
-    unit.process.stop()
-    reader = hosts.store("b", fetch_s=60.0)
-    waiting = in_thread(lambda: reader.read(hosts.locate([0], *SPECS), SPECS))
+def test_a_store_that_is_closed_ends_its_fetches(cluster: Cluster) -> None:
+    cluster.unit("a")
+    written(cluster, [cluster.store("a")])
+    cluster.units["a"].stop()
+    reader = cluster.store("b", fetch_s=60.0)
+    waiting = in_thread(lambda: reader.read(cluster.locate([0], *SPECS), SPECS))
     time.sleep(0.3)  # inside the fetch, as far as one can tell from here
     reader.close()
     assert isinstance(waiting(), LeaseLost)
@@ -255,15 +249,16 @@ def test_a_store_that_is_closed_ends_its_fetches(hosts: Hosts) -> None:
 # ---- hostile requests
 
 
-def test_locations_that_a_client_made_up_harm_nobody(hosts: Hosts) -> None:
+def test_locations_that_a_client_made_up_harm_nobody(cluster: Cluster) -> None:
     # given the location of rows that exist
-    unit = hosts.unit("a")
-    wanted = written(hosts, [hosts.store("a"), hosts.store("a")])
+    cluster.unit("a")
+    wanted = written(cluster, [cluster.store("a"), cluster.store("a")])
     ids = [3, 12, 1, 9, 15]
-    truth = [*hosts.locate(ids, *SPECS), *hosts.locate(list(range(8)), *SPECS)]
+    truth = [*cluster.locate(ids, *SPECS), *cluster.locate(list(range(8)), *SPECS)]
     numbers = np.random.default_rng(0)
-    reader = hosts.store("b")
-    fetcher = HomeFetcher(KnownHomes(hosts.registry), hosts.keys and hosts.keys.run, None, timeout_s=5.0)
+    reader = cluster.store("b")
+    client = cluster.connection("b")
+    fetcher = HomeFetcher(KnownHomes(client.homes()), client.key, None, timeout_s=5.0)
     outcomes = set()
     for _ in range(400):
         # when any of its numbers is another one
@@ -288,13 +283,12 @@ def test_locations_that_a_client_made_up_harm_nobody(hosts: Hosts) -> None:
             outcomes.add(type(error).__name__)
     # then it is refused or reads rows, and the unit goes on
     assert outcomes >= {"ProtocolError", "LeaseLost"}
-    check(reader.read(hosts.locate(ids, *SPECS), SPECS), ids, wanted)
+    check(reader.read(cluster.locate(ids, *SPECS), SPECS), ids, wanted)
     for segment in ("../../etc/passwd", "h1.1!s1-../x", "h1.2!s1-1", "s1-1", "owner"):
         bad = msgspec.structs.replace(truth[-1], segments=(segment,))
         with pytest.raises((LeaseLost, ProtocolError)):
             fetcher.fetch({HomeId(1, 1): [FetchPart(bad, SPECS)]})
     fetcher.close()
-    unit.close()
 
 
 def test_answers_that_are_damaged_or_not_what_was_requested_are_refused() -> None:
