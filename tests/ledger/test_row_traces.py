@@ -48,8 +48,9 @@ def test_a_row_is_followed_from_its_put_to_its_step_over_a_lost_lease() -> None:
 
     for row in (0, 1):
         assert named(spans, row) == [
-            ("wait rollout", 1, 1.0, 2.0), ("rollout", 1, 2.0, 3.0), ("wait rollout", 2, 3.0, 4.0), ("rollout", 2, 4.0, 5.0),
-            ("wait reward", 1, 5.0, 6.0), ("reward", 1, 6.0, 7.0), ("wait train", 1, 7.0, 8.0), ("train", 1, 8.0, 9.0),
+            ("wait rollout", 1, 1.0, 2.0), ("rollout", 1, 2.0, 3.0), ("wait rollout", 2, 3.0, 4.0),
+            ("rollout", 2, 4.0, 5.0), ("wait reward", 1, 5.0, 6.0), ("reward", 1, 6.0, 7.0), ("wait train", 1, 7.0, 8.0),
+            ("train", 1, 8.0, 9.0),
             (LIFE, 0, 1.0, 9.0),
         ]  # fmt: skip
     lost_one, again = (each for each in spans if each.row == 0 and each.name == "rollout")

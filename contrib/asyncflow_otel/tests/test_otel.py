@@ -1,4 +1,4 @@
-"""Rows of real runs come as traces to a receiver that parses OTLP. The tests of asyncflow_mlflow send them to MLflow's."""
+"""Rows of real runs come as traces to a receiver of OTLP. The tests of asyncflow_mlflow send them to MLflow's."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_contract(check: Any) -> None:
 def run(directory: Path, *, steps: int = STEPS, groups: int = 8, **options: Any) -> None:
     af.Workflow(
         prompts={"prompt_ids": af.Ragged.of([[1, 2, 3]] * groups)},
-        rollout=af.Rollout("echo", group_size=GROUP, prompt="prompt_ids"), reward=lambda response_ids: [0.5] * len(response_ids),
+        rollout=af.Rollout("echo", group_size=GROUP, prompt="prompt_ids"),
+        reward=lambda response_ids: [0.5] * len(response_ids),
         train=af.Train("echo"), batch_size=BATCH, steps=steps, track=[("otel", options)],
     ).run(directory)  # fmt: skip
 
@@ -184,7 +185,8 @@ if __name__ == "__main__":
     af.Workflow(
         prompts={"prompt_ids": af.Ragged.of([[1, 2, 3]] * 8)},
         rollout=af.Rollout("echo", group_size=4, prompt="prompt_ids"), reward=half, train=af.Train("echo"),
-        batch_size=8, steps=60, checkpoint=af.Checkpoint(every=2), track=[("otel", {"ratio": 1.0, "endpoint": sys.argv[2]})],
+        batch_size=8, steps=60, checkpoint=af.Checkpoint(every=2),
+        track=[("otel", {"ratio": 1.0, "endpoint": sys.argv[2]})],
     ).run(sys.argv[1])
 """
 
