@@ -51,8 +51,8 @@ def _no_process_in_a_fast_test(request: pytest.FixtureRequest) -> Iterator[None]
 
 
 ASKED = {name: os.environ.get(f"ASYNCFLOW_TEST_{name.upper()}", "") for name in ("vllm", "sglang", "deepspeed")}
-"""Where an engine of ``engines`` must be: "here", or the interpreter that has it, for tests with the fixture ``far``; "" nowhere. Where it
-is not, its tests are skipped; ``make test-ENGINE`` makes its environment, and there they are not."""
+"""Where an engine must be: "here", or the interpreter that has it, for tests with the fixture ``far``;
+"" nowhere. Elsewhere its tests are skipped. ``make test-ENGINE`` makes its environment."""
 LIMITS_S = {"vllm": 600, "sglang": 900, "deepspeed": 300, "both": 900}
 """They take up to a minute to start."""
 LONG = [

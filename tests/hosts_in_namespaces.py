@@ -1,4 +1,4 @@
-"""Hosts on this machine: network namespaces on a bridge, as the benchmarks make them, and a poor cable between two of them.
+"""Hosts on this machine: the network namespaces of the benchmarks, and a poor cable between two of them.
 
 with network(2) as net, poor_cable(net) as cable:
     with Child(serve, within=net.within(1)) as server, Child(work, within=net.within(2)) as worker:

@@ -45,7 +45,8 @@ def engine_of(*, of: str, **options: Any) -> Any:
 
 
 def stand(gates: str, gate: str) -> None:
-    """Have rank 1 wait while there is a file ``gate``, and write its process number: the others are in collectives, or come to them."""
+    """Let rank 1 write its process number and wait while there is a file ``gate``: the others are in
+    collectives, or come to them."""
     folder = Path(gates)
     if os.environ["RANK"] == "1" and (folder / gate).exists():
         (folder / "writing").write_text(str(os.getpid()))
@@ -241,8 +242,8 @@ def run_under_a_launcher(launcher: list[str], engine: str, model: str, directory
 
 
 def held_scoring(*, notes: str, **options: Any) -> Any:
-    """An engine of which rank 1 stands before its second scoring. Each rank notes the rows of each scoring, and how much of the weights it
-    holds."""
+    """An engine of which rank 1 stands before its second scoring. Each rank notes the rows of each
+    scoring, and how much of the weights it holds."""
     engine = engine_of(**options)
     scores, calls = engine.logprobs, list[list[int]]()
 

@@ -1,7 +1,7 @@
 """Hosts that are reached by ssh: a real sshd with keys of its own, on a port of its own of this host or within a namespace.
 
-with SshServer(folder) as server: ...                              # ssh -F server.config: "here" and "there" are this server
-with ssh_servers(net, folder, {2: "two", 3: "three"}): ...         # ssh -F folder/ssh_config
+with SshServer(folder) as server: ...          # ssh -F server.config: "here" and "there" are this server
+with ssh_servers(net, folder, {2: "two"}): ...               # ssh -F folder/ssh_config
 """
 
 from __future__ import annotations

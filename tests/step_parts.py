@@ -1,5 +1,5 @@
-"""A step trained whole and in parts, and the gradient that each came to; and algorithms that ranks import, some of which fail:
-gradients that are not finite, and errors in the middle of a step."""
+"""A step trained whole and in parts, the gradient of each, and algorithms for ranks, some of which fail:
+by gradients that are not finite, or in the middle of a step."""
 
 from __future__ import annotations
 

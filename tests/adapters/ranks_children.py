@@ -1,4 +1,4 @@
-"""One of two ranks, which says what each call came to: calls together (`one_of_two`), and steps in parts that one gives up."""
+"""One of two ranks: it says what each call of Ranks came to, and what parts of a given up step did."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def another(ranks: Ranks) -> object:
 
 
 def one_of_two(folder: str, rank: int, dies_: int, ports: list[int]) -> None:
-    """Of each call say what it came to, and what another one after it. The rank ``dies_`` ends in the last call; rank 0 does so
-    in the first of all."""
+    """Say what each call came to, and another one after it. The rank ``dies_`` ends in the last call;
+    rank 0 in the first of all."""
     os.chdir(folder)
     os.environ["DIES"] = str(dies_)
     plan: list[list[Callable[[Ranks], object]]] = [[words, refused, written, failed], [full], [hangs], [dies]]

@@ -1,4 +1,4 @@
-"""Stores that are wrong in one way each. ``FAULTS``: the check that finds it, what that says, and the replaced methods."""
+"""Stores with one fault each. ``FAULTS``: the check that finds it, its words, the replaced methods."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def free_all(self: Any, right: Any, *args: Any) -> BlockMemory:
 
 LOCAL: dict[str, tuple[str, str, Fault]] = {
     "flips a bit": ("values", "column 'fixed' of rows [0] has other bytes", {"read": flip_a_bit}),
-    "reads the first rows": ("parts", "are not those that were put and added", {"read": lambda self, right, slices, schema: (
-        right([msgspec.structs.replace(each, entries=bytes(len(each.entries))) for each in slices], schema)
+    "reads the first rows": ("parts", "are not those that were put and added", {"read": lambda self, right, slices, *more: (
+        right([msgspec.structs.replace(each, entries=bytes(len(each.entries))) for each in slices], *more)
     )}),
     "is of one process": ("processes", "no block of another process", {"read": refuses(
         lambda self, *_: f"-{os.getpid()}-" not in self.run, RuntimeError, "no block of another process"

@@ -156,8 +156,8 @@ def unit(address: str, key: str, listen: str | None) -> None:
 
 
 def client(address: str, key: str, name: str, patience_s: float) -> None:
-    """A producer, a worker of "score" and a trainer. The server is lost for a call after twice ``patience_s``; 0: after the
-    usual time."""
+    """A producer, a worker of "score" and a trainer. The server is lost for a call after twice
+    ``patience_s``; 0: after the usual time."""
     asking_again_soon()
     if patience_s:
         CALLS.CALL_S = SOCKETS.GRACE_S = patience_s

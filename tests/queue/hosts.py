@@ -74,7 +74,7 @@ class HostClient(Connection):
 
 
 class Cluster:
-    """``run``: served here. Hosts come up with ``unit``. ``index``: where rows are whose columns a test writes into `store`."""
+    """``run``: served here. Hosts come up with ``unit``. ``index``: of rows written into a `store`."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.folder, self.insecure = folder, options.get("insecure", False)

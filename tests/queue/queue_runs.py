@@ -1,4 +1,4 @@
-"""A served run, clients that reach it in each of the ways there are, and processes: of a server that is killed, of clients."""
+"""A served run, clients that reach it in each of the ways there are, and servers and clients in processes."""
 
 import contextlib
 import dataclasses

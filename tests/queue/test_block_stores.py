@@ -30,8 +30,8 @@ RUN = "asyncflow-0-1-run"
 
 
 class Catalog(HomeCatalog):
-    """The homes of a run in this process: the rules of the ledger in a few lines. ``segments``, ``sessions``: what the server says
-    to be needed."""
+    """The homes of a run in this process: the rules of the ledger in a few lines. ``segments``,
+    ``sessions``: needed by the server."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, StorageHome] = {}

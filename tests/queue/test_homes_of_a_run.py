@@ -50,24 +50,6 @@ def test_columns_go_from_host_to_host_in_one_hop(cluster: Cluster) -> None:
     assert cluster.run.audit().consumed == 12
 
 
-def test_a_restarted_unit_is_late_not_lost(cluster: Cluster) -> None:
-    cluster.unit("a")
-    cluster.run.queue.declare("work", needs=["x"])
-    producer, consumer = cluster.client("a"), cluster.client("b")
-    producer.put({"x": np.arange(5)})
-    address = cluster.home("a").address
-    # when the unit is killed, and another one finds its files
-    cluster.units["a"].kill()
-    until(lambda: not cluster.home("a").address, "the home without a unit")
-    cluster.unit("a")
-    # then nothing was lost
-    assert cluster.home("a").address != address
-    with consumer.get("work", 5) as batch:
-        assert batch["x"].tolist() == [0, 1, 2, 3, 4]
-        batch.ack()
-    assert cluster.run.audit().consumed == 5
-
-
 def test_a_reader_of_an_absent_host_waits_until_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Enough(Exception):
         pass
@@ -221,28 +203,6 @@ def test_columns_made_on_a_lost_host_are_made_again(cluster: Cluster) -> None:
     assert sorted(used) == [(x, x * x) for x in range(6)]
     audit = cluster.run.audit()
     assert (audit.consumed, audit.live, audit.balanced) == (6, 0, True)
-
-
-def test_a_lost_epoch_gets_no_more_blocks_and_a_writer_goes_on_in_the_next(cluster: Cluster) -> None:
-    cluster.unit("a")
-    cluster.run.queue.declare("work", needs=["x"])
-    producer = cluster.client("a")
-    producer.put({"x": np.arange(2)})
-    lost = cluster.home("a")
-    cluster.run.evict_home(lost)
-    # when the unit has begun another epoch, and the writer goes on
-    until(lambda: cluster.home("a").epoch == 2, "the next epoch")
-    producer.put({"x": np.arange(3)})
-    # then its rows are there, and can be read elsewhere
-    assert producer.connection.store.home == (1, 2)
-    with cluster.client("b").get("work", 3) as batch:
-        assert batch["x"].tolist() == [0, 1, 2]
-        batch.ack()
-    assert cluster.run.audit().failed == 2
-    # and the files of the lost epoch are gone
-    until(lambda: all(name.startswith("h1.2!") for name in cluster.files("a")), "the end of the lost files")
-    with pytest.raises(ConfigError, match="epoch 1 of home 1"):
-        cluster.run.evict_home(lost)
 
 
 def test_a_home_without_a_sign_of_life_is_given_up(cluster: Cluster) -> None:

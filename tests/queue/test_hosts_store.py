@@ -12,7 +12,15 @@ from hosts import Cluster, rows_of, specs
 from queue_runs import in_threads, running
 from waiting import in_thread, until
 
-from asyncflow_sdk.errors import AccessDenied, DigestMismatch, LeaseLost, ProtocolError, SchemaError, StoreUnavailable
+from asyncflow_sdk.errors import (
+    AccessDenied,
+    ConfigError,
+    DigestMismatch,
+    LeaseLost,
+    ProtocolError,
+    SchemaError,
+    StoreUnavailable,
+)
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue.connection import BlockingPort, Connection
 from asyncflow_sdk.queue.coroutines import run_blocking
@@ -188,6 +196,8 @@ def test_a_lost_epoch_is_never_read_and_its_writes_go_to_the_next(cluster: Clust
     cluster.run.evict_home(home, "evicted by a test")
     until(lambda: cluster.home("a").epoch == 2, "the next epoch")
     until(lambda: not list(Path(home.directory).glob("h*!*")), "the end of the old files")
+    with pytest.raises(ConfigError, match="epoch 1 of home 1"):
+        cluster.run.evict_home(home)
     far.read((), {})
     # then nobody reads it
     with pytest.raises(LeaseLost, match=r"epoch 1 of home 1 \(a\) is lost"):

@@ -1,5 +1,5 @@
-"""Both ends of the transports ``tcp`` and ``file``: places with changed fields, what lies in version directories, and replicas on
-several hosts, told apart by the identity that they give.
+"""Both ends of the transports ``tcp`` and ``file``: places with changed fields, version directories, and
+replicas on several hosts, told apart by the identity that they give.
 
 with RelayHosts(fanout=1) as hosts:
     sent = hosts.publish(1, nbytes)

@@ -1,6 +1,6 @@
 """A workflow of echo engines, drivers in processes of their own, and the reading of what runs leave behind.
 
-Workers are threads of the test's process; ``processes=True`` starts each in a process of its own, for tests of processes and their ends.
+Workers are threads of the test's process; ``processes=True`` starts each in a process of its own.
 """
 
 from __future__ import annotations
@@ -41,15 +41,9 @@ def echo_workflow(*, processes: bool = False, **changes: Any) -> af.Workflow:
         rollout = af.Rollout("echo", **(echo | ({} if "python" in rollout else place) | rollout))
     if isinstance(train, dict):
         train = af.Train("echo", **(({} if {"python", "world_size"} & train.keys() else place) | train))
-    arguments: dict[str, Any] = {
-        "prompts": PROMPTS,
-        "rollout": rollout,
-        "train": train,
-        "reward": af.Stage(functions.length, task="reward", **place),
-        "batch_size": 16,
-        "steps": 3,
-    }
-    return af.Workflow(**(arguments | changes))
+    reward = af.Stage(functions.length, task="reward", **place)
+    usual = {"prompts": PROMPTS, "rollout": rollout, "train": train, "reward": reward, "batch_size": 16, "steps": 3}
+    return af.Workflow(**(usual | changes))
 
 
 def echo_weights(steps: int) -> dict[str, Any]:
@@ -79,12 +73,9 @@ def check_whole(result: af.Result, steps: int, rows: int = 16) -> None:
     """Every step was trained on rows of its own, and every row ended in one state."""
     trained = trained_rows(result.directory)
     assert len(trained) == len(set(trained)) == steps * rows
-    assert (result.summary["status"], result.summary["steps"], result.summary["balanced"]) == (
-        "completed",
-        steps,
-        True,
-    )
-    assert result.summary["rows"]["consumed"] == steps * rows
+    summary = result.summary
+    assert (summary["status"], summary["steps"], summary["balanced"]) == ("completed", steps, True)
+    assert summary["rows"]["consumed"] == steps * rows
 
 
 def events_of(directory: Path, kind: str) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""Make the order of a run certain on a machine of any speed: trainers that wait before a step or a part until a test opens it, and note
-what they trained; replicas that wait for each other; rewards that come one group at a time; kills right after a step."""
+"""Make the order of a run certain on a machine of any speed: trainers that wait before a step or a part
+and note what they trained; replicas that wait for each other; rewards in turn; kills after a step."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def wait_at(gate: Path) -> None:
 
 
 class _Waits:
-    """Begins no step of which there is a file in ``gates``, or else in the folder that the variable GATES names."""
+    """Begins no step, and no part, of which there is a file STEP or STEP.PART in ``gates``, or else in the
+    folder that the variable GATES names. Notes the parts there."""
 
     steps: int
 
@@ -118,6 +119,20 @@ class _Waits:
     def train_step(self, batch: Batch) -> StepResult:
         wait_at(self._gates / str(self.steps))
         return super().train_step(batch)  # type: ignore[misc, no-any-return]
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)  # type: ignore[misc]
+        self._step, self._part = step, 0
+
+    def accumulate(self, batch: Batch) -> None:
+        rank = int(os.environ.get("RANK", "0"))
+        note = {"pid": os.getpid(), "rank": rank, "step": self._step, "part": self._part, "rows": batch.ids.tolist()}
+        if self._gates.is_dir():
+            with (self._gates / NOTES).open("a") as notes:
+                notes.write(json.dumps(note) + "\n")
+        wait_at(self._gates / f"{self._step}.{self._part}")
+        self._part += 1
+        super().accumulate(batch)  # type: ignore[misc]
 
 
 class Gated(_Waits, EchoTrain):
@@ -198,35 +213,10 @@ def rows_by_pid(folder: Path, step: int, rank: int = 0) -> list[list[list[int]]]
     return list(found.values())
 
 
-class _Noted:
-    """Notes each part, and begins none of which there is a file STEP.PART in the folder."""
-
-    def begin_step(self, step: int) -> None:
-        super().begin_step(step)  # type: ignore[misc]
-        self._step, self._part = step, 0
-
-    def accumulate(self, batch: Batch) -> None:
-        folder, rank = Path(os.environ["GATES"]), int(os.environ.get("RANK", "0"))
-        note = {"pid": os.getpid(), "rank": rank, "step": self._step, "part": self._part, "rows": batch.ids.tolist()}
-        with (folder / NOTES).open("a") as notes:
-            notes.write(json.dumps(note) + "\n")
-        wait_at(folder / f"{self._step}.{self._part}")
-        self._part += 1
-        super().accumulate(batch)  # type: ignore[misc]
-
-
-class NotedParts(_Noted, Gated):
-    pass
-
-
-class NotedRanks(_Noted, EchoRanks):
-    pass
-
-
 def streamed_workflow(*, processes: bool = False, train: dict[str, Any] | None = None, **changes: Any) -> af.Workflow:
     """``train``: options of the trainer, which trains in parts of one group."""
     place: dict[str, Any] = {} if processes else {"launcher": "thread"}
-    train = {"engine": "gates:NotedParts"} | (train or {})
+    train = {"engine": "gates:Gated"} | (train or {})
     options = {"stream": True, "part_rows": GROUP} | ({} if "world_size" in train else place) | train
     return echo_workflow(
         processes=processes, train=af.Train(**options), batch_size=ROWS,

@@ -114,7 +114,7 @@ def test_a_rank_killed_in_a_step_takes_the_others_along_and_all_get_the_same_sha
     """A part is one group here, so that one of the ranks has no row of it."""
     listener, gate = Listener(), close(gates, 1, 2)
     kill = meanwhile(gates, gate, 2, lambda: os.kill(listener.pid("train-0 rank 1"), signal.SIGKILL))
-    train = {"engine": "gates:NotedRanks", "world_size": 2, "deaf": True, "max_restarts": 1}
+    train = {"engine": "gates:GatedRanks", "world_size": 2, "deaf": True, "max_restarts": 1}
 
     result = streamed_workflow(train=train, checkpoint=af.Checkpoint(every=1)).run(
         tmp_path / "run", on_event=listener
@@ -200,7 +200,7 @@ def test_all_ranks_discard_an_open_step_at_the_same_part(tmp_path: Path, gates: 
 
     answer = meanwhile(gates, gate, 2, roll_back)
     result = streamed_workflow(
-        train={"engine": "gates:NotedRanks", "world_size": 2}, steps=4, staleness=af.Staleness(max_staleness=0),
+        train={"engine": "gates:GatedRanks", "world_size": 2}, steps=4, staleness=af.Staleness(max_staleness=0),
         weights=af.Weights(keep=4),
     ).run(tmp_path / "run", on_event=listener)  # fmt: skip
 
