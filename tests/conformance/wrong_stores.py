@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -88,8 +87,15 @@ def free_known(self: Any, right: Any, serials: Any) -> None:
 def free_all(self: Any, right: Any, *args: Any) -> BlockMemory:
     memory = right(*args)
     free = memory.free_all
-    memory.free_all = lambda prefixes: free([""])
+    memory.free_all = lambda prefixes: free([f"{memory.check()}/"])
     return memory
+
+
+def lose_blocks(self: Any, right: Any, *args: Any) -> BlockMemory:
+    """They end with the process that opened the memory, and their identity does not."""
+    for path in self.files():
+        path.unlink()
+    return right(*args)
 
 
 LOCAL: dict[str, tuple[str, str, Fault]] = {
@@ -120,9 +126,6 @@ FOLDER: dict[str, tuple[str, str, Fault]] = {
         lambda self, address, name, block: "/h1.1!" not in name, RuntimeError, "a block in another epoch"
     )}),
     "frees all": ("ended_sessions", "no block", {"open_memory": free_all}),
-    "notices no loss": ("unit_killed", "no block", {  # its blocks end with the process that opened the memory
-        "open_memory": before(lambda self, *_: (shutil.rmtree(self.folder), self.folder.mkdir())),
-        "is_lost": lambda *_: False,
-    }),
+    "notices no loss": ("unit_killed", "no block", {"open_memory": lose_blocks}),
 }  # fmt: skip
 FAULTS = LOCAL | FOLDER
