@@ -15,11 +15,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from children import Child, hear, say, warm_python
 
 import asyncflow_sdk as af
+from asyncflow_sdk.types.events import Evaluated
 
 
 def serve(directory: str) -> None:
@@ -49,8 +51,13 @@ def top(tmp_path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_once_by_the_runs_directory(tmp_path: Path, served: Child) -> None:
+    scored = [
+        Evaluated(time_s=1.0, version=20 * n, score=score, rows=3) for n, score in ((1, 0.25), (2, 0.5), (3, 0.375))
+    ]
+    (tmp_path / "run" / "evaluations.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, scored)))
     done = top(tmp_path, "run", "--once", "--every", "0.1")
     assert done.returncode == 0, done.stderr
+    assert "evaluation of v60: 0.375 · best 0.5 of v40 ▁█▅" in done.stdout
     flat = " ".join(done.stdout.split())
     assert "3 rows live of 100,000 · 3 put" in flat
     assert f"● driver {served.pid} " in flat

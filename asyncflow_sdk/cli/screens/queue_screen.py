@@ -7,6 +7,7 @@ for line in queue_screen(report, rates, title="runs/x", width=80, height=24): ..
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -14,8 +15,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ...ledger import StatusReport
+from ...types.events import Evaluated
 from ...types.reports import ParkedStatus, SessionStatus
-from ..formats import duration, plural, printable, rate, size
+from ..formats import duration, plural, printable, rate, size, sparkline
 from .homes_table import homes_table
 from .queue_rates import QueueRates
 from .run_screen import STATES
@@ -27,12 +29,13 @@ _NARROW, _WIDE = 70, 90
 
 
 def queue_screen(
-    report: StatusReport, rates: QueueRates, *, title: str, width: int, height: int, foot: str = "", ascii_only: bool = False
+    report: StatusReport, rates: QueueRates, *, title: str, width: int, height: int, foot: str = "", ascii_only: bool = False,
+    evaluations: Sequence[Evaluated] = (),
 ) -> list[Text]:  # fmt: skip
     """Return at most ``height`` lines of fewer than ``width`` cells. ``foot``: the text of the last
     line."""
     width = max(width, 20)
-    header = [*_header(report, rates, title, width - 2), Text()]
+    header = [*_header(report, rates, title, width - 2), *_evaluated(evaluations, width - 2), Text()]
     foot = foot if height >= 16 else ""
     room = max(height - len(header) - (2 if foot else 0), 6)
     task_lines = min(len(report.rows) + 2, max(room // 2, 3))
@@ -105,6 +108,15 @@ def _staleness(report: StatusReport) -> str:
     if loaded:
         parts.append(f"publish lag {max(max(report.version - version, 0) for version in loaded)}")
     return " · ".join(parts)
+
+
+def _evaluated(evaluations: Sequence[Evaluated], width: int) -> Iterator[Text]:
+    """Yield a line with the last score, the best one, and the curve of all."""
+    if evaluations:
+        last, best = evaluations[-1], max(evaluations, key=lambda each: each.score)
+        line = Text(f"evaluation of v{last.version}: {last.score:.3g} · best {best.score:.3g} of v{best.version} ")
+        scores = [each.score for each in evaluations][-max(width - line.cell_len, 1) :]
+        yield line.append(sparkline(scores, min(scores), max(scores)), "cyan")
 
 
 def _version(report: StatusReport) -> str:

@@ -24,8 +24,10 @@ from rich.live import Live
 from ...errors import ServerLost
 from ...ledger import StatusReport
 from ...types.defaults import CALL_S
+from ...types.events import Evaluated
 from ...wire import probe
 from ...workflow import Run, connect
+from ...workflow.evaluator import read_evaluations
 from .queue_rates import QueueRates
 from .queue_screen import queue_screen
 
@@ -49,6 +51,7 @@ class QueueMonitor:
         self._run: Run = connect(where, key=key, insecure=insecure, name=NAME, timeout_s=timeout_s)
         self.address = self._run.address
         self.title = where if where == self.address else f"{Path(where)} · {self.address}"
+        self._directory = None if "://" in where else Path(where)
         self.every_s = every_s
         self.rates = QueueRates(max(5.0, 2 * every_s))
 
@@ -83,19 +86,25 @@ class QueueMonitor:
         return Group(
             *queue_screen(
                 report, self.rates, title=self.title, width=console.size.width, height=height, foot=foot,
-                ascii_only=console.options.ascii_only,
+                evaluations=self._evaluations, ascii_only=console.options.ascii_only,
             )
         )  # fmt: skip
 
+    @property
+    def _evaluations(self) -> list[Evaluated]:
+        """The evaluations so far; none for an address, without the run's files."""
+        return [] if self._directory is None else read_evaluations(self._directory)
+
     def json(self, report: StatusReport) -> str:
-        """Return the report and the rates as a JSON object. An unknown rate is null."""
+        """Return ``plain`` as a JSON object. An unknown rate is null."""
         return msgspec.json.encode(self.plain(report)).decode()
 
     def plain(self, report: StatusReport) -> dict[str, Any]:
-        """Return the report and the rates in JSON types."""
+        """Return the report, the rates and the scores in JSON types."""
         names = ("put", "ended", "written_bytes", "arrived", "completed")
         rates = {name: getattr(self.rates, name) for name in names}
-        return {"address": self.address, **_plain(report), "per_second": _plain(rates)}
+        scores = {str(each.version): each.score for each in self._evaluations}
+        return {"address": self.address, **_plain(report), "per_second": _plain(rates), "evaluations": scores}
 
     def watch(self, console: Console) -> bool:
         """Draw until ``q`` is pressed or Ctrl-C. Return True if the server ended first."""
