@@ -29,6 +29,10 @@ _BY_PATH = ("rollout", "train", "algorithm", "tracker")
 """Kinds found by "module:attribute" too. Names of other kinds come from clients, which must not
 trigger imports."""
 _OURS = "asyncflow-sdk"
+OWN_PACKAGES = (
+    "accelerate", "ctranslate2", "mlflow", "mooncake", "otel", "prometheus", "ray", "slurm", "tensorboard", "trackio", "wandb",
+)  # fmt: skip
+"""Adapters of contrib/, each in a package named after it."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,10 @@ class Registry:
             return found
         names = [a.spec.name for a in self.adapters if a.spec.kind == kind]
         known = f"{', '.join(names) or 'none'}.{_near(name, names)}"
+        if name in OWN_PACKAGES:
+            known += (
+                f" It is a package of its own: pip install asyncflow-{name}, in a clone contrib/asyncflow_{name}."
+            )
         lines = [f"\n  not loaded: {problem}" for problem in self.problems]
         lines += [f"\n  blocked: {blocked}" for blocked in self.blocked]
         raise PluginError(

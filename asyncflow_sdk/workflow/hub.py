@@ -41,7 +41,7 @@ def model_folder(model: str | Path, revision: str | None = None) -> str:
     try:
         found: str = huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=list(FILES))
     except Exception as error:  # its errors are those of several libraries
-        raise ConfigError(_reason(huggingface_hub, path, name, commit, error)) from error
+        raise ConfigError(_reason(huggingface_hub, path, name, commit, error)) from None
     return found
 
 

@@ -172,6 +172,10 @@ def test_a_prompt_that_does_not_fit_the_context_is_named(tmp_path: Path) -> None
             prompts={"prompt_ids": [[1], [1] * 12]},
             rollout={"model": tmp_path, "sampling": af.Sampling(max_tokens=8)},
         )
+    with pytest.raises(
+        ConfigError, match=r"^max_tokens=256 leaves no room for a prompt: the model's context is 16; say"
+    ):
+        echo_workflow(rollout={"model": tmp_path})
 
 
 def raises(response_ids: Any) -> Any:

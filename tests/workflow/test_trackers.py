@@ -209,6 +209,7 @@ def test_a_served_run_has_them_too(tmp_path: Path) -> None:
     ("tracker", "message"),
     [
         ("nowhere", "no tracker adapter is named 'nowhere'; installed: "),
+        ("wandb", "It is a package of its own: pip install asyncflow-wandb"),
         (
             (Lines, {"colour": 1}),
             "tracker 'Lines': got an unexpected keyword argument 'colour'; it takes: file",

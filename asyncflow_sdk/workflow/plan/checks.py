@@ -412,6 +412,11 @@ def _check_lengths(plan: Plan, rollout: Rollout) -> None:
     if context is None:
         return
     most = context - rollout.sampling.max_tokens
+    if most < 1:
+        raise ConfigError(
+            f"max_tokens={rollout.sampling.max_tokens} leaves no room for a prompt: the model's context is {context};"
+            f" say sampling=af.Sampling(max_tokens={max(context // 2, 1)})"
+        )
     odd = np.flatnonzero((lengths > most) | (lengths == 0))
     if len(odd):
         first = int(odd[0])
