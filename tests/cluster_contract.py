@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from processes import alive
 from rank_runs import restarted, run_with_a_rank_killed_in_a_collective
-from waiting import alive, until
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing.kit.functions import where

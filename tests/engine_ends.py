@@ -1,5 +1,4 @@
-"""What tests of engines do to them from outside: calls to their server go through a gate, versions are cut short, and their processes
-are watched.
+"""What tests of engines do to them from outside: calls to their server go through a gate, and versions are cut short.
 
 with HttpGate(server.url, lose={"/update"}) as gate:      # forwards all calls, and loses the answers of some
     engine = attached(model, url=gate.url)
@@ -7,17 +6,13 @@ with HttpGate(server.url, lose={"/update"}) as gate:      # forwards all calls, 
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import http.server
-import os
 import threading
 import urllib.parse
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
-
-from waiting import until
 
 from asyncflow_sdk.interfaces.weights import FilePlace
 
@@ -82,35 +77,3 @@ def cut_short(update: Any, name: str, path: Path) -> Any:
     path.write_bytes(b"short")
     update.place = lambda each: FilePlace(str(path), 0) if each == name else None
     return update
-
-
-def title(pid: int) -> str:
-    """The command of a process; "" of one that is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    return ""
-
-
-def below(pid: int) -> set[int]:
-    """The processes that one has started, and those that they have, but for the helper that Python keeps as long as it runs."""
-    found: set[int] = set()
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found |= {child} | below(child)
-    return {each for each in found if "resource_tracker" not in title(each)}
-
-
-def with_mark(mark: str) -> dict[int, str]:
-    """Processes that have it in their environment, wherever they hang, and their commands."""
-    found = {}
-    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
-        with contextlib.suppress(OSError):
-            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                found[pid] = title(pid)
-    return found
-
-
-def wait_gone(pids: Iterable[int]) -> None:
-    """Until all have ended; one that was not waited for counts as ended."""
-    until(lambda: not any(title(pid) for pid in pids), f"the end of {list(pids)}")

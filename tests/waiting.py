@@ -1,11 +1,10 @@
-"""What tests wait for: a condition that must come, the end of a process, and a call in a thread of its own."""
+"""What tests wait for: a condition that must come, and a call in a thread of its own."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 
@@ -36,11 +35,3 @@ def in_thread(function: Callable[..., Any], *arguments: Any, **options: Any) -> 
         return outcome[0]
 
     return join
-
-
-def alive(pid: int) -> bool:
-    """True if a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

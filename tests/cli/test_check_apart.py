@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from children import warm_python
+from processes import alive, below
 from typer.testing import CliRunner, Result
 from waiting import until
 
@@ -86,13 +86,6 @@ def said() -> dict[str, tuple[str, str]]:
     return {result["check"]: (result["outcome"], result.get("detail", "")) for result in engine["results"]}
 
 
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def servers() -> list[int]:
     return [int(line) for line in Path("servers").read_text().split()]
 
@@ -165,7 +158,7 @@ def test_servers_that_detached_themselves_are_named_and_ended() -> None:
     assert "(sleep 600)" in came["closes"][1]
     assert "left running when the engine was closed, and killed: " in done.output
     assert servers()
-    assert not any(map(runs, servers()))
+    assert not any(map(alive, servers()))
 
 
 def test_a_check_that_is_killed_leaves_what_is_known_and_no_process() -> None:
@@ -173,12 +166,12 @@ def test_a_check_that_is_killed_leaves_what_is_known_and_no_process() -> None:
     only = ["--only", "greedy", "--only", "update", "--json", "said.json"]
     with subprocess.Popen([*command, *only], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as it:
         until(Path("hangs").exists, "the engine to hang")
-        below = _below(it.pid)
-        assert len(below) >= 2
+        started = below(it.pid)
+        assert len(started) >= 2
         it.send_signal(signal.SIGKILL)
         it.wait()
 
-    until(lambda: not any(map(runs, (*below, *servers()))), "all that it started to end")
+    until(lambda: not any(map(alive, (*started, *servers()))), "all that it started to end")
     told = json.loads(Path("said.json").read_text())
     assert (told["ok"], told["complete"]) == (False, False)
     assert said() == {"greedy": ("passed", "")}
@@ -205,11 +198,3 @@ def test_what_was_asked_and_with_what_is_told_with_the_results() -> None:
     assert engine["tolerance"] == 0.5
     assert engine["options"] == {"max_rows": 8}
     assert {"numpy", "msgspec"} <= engine["packages"].keys()
-
-
-def _below(pid: int) -> list[int]:
-    found: list[int] = []
-    for task in os.listdir(f"/proc/{pid}/task"):
-        for child in map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()):
-            found += [child, *_below(child)]
-    return found

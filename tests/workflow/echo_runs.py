@@ -15,7 +15,8 @@ from typing import Any
 
 import functions
 from children import Child, say
-from waiting import alive, until
+from processes import alive
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import EchoTrain

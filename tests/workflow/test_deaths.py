@@ -12,7 +12,8 @@ import pytest
 from echo_runs import Driver, check_whole, echo_workflow, segments, trained_rows
 from functions import frozen_once, held_up, vanishes
 from gates import Killer
-from waiting import alive, until
+from processes import alive
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from children import Child, hear, say
 from echo_runs import echo_workflow, events_of, trained_rows
 from functions import length
 from hosts_in_namespaces import Network, network
+from processes import with_mark
 from ssh_hosts import SshServer, ssh_servers
 from waiting import until
 
@@ -116,14 +116,9 @@ def test_hosts_and_drivers_that_die_cost_no_row_of_two_runs(
     until(lambda: not agents(), "the end of all agents")
 
 
-def agents() -> list[str]:
+def agents() -> dict[int, str]:
     """The far ends of ssh that run."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            command = (process / "cmdline").read_bytes()
-            found += [process.name] if command.endswith(b"asyncflow_sdk.workflow\0remote\0") else []
-    return found
+    return with_mark("asyncflow_sdk.workflow\0remote\0", "cmdline")
 
 
 @pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "long", reason="takes half a minute: make fuzz")

@@ -18,7 +18,8 @@ import pytest
 from echo_runs import check_whole, column, echo_workflow
 from functions import length, length_and_cpu
 from plugin_packages import install_plugin
-from waiting import alive, in_thread, until
+from processes import alive
+from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed

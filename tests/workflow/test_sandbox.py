@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from processes import with_mark
 from waiting import until
 
 import asyncflow_sdk as af
@@ -95,18 +96,7 @@ os._exit(0)
 """
     )
     assert 0 < int(result.output) <= 17
-    until(lambda: not _running(mark), "the end of all processes of the bomb")
-
-
-def _running(mark: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
+    until(lambda: not with_mark(mark, "cmdline"), "the end of all processes of the bomb")
 
 
 def test_an_endless_loop_is_ended_and_so_are_its_children() -> None:
@@ -117,7 +107,7 @@ def test_an_endless_loop_is_ended_and_so_are_its_children() -> None:
         pytest.skip(f"{error}")
     result = short.run(f"import os\nmark = {mark!r}\nos.fork()\nwhile True: pass")
     assert result.ended_by == "time"
-    until(lambda: not _running(mark), "the end of the loop")
+    until(lambda: not with_mark(mark, "cmdline"), "the end of the loop")
     assert short.run("import os, time\nos.close(1); os.close(2); time.sleep(10_000)").ended_by == "time"
 
 

@@ -16,8 +16,9 @@ import functions
 import pytest
 from children import Child, hear, say
 from echo_runs import TOML
+from processes import alive
 from ssh_hosts import SshServer
-from waiting import alive, until
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.cli.doctor import examine

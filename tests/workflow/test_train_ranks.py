@@ -16,7 +16,8 @@ import pytest
 from echo_runs import TOML, check_whole, echo_workflow
 from functions import length
 from gates import Killer
-from waiting import alive, until
+from processes import alive
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.cli import main

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from functions import length
-from waiting import alive, until
+from processes import alive
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed

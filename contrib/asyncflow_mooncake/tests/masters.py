@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from asyncflow_sdk.workflow.workers.ranks import free_port
+
 
 class Master:
     """``kill`` it, and ``start`` another at the same ``address``, which has forgotten all."""
@@ -37,10 +39,3 @@ class Master:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

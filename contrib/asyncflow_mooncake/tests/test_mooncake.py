@@ -17,13 +17,14 @@ try:
 except ImportError as error:  # its libraries are not there
     pytest.skip(f"Mooncake cannot be imported: {error}", allow_module_level=True)
 
-from masters import Master, free_port
+from masters import Master
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, MemoryFull
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.testing.stored_run import StoredRun, until
+from asyncflow_sdk.workflow.workers.ranks import free_port
 
 SHARED = f"127.0.0.1:{free_port()}"
 kit = Conformance("store", "mooncake", options={"master": SHARED, "segment_bytes": 64 << 20})

@@ -22,6 +22,7 @@ import asyncflow_sdk as af
 from asyncflow_prometheus.tracker import PrometheusTracker
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.types import events as ev
+from asyncflow_sdk.workflow.workers.ranks import free_port
 
 kit = Conformance("tracker", "prometheus", options={"port": 0})
 RULES = resources.files("asyncflow_prometheus") / "rules.yml"
@@ -31,11 +32,6 @@ needs_prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="ne
 @kit.parametrize
 def test_contract(check: Any) -> None:
     check()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_contract import ADDRESS, DRIVER, ClusterContract, alive, restarts
+from cluster_contract import ADDRESS, DRIVER, ClusterContract
+from processes import alive
+from rank_runs import restarted
 from slurm_cluster import SlurmCluster
 from waiting import until
 
@@ -57,14 +59,14 @@ class TestSlurm(ClusterContract):
 
             assert self.answers(run) == first
             assert cluster.jobs() == jobs
-            assert not restarts(events)
+            assert not restarted(events)
             # a worker that dies meanwhile is started once it is back; srun could not end the job
             cluster.kill("slurmctld")
             os.kill(*first, signal.SIGKILL)
-            until(lambda: restarts(events), "the death of the worker")
+            until(lambda: restarted(events), "the death of the worker")
             cluster.start_controller()
             assert self.answers(run) != first
-            assert len(restarts(events)) == 1
+            assert len(restarted(events)) == 1
         until(cluster.idle, "the end of all jobs")
 
     def test_a_job_is_submitted_again_if_it_is_preempted_and_not_if_it_gets_no_place(
@@ -75,7 +77,7 @@ class TestSlurm(ClusterContract):
             (worker,) = run.start(self.stage(cpus=[0, 1]))
             first = self.answers(run)
             cluster.call("srun", "--partition=urgent", "--nodes=2", "--ntasks=4", "true")
-            until(lambda: restarts(events), "its restart")
+            until(lambda: restarted(events), "its restart")
             assert self.answers(run) != first
             run.start(self.stage(cpus=[0, 1]))
             (late,) = run.start(self.stage(cpus=[0], launcher_options={"wait_s": 1}))

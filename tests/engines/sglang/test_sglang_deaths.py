@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import one_server
-from engine_ends import with_mark
+from processes import with_mark
 from waiting import until
 
 ENGINES = {

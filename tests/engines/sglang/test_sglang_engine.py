@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import one_server
 import pytest
-from engine_ends import below, title
+from processes import below, title
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import EngineGone

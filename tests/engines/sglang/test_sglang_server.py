@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import one_server
 import pytest
-from engine_ends import HttpGate, below
+from engine_ends import HttpGate
+from processes import below
 
 import asyncflow_sdk as af
 from asyncflow_http.server import HttpServer

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_ends import below, title, wait_gone
 from one_vllm import OPTIONS, ask_until_an_error
+from processes import below, title, wait_gone
 
 from asyncflow_sdk.errors import EngineGone
 
