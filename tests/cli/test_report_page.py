@@ -17,6 +17,7 @@ from synthetic_run import START_S, synthetic_run, synthetic_summary, write_run
 
 from asyncflow_sdk import ConfigError, write_report
 from asyncflow_sdk.types.events import (
+    Evaluated,
     Event,
     Loaded,
     Note,
@@ -376,6 +377,23 @@ def test_lag_rises_when_a_version_is_published_and_falls_when_the_slowest_loads_
     drawn = [(round((x - left) / (right - left) * 10), round((bottom - y) / (bottom - top) * 2)) for x, y in corners]
     rises = [(0, 0), (1, 0), (1, 1), (3, 1), (3, 2), (4, 2), (4, 1), (5, 1), (5, 0), (10, 0)]
     assert [corner for i, corner in enumerate(drawn) if corner not in drawn[:i]] == rises
+
+
+def test_the_scores_of_evaluations_are_a_curve_with_the_last_version_on_it(tmp_path: Path) -> None:
+    steps = [StepTrained(time_s=n, step=n, version=n, metrics={"reward": 0.5}) for n in range(4)]
+    scored = [Evaluated(time_s=n, version=n, score=score, rows=8) for n, score in ((2, 0.0), (3, 1.0), (4, 0.5))]
+    report(tmp_path, [*steps, *scored], None)
+
+    (picture,) = (svg for svg in svgs(tmp_path) if "Reward over steps" in svg)
+    line, _ = re.findall(
+        r'<path d="([^"]*)"[^>]*stroke: #d55e00; stroke-width: 1\.1', picture
+    )  # and its sample in the legend
+    (low, bottom), (middle, top), (last, half) = [
+        tuple(map(float, point)) for point in re.findall(r"[ML] (\S+) (\S+)", line)
+    ]
+    assert middle - low == pytest.approx(last - middle, abs=0.1)
+    assert half == pytest.approx((bottom + top) / 2, abs=0.1)
+    assert last < max(float(x) for x in re.findall(r"[ML] (\S+) \S+", picture)), "inside of the axes"
 
 
 @pytest.mark.parametrize(

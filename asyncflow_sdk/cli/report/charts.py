@@ -63,11 +63,13 @@ def reward_curve(record: RunRecord) -> str:
         axes.plot(*thin(steps, rewards), color=ACCENT, alpha=0.45, lw=0.9, label="each step")
         means = trailing(rewards, TRAILING)
         axes.plot(*thin(steps, means), color=ACCENT, lw=2, label=f"mean of the last {TRAILING} steps")
-        if record.evaluations:
-            scored = [(each.version, each.score) for each in record.evaluations]
-            axes.plot(*zip(*scored, strict=True), "o", color="#333333", ms=4, label="evaluation of a version")
         axes.set(xlabel="step", ylabel="mean reward")
         step_axis(axes, steps)
+        if scored := {each.version: each.score for each in record.evaluations}:
+            axes.plot(
+                [*scored], [*scored.values()], "s-", color=_ORANGE, lw=1.1, ms=4, label="evaluation of a version"
+            )
+            axes.set_xlim(right=max(axes.get_xlim()[1], max(scored) + 0.5))
         axes.legend(loc="best")
 
     return svg("reward", "Reward over steps", 3.0, _draw)
