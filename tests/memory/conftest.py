@@ -1,11 +1,12 @@
 """Close the arenas and mappers of each test: one process runs all tests, and may open a thousand files."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncflow_sdk.memory import Arena, Mapper
+from asyncflow_sdk.memory import Arena, Mapper, SharedDirectory
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +25,10 @@ def _counted(begin: Any, made: list[Any]) -> Any:
         made.append(self)
 
     return init
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    shared = SharedDirectory(Path("/dev/shm"))
+    yield shared.path
+    shared.close()

@@ -2,7 +2,6 @@
 
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +15,6 @@ from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, Shared
 pytestmark = pytest.mark.fast
 
 MB = 1 << 20
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    shared = SharedDirectory(Path("/dev/shm"))
-    yield shared.path
-    shared.close()
 
 
 def on_disk(directory: Path) -> int:

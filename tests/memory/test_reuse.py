@@ -4,7 +4,6 @@ import gc
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,10 @@ import pytest
 from children import Child, hear, say
 
 from asyncflow_sdk.errors import AsyncFlowError, LeaseLost
-from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory
+from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper
 from asyncflow_sdk.memory.locks import try_lock
 
 SEGMENT = 1 << 16
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    shared = SharedDirectory(Path("/dev/shm"))
-    yield shared.path
-    shared.close()
 
 
 def write(arena: Arena, value: int, nbytes: int = 40_000) -> Allocation:

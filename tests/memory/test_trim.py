@@ -2,25 +2,17 @@
 
 import gc
 import mmap
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asyncflow_sdk.errors import LeaseLost
-from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, PrivateMaps, SharedDirectory, private_maps
+from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, PrivateMaps, private_maps
 
 pytestmark = pytest.mark.fast
 
 MB = 1 << 20
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    shared = SharedDirectory(Path("/dev/shm"))
-    yield shared.path
-    shared.close()
 
 
 def place(block: Allocation) -> tuple[str, int, int, int]:

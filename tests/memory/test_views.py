@@ -1,23 +1,15 @@
 """Tensors are writable and lie in shared memory; writing changes neither the block nor numpy views."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from asyncflow_sdk.memory import Allocation, Arena, Mapper, SharedDirectory
+from asyncflow_sdk.memory import Allocation, Arena, Mapper
 from asyncflow_sdk.types import to_torch
 
 HEADER = 64  # the first 16 bytes are the arena's; values begin at the next line
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    shared = SharedDirectory(Path("/dev/shm"))
-    yield shared.path
-    shared.close()
 
 
 def stored(directory: Path) -> tuple[Arena, Mapper, Allocation]:

@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 from attacked import FAR, NEAR, SERVER, Attacked
 from hosts import Cluster
-from queue_runs import WAITS
+from queue_runs import WAITS, Served, running
 
 from benchmarks.hosts.network import Network
+
+
+@pytest.fixture
+def run() -> Iterator[Served]:
+    """A run over ipc, for each test."""
+    with running() as run:
+        yield run
 
 
 @pytest.fixture

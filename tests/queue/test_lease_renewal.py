@@ -2,21 +2,14 @@
 
 import functools
 import time
-from collections.abc import Iterator
 
 import pytest
-from queue_runs import Served, running
+from queue_runs import Served
 from waiting import until
 
 from asyncflow_sdk.errors import DeadlineExceeded, LeaseLost
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.queue import Connection, LeaseRenewer, open_queue
-
-
-@pytest.fixture
-def run() -> Iterator[Served]:
-    with running() as run:
-        yield run
 
 
 def worker(run: Served, patience_s: float) -> TransferQueue:

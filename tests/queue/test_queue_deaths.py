@@ -1,21 +1,13 @@
 """Processes that die or freeze at any moment: no row is lost, none is done twice, and nothing is left behind."""
 
 import os
-from collections.abc import Iterator
 
 import numpy as np
-import pytest
 from children import Child, say
 from queue_runs import ClientProcess, Served, memory_of, running, serve, values_of
 from waiting import until
 
 import asyncflow_sdk as af
-
-
-@pytest.fixture
-def run() -> Iterator[Served]:
-    with running() as run:
-        yield run
 
 
 def use_after_fork(address: str) -> None:

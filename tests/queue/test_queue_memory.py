@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,12 +13,6 @@ from asyncflow_sdk.interfaces import TransferQueue
 
 MIB = 1 << 20
 SEGMENT = 8 * MIB
-
-
-@pytest.fixture
-def run() -> Iterator[Served]:
-    with running() as run:
-        yield run
 
 
 def take(queue: TransferQueue, task: str, count: int) -> int:

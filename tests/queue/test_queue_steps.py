@@ -21,12 +21,6 @@ Begun = Callable[[StepConsumer], LeasedStep]
 
 
 @pytest.fixture
-def run() -> Iterator[Served]:
-    with running() as run:
-        yield run
-
-
-@pytest.fixture
 def begun() -> Iterator[Begun]:
     """Leases the first step of a stream, whose loop lasts as long as the test."""
     with contextlib.suppress(AsyncFlowError), contextlib.ExitStack() as stack:

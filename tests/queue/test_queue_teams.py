@@ -1,6 +1,5 @@
 """Teams over a real queue: ranks in threads and processes, one lease for all of them."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,6 @@ from asyncflow_sdk.errors import DeadlineExceeded, Ended
 from asyncflow_sdk.interfaces import TransferQueue
 
 SIZE = 4
-
-
-@pytest.fixture
-def run() -> Iterator[Served]:
-    with running() as run:
-        yield run
 
 
 def prepared(run: Served, steps: int, **more: Any) -> TransferQueue:
