@@ -7,18 +7,22 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ..ledger import StatusReport
+from ..types.config import LOCAL
 from ..types.defaults import LEAVE_S
-from ..types.events import Chosen, Event, Note, Status, StepTrained, WorkerState
+from ..types.events import Begun, Chosen, Event, Note, Status, StepTrained, WorkerState
 from ..wire import is_loopback
 from ..workflow import Run, serve
 from ..workflow.address import advertised
+from ..workflow.events.event_file import EVENTS
+from ..workflow.events.recorder import Recorder
+from ..workflow.run_directory import RunDirectory
 from .formats import printable
 from .screens.live_view import LiveView
 from .signals import sigterm_as_interrupt
@@ -79,7 +83,8 @@ def serve_run(
     relay = EventRelay(show)
     with (
         sigterm_as_interrupt(),
-        serve(directory, address=address, insecure=insecure, on_event=relay, **limits) as run,
+        _recorded(directory, limits["store"].kind == LOCAL, console) as recorder,
+        serve(directory, address=address, insecure=insecure, on_event=relay, sinks=[recorder], **limits) as run,
     ):
         if feed is not None:
             run.feed(**feed)
@@ -89,6 +94,23 @@ def serve_run(
             relay.wait_for(run, lambda status: status.over and not status.live)
             relay.wait_for(run, lambda status: status.session_count <= 1, LEAVE_S)
         console.print(f"the stream has ended: {run.audit()}", markup=False, soft_wrap=True, highlight=False)
+
+
+@contextlib.contextmanager
+def _recorded(directory: Path, steps: bool, console: Console) -> Iterator[Recorder]:
+    """Record the run in its directory, as a workflow does; with the rows of steps if ``steps``. Raises
+    ConfigError if another process serves the directory."""
+    with RunDirectory(directory).lock():
+        again = (directory / EVENTS).exists()
+        recorder = Recorder(directory, again=again)
+        recorder.records_steps = steps
+        recorder.event(Begun(time_s=time.monotonic(), again=again))
+        try:
+            yield recorder
+        finally:
+            recorder.close()
+            for error in recorder.errors:
+                console.print(f"warning: {error}", markup=False, soft_wrap=True, highlight=False)
 
 
 def invitation(directory: Path, address: str, insecure: bool) -> str:

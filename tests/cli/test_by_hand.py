@@ -92,6 +92,8 @@ def test_a_run_is_served_and_worked_on_by_commands_alone(
         assert server.end() == 0, server.said
     assert rollout.said.count("joins tcp://") == 2
     assert "consumed=48" in server.said
+    assert [step for step, _ in af.ages_of(module / "run")] == [0, 1, 2], "the rows of its steps are recorded"
+    assert (module / "run" / "events.jsonl").read_text().count('"event":"step"') == 3
 
 
 def test_a_worker_that_is_interrupted_finishes_what_it_holds(module: Path) -> None:
