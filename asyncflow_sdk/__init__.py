@@ -87,6 +87,8 @@ if TYPE_CHECKING:
     from .interfaces import StepPart as StepPart
     from .interfaces import StepResult as StepResult
     from .interfaces import StepWindow as StepWindow
+    from .interfaces import StopTexts as StopTexts
+    from .interfaces import StopWatch as StopWatch
     from .interfaces import StorageHome as StorageHome
     from .interfaces import StoreContext as StoreContext
     from .interfaces import StoredBlock as StoredBlock
@@ -167,7 +169,7 @@ _NAMES = {
         "TRAIN_COLUMNS Algorithm Candidates Capabilities Completion Completions Consumer Launcher LeasedBatch"
         " LeasedStep PackedTokens Placement Producer Publication Request RolloutEngine Sampler StalenessPolicy"
         " StepConsumer StepPart StepResult StepWindow TrackedRun Tracker TrainEngine TransferQueue WeightPublisher WeightSubscriber WeightSync"
-        " WeightUpdate WorkerExit WorkerHandle WorkerSpec"
+        " WeightUpdate WorkerExit WorkerHandle WorkerSpec StopTexts StopWatch"
         " Fetched FilePlace Host LoadableUpdate PutRows RollbackResult Room TensorType"
         " WeightReceiver WeightSender WeightTransport WorkerSettings"
         " BlockMemory BlockRead BlockStore HomeCatalog HomeOffer PayloadStore StorageHome StoreContext StoredBlock"

@@ -106,6 +106,8 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
             interfaces.Request,
             interfaces.Completion,
             interfaces.Completions,
+            interfaces.StopTexts,
+            interfaces.StopWatch,
         ],
     ),
     "Train engines": ('kind "train"', [interfaces.TrainEngine, interfaces.StepResult]),

@@ -7,7 +7,7 @@ reply = await client.post("/generate", body, Reply)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import aiohttp
@@ -19,6 +19,8 @@ HTTP_CALL_S = 60.0
 KEEPALIVE_S = 2.0  # less than the servers' 5 s, so no connection is reused as its server closes it
 ANSWER_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 2000
+_END, _DONE = b"\n\n", b"data: [DONE]"
+"""End of a server-sent event; the last event."""
 AnswerType = TypeVar("AnswerType")
 
 
@@ -55,13 +57,14 @@ class HttpClient:
 
     async def post(
         self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = HTTP_CALL_S,
-        most_bytes: int = ANSWER_BYTES,
+        most_bytes: int = ANSWER_BYTES, part: Callable[[AnswerType], None] | None = None,
     ) -> AnswerType:  # fmt: skip
-        """Return the JSON answer as an ``answer``; for ``object``, the raw bytes. Raises
-        RequestRefused for another status than 200, EngineError for an unreadable or too long
+        """Return the JSON answer as an ``answer``; for ``object``, the raw bytes. ``part``: called
+        with each part of an answer in server-sent events; the last part is returned.
+        Raises RequestRefused for another status than 200, EngineError for an unreadable or too long
         answer, EngineGone after ``timeout_s``, ConnectionDropped if the connection fails; each
         names the server."""
-        return await self._call("POST", path, msgspec.json.encode(body), answer, timeout_s, most_bytes)
+        return await self._call("POST", path, msgspec.json.encode(body), answer, timeout_s, most_bytes, part)
 
     async def get(
         self, path: str, answer: type[AnswerType], *, timeout_s: float = HTTP_CALL_S, most_bytes: int = ANSWER_BYTES
@@ -76,7 +79,14 @@ class HttpClient:
             await session.close()
 
     async def _call(
-        self, method: str, path: str, body: bytes | None, answer: type[AnswerType], timeout_s: float, most_bytes: int
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        answer: type[AnswerType],
+        timeout_s: float,
+        most_bytes: int,
+        part: Callable[[AnswerType], None] | None = None,
     ) -> AnswerType:
         if self._session is None:
             # No proxy from the environment between a worker and its engine.
@@ -88,24 +98,30 @@ class HttpClient:
                 method, self._url + path, data=body, timeout=aiohttp.ClientTimeout(total=timeout_s),
                 allow_redirects=False,
             ) as response:  # fmt: skip
-                raw = bytearray()
+                raw, status, last = bytearray(), response.status, None
                 async for piece in response.content.iter_any():
                     raw += piece
+                    while part is not None and status == 200 and (end := raw.find(_END)) >= 0:
+                        event, raw = raw[:end], raw[end + len(_END) :]
+                        if event != _DONE:
+                            part(last := self._read(event.removeprefix(b"data: "), answer, call))
                     if len(raw) > most_bytes:
                         raise EngineError(f"{call} answered with more than {most_bytes} bytes")
-                status = response.status
         except asyncio.TimeoutError:
             raise EngineGone(f"{call} has not answered in {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionDropped(f"{call} cannot be reached: {type(error).__name__}: {error}") from error
         if status != 200:
             raise RequestRefused(f"{call} answered with status {status}: {_failure_text(raw)}", status)
+        return last if last is not None else self._read(raw, answer, call)
+
+    def _read(self, raw: bytes | bytearray, answer: type[AnswerType], call: str) -> AnswerType:
         if answer is object:
             return cast(AnswerType, bytes(raw))
         try:
             return msgspec.json.decode(raw, type=answer)
         except msgspec.DecodeError as error:
-            raise EngineError(f"{call} answered what cannot be read: {error}") from None
+            raise EngineError(f"{call} answered what cannot be read: {error}: {_failure_text(raw)}") from None
 
 
 def _failure_text(raw: bytes | bytearray) -> str:

@@ -18,6 +18,13 @@ RESPONSE_S = 1800.0
 """Limit of a response."""
 UPDATE_S = 600.0
 """Limit of each call of a load."""
+PARTS = 64
+"""Most parts of a response with stop texts: each is searched, and up to 1/64 is drawn behind a text."""
+
+
+def interval(max_tokens: int) -> int:
+    """Return the tokens of one part of a response with stop texts."""
+    return max(1, max_tokens // PARTS)
 
 
 class RequestLimits:

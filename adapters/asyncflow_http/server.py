@@ -18,7 +18,7 @@ import os
 import tempfile
 import threading
 import urllib.parse
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -128,12 +128,12 @@ class HttpServer:
 
     async def post(
         self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = HTTP_CALL_S,
-        most_bytes: int = ANSWER_BYTES,
+        most_bytes: int = ANSWER_BYTES, part: Callable[[AnswerType], None] | None = None,
     ) -> AnswerType:  # fmt: skip
         """Like `HttpClient.post`. A dropped connection or a status of 500 or more raises
         EngineError if the server still answers others, EngineGone if not."""
         try:
-            return await self.client.post(path, body, answer, timeout_s=timeout_s, most_bytes=most_bytes)
+            return await self.client.post(path, body, answer, timeout_s=timeout_s, most_bytes=most_bytes, part=part)
         except RequestRefused as error:
             if error.status < 500:
                 raise

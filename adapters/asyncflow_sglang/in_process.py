@@ -14,8 +14,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import msgspec
 
@@ -63,24 +63,30 @@ class InProcessLink:
 
     async def post(
         self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = HTTP_CALL_S,
-        most_bytes: int = ANSWER_BYTES,
+        most_bytes: int = ANSWER_BYTES, part: Callable[[AnswerType], None] | None = None,
     ) -> AnswerType:  # fmt: skip
         """Call SGLang on its own event loop."""
         if self._loop.is_closed():
             raise EngineError(f"{self.name} was closed")
-        call = asyncio.run_coroutine_threadsafe(self._ask(path, body, timeout_s), self._loop)
+        here = asyncio.get_running_loop()
+
+        def read(got: Any) -> AnswerType:
+            if answer is not object:
+                try:
+                    got = msgspec.convert(got, type=answer)
+                except msgspec.ValidationError as error:
+                    raise EngineError(f"{self.name} ({path}) answered what cannot be read: {error}") from None
+            if part is not None:
+                here.call_soon_threadsafe(part, got)
+            return cast(AnswerType, got)
+
+        call = asyncio.run_coroutine_threadsafe(self._ask(path, body, read, timeout_s), self._loop)
         try:
-            got = await asyncio.wait_for(asyncio.wrap_future(call), timeout_s + END_S)
+            return await asyncio.wait_for(asyncio.wrap_future(call), timeout_s + END_S)
         except asyncio.TimeoutError:
             raise EngineGone(
                 f"{self.name} ({path}) has not answered in {timeout_s:g} s, and its thread is stuck"
             ) from None
-        if answer is object:
-            return got  # type: ignore[no-any-return]
-        try:
-            return msgspec.convert(got, type=answer)
-        except msgspec.ValidationError as error:
-            raise EngineError(f"{self.name} ({path}) answered what cannot be read: {error}") from None
 
     async def close(self) -> None:
         """End SGLang. Idempotent."""
@@ -140,8 +146,8 @@ class InProcessLink:
         if not self._dead.done():
             self._dead.set_result(f"{self.name} has lost process {process.pid}, which ended with {how}")
 
-    async def _ask(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-        call = asyncio.ensure_future(_call(self._engine, path, body))
+    async def _ask(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Any], timeout_s: float) -> Any:
+        call = asyncio.ensure_future(_call(self._engine, path, body, read))
         try:
             await asyncio.wait([call, self._dead], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if call.done():
@@ -211,16 +217,22 @@ _MANAGER_CALLS = {
 """Method of SGLang's tokenizer manager and class of its argument, by route of SGLang's server."""
 
 
-async def _call(engine: Any, path: str, body: Mapping[str, Any]) -> Any:
-    """Do in this process the work of a route of SGLang's server."""
+async def _call(engine: Any, path: str, body: Mapping[str, Any], read: Callable[[Any], Any]) -> Any:
+    """Do in this process the work of a route of SGLang's server. Read its answer on its thread, since
+    SGLang goes on to change it."""
     if path == "/generate":
-        return await engine.async_generate(**body)
+        got = await engine.async_generate(**body)
+        if not body["stream"]:
+            return read(got)
+        async for part in got:
+            whole = read(part)
+        return whole
     if path == "/abort_request":
-        return engine.tokenizer_manager.abort_request(**body)
+        return read(engine.tokenizer_manager.abort_request(**body))
     from sglang.srt.managers import io_struct
 
     method, kind = _MANAGER_CALLS[path]
     answer = await getattr(engine.tokenizer_manager, method)(getattr(io_struct, kind)(**body))
     if isinstance(answer, tuple) and not answer[0]:
         raise EngineError(f"SGLang refused {path}: {answer[1]}")
-    return {"per_engine_checksum": answer[3]} if path == "/weights_checker" else None
+    return read({"per_engine_checksum": answer[3]} if path == "/weights_checker" else None)

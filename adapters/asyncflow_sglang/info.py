@@ -24,6 +24,7 @@ class ServerInfo(msgspec.Struct):
     weight_cache_mode: str = "off"
     hicache_storage_backend: str | None = None
     tokenizer_worker_num: int = 1
+    incremental_streaming_output: bool = False
     enable_deterministic_inference: bool = False
 
     def check(self, name: str) -> None:
@@ -44,6 +45,8 @@ class ServerInfo(msgspec.Struct):
             "its cache outlives an update (hicache_storage_backend)": bool(self.hicache_storage_backend),
             "it has several tokenizer workers, and a pause reaches only one (tokenizer_worker_num)":
                 self.tokenizer_worker_num != 1,
+            "it streams answers without their first tokens (incremental_streaming_output)":
+                self.incremental_streaming_output,
         }  # fmt: skip
         if problems := [reason for reason, holds in found.items() if holds]:
             raise ConfigError(f"{name} cannot be used: " + "; ".join(problems))

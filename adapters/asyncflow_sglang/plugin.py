@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncflow_sdk.plugins import AdapterSpec, hookimpl
 
-CAN = {"swap": ["drain", "partial", "in_flight"], "has": ["token_versions", "logprobs"]}
+CAN = {"swap": ["drain", "partial", "in_flight"], "has": ["token_versions", "logprobs", "stop_texts"]}
 
 
 @hookimpl

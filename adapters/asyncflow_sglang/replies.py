@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from asyncflow_sdk.errors import EngineError
-from asyncflow_sdk.interfaces import Completion
+from asyncflow_sdk.interfaces import Completion, StopWatch
 from asyncflow_sdk.types import VersionSpan
 
 Scored = tuple[float | None, int, Any]
@@ -51,15 +51,17 @@ NOTHING = SGLangReply(Meta(Reason("abort", "before it began")), [])
 """Answer of a request aborted before it was sent."""
 
 
-def completion(reply: SGLangReply, index: int, *, interrupted: bool) -> Completion:
-    """Return the response in a reply. Raises EngineError for a response aborted by others, and
-    for tokens without log-probs or without a known version."""
+def completion(reply: SGLangReply, index: int, *, interrupted: bool, watch: StopWatch | None) -> Completion:
+    """Return the response in a reply. ``watch``: finds its stop text, for which it was aborted. Raises
+    EngineError for a response aborted by others, and for tokens without log-probs or without a known
+    version."""
     reason, meta = reply.meta_info.finish_reason, reply.meta_info
-    if reason is None or (reason.type == "abort" and not interrupted) or reason.type not in _REASONS:
-        given = "no reason" if reason is None else f"{reason.type!r} {reason.message}"
-        raise EngineError(f"SGLang ended a response that nobody interrupted, with {given}")
     scored = meta.output_token_logprobs or []
     tokens = len(scored)
+    stopped = watch is not None and watch.found(reply.output_ids[:tokens])
+    if reason is None or (reason.type == "abort" and not (interrupted or stopped)) or reason.type not in _REASONS:
+        given = "no reason" if reason is None else f"{reason.type!r} {reason.message}"
+        raise EngineError(f"SGLang ended a response that nobody interrupted, with {given}")
     if reason.type == "abort":  # a response waiting to be recomputed may have fewer log-probs than tokens
         tokens = min(tokens, len(reply.output_ids))
     elif tokens != len(reply.output_ids):
@@ -69,7 +71,7 @@ def completion(reply: SGLangReply, index: int, *, interrupted: bool) -> Completi
         raise EngineError("SGLang returned log-probs of other tokens than the returned ones")
     logprobs = np.array([value for value, _, _ in scored[:tokens]], np.float32)
     spans = _spans(meta.weight_versions or [], tokens)
-    return Completion(index, np.array(ids, np.int32), logprobs, _REASONS[reason.type], spans)
+    return Completion(index, np.array(ids, np.int32), logprobs, "stop" if stopped else _REASONS[reason.type], spans)
 
 
 _REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}

@@ -8,11 +8,13 @@ listeners. So a request is never dropped: the tracker aborts it until it is answ
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import secrets
 from typing import Any
 
 from asyncflow_sdk.errors import AsyncFlowError, EngineGone
+from asyncflow_sdk.interfaces import StopWatch
 
 from .link import Link
 from .replies import SGLangReply
@@ -23,10 +25,11 @@ FIRST_WAIT_S, LONGEST_WAIT_S, ABORT_S = 0.05, 1.0, 60.0
 
 class TrackedRequest:
     """``interrupted``: True if its answer may be incomplete. ``spoiled``: reason to ignore its
-    answer, "" for none. ``answer`` is cancelled if the request is aborted before it is ``sent``."""
+    answer, "" for none. ``answer`` is cancelled if the request is aborted before it is ``sent``.
+    ``watch``: finds the stop text of its response."""
 
-    def __init__(self, rid: str) -> None:
-        self.rid, self.interrupted, self.spoiled, self.sent = rid, False, "", False
+    def __init__(self, rid: str, watch: StopWatch | None) -> None:
+        self.rid, self.interrupted, self.spoiled, self.sent, self.watch = rid, False, "", False, watch
         self.answer: asyncio.Task[SGLangReply]
         self.abort: asyncio.Task[None] | None = None
 
@@ -42,9 +45,10 @@ class RequestTracker:
         self._names = (f"asyncflow-{secrets.token_hex(8)}-{number:016x}" for number in itertools.count())
         self._running: set[TrackedRequest] = set()
 
-    def send(self, body: Body, most_bytes: int) -> TrackedRequest:
-        """Send a request. Its ``answer`` raises EngineError and EngineGone."""
-        request = TrackedRequest(next(self._names))
+    def send(self, body: Body, most_bytes: int, watch: StopWatch | None = None) -> TrackedRequest:
+        """Send a request, and abort it once ``watch`` finds a stop text. Its ``answer`` raises
+        EngineError and EngineGone."""
+        request = TrackedRequest(next(self._names), watch)
         request.answer = asyncio.create_task(self._send(request, {**body, "rid": request.rid}, most_bytes))
         self._running.add(request)
         request.answer.add_done_callback(lambda task: self._answered(request, task))
@@ -93,9 +97,14 @@ class RequestTracker:
     async def _send(self, request: TrackedRequest, body: Body, most_bytes: int) -> SGLangReply:
         async with self._slots:
             request.sent = True
+            search = None if request.watch is None else functools.partial(self._search, request)
             return await self._link.post(
-                "/generate", body, SGLangReply, timeout_s=self._timeout_s, most_bytes=most_bytes
+                "/generate", body, SGLangReply, timeout_s=self._timeout_s, most_bytes=most_bytes, part=search
             )
+
+    def _search(self, request: TrackedRequest, reply: SGLangReply) -> None:
+        if request.watch is not None and request.watch.found(reply.output_ids):
+            self.abort(request)
 
     async def _abort_until_answered(self, request: TrackedRequest) -> None:
         wait_s = FIRST_WAIT_S

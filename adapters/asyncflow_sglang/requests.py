@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow_http.limits import interval
 from asyncflow_sdk.types import Sampling
 
 Body = dict[str, Any]
@@ -15,17 +16,20 @@ _ANSWER_BYTES, _TOKEN_BYTES = 64 << 10, 160
 """Upper bounds of an answer's size: without tokens, and per token."""
 
 
-def generate_body(prompt: Sequence[int], sampling: Sampling, *, seed: int | None = None) -> Body:
+def generate_body(
+    prompt: Sequence[int], sampling: Sampling, *, seed: int | None = None, stream: bool = False
+) -> Body:
     """Return the request for one response. It sets all sampling options: defaults of server and
-    model have no effect."""
+    model have no effect. ``stream``: the answer comes in parts, each with all tokens so far."""
     return {
-        "input_ids": prompt, "return_logprob": True, "logprob_start_len": -1, "stream": False,
+        "input_ids": prompt, "return_logprob": True, "logprob_start_len": -1, "stream": stream,
         "sampling_params": {
             "temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "min_p": sampling.min_p, "frequency_penalty": 0.0, "presence_penalty": 0.0,
             "repetition_penalty": 1.0, "min_new_tokens": 0, "n": 1, "ignore_eos": False,
             **({"stop_token_ids": list(sampling.stop_ids)} if sampling.stop_ids else {}),
             **({} if seed is None else {"sampling_seed": seed}),
+            **({"stream_interval": interval(sampling.max_tokens)} if stream else {}),
         },
     }  # fmt: skip
 

@@ -65,7 +65,7 @@ class SGLangRollout(RolloutEngine):
         self._handoff = SafetensorsHandoff(directory)
         self.capabilities = Capabilities(
             swap=frozenset({"drain", "partial", "in_flight"}), token_versions=True, max_rows=max_rows,
-            context=context, logprobs=True,
+            context=context, logprobs=True, stop_texts=True,
         )  # fmt: skip
 
     # ---- generation
@@ -82,17 +82,19 @@ class SGLangRollout(RolloutEngine):
                 yield Completion(index, [], [], "aborted")
             return
         most = answer_bytes(request.sampling.max_tokens)
-        sent = [
-            self._tracker.send(generate_body(prompt, request.sampling, seed=self._seed(request, index)), most)
-            for index in range(request.n)
-        ]
+        sent = []
+        for index in range(request.n):
+            seed, watch = self._seed(request, index), request.watch()
+            body = generate_body(prompt, request.sampling, seed=seed, stream=watch is not None)
+            sent.append(self._tracker.send(body, most, watch))
         answers = {each.answer: (index, each) for index, each in enumerate(sent)}
         try:
             while answers:
                 done, _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     index, each = answers.pop(task)
-                    yield completion(await self._reply(each), index, interrupted=each.interrupted)
+                    reply = await self._reply(each)
+                    yield completion(reply, index, interrupted=each.interrupted, watch=each.watch)
         finally:
             for _, each in answers.values():
                 self._tracker.abort(each)

@@ -30,7 +30,6 @@ from asyncflow_sdk.types import check_least
 from .generation.decode import Decoder
 from .generation.decode_thread import DecodeThread, Job
 from .generation.sequence_slots import DecodeWork
-from .generation.stop_texts import StopTexts
 from .policy import PartialLoad, assign, context_of, load_policy, named_weights, vocabulary_of
 from .scores import score
 
@@ -70,7 +69,7 @@ class TransformersEngine(RolloutEngine):
             torch.set_num_threads(threads)
         self._model = load_policy(model, dtype=dtype, device=device, attn_implementation=attn_implementation)
         self._model.requires_grad_(False)
-        context, decoder = context_of(self._model), Decoder(self._model, StopTexts(model))
+        context, decoder = context_of(self._model), Decoder(self._model)
         self._limits = RequestLimits(vocabulary=vocabulary_of(self._model), context=context, rows=max_rows)
         self.capabilities = Capabilities(
             swap=frozenset({"drain", "partial", "in_flight"}),
@@ -80,7 +79,7 @@ class TransformersEngine(RolloutEngine):
             logprobs=True,
             held_weights=True,
             restrictions=("top_p", "top_k", "min_p", "repetition_penalty"),
-            stop_texts=decoder.texts.available,
+            stop_texts=True,
         )
         self._ids = itertools.count()
         self._held = dict(named_weights(self._model))
@@ -167,4 +166,6 @@ class TransformersEngine(RolloutEngine):
         answered."""
         prompt = np.asarray(self._limits.check(request), np.int32)
         seed = request.sampling.seed if request.seed is None else request.seed
-        return DecodeWork(next(self._ids), prompt, request.n, request.sampling, seed, request.drawn, request.first)
+        return DecodeWork(
+            next(self._ids), prompt, request.n, request.sampling, seed, request.drawn, request.first, request.stops
+        )

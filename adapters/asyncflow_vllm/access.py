@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from asyncflow_sdk.interfaces import StopWatch
+
+Watch = Callable[[], StopWatch | None] | None
+"""Makes the search for stop texts in one response; None without texts."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +33,49 @@ class Access(abc.ABC):
     """Used on one event loop. All methods raise EngineGone if vLLM is dead, EngineError if it
     refuses the call."""
 
+    def __init__(self) -> None:
+        self._names: dict[str, list[str]] = {}
+        """Unfinished requests of vLLM, by the name of the engine's request."""
+
     @abc.abstractmethod
     async def prepare(self) -> bool:
         """Prepare the other methods; called once. Return True if log-probs are under the whole
         vocabulary with top-k or top-p."""
 
-    @abc.abstractmethod
-    def answers(
-        self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int
+    async def answers(
+        self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int, watch: Watch = None
     ) -> AsyncGenerator[Sequence[VllmAnswer], None]:
         """Run one request for ``n`` responses and yield them as they finish. Response i uses
         seed + i. Closing the generator aborts the others. n is 1 at temperature 0."""
+        left = self._names[name] = [f"{name}-{index}" for index in range(n)]
+        seed = parameters.get("seed")
+        tasks = []
+        for index, each in enumerate(list(left)):
+            own = parameters if seed is None else {**parameters, "seed": seed + index}
+            tasks.append(asyncio.create_task(self.answer(index, each, prompt, own, watch() if watch else None)))
+            tasks[-1].add_done_callback(functools.partial(_ended, left, each))
+        try:
+            for ended in asyncio.as_completed(tasks):
+                yield [await ended]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            del self._names[name]
 
     @abc.abstractmethod
+    async def answer(
+        self, index: int, name: str, prompt: list[int], parameters: Mapping[str, Any], watch: StopWatch | None
+    ) -> VllmAnswer:
+        """Run one request of vLLM for one response, until it ends or ``watch`` finds a stop text."""
+
     async def abort(self, names: Sequence[str]) -> None:
         """End requests with the tokens drawn so far; does not wait for their answers."""
+        await self.abort_named([each for name in names for each in self._names.get(name, ())])
+
+    @abc.abstractmethod
+    async def abort_named(self, names: Sequence[str]) -> None:
+        """Abort requests of vLLM."""
 
     @abc.abstractmethod
     async def pause(self) -> None:
@@ -66,3 +101,7 @@ class Access(abc.ABC):
     @abc.abstractmethod
     async def close(self) -> None:
         """Release vLLM, and end it if it was started for this engine."""
+
+
+def _ended(left: list[str], name: str, _: object) -> None:
+    left.remove(name)

@@ -29,7 +29,7 @@ class VllmRollout(RolloutEngine):
         self._limits, self._ends = limits, end_tokens(folder.folder)
         self.capabilities = Capabilities(
             swap=frozenset({"drain", "partial", "in_flight"}), token_versions=True, max_rows=limits.rows,
-            context=limits.context, logprobs=True,
+            context=limits.context, logprobs=True, stop_texts=True,
         )  # fmt: skip
         self._first_version, self._ids = version, itertools.count()
         self._handover = Handover()
@@ -51,7 +51,8 @@ class VllmRollout(RolloutEngine):
         self._check_usable()
         name = f"asyncflow-{next(self._ids)}"
         parameters, greedy = drawing(request, self._ends), request.sampling.temperature == 0
-        answered = self._access.answers(name, prompt, parameters, 1 if greedy else request.n)
+        watch = None if request.stops is None else request.watch
+        answered = self._access.answers(name, prompt, parameters, 1 if greedy else request.n, watch)
         self._running.add(name)
         self._idle.clear()
         try:

@@ -4,16 +4,17 @@ weights."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from asyncflow_http.limits import interval
 from asyncflow_http.server import HttpServer
 from asyncflow_sdk.errors import AsyncFlowError, EngineError, EngineGone, WeightError
-from asyncflow_sdk.interfaces import WeightUpdate
+from asyncflow_sdk.interfaces import StopWatch, WeightUpdate
 from asyncflow_sdk.weights import Handover
 
 from .access import Access, VllmAnswer
@@ -66,7 +67,7 @@ class _Tokens(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: str | None
     logprobs: _Tokens | None = None
     weight_versions: list[_VersionSpan] | None = None
 
@@ -94,7 +95,16 @@ class _Reply(msgspec.Struct):
         if _NO_LOGPROB in logprobs or _NO_LOGPROB in of_prompt:
             raise EngineError("vLLM returned a token without its log-prob")
         versions = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
-        return VllmAnswer(index, choice.token_ids, logprobs, choice.finish_reason, versions, of_prompt)
+        return VllmAnswer(index, choice.token_ids, logprobs, choice.finish_reason or "", versions, of_prompt)
+
+    def add(self, part: _Reply) -> None:
+        """Append a part of the response."""
+        (whole,) = self.choices
+        for more in part.choices:
+            whole.token_ids += more.token_ids
+            if whole.logprobs is not None and more.logprobs is not None:
+                whole.logprobs.content += more.logprobs.content
+            whole.finish_reason, whole.weight_versions = more.finish_reason, more.weight_versions
 
 
 class HttpAccess(Access):
@@ -102,12 +112,10 @@ class HttpAccess(Access):
     and of each call of a load; a slower server counts as lost."""
 
     def __init__(self, server: HttpServer, *, request_s: float, update_s: float) -> None:
+        super().__init__()
         self._server, self._request_s, self._update_s = server, request_s, update_s
         self._prefix = secrets.token_hex(8)
         """Of this engine's request names: earlier users of the server may have used the same numbers."""
-        self._requests: dict[str, list[str]] = {}
-        """Unfinished responses of each request, each a request of the server: within one
-        request, each waits for the others."""
         self._aborted: set[str] = set()
         self._aborts: asyncio.Task[None] | None = None
         self._cuts = False
@@ -134,47 +142,48 @@ class HttpAccess(Access):
         """Return the answer of the server's workers, known since ``load_folder``."""
         return self._cuts
 
-    async def answers(
-        self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int
-    ) -> AsyncGenerator[Sequence[VllmAnswer], None]:
-        """Run one request of the server per response."""
-        left = self._requests[name] = [f"{self._prefix}-{name}-{index}" for index in range(n)]
-        seed = parameters.get("seed")
-        tasks = []
-        for index, each in enumerate(list(left)):
-            own = parameters if seed is None else {**parameters, "seed": seed + index}
-            tasks.append(asyncio.create_task(self._answer(index, each, prompt, own)))
-            tasks[-1].add_done_callback(functools.partial(self._finished, left, each))
-        try:
-            for ended in asyncio.as_completed(tasks):
-                yield [await ended]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            del self._requests[name]
-
-    async def _answer(self, index: int, name: str, prompt: list[int], parameters: Mapping[str, Any]) -> VllmAnswer:
-        body = {"request_id": name, "token_ids": prompt, "sampling_params": parameters}
+    async def answer(
+        self, index: int, name: str, prompt: list[int], parameters: Mapping[str, Any], watch: StopWatch | None
+    ) -> VllmAnswer:
+        """Run one request of the server for one response, and abort it at a stop text."""
+        body: dict[str, Any] = {
+            "request_id": f"{self._prefix}-{name}",
+            "token_ids": prompt,
+            "sampling_params": parameters,
+        }
         most = _ANSWER_BYTES + _TOKEN_BYTES * (len(prompt) + parameters["max_tokens"])
-        reply: _Reply = await self._post(GENERATE, body, _Reply, self._request_s, most)
-        return reply.answer(index, prompt)
+        whole = _Reply([_Choice([], None, _Tokens([]))])
 
-    def _finished(self, left: list[str], name: str, _: object) -> None:
-        left.remove(name)
-        self._aborted.discard(name)
+        def add(part: _Reply) -> None:
+            whole.add(part)
+            if watch is not None and watch.found(whole.choices[0].token_ids):
+                self._abort([name])
 
-    async def abort(self, names: Sequence[str]) -> None:
+        try:
+            if watch is None:
+                reply: _Reply = await self._post(GENERATE, body, _Reply, self._request_s, most)
+                return reply.answer(index, prompt)
+            body["sampling_params"] = {**parameters, "stream_interval": interval(parameters["max_tokens"])}
+            await self._post(GENERATE, body | {"stream": True}, _Reply, self._request_s, most, add)
+            answer = whole.answer(index, prompt)
+            return replace(answer, reason="stop") if watch.found(answer.token_ids) else answer
+        finally:
+            self._aborted.discard(name)
+
+    async def abort_named(self, names: Sequence[str]) -> None:
         """Abort requests until they are answered: the server ignores an abort of a request that
         it has not received yet."""
-        self._aborted.update(each for name in names for each in self._requests.get(name, ()))
+        self._abort(names)
+
+    def _abort(self, names: Sequence[str]) -> None:
+        self._aborted.update(names)
         if self._aborted and (self._aborts is None or self._aborts.done()):
             self._aborts = asyncio.create_task(self._abort_until_answered())
 
     async def _abort_until_answered(self) -> None:
         wait_s = FIRST_WAIT_S
         while self._aborted:  # an empty list would abort all requests
-            names = [_NAME_PREFIX + name for name in self._aborted]
+            names = [f"{_NAME_PREFIX}{self._prefix}-{name}" for name in self._aborted]
             try:
                 await self._server.client.post("/abort_requests", {"request_ids": names}, object)
             except AsyncFlowError:
@@ -218,10 +227,16 @@ class HttpAccess(Access):
         return await self._post(path, body, answer, self._update_s)
 
     async def _post(
-        self, path: str, body: Mapping[str, Any], answer: Any, timeout_s: float, most_bytes: int = 16 << 20
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        answer: Any,
+        timeout_s: float,
+        most_bytes: int = 16 << 20,
+        part: Callable[[Any], None] | None = None,
     ) -> Any:
         try:
-            return await self._server.post(path, body, answer, timeout_s=timeout_s, most_bytes=most_bytes)
+            return await self._server.post(path, body, answer, timeout_s=timeout_s, most_bytes=most_bytes, part=part)
         except EngineGone as error:
             self._lost = str(error)
             raise

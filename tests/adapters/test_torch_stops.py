@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(
         text = text_of(endless, whole.token_ids)
         stop = text[5:7]
         count = next(n for n in range(25) if stop in text_of(endless, whole.token_ids[:n]))
-        requests.append(Request(prompt, Sampling(max_tokens=24, temperature=0, stop=("no such text", stop))))
+        sampling = Sampling(max_tokens=24, temperature=0, stop=("no such text", stop))
+        requests.append(Request(prompt, sampling, decode=functools.partial(text_of, endless)))
         wanted.append(np.asarray(whole.token_ids[:count]))
     # when they are generated together, beside one without a stop
     groups = generate(engine, [*requests, Request(prompts[0], Sampling(max_tokens=24, temperature=0))])
@@ -48,6 +50,31 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(
         assert got.finish_reason == "stop"
         assert len(got.logprobs) == len(ids)
     assert len(groups[-1][0].token_ids) == 24
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 3])
+@pytest.mark.parametrize("part", [1, 2, 7])
+def test_a_watch_finds_a_text_in_the_part_that_completes_it_and_loses_it_with_its_tokens(
+    part: int, drawn: int
+) -> None:
+    # given tokens of two letters, and none for some; a text over three of them, after more than the window
+    words = [*["ab"] * 40, "", "cS", "", "TO", "Pd", *["ef"] * 9]
+    ids = list(range(len(words)))
+    request = Request(
+        np.array([0, 0, *ids[:drawn]], np.int32), Sampling(stop=["none", "STOP"]), drawn=drawn,
+        decode=lambda some: "".join(words[each] for each in some),
+    )  # fmt: skip
+    assert request.stops is not None
+    assert request.stops.end(ids) == 45
+    # when the response comes in parts, the first of it in the prompt
+    watch, rest = request.watch(), ids[drawn:]
+    assert watch is not None
+    found = [end for end in range(part, len(rest) + part, part) if watch.found(rest[:end])]
+    # then
+    assert found[0] == next(end for end in range(part, len(rest) + part, part) if end + drawn >= 45)
+    assert found == list(range(found[0], len(rest) + part, part))
+    assert not watch.found(rest[: 44 - drawn])
+    assert watch.found(rest[: 45 - drawn])
 
 
 def lengths(response_ids: Any) -> list[float]:

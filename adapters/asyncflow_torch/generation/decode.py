@@ -22,15 +22,14 @@ import torch
 
 from .decode_batch import DecodeBatch, begin
 from .sequence_slots import DecodeWork, FinishedBatch
-from .stop_texts import StopTexts
+from .stop_texts import StopNumbers
 
 
 class Decoder:
-    """Decodes rows of many requests with one model. Methods run the model and block. ``texts``: finds
-    stop texts; None: requests have none."""
+    """Decodes rows of many requests with one model. Methods run the model and block."""
 
-    def __init__(self, model: Any, texts: StopTexts | None = None) -> None:
-        self._model, self.texts = model, texts or StopTexts()
+    def __init__(self, model: Any) -> None:
+        self._model, self._texts = model, StopNumbers()
         self._batches: deque[DecodeBatch] = deque()
         self._ends = torch.tensor(end_tokens(model), dtype=torch.int64, device=model.device)
 
@@ -47,8 +46,8 @@ class Decoder:
     def admit(self, works: Sequence[DecodeWork]) -> FinishedBatch | None:
         """Read the prompts of ``works`` and draw the first token of each response."""
         with torch.inference_mode():
-            batch, logits = begin(self._model, works, self.texts)
-            finished = batch.draw(logits, self._ends, self.texts)
+            batch, logits = begin(self._model, works, self._texts)
+            finished = batch.draw(logits, self._ends, self._texts)
             if batch.rows and not self._joined(batch):
                 self._batches.append(batch)
             return finished
@@ -58,7 +57,7 @@ class Decoder:
         batch = self._batches[0]
         self._batches.rotate(-1)
         with torch.inference_mode():
-            finished = batch.draw(batch.read(self._model), self._ends, self.texts)
+            finished = batch.draw(batch.read(self._model), self._ends, self._texts)
             if 2 * batch.rows < len(batch.slots):
                 batch.compact()
         if not batch.rows:

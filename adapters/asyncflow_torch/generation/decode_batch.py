@@ -16,7 +16,7 @@ from . import kv
 from .prefill import extend, passes, prefill
 from .sampler import draw, uniforms
 from .sequence_slots import DecodeWork, FinishedBatch, SequenceSlots
-from .stop_texts import StopTexts
+from .stop_texts import StopNumbers
 
 # Cost of a row in a step without attention, in tokens attended to; factor of cost accepted for padding.
 _ROW_COST = 128
@@ -47,7 +47,7 @@ class DecodeBatch:
         self.slots.position += self.slots.live
         return output.logits[:, -1]
 
-    def draw(self, logits: Any, ends: Any, texts: StopTexts) -> FinishedBatch | None:
+    def draw(self, logits: Any, ends: Any, texts: StopNumbers) -> FinishedBatch | None:
         """Draw a token per row. Raises EngineError if the model's logits are not finite."""
         slots = self.slots
         cut = {"top_k": slots.top_k, "top_p": slots.top_p, "min_p": slots.min_p} if self.truncated else {}
@@ -137,11 +137,11 @@ class DecodeBatch:
         return torch.ones(shape, dtype=torch.bool, device=self.slots.live.device)
 
 
-def begin(model: Any, works: Sequence[DecodeWork], texts: StopTexts) -> tuple[DecodeBatch, Any]:
+def begin(model: Any, works: Sequence[DecodeWork], texts: StopNumbers) -> tuple[DecodeBatch, Any]:
     """Return the batch of all rows of ``works``, and the logits (rows, vocabulary) of their first
     tokens."""
     cache, mask, logits = prefill(model, [work.prompt for work in works for _ in range(work.n)])
     truncated = any(each.top_k or each.top_p < 1 or each.min_p for each in (work.sampling for work in works))
-    numbers = [texts.number(work.sampling.stop) for work in works]
+    numbers = [texts.number(work.stops) for work in works]
     slots = SequenceSlots.of(works, model.device, logits.shape[-1], numbers)
     return DecodeBatch(slots, cache, mask, truncated, any(numbers)), logits

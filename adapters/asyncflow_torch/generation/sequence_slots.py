@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from asyncflow_sdk.interfaces import StopTexts
 from asyncflow_sdk.types import Ragged, Sampling
 
 from .sampler import row_keys
@@ -19,7 +20,8 @@ from .sampler import row_keys
 class DecodeWork:
     """Request for ``n`` responses to one prompt (int32 (length,)). ``id``: in FinishedBatch and in
     abort. ``past``: number of tokens at the end of the prompt that belong to the response;
-    ``first``: number of the first response. Both count in the random numbers."""
+    ``first``: number of the first response. Both count in the random numbers. ``stops``: the stop
+    texts."""
 
     id: int
     prompt: npt.NDArray[np.int32]
@@ -28,6 +30,7 @@ class DecodeWork:
     seed: int | None = None
     past: int = 0
     first: int = 0
+    stops: StopTexts | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class SequenceSlots:
     token_ids: Any  # int32 (rows, longest limit)
     logprobs: Any  # float32 (rows, longest limit)
     stops: Any  # int64 (rows, most stop ids): id + 1, 0 is none
-    stop_texts: Any  # int64: number of StopTexts
+    stop_texts: Any  # int64: by StopNumbers
 
     @classmethod
     def of(

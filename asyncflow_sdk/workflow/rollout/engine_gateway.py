@@ -98,16 +98,18 @@ class EngineGateway:
         A response ends with the token that completes a stop text, also if the engine went on. Raises
         EngineError, possibly after some responses, for a rejected request or a broken contract.
         """
-        stops, tokenizer = request.sampling.stop, self._tokenizer
-        if stops and not self._engine.capabilities.stop_texts:
+        if self._tokenizer is not None:
+            request = replace(request, decode=self._tokenizer.text_of)
+        stops = request.stops
+        if stops is None or not self._engine.capabilities.stop_texts:
             request = replace(request, sampling=replace(request.sampling, stop=()))
         async with contextlib.aclosing(self._generate(request)) as responses:
             async for generated in responses:
-                if not stops or tokenizer is None:
+                if stops is None:
                     yield generated
                     continue
                 for completion in generated.completion.each():
-                    end = tokenizer.find_stop(np.asarray(completion.token_ids).tolist(), stops)
+                    end = stops.end(np.asarray(completion.token_ids).tolist())
                     yield Generated(completion if end is None else _cut(completion, end), generated.version)
 
     async def _generate(self, request: Request) -> AsyncGenerator[Generated, None]:
@@ -153,9 +155,9 @@ class EngineGateway:
         length, sampling = len(part.token_ids), request.sampling
         if length == sampling.max_tokens:
             return Generated(replace(part, finish_reason="length"), version)
-        rest = Request(
-            np.concatenate([request.prompt_ids, np.asarray(part.token_ids, np.int32)]),
-            replace(sampling, max_tokens=sampling.max_tokens - length), 1, request.seed,
+        rest = replace(
+            request, prompt_ids=np.concatenate([request.prompt_ids, np.asarray(part.token_ids, np.int32)]),
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - length), n=1,
             drawn=request.drawn + length, first=request.first + part.index,
         )  # fmt: skip
         async with contextlib.aclosing(self._generate(rest)) as responses:

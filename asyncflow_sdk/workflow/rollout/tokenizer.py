@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,18 +71,6 @@ class Tokenizer:
             raise SchemaError(f"{self._find_invalid(texts)} cannot be encoded by {self.file}: {error}") from error
         return [np.array(e.ids, np.int32) for e in encoded]
 
-    def find_stop(self, ids: Sequence[int], stops: Sequence[str]) -> int | None:
-        """Return the number of tokens up to the one that completes the first stop text; None without
-        one."""
-
-        def has_stop(count: int) -> bool:
-            text = self._tokenizer.decode(list(ids[:count]), skip_special_tokens=True)
-            return any(stop in text for stop in stops)
-
-        if not has_stop(len(ids)):
-            return None
-        return bisect.bisect_left(range(len(ids)), True, key=has_stop)
-
     def _find_invalid(self, texts: Sequence[str]) -> str:
         for number, text in enumerate(texts):
             try:
@@ -91,6 +78,10 @@ class Tokenizer:
             except Exception:
                 return f"text {number} of {len(texts)}, {text!r:.80},"
         return f"one of {len(texts)} texts"
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of one row, without special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def decode(self, ids: Ragged) -> list[str]:
         """Return the text of each row, without special tokens."""

@@ -51,7 +51,10 @@ class CTranslate2Engine(af.RolloutEngine):
         self._config, ends = first.config, first.generation_config.eos_token_id
         self._ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         self.capabilities = af.Capabilities(
-            max_rows=max_rows, context=getattr(first.config, "max_position_embeddings", None), logprobs=True
+            max_rows=max_rows,
+            context=getattr(first.config, "max_position_embeddings", None),
+            logprobs=True,
+            stop_texts=True,
         )
         self._generator = self._convert(first)
 
@@ -70,17 +73,30 @@ class CTranslate2Engine(af.RolloutEngine):
     def _answer(self, prompt: list[int], request: af.Request, stop: threading.Event) -> list[af.Completion]:
         sampling, generator = request.sampling, self._generator
         ends = [*self._ends, *sampling.stop_ids]
+        so_far: list[list[int]] = [[] for _ in range(request.n)]
+        watches = [request.watch() for _ in so_far]
+
+        def ended(step: Any) -> bool:
+            so_far[step.batch_id].append(step.token_id)
+            watch = watches[step.batch_id]
+            return stop.is_set() or (watch is not None and watch.found(so_far[step.batch_id]))
+
         drawn = generator.generate_batch(
             [[str(token) for token in prompt]] * request.n, beam_size=1, include_prompt_in_result=False,
             max_length=sampling.max_tokens, end_token=ends or [self._config.vocab_size], return_end_token=True,
             sampling_topk=sampling.top_k if sampling.temperature else 1, sampling_topp=sampling.top_p,
-            sampling_temperature=sampling.temperature or 1.0, callback=lambda _: stop.is_set(),
+            sampling_temperature=sampling.temperature or 1.0, callback=ended,
         )  # fmt: skip
         responses = [result.sequences_ids[0] for result in drawn]
         scored = self._score(generator, [prompt] * request.n, responses, sampling.temperature or 1.0)
         return [
-            af.Completion(index, ids, logprobs, "stop" if ids[-1] in ends else "length")
-            for index, (ids, logprobs) in enumerate(zip(responses, scored, strict=True))
+            af.Completion(
+                index,
+                ids,
+                logprobs,
+                "stop" if ids[-1] in ends or (watch is not None and watch.found(ids)) else "length",
+            )
+            for index, (ids, logprobs, watch) in enumerate(zip(responses, scored, watches, strict=True))
         ]
 
     async def logprobs(

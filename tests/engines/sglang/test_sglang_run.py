@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import one_server
+from plain_generation import check_evaluations
 
 import asyncflow_sdk as af
 
@@ -13,12 +14,13 @@ def odd(response_ids: list[list[int]]) -> list[float]:
     return [sum(token % 2 for token in row) / len(row) for row in response_ids]
 
 
-def test_a_run_over_two_environments_trains_and_every_version_is_proven(far: str, tmp_path: Path) -> None:
+def test_a_run_over_two_environments_proves_every_version_and_evaluates_exact_ones(far: str, tmp_path: Path) -> None:
     from asyncflow_torch.reference import tiny_model
 
     model = tiny_model(tmp_path / "model", ends=True)
     probe = af.Probe(prompt_ids=((5, 6, 7), (8, 9)), response_ids=((10, 42, 12), (13,)), tolerance=1e-4)
     prompts = [[5 + n, 6 + n, 7] for n in range(12)]
+    held_out = [[8], *([9, 5 + n] for n in range(5))]
     workflow = af.Workflow(
         prompts={"prompt_ids": af.Ragged.of(prompts)},
         rollout=af.Rollout(
@@ -31,10 +33,12 @@ def test_a_run_over_two_environments_trains_and_every_version_is_proven(far: str
         batch_size=16,
         steps=6,
         staleness=af.Staleness(max_staleness=1),
+        save_steps=1,
+        evaluate=af.Evaluation(prompts={"prompt_ids": held_out}, every=3, reward=odd),
     )  # fmt: skip
 
     result = workflow.run(tmp_path / "run")
 
     assert result.summary["balanced"]
     assert result.summary["status"] == "completed", result.summary
-    print(result.summary)
+    assert 6 in check_evaluations(result, held_out, tokens=12)

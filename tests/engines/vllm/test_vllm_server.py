@@ -14,6 +14,7 @@ from typing import Any
 import one_vllm
 import pytest
 from engine_ends import HttpGate, cut_short
+from plain_generation import check_evaluations
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, EngineError, EngineGone, WeightError
@@ -112,8 +113,9 @@ def share_of_high(response_ids: Any) -> list[float]:
     return [float(sum(int(token) > 20 for token in row)) / len(row) for row in response_ids]
 
 
-def test_a_whole_run_uses_a_server_and_proves_each_version(lab: Any, tmp_path: Path) -> None:
+def test_a_whole_run_uses_a_server_proves_each_version_and_evaluates_exact_ones(lab: Any, tmp_path: Path) -> None:
     lab.close()
+    held_out = [each.tolist() for each in lab.policy.prompts(6, seed=40)]
     model, events = lab.policy.folder, []
     workflow = af.Workflow(
         prompts={"prompt_ids": af.Ragged.of([[5, 6, 7], [8, 9], [10, 11, 12, 13]])},
@@ -123,7 +125,8 @@ def test_a_whole_run_uses_a_server_and_proves_each_version(lab: Any, tmp_path: P
         ),
         reward=share_of_high,
         train=af.Train("torch", model=model, learning_rate=3e-3, threads=1),
-        batch_size=24, steps=STEPS, staleness=af.Staleness(max_staleness=1),
+        batch_size=24, steps=STEPS, staleness=af.Staleness(max_staleness=1), save_steps=1,
+        evaluate=af.Evaluation(prompts={"prompt_ids": held_out}, every=2, reward=share_of_high),
         weights=af.Weights(probe=af.Probe(((5, 6, 7), (8, 9)), ((10, 11, 12), (13, 14))), verify=["probe"]),
     )  # fmt: skip
 
@@ -137,6 +140,7 @@ def test_a_whole_run_uses_a_server_and_proves_each_version(lab: Any, tmp_path: P
         assert batch.array("reward").tolist() == pytest.approx(share_of_high(batch.ragged("response_ids")))
         drew |= {int(version) for spans in batch.ragged("version_spans") for version, _, _ in spans}
     assert max(drew) >= 1
+    assert STEPS in check_evaluations(result, held_out, tokens=8)
     lab.start()
 
 

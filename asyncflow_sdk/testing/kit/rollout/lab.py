@@ -158,7 +158,10 @@ class RolloutLab:
         seed = more.pop("seed", None)
         drawing = {name: more.pop(name) for name in list(more) if name in Sampling.__dataclass_fields__}
         sampling = Sampling(temperature=temperature, max_tokens=max_tokens, **drawing)
-        return Request(np.asarray(prompt, np.int32), sampling, n, seed, **more)
+        return Request(np.asarray(prompt, np.int32), sampling, n, seed, decode=self._text, **more)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self.policy.text(np.asarray(ids, np.int32)) or ""
 
     async def answer(self, request: Request, *, aborted: bool = False) -> list[Completion]:
         """Return all responses by index, with verified form. ``aborted``: permit aborted ones."""
