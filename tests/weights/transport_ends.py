@@ -138,10 +138,10 @@ class RelayHosts(contextlib.ExitStack):
 
         return join
 
-    def join(self, sent: Sent, host: str, relay: bytes = b"nowhere") -> tuple[ServiceClient, bytes]:
-        """Join as a host. Return the connection, and the address of the assigned relay."""
+    def join(self, sent: Sent, host: str, relay: bytes = b"nowhere", part: str = "") -> tuple[ServiceClient, bytes]:
+        """Join as a host, for a slice. Return the connection, and the address of the assigned relay."""
         client = ServiceClient(msgspec.msgpack.decode(sent.where)[0])
-        call = msgspec.msgpack.encode(["join", sent.version, sent.manifest.root, host, relay, b""])
+        call = msgspec.msgpack.encode(["join", sent.version, sent.manifest.root, host, relay, b"", part])
         return client, msgspec.msgpack.decode(client.call(call, LIMIT_S).body)[0]
 
     def last(self, sent: Sent) -> bytes:

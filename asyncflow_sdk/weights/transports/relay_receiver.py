@@ -19,6 +19,7 @@ from ...interfaces.weights import Bytes, Fetched, Host
 from ...memory import own_directories
 from ...types import Manifest
 from ...wire import ServiceAddress, ServiceClient
+from ..slices import VersionSlice
 from .relay import Relay
 from .shm import ShmReceiver
 from .streaming_fetch import PartialVersion
@@ -56,15 +57,25 @@ class RelayReceiver:
         """Host memory held as a relay."""
         return 0 if self._relay is None else self._relay.nbytes
 
-    def fetch(self, manifest: Manifest, address: TcpAddress, *, base: Fetched | None, timeout_s: float) -> Fetched:
-        """See ``WeightReceiver.fetch``."""
+    def fetch(
+        self,
+        manifest: Manifest,
+        address: TcpAddress,
+        *,
+        base: Fetched | None,
+        timeout_s: float,
+        part: VersionSlice | None = None,
+    ) -> Fetched:
+        """See ``WeightReceiver.fetch``. ``part``: the slice that ``manifest`` describes; None for
+        whole versions. Relays of a slice serve hosts with the same slice."""
+        root, key = (manifest.root, "") if part is None else (part.root, part.key)
         self._stopped, self._until = False, time.monotonic() + timeout_s
         version, relay = manifest.version, self._open_relay(address)
         notes, chunks, moved, failed = list[str](), None, 0, b""
         try:
             while True:
                 if len(notes) < MOST_SOURCES:
-                    join = Join(address.version, manifest.root, self._host.identity, relay.where, failed)
+                    join = Join(address.version, root, self._host.identity, relay.where, failed, key)
                     source = decode(self._call(address.service, join), JoinReply)
                 else:
                     source = JoinReply(b"", False)
@@ -75,7 +86,8 @@ class RelayReceiver:
                         fetched.notes = notes
                         return fetched
                     chunks = relay.begin(manifest) if chunks is None else chunks
-                    fetch = self._fetch_from(source.source or address.service, manifest, address, chunks, base)
+                    whole = None if source.source else part
+                    fetch = self._fetch_from(source.source or address.service, manifest, address, chunks, base, whole)
                     moved += fetch.moved
                     if fetch.error is not None:
                         raise fetch.error
@@ -120,7 +132,13 @@ class RelayReceiver:
         return self._relay
 
     def _fetch_from(
-        self, service: bytes, manifest: Manifest, address: TcpAddress, chunks: list[Bytes], base: Fetched | None
+        self,
+        service: bytes,
+        manifest: Manifest,
+        address: TcpAddress,
+        chunks: list[Bytes],
+        base: Fetched | None,
+        part: VersionSlice | None,
     ) -> TcpFetch:
         """Fetch the missing buckets from a publisher or relay."""
         assert self._relay is not None
@@ -132,7 +150,15 @@ class RelayReceiver:
         relayed = service != address.service
         left = self._until - time.monotonic()
         fetch = TcpFetch(
-            self._client(service), where, manifest, None, left, relay.arrive, from_relay=relayed, few_bytes=FEW_BYTES
+            self._client(service),
+            where,
+            manifest,
+            None,
+            left,
+            relay.arrive,
+            from_relay=relayed,
+            few_bytes=FEW_BYTES,
+            part=part,
         )
         fetch.begin(chunks, base, partial)
         if self._stopped:  # before the fetch could be interrupted
