@@ -15,7 +15,7 @@ VALUES = {"top_k": 3, "top_p": 0.5, "min_p": 0.3, "repetition_penalty": 1000.0}
 @check(
     "rollout", "full",
     impact="a response is cut before its end, or goes on after it: text that was not meant is scored and trained",
-    hint="sampling.stop: search the decoded response, over tokens; keep the token that completes the text",
+    hint="abort a response once request.watch().found(all its tokens so far); keep the token that completes the text",
     after=("greedy", "logprobs", "stops"),
 )  # fmt: skip
 async def stop_texts(lab: RolloutLab) -> None:
