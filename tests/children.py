@@ -121,7 +121,6 @@ class Child:
         self.pid = self._process.pid if within else self.hear()
 
     def hear(self) -> Any:
-        """The next value that it says."""
         ready = select.poll()  # select takes no descriptor past 1023
         ready.register(self._process.stdout, select.POLLIN)
         while b"\n" not in self._said:
@@ -159,7 +158,6 @@ class Child:
             self.wait()
 
     def wait(self) -> int:
-        """Its exit status, once it has ended."""
         return self._process.wait(LIMIT_S)
 
     def errors(self) -> str:

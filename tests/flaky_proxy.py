@@ -51,7 +51,6 @@ class FlakyProxy:
             each.set()
 
     def cut(self) -> None:
-        """End all connections."""
         for each in self._open:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

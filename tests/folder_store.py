@@ -1,4 +1,4 @@
-"""The store that `asyncflow new-plugin` writes, a file for each block in a folder, with faults that are set by the test."""
+"""The store that `asyncflow new-plugin` writes, with faults: a file for each block in a folder."""
 
 from __future__ import annotations
 

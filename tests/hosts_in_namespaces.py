@@ -53,7 +53,6 @@ def poor_cable(net: Network) -> Iterator[Child]:
 
 
 def carry() -> None:
-    """The process between."""
     everything = socket.htons(0x0003)
     ends = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW, everything) for _ in range(2)]
     for number, end in enumerate(ends):

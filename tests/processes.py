@@ -24,7 +24,7 @@ def title(pid: int) -> str:
 
 
 def below(pid: int) -> set[int]:
-    """The processes that one has started, and those that they have, but for the helper that Python keeps as long as it runs."""
+    """All processes below one, but for the helper that Python keeps as long as it runs."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

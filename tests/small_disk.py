@@ -12,14 +12,11 @@ import pytest
 
 
 class SmallDisk:
-    """``path``: where it is mounted."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._ballast = path / "ballast"
 
     def fill(self) -> None:
-        """Take all the room there is."""
         room = os.statvfs(self.path)
         with self._ballast.open("ab") as file:
             os.posix_fallocate(file.fileno(), file.tell(), room.f_bavail * room.f_frsize)

@@ -43,8 +43,6 @@ class OfGroups(af.Algorithm):
 
 @dataclass(frozen=True)
 class OfConstant(OfGroups):
-    """Its loss is divided by a constant."""
-
     normaliser = "constant"
 
     def loss(self, tokens: af.PackedTokens) -> tuple[Any, dict[str, Any]]:
@@ -75,7 +73,7 @@ class Faulty(GRPO):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultyPPO(PPO):
-    """The gradient of the "policy" or of the "critic" is infinite, and that of the other is not: at these ``calls``, or at all."""
+    """At these ``calls``, or at all, the gradient of the "policy" or of the "critic" alone is infinite."""
 
     infinite: str = "critic"
     calls: tuple[int, ...] = (1,)

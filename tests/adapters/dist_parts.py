@@ -29,13 +29,11 @@ class Sent(NamedTuple):
     where: bytes
 
     def check(self, fetched: Any) -> None:
-        """Each chunk is the published one; the manifest has its digests."""
         assert isinstance(fetched, Fetched), fetched
         for bucket in self.manifest.buckets():
             self.manifest.check(bucket, memoryview(fetched.chunks[bucket.chunk][bucket.start : bucket.stop]))
 
     def packed(self) -> list[str]:
-        """As it goes to and from children."""
         return [msgspec.json.encode(self.manifest).decode(), self.where.hex()]
 
     @classmethod
@@ -58,13 +56,11 @@ def transport(**options: Any) -> Any:
 
 
 def a_sender(address: str = LOOPBACK, **options: Any) -> Any:
-    """Closed when its block ends."""
     made = transport(**{"stall_s": 30.0, "gather_s": 0.1} | options)
     return contextlib.closing(made.sender(Host(directory=None, name="trainer", address=address)))
 
 
 def a_receiver(name: str = "r", address: str = LOOPBACK) -> Any:
-    """Closed when its block ends."""
     return contextlib.closing(transport().receiver(Host(directory=None, name=name, address=address)))
 
 

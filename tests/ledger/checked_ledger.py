@@ -72,7 +72,6 @@ class Lease:
     last: bool = False  # it has all parts of its step
 
     def rows(self) -> list[int]:
-        """Rows of all ranks."""
         return [i for rank in sorted(self.ids) for i in self.ids[rank]]
 
     def of_shards(self, ids: dict[int, Any]) -> list[Any]:

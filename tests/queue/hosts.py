@@ -34,10 +34,8 @@ def serve_home(address: str, key: str, name: str, base: str) -> None:
     threading.Thread(target=lambda: (hear(), stop.set()), daemon=True).start()
     catalog = UnitCatalog(UnitConfig(address, key=RunKey.load(key) if key else None, insecure=not key))
     connection = catalog.connection
-    unit = StorageUnit(
-        catalog, connection.run, name=name, host="127.0.0.1", key=connection.key, insecure=not key, base=Path(base),
-        synced=connection.store.synced,
-    )  # fmt: skip
+    place = {"name": name, "host": "127.0.0.1", "base": Path(base), "synced": connection.store.synced}
+    unit = StorageUnit(catalog, connection.run, key=connection.key, insecure=not key, **place)
     say("serves")
     unit.serve(lambda: catalog.connection.wire.server_closed, stop, beat_s=0.05)
     unit.close(keep=not stop.is_set())
@@ -135,6 +133,5 @@ def specs(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(column: Column) -> list[bytes]:
-    """Each row's bytes."""
     rows = column.values if column.offsets is None else np.split(column.values, column.offsets[1:-1])
     return [row.tobytes() for row in rows]

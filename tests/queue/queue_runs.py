@@ -51,7 +51,6 @@ class Served:
         return proxy, self.queue(name, address=proxy.address, insecure=True, **options)
 
     def held_bytes(self) -> int:
-        """Bytes of shared memory that the run takes."""
         return self.run.queue.status().held_bytes
 
 

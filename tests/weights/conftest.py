@@ -14,7 +14,6 @@ from asyncflow_sdk.testing.transport_harness import TransportHarness
 
 @pytest.fixture
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
-    """The transport "scripted", as an installed plugin."""
     install_plugin(tmp_path, monkeypatch, "weight_tests", "from scripted_transport import asyncflow_adapters\n")
     Scripted.reset()
     return Scripted
@@ -35,6 +34,5 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def files(path: Path) -> Iterator[TransportHarness]:
-    """Both ends of the transport ``file``."""
     with publishing(path) as made:
         yield made

@@ -96,7 +96,6 @@ class Served:
         return [e for e in list(self.events) if isinstance(e, WeightState) and (e.worker, e.state) == (worker, state)]
 
     def until(self, state: str, version: int, worker: str = "replica") -> WeightState:
-        """Wait until a replica reports a state of a version."""
         reported = lambda: [each for each in self.states(state, worker) if each.version == version]  # noqa: E731
         until(reported, f"version {version} {state} at {worker}")
         return reported()[0]

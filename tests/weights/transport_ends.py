@@ -95,7 +95,6 @@ def address_of(where: bytes) -> str:
 
 
 def replica(host: str) -> WeightReceiver:
-    """A receiver on a host."""
     return make_transport("tcp").receiver(Host(directory=None, name=f"{host}-{next(_names)}", identity=host))
 
 

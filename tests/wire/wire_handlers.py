@@ -85,7 +85,6 @@ class Raw:
         self.socket.send_multipart(frames)
 
     def hear(self) -> tuple[int, bytes]:
-        """The next response: seq and body."""
         assert self.socket.poll(30_000), "the server said nothing"
         protocol, seq, body, *_ = msgspec.msgpack.decode(self.socket.recv())
         assert protocol == PROTOCOL

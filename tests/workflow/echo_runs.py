@@ -80,7 +80,6 @@ def check_whole(result: af.Result, steps: int, rows: int = 16) -> None:
 
 
 def events_of(directory: Path, kind: str) -> list[dict[str, Any]]:
-    """The recorded events of one kind."""
     events = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
     return [event for event in events if event["event"] == kind]
 
@@ -104,7 +103,6 @@ class Driver(Child):
         self.last = ""
 
     def read(self) -> None:
-        """Read the next line that it says."""
         self.last = self.hear()
         words = self.last.split()
         if words[0] == "worker":
@@ -114,7 +112,6 @@ class Driver(Child):
             self.step = int(words[1])
 
     def follow(self, step: int) -> None:
-        """Read on until a step was trained."""
         while self.step < step:
             self.read()
 

@@ -218,10 +218,9 @@ def streamed_workflow(*, processes: bool = False, train: dict[str, Any] | None =
     place: dict[str, Any] = {} if processes else {"launcher": "thread"}
     train = {"engine": "gates:Gated"} | (train or {})
     options = {"stream": True, "part_rows": GROUP} | ({} if "world_size" in train else place) | train
-    return echo_workflow(
-        processes=processes, train=af.Train(**options), batch_size=ROWS,
-        **({"steps": STEPS, "reward": af.Stage(paced, task="reward", gives=["reward"], batch=GROUP, **place)} | changes),
-    )  # fmt: skip
+    reward = af.Stage(paced, task="reward", gives=["reward"], batch=GROUP, **place)
+    usual = {"train": af.Train(**options), "batch_size": ROWS, "steps": STEPS, "reward": reward}
+    return echo_workflow(processes=processes, **(usual | changes))
 
 
 def resumable_workflow() -> af.Workflow:

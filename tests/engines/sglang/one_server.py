@@ -73,7 +73,6 @@ def _server(config: bytes, folder: str) -> Server:
 
 
 def attached(model: str, **options: Any) -> Any:
-    """An engine that uses the shared server."""
     from asyncflow_sglang.server import SGLangServer
 
     return SGLangServer(model, **{**server(model).options, **options})

@@ -81,7 +81,6 @@ def server(folder: str) -> Server:
 
 
 def attached(model: str, **options: Any) -> Any:
-    """An engine that uses it."""
     from asyncflow_vllm.server import VllmServer
 
     os.environ[KEY_ENV] = KEY
