@@ -35,23 +35,8 @@ FRESH_S = 1.0
 """Figures younger than this are sent again (seconds)."""
 MOST_WORKERS = 64
 _RECONNECT_S = 0.2
-_PROGRESS = (
-    "total_steps",
-    "done",
-    "reward",
-    "reward_mean",
-    "staleness_mean",
-    "staleness_max",
-    "in_flight",
-    "in_queue",
-    "published",
-    "lag",
-    "tokens_per_s",
-    "seconds_left",
-    "ended",
-    "evaluated",
-    "best",
-)
+_NUMBERS = ("total_steps", "done", "reward", "reward_mean", "staleness_mean", "staleness_max", "seconds_left")
+_OTHERS = ("published", "lag", "tokens_per_s", "ended", "evaluated", "best")
 
 
 class LiveFigures:
@@ -61,9 +46,8 @@ class LiveFigures:
     def __init__(self, where: str, key: Path | None = None, insecure: bool = False) -> None:
         self._run = where, FRESH_S, key, insecure
         self._directory = None if "://" in where else RunDirectory(Path(where))
-        path = Path() if self._directory is None else self._directory.path
-        self.title = where if self._directory is None else path.resolve().name
-        self._record = LiveRecord(path / EVENTS if self._directory is not None else Path("/dev/null"))
+        self.title = where if self._directory is None else self._directory.path.resolve().name
+        self._record = LiveRecord(None if self._directory is None else self._directory.path / EVENTS)
         self._lock = threading.Lock()
         self._sent, self._sent_s = b"", -math.inf
         self._sampled: tuple[int, list[Any]] = (-1, [])
@@ -71,14 +55,13 @@ class LiveFigures:
         try:
             self._monitor = QueueMonitor(*self._run, CALL_S)
         except AsyncFlowError:
-            if not (path / EVENTS).is_file():
+            if not self._record.exists:
                 raise
 
     def close(self) -> None:
         """Disconnect from the run."""
         with self._lock:
-            if self._monitor is not None:
-                self._monitor.close()
+            self._disconnect()
 
     def json(self) -> bytes:
         """Return the figures. Blocks for at most the time of one call to the queue."""
@@ -103,7 +86,7 @@ class LiveFigures:
             "error": summary.get("error") if report is None else None,
             "elapsed_s": now_s - run.start_s,
             "window_s": WINDOW_S,
-            "run": {name: getattr(run, name) for name in _PROGRESS},
+            "run": {name: getattr(run, name) for name in (*_NUMBERS, *_OTHERS)},
             "queue": None if report is None or self._monitor is None else self._monitor.plain(report),
             "workers": self._workers(run, report, now_s),
             "curves": self._record.curves(),
@@ -118,8 +101,13 @@ class LiveFigures:
             self._monitor = self._monitor or QueueMonitor(*self._run, _RECONNECT_S)
             return self._monitor.sample()
         except AsyncFlowError:
-            self._monitor = None
+            self._disconnect()
             return None
+
+    def _disconnect(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+        self._monitor = None
 
     def _workers(self, run: RunProgress, report: StatusReport | None, now_s: float) -> list[dict[str, Any]]:
         """The workers and other clients: their last work, and what they hold or wait for."""
@@ -147,7 +135,6 @@ class LiveFigures:
         known, newest = self._sampled[0], self._record.step
         for step in range(newest, max(known, newest - 3), -1):
             with contextlib.suppress(OSError, ValueError, KeyError):  # not yet written
-                directory = Path() if self._directory is None else self._directory.path
-                self._sampled = step, sample_rows(step_path(directory, step))
+                self._sampled = step, sample_rows(step_path(self._record.path.parent, step))
                 break
         return {"step": self._sampled[0], "rows": self._sampled[1]}

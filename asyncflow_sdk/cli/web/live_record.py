@@ -23,10 +23,11 @@ _READ_BYTES = 1 << 22
 
 
 class LiveRecord:
-    """``step``: the newest trained step, -1 before the first. Its memory is bounded."""
+    """The events at ``path``; None: there are none. ``step``: the newest trained step, -1 before the first.
+    Its memory is bounded."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path | None) -> None:
+        self.path = path or Path()
         self.progress = RunProgress(0)
         self.step = -1
         names = ("reward", "reward_mean", "staleness_mean", "staleness_max")
@@ -35,9 +36,14 @@ class LiveRecord:
         self._notes: deque[tuple[float, str, str]] = deque(maxlen=MOST_NOTES)
         self._at = 0
 
+    @property
+    def exists(self) -> bool:
+        """True if there is a file of events."""
+        return self.path.is_file()
+
     def read(self) -> None:
         """Add the events written since the last call. A missing file has none."""
-        if not self.path.exists():
+        if not self.exists:
             return
         with self.path.open("rb") as file:
             while True:
