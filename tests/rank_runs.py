@@ -173,7 +173,8 @@ def run_with_a_rank_killed_in_a_collective(
             max_restarts=1, of=engine, gates=str(gates), **options,
         ),
         weights=af.Weights(probe=probe, verify=["probe"], transport="file", options={"path": str(versions)}),
-        batch_size=ROWS, steps=STEPS, save_steps=2, save_total_limit=1, checkpoint=af.Checkpoint(every=2), staleness=af.Staleness(max_staleness=0),
+        batch_size=ROWS, steps=STEPS, save_steps=2, save_total_limit=1, checkpoint=af.Checkpoint(every=2),
+        staleness=af.Staleness(max_staleness=0),
     )  # fmt: skip
 
     summary = workflow.run(directory / "run", on_event=events.append).summary

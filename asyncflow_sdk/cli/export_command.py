@@ -63,8 +63,8 @@ def _export_checkpoint(directory: Path, checkpoint: Path, part: Path) -> None:
     with contextlib.closing(engine):
         if train.world_size > 1 and not engine.reshards:
             raise ConfigError(
-                f"{checkpoint} is of {train.world_size} ranks, and engine {train.engine!r} loads it in as many only, not"
-                " in this process. Let the run write folders, with save_steps="
+                f"{checkpoint} is of {train.world_size} ranks, and engine {train.engine!r} loads it in as many only,"
+                " not in this process. Let the run write folders, with save_steps="
             )
         engine.load(checkpoint / "engine")
         engine.export(part)

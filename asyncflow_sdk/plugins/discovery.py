@@ -29,9 +29,7 @@ _BY_PATH = ("rollout", "train", "algorithm", "tracker")
 """Kinds found by "module:attribute" too. Names of other kinds come from clients, which must not
 trigger imports."""
 _OURS = "asyncflow-sdk"
-OWN_PACKAGES = (
-    "accelerate", "ctranslate2", "mlflow", "mooncake", "otel", "prometheus", "ray", "slurm", "tensorboard", "trackio", "wandb",
-)  # fmt: skip
+OWN_PACKAGES = "accelerate ctranslate2 mlflow mooncake otel prometheus ray slurm tensorboard trackio wandb"
 """Adapters of contrib/, each in a package named after it."""
 
 
@@ -94,7 +92,7 @@ class Registry:
             return found
         names = [a.spec.name for a in self.adapters if a.spec.kind == kind]
         known = f"{', '.join(names) or 'none'}.{_near(name, names)}"
-        if name in OWN_PACKAGES:
+        if name in OWN_PACKAGES.split():
             known += (
                 f" It is a package of its own: pip install asyncflow-{name}, in a clone contrib/asyncflow_{name}."
             )

@@ -50,8 +50,8 @@ class AdapterSpec:
     - train: ``ranks``, "one" process or "many"; ``dtype``, "option" if it publishes in the dtype of its option ``dtype``;
       ``steps``, "whole" and, if it trains a step in parts, "parts"; ``frozen``, "option" if ``frozen=True`` leaves out what
       only training needs, as ``Logprobs`` asks for.
-    - transport: ``hosts``, "one" or "many"; ``encodings``, of mapped, full, delta; ``outlives``, "trainer" if versions can
-      be fetched after the trainer's process has died, [] if not.
+    - transport: ``hosts``, "one" or "many"; ``encodings``, of mapped, full, delta; ``outlives``, "trainer" if versions
+      can be fetched after the trainer's process has died, [] if not.
     - launcher: ``hosts``, "one" if it starts workers only on the driver's host.
     - store: ``hosts``, "one" if all payload is in the memory of the server's host, "many" if it stays where it is made.
 

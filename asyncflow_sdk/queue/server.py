@@ -59,9 +59,9 @@ class QueueServer:
     ``on_event`` and ``on_step`` run in the server's thread and must return at once; ``on_final`` runs
     in a thread of its own, and the checkpoint waits for it. Their exceptions are logged. ``on_step``
     gets the number of an acknowledged step, a function to read its rows (all their columns; from any
-    thread, once), and True if some are on other hosts. A restarted server reports the steps not covered by a checkpoint again.
-    ``on_final`` gets a number before a checkpoint makes the steps below it final; they are not
-    reported again, so it returns only when they are no longer needed.
+    thread, once), and True if some are on other hosts. A restarted server reports the steps not
+    covered by a checkpoint again. ``on_final`` gets a number before a checkpoint makes the steps below
+    it final; they are not reported again, so it returns only when they are no longer needed.
 
     ``keys``: required for tcp addresses unless ``insecure``; this user's clients on this host find
     them. ``max_call_bytes``: the largest call, with a payload sent over the socket; also the limit

@@ -1,6 +1,6 @@
 """Models by their names on the Hugging Face Hub: downloaded into its cache, by huggingface_hub.
 
-is_name("Qwen/Qwen3-0.6B"), is_name("./models/mine")      # True, False; True for "models/mine", if there is no such folder
+is_name("Qwen/Qwen3-0.6B"), is_name("./models/mine")      # True, False
 folder = model_folder("Qwen/Qwen3-0.6B")                  # .../models--Qwen--Qwen3-0.6B/snapshots/c1899de...
 snapshot_of(folder)                                       # ("Qwen/Qwen3-0.6B", "c1899de...")
 """
@@ -71,7 +71,7 @@ def _reason(hub: Any, path: str, name: str, revision: str | None, error: Excepti
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         why = "HF_HUB_OFFLINE is set" if hub.constants.HF_HUB_OFFLINE else f"{at} cannot be reached"
         return (
-            f"{neither} in the cache of the hub ({hub.constants.HF_HUB_CACHE}), and {why}: give the path of a folder, or"
-            f" run `hf download {name}` where there is a network, and copy the cache"
+            f"{neither} in the cache of the hub ({hub.constants.HF_HUB_CACHE}), and {why}: give the path of a"
+            f" folder, or run `hf download {name}` where there is a network, and copy the cache"
         )
     return f"{neither} could be downloaded from {at}: {type(error).__name__}: {error}"

@@ -119,8 +119,8 @@ for _, spec in given: print(json.dumps(spec.model))
 def models(
     folder: Path, url: str, *given: tuple[str, dict[str, Any]], only: str = "check", **environment: str
 ) -> Any:
-    """Check a workflow with these specs, or ``only`` make them, in another process, whose cache is below ``folder``. Return their
-    models, after the error, if there is one."""
+    """Check a workflow with these specs, or ``only`` make them, in another process, whose cache is below
+    ``folder``. Return their models, after the error, if there is one."""
     base = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     base |= {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": url, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     options = [

@@ -29,8 +29,8 @@ _NARROW, _WIDE = 70, 90
 
 
 def queue_screen(
-    report: StatusReport, rates: QueueRates, *, title: str, width: int, height: int, foot: str = "", ascii_only: bool = False,
-    evaluations: Sequence[Evaluated] = (),
+    report: StatusReport, rates: QueueRates, *, title: str, width: int, height: int, foot: str = "",
+    ascii_only: bool = False, evaluations: Sequence[Evaluated] = (),
 ) -> list[Text]:  # fmt: skip
     """Return at most ``height`` lines of fewer than ``width`` cells. ``foot``: the text of the last
     line."""

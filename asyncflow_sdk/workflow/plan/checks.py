@@ -318,9 +318,9 @@ def _check_guard(plan: Plan) -> None:
         return
     if adapter is not None and adapter.spec.declared("outlives") == ():
         raise ConfigError(
-            f"rollback_margin= needs the best version, and transport {plan.transport!r} loses it if the trainer dies: say"
-            " weights=af.Weights(transport='file', options={'path': ...}), a path that all hosts see, or 'shm' on one"
-            " host; or leave checkpoint= out, so that the run is not resumed"
+            f"rollback_margin= needs the best version, and transport {plan.transport!r} loses it if the trainer dies:"
+            " say weights=af.Weights(transport='file', options={'path': ...}), a path that all hosts see, or 'shm' on"
+            " one host; or leave checkpoint= out, so that the run is not resumed"
         )
 
 

@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import asyncflow_sdk as af
+from asyncflow_accelerate.engine import AccelerateEngine
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.types.events import Event, StepTrained
 from asyncflow_torch.reference import tiny_model
+from asyncflow_torch.train import TorchEngine
 
 kit = Conformance("train", "accelerate", options={"learning_rate": 1e-3, "device": "cpu", "micro_batch_tokens": 60})
 
@@ -32,12 +34,13 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.timeout(400)
 def test_a_run_with_another_rollout_engine_and_the_options_of_torch(tmp_path: Path) -> None:
     model, events = tiny_model(tmp_path / "model", ends=True), list[Event]()
     workflow = af.Workflow(
         prompts={"prompt_ids": af.Ragged.of([[5, 6, 7], [8, 9], [10, 11, 12, 13]])},
         rollout=af.Rollout(
-            "transformers", model=model, group_size=4, prompt="prompt_ids", threads=1, dtype="bfloat16",
+            "transformers", model=model, group_size=4, prompt="prompt_ids", dtype="bfloat16", launcher="thread",
             sampling=af.Sampling(max_tokens=8),
         ),
         reward=lambda response_ids: [float(sum(token > 20 for token in row)) / len(row) for row in response_ids],
@@ -64,3 +67,16 @@ def test_a_run_with_another_rollout_engine_and_the_options_of_torch(tmp_path: Pa
     assert same(published, weights_of(tmp_path / "run" / "model"))
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in published.items())
+
+
+def test_it_continues_from_a_checkpoint_of_torch_and_torch_from_its_own(tmp_path: Path) -> None:
+    first, second = (tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    engines = [make(second, device="cpu") for make in (AccelerateEngine, TorchEngine)]
+    saving = TorchEngine(first, device="cpu")
+    for number, (saves, loads) in enumerate(zip([saving, *engines], engines, strict=False)):
+        saves.save(tmp_path / f"state-{number}")
+        loads.load(tmp_path / f"state-{number}")
+
+    assert all(same(dict(saving.named_weights()), dict(each.named_weights())) for each in engines)
+    for each in (saving, *engines):
+        each.close()
