@@ -1,4 +1,4 @@
-"""One run over three hosts by one command: two generate, reached by ssh, and the third trains. Real engines."""
+"""One run over five hosts by one command: two generate, and two hold a rank of the trainer each, reached by ssh. Real engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def curve(directory: Path) -> list[float]:
     return [float(np.mean(batch["reward"])) for _, batch in af.read_steps(directory)]
 
 
-def test_a_run_on_three_hosts_learns_as_on_one(tiny: str, tmp_path: Path) -> None:
+def test_a_run_on_five_hosts_learns_as_on_one(tiny: str, tmp_path: Path) -> None:
     # given the workflow of the guide, in small, and its run on one host
     rng = np.random.default_rng(0)
     rows = [{"prompt_ids": rng.integers(3, 43, 5).tolist()} for _ in range(8 * STEPS)]
@@ -38,6 +38,7 @@ def test_a_run_on_three_hosts_learns_as_on_one(tiny: str, tmp_path: Path) -> Non
         "steps": f"{STEPS}", "batch_size": "32", "reward": "mine:odd_tokens", "staleness": "{ max_staleness = 0 }",
         "rollout.model": tiny, "rollout.prompt": "prompt_ids", "rollout.group_size": "4",
         "rollout.sampling": "{ max_tokens = 8, seed = 1 }", "train.model": tiny, "train.learning_rate": "1e-2",
+        "train.engine": "fsdp", "train.world_size": "2",
     }  # fmt: skip
     python = warm_python()
     here = {
@@ -48,9 +49,11 @@ def test_a_run_on_three_hosts_learns_as_on_one(tiny: str, tmp_path: Path) -> Non
     }
     here |= {"rollout.python": python, "train.python": python}
     af.load_workflow(tmp_path / "run.toml", small | here).run(tmp_path / "one")
-    # when it is run on three
-    with network(3) as net, ssh_servers(net, tmp_path, {2: "gpu1", 3: "gpu2"}):
+    # when it is run on five
+    with network(5) as net, ssh_servers(net, tmp_path, {2: "gpu1", 3: "gpu2", 4: "gpu3", 5: "gpu4"}):
         there = {"address": f"tcp://{net.address(1)}:7000", "rollout.launcher_options": '{ config = "./ssh_config" }'}
+        there |= {"train.hosts": '["gpu3", "gpu4"]', "train.launcher": "ssh"}
+        there["train.launcher_options"] = there["rollout.launcher_options"]
         changes = [word for name, value in (small | there).items() for word in ("--set", f"{name}={value}")]
         done = subprocess.run(
             [*net.within(1), sys.executable, "-m", "asyncflow_sdk.cli", "run", "run.toml", "several", *changes],

@@ -38,12 +38,12 @@ def servers(net: Network, tmp_path: Path) -> Iterator[dict[int, SshServer]]:
 
 
 def workflow(config: str, address: str) -> af.Workflow:
-    """Rollouts on both hosts, a stage on one, the trainer on the other."""
+    """A rollout and a rank of the trainer on each of two hosts, a stage on one."""
     there: dict[str, Any] = {"launcher": "ssh", "launcher_options": {"config": config}, "max_restarts": 20}
     return echo_workflow(
         rollout=af.Rollout("echo", group_size=4, prompt="prompt_ids", hosts=["two", "three"], **there),
         reward=af.Stage(length, task="reward", hosts=["two"], **there),
-        train=af.Train("echo", delay_s=0.1, hosts=["three"], **there),
+        train=af.Train("echo-ranks", world_size=2, delay_s=0.1, hosts=["two", "three"], **there),
         steps=STEPS, checkpoint=af.Checkpoint(every=2), address=address,
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ def restarted(drivers: Drivers) -> set[str]:
 def test_hosts_and_drivers_that_die_cost_no_row_of_two_runs(
     net: Network, tmp_path: Path, servers: dict[int, SshServer]
 ) -> None:
-    """Both runs are on the same hosts. Each host has a rollout; one also the stage, the other the trainer."""
+    """Both runs are on the same hosts. Each host has a rollout and a rank of the trainer; one also the stage."""
     one, other = Drivers(net, tmp_path), Drivers(net, tmp_path, "other", 7001)
     with other.child:
         with one.child:
@@ -112,7 +112,7 @@ def test_hosts_and_drivers_that_die_cost_no_row_of_two_runs(
         with one.child:
             one.end()
         other.end()
-    assert restarted(one) >= {"rollout-0", "reward-0", "rollout-1", "train-0"}
+    assert restarted(one) >= {"rollout-0", "reward-0", "rollout-1", "train-0 rank 0", "train-0 rank 1"}
     until(lambda: not agents(), "the end of all agents")
 
 
