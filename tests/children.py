@@ -49,7 +49,7 @@ getattr(importlib.import_module(module), function)(*json.loads(arguments))
 _NUMBER = "import os\nprint(os.getpid(), flush=True)\n"
 _PROGRAM = """\
 #!{python} -IS
-import _socket, marshal, os, signal, struct, sys
+import _signal as signal, _socket, marshal, os, struct, sys  # the module signal takes as long to import as the rest
 fds = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)]
 line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
 line.connect({address!r})
