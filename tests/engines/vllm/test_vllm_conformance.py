@@ -9,7 +9,7 @@ from one_vllm import OPTIONS
 from asyncflow_sdk.testing import Conformance
 
 kit = Conformance("rollout", "vllm", options=OPTIONS, limit_s=240.0)
-chaos = Conformance("rollout", "vllm", options=OPTIONS, only=["killed"], limit_s=240.0)
+chaos = Conformance("rollout", "vllm", options=OPTIONS, only=["killed"], limit_s=500.0)
 
 
 @kit.parametrize
