@@ -28,6 +28,8 @@ from asyncflow_sdk.types.spans import steps_of
 Place = tuple[int, int]
 """A home and its epoch."""
 SERVER: Place = (0, 0)
+LOST: Place = (-1, 0)
+"""Of columns in a lost block of a live home."""
 
 
 @dataclass
@@ -126,7 +128,7 @@ class CheckedLedger:
         self.version = -1
         self.homes: dict[int, Home] = {}
         self.places: set[Place] = {SERVER}  # all there ever were
-        self.lost_places: set[Place] = set()
+        self.lost_places = {LOST}
         self._limits = cmd.Configure(max_staleness=1, max_swapping=0, quorum=0, home_silence_s=60.0)
         self._terminal: Counter[str] = Counter()
         self._parts: dict[int, set[cmd.VersionPart]] = {}  # version → what was published of it
@@ -565,10 +567,17 @@ class CheckedLedger:
         self.places.add((number, epoch))
 
     def _lose_homes(self, lost: list[HomeLoss]) -> None:
-        """Answer lost homes as a server does, and check what becomes of the rows."""
+        """Answer lost homes and blocks as a server does, and check what becomes of the rows."""
+        known = []
         for loss in lost:
             place, home = (loss.home, loss.epoch), self.homes[loss.home]
+            known.append((loss, self._columns_in(place, loss.serials)))
             assert self.is_live(place), "an epoch is lost once"
+            if loss.serials is not None:
+                for part in known[-1][1]:
+                    for i in part.ids.tolist():
+                        self.rows[i].places.update(dict.fromkeys(part.columns, LOST))
+                continue
             if loss.reason.startswith("silent"):
                 assert home.unit is None and self._gives_up(home) <= self.now, "a home is not given up early"
             if home.epoch == loss.epoch:
@@ -579,14 +588,14 @@ class CheckedLedger:
         missing = self._miss(before)
         puts = {ticket: each for ticket, each in self.waiting.items() if isinstance(each.command, cmd.AddRows)}
         tickets = [ticket for ticket, put in puts.items() if put.place in self.lost_places]
-        known = [(loss, self._columns_in((loss.home, loss.epoch))) for loss in lost]
         self._feed("lose_homes", known, tickets=tickets)
         self._check_losses(lost, missing, before, ended, events)
 
-    def _columns_in(self, place: Place) -> list[LostColumns]:
-        """The columns of live rows in a home, as a server's index knows them."""
+    def _columns_in(self, place: Place, serials: bytes | None) -> list[LostColumns]:
+        """The columns of live rows in a home, as a server's index knows them. ``serials``: of blocks, each of a row."""
         found: dict[tuple[str, ...], list[int]] = {}
-        for i, row in self.live.items():
+        for i in self.live if serials is None else self.live.keys() & unpack_ids(serials).tolist():
+            row = self.rows[i]
             if names := tuple(sorted(name for name, where in row.places.items() if where == place)):
                 found.setdefault(names, []).append(i)
         return [LostColumns(np.array(ids, np.int64), names) for names, ids in found.items()]
@@ -598,7 +607,7 @@ class CheckedLedger:
         new = self.events[events:]
         told = [event for event in new if isinstance(event, ev.HomeLost)]
         assert [(each.home, each.epoch) for each in told] == [(each.home, each.epoch) for each in lost]
-        counts = _ended(new, "payload lost: home")
+        counts = _ended(new, "payload lost: ")
         remade = {i for i, row in before.items() if row.child is not None}
         assert counts["expired"] == len(remade)
         assert sum(each.groups_remade for each in told) == len({self.rows[i].group for i in remade})
