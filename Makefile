@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE = 1
 # Where it is set, each process compiles what it imports anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install bwrap sshd demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-slurm test-trackers test-prometheus test-packages test-web test-cuda test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
+.PHONY: help install bwrap sshd docs demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-slurm test-trackers test-prometheus test-packages test-web test-cuda test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-cuda   adapters and demo on a CUDA device; not yet run on one"
 	@echo "make mutants     60 faults, drawn by a seed and put into a copy of the code one at a time: how many the tests notice (long)"
 	@echo "make lint        ruff, mypy, import contracts"
+	@echo "make docs        the documentation as a site, in build/site, with all links checked"
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
 	@echo "make bench-ledger what each command of the ledger costs, by its rows"
@@ -49,8 +50,15 @@ install: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -e '.[torch,report,data,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[torch,report,data,dev,docs]'
 	touch $(READY)
+
+# In the layout of the clone, so that links lead to the same pages on the site.
+PAGES := README.md CONTRIBUTING.md CHANGELOG.md docs examples contrib
+docs: install
+	mkdir -p build/pages
+	for name in $(PAGES); do ln -sfn ../../$$name build/pages/$$name; done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
 
 demo: install
 	$(BIN)/asyncflow demo $(ARGS)

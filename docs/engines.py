@@ -1,12 +1,16 @@
-"""Write docs/engines.md from the declarations of this repository's adapters: ``python docs/engines.py``. A test compares the two.
+"""Write docs/engines.md from the declarations of this repository's adapters, and the tables of options
+in the pages of engines from their constructors: ``python docs/engines.py``. A test compares them.
 
-Plugins import no engine, so no engine is needed.
+Plugins import no engine, and constructors are read without importing them, so no engine is needed.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pluggy
@@ -34,7 +38,20 @@ configuration of ZeRO or need its offload. [Tests of pairs](matrix.md) run trans
 SGLang with each of these three.
 """
 FLAGS = {"token_versions": "version of each token", "logprobs": "probe", "held_weights": "byte comparison"}
-GUIDES = {"deepspeed": "deepspeed.md", "fsdp": "fsdp.md", "vllm": "vllm.md", "sglang": "sglang.md"}
+GUIDES = {
+    "accelerate": "../contrib/asyncflow_accelerate/README.md",
+    "ctranslate2": "../contrib/asyncflow_ctranslate2/README.md",
+    "deepspeed": "deepspeed.md",
+    "fsdp": "fsdp.md",
+    "sglang": "sglang.md",
+    "torch": "torch.md",
+    "transformers": "torch.md",
+    "vllm": "vllm.md",
+}
+"""Pages by the start of an engine's name."""
+TABLE = re.compile(r"(?<=<!-- options of )([\w-]+)( -->\n).*?(?=<!-- end of options -->)", re.S)
+NAMED = re.compile(r"((?:``\w+``,\s+)*``\w+``):\s+(.*?)(?=\s(?:``\w+``,\s+)*``\w+``:\s|\n\n|\Z)", re.S)
+"""Options of a docstring, with their description."""
 
 
 def page() -> str:
@@ -56,6 +73,86 @@ def declared() -> Iterator[AdapterSpec]:
             sys.path.pop(0)
     for specs in manager.hook.asyncflow_adapters(sdk=__version__):
         yield from specs
+
+
+def pages() -> dict[Path, str]:
+    """Return the text of each page with tables of options."""
+    found = {}
+    for file in sorted({ROOT / "docs" / guide for guide in GUIDES.values()}):
+        found[file.resolve()] = TABLE.sub(lambda table: table[1] + table[2] + options(table[1]), file.read_text())
+    return found
+
+
+def options(engine: str) -> str:
+    """Return the table of all options of an engine. Every option must be described in a docstring."""
+    (spec,) = [each for each in declared() if each.name == engine and each.kind in ("rollout", "train")]
+    defaults, meanings = _constructor(spec.factory.partition(":")[2])
+    rows = ["| option | default | |\n|---|---|---|\n"]
+    for names, meaning in meanings.items():
+        if kept := [name for name in names if name in defaults]:
+            given = ", ".join(f"`{defaults.pop(name)}`" for name in kept)
+            rows.append(
+                f"| {', '.join(f'`{name}`' for name in kept).replace('`options`', 'others')} | {given} | {meaning.replace('``', '`').rstrip('.')} |\n"
+            )
+    assert not defaults, f"engine {engine}: the docstring does not describe {', '.join(defaults)}"
+    return "".join(rows)
+
+
+def _constructor(name: str) -> tuple[dict[str, str], dict[tuple[str, ...], str]]:
+    """Return an engine's options with their defaults, and the descriptions of its docstrings, which
+    those of base classes of its dataclass of options precede."""
+    folder, node = _classes()[name]
+    meanings = {
+        tuple(re.findall(r"``(\w+)``", found[1])): " ".join(found[2].split())
+        for found in NAMED.finditer(ast.get_docstring(node) or "")
+    }
+    (init,) = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"] or [None]
+    if init is not None and init.decorator_list:  # @keywords_of(TrainOptions)
+        (decorator,) = init.decorator_list
+        return _constructor(ast.unparse(decorator).partition("(")[2].rstrip(")"))
+    if init is not None:
+        positional = dict(zip(reversed(init.args.args[1:]), reversed(init.args.defaults), strict=False))
+        keywords = dict(zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True))
+        arguments = {each.arg: positional.get(each) for each in init.args.args[1:]}
+        arguments |= {each.arg: default for each, default in keywords.items()}
+        defaults = {each: _default(folder, value) for each, value in arguments.items()}
+        return defaults | ({init.args.kwarg.arg: "{}"} if init.args.kwarg else {}), meanings
+    fields = {
+        ast.unparse(each.target): _default(folder, each.value)
+        for each in node.body
+        if isinstance(each, ast.AnnAssign)
+    }
+    for base in node.bases:
+        inherited, described = _constructor(ast.unparse(base))
+        own = {each for names in meanings for each in names}
+        kept = {tuple(each for each in names if each not in own): meaning for names, meaning in described.items()}
+        fields, meanings = inherited | fields, kept | meanings
+    return fields, meanings
+
+
+@cache
+def _classes() -> dict[str, tuple[Path, ast.ClassDef]]:
+    """Return the classes of adapters/ and contrib/ by name, with their folders."""
+    files = [*ROOT.glob("adapters/*/**/*.py"), *ROOT.glob("contrib/*/asyncflow_*/**/*.py")]
+    parsed = [(file.parent, ast.parse(file.read_text())) for file in files]
+    return {
+        node.name: (folder, node) for folder, tree in parsed for node in tree.body if isinstance(node, ast.ClassDef)
+    }
+
+
+def _default(folder: Path, value: ast.expr | None) -> str:
+    """Return a default as it is written, or the value of the constant that it names."""
+    text = ast.unparse(value) if value else ""
+    if text.startswith("field("):
+        return "required"
+    if re.fullmatch(r"[A-Z_]+", text):
+        found = [re.search(rf"^{text} = (.*?)(?:\s+#.*)?$", file.read_text(), re.M) for file in folder.glob("*.py")]
+        found += [
+            re.search(rf"^{text} = (.*?)(?:\s+#.*)?$", file.read_text(), re.M)
+            for file in ROOT.glob("adapters/*/*.py")
+        ]
+        return next(each[1] for each in found if each)
+    return text or "required"
 
 
 def _rollouts(specs: list[AdapterSpec]) -> Iterator[str]:
@@ -96,5 +193,6 @@ def _row(*cells: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(PAGE)
+    for path, text in {PAGE: page(), **pages()}.items():
+        path.write_text(text)
+        print(path)

@@ -1,9 +1,11 @@
 """The code people copy: every block of the documents and every example runs."""
 
+import ast
 import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -346,3 +348,26 @@ def test_links_of_the_documents_lead_somewhere() -> None:
     for document in DOCUMENTS:
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_each_message_of_the_troubleshooting_is_one_of_the_code() -> None:
+    quoted = re.findall(r"^\| `(.+?)` \|", (REPOSITORY / "docs" / "troubleshooting.md").read_text(), re.M)
+    texts = [text for folder in ("asyncflow_sdk", "adapters") for text in messages(REPOSITORY / folder)]
+
+    assert quoted
+    assert [each for each in quoted if not any(appears(each, text) for text in texts)] == []
+
+
+def messages(folder: Path) -> Iterator[str]:
+    """Every text of the code, with ... for what is filled in."""
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def appears(quoted: str, text: str) -> bool:
+    pattern = ".*".join(map(re.escape, quoted.split("...")))
+    return re.search(pattern, text, re.S) is not None

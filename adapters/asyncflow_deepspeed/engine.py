@@ -34,8 +34,9 @@ from .zero_model import DeepSpeedCritic, ZeroModel
 class DeepSpeedOptions(ShardedOptions):
     """``stage``: of ZeRO. From 1 on the optimizer is partitioned over ranks, from 2 on gradients
     too, at 3 weights as well; they are then gathered one layer at a time. ``config``: further
-    configuration of DeepSpeed. ``dtype`` is "float32" or "bfloat16". ``offload`` also runs the
-    optimizer's step on the CPU."""
+    configuration of DeepSpeed; contradictions to the options are refused. ``dtype``: of computation
+    and of published weights, "float32" or "bfloat16"; "auto" is the dtype of the model folder.
+    ``offload``: keep the optimizer on the CPU, and step there."""
 
     stage: int = 3
     config: Mapping[str, Any] | None = None

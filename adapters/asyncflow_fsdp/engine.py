@@ -33,7 +33,7 @@ from .shards import published, take
 @dataclass(frozen=True, kw_only=True)
 class FsdpOptions(ShardedOptions):
     """``reshard_after_forward``: free each layer's gathered weights after its forward pass;
-    False keeps them for the backward pass. ``offload`` also keeps the shards of the weights on
+    False keeps them for the backward pass. ``offload``: keep the shards of weights and optimizer on
     the CPU."""
 
     reshard_after_forward: bool = True

@@ -33,9 +33,9 @@ class SGLangServer(SGLangRollout):
 
     ``server``: options of ``sglang.launch_server`` for a server of the engine's own. It listens on
     this host only, requires a random key, has this process's environment, and ends with it.
-    ``log``: file for its output. Or ``url``: a running server that can read ``directory`` (default:
-    this host's shared memory); ``key_env``: environment variable with its key. Nobody else may load
-    weights into it.
+    ``log``: file for its output. ``url``: a running server instead; nobody else may load weights into
+    it. ``key_env``: environment variable with its key. ``directory``: versions are written there,
+    and the server must be able to read it; None: this host's shared memory.
 
     ``max_rows``: concurrent responses. ``version``: of the folder's weights. ``start_s``,
     ``request_s``, ``update_s``: time limits of a start, a response and each call of a load; a

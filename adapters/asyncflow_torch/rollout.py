@@ -42,7 +42,8 @@ class TransformersEngine(RolloutEngine):
     ``model``: a Hugging Face folder. ``max_rows``: concurrent rows; further requests wait in order.
     ``threads``: of torch, for the whole process; None leaves them. ``dtype``: default the folder's;
     it must be the dtype of published versions. ``device``: "auto" is a GPU if torch can use one,
-    else the CPU. ``version``: of the folder's weights.
+    else the CPU. ``attn_implementation``: of transformers; None is its default. ``version``: of the
+    folder's weights.
 
     Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also
     with penalties and cuts, as a trainer recomputes them. A request with a seed repeats its tokens

@@ -37,9 +37,9 @@ class TrainOptions:
 
     ``model``: a Hugging Face folder. ``algorithm``: default GRPO. ``learning_rate``, ``betas``,
     ``weight_decay``: of AdamW. ``max_grad_norm``: gradients of the whole model are clipped to this
-    norm. ``lr_scheduler_type``: "constant", "linear" or "cosine". The learning rate rises over
-    ``warmup_steps``, or the share ``warmup_ratio`` of ``max_steps``, and with linear and cosine falls
-    to 0 until ``max_steps``, the optimizer steps of the run; a Workflow gives its own. ``updates``:
+    norm. ``lr_scheduler_type``: "constant", "linear" or "cosine"; the last two fall to 0 until
+    max_steps. ``warmup_steps``, ``warmup_ratio``: the learning rate rises over this number of steps,
+    or this share of max_steps. ``max_steps``: optimizer steps of the run; a Workflow gives its own. ``updates``:
     optimizer steps per batch, each on a random part of its rows. ``gradient_checkpointing``: recompute
     activations inside a layer in the backward pass.
 
@@ -54,8 +54,8 @@ class TrainOptions:
     whole process; None leaves the number unchanged. ``seed``: of torch's generator. Dropout is off:
     it would add noise to the ratio to the policy of the rollouts.
 
-    ``frozen``: compute only log-probs, with weights in ``dtype``: no float32 masters, no gradients, no
-    optimizer. `Logprobs` sets it.
+    ``frozen``: compute only log-probs, without float32 masters, gradients and optimizer. `Logprobs`
+    sets it.
     """
 
     model: str = field(kw_only=False)

@@ -21,7 +21,7 @@ from .requests import Limits
 
 class VllmEngine(VllmRollout):
     """``model``: a Hugging Face folder with safetensors. ``dtype``: of vLLM; "auto" is the
-    folder's. ``max_rows``: responses generated at once (vLLM's max_num_seqs). ``context``: maximum
+    folder's. ``tensor_parallel``: ranks of one engine. ``max_rows``: responses generated at once (vLLM's max_num_seqs). ``context``: maximum
     of tokens of prompt and response; None: the model's. ``version``: of the folder's weights.
     ``options``: other engine arguments of vLLM (``gpu_memory_utilization``, ``enforce_eager``,
     ...).

@@ -28,8 +28,8 @@ import asyncflow_sdk as af
 
 class CTranslate2Engine(af.RolloutEngine):
     """``model``: a Hugging Face folder of a decoder supported by CTranslate2 (Llama, Mistral, Qwen,
-    GPT-2, ...). ``compute_type``: "float32" or another type of CTranslate2. ``intra_threads``:
-    threads of a generation. ``max_rows``: responses at once.
+    GPT-2, ...). ``compute_type``: "float32" or another type of CTranslate2. ``device``: "cpu" or
+    "cuda". ``intra_threads``: threads of a generation; 0 is CTranslate2's default. ``max_rows``: responses at once.
 
     Requests run one after another, the responses of a request together. Log-probs are computed by
     scoring each response once more, over the whole vocabulary, at the request's temperature.
