@@ -153,11 +153,11 @@ def test_a_file_of_the_documents_is_a_workflow(tmp_path: Path, start: Path) -> N
     (tmp_path / "rewards.py").write_text(
         EXACT_MATCH + "async def politeness(response):\n    return [float('please' in text) for text in response]\n"
     )
-    for text in texts:
+    for number, text in enumerate(texts):
         (tmp_path / "train.toml").write_text(text)
-        out = asyncflow(tmp_path, "run", "train.toml", "run", "--set", "steps=2")
+        out = asyncflow(tmp_path, "run", "train.toml", f"run-{number}", "--set", "steps=2")
         assert "2 steps of" in out
-        assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+        assert json.loads((tmp_path / f"run-{number}" / "summary.json").read_text())["steps"] == 2
 
 
 def test_the_launcher_of_the_documents_is_found_and_starts_workers(tmp_path: Path) -> None:
