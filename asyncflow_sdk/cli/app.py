@@ -344,6 +344,20 @@ def evict(
     typer.echo(f"session {session} is evicted")
 
 
+keys = typer.Typer(help="Replace the key for new clients of a run.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+
+@keys.command()
+def rotate(where: Queue, key: Key = None, insecure: Insecure = False, debug: Debug = False) -> None:
+    """Replace the key in run.key. Connected clients go on; new clients on other hosts need a copy of it."""
+    from ..workflow import connect
+
+    with connect(where, key=key, insecure=insecure, name="keys") as run:
+        run.rotate_key()
+    typer.echo("the key is replaced: copy the run's run.key to the hosts of new clients")
+
+
 @app.command()
 def store(
     where: Queue,

@@ -81,7 +81,8 @@ class Host:
     run; a loopback address if all are on this host. ``rank`` of ``world_size``: the part of each
     version that a publishing end sends; the same for its successor. ``model``: the Hugging Face
     folder being trained; "" if unknown. ``identity``: the same for all processes that can map each
-    other's shared memory, of this user on this host.
+    other's shared memory, of this user on this host. ``member``: this process in its run, for
+    ``wire.Service`` and ``ServiceClient``; None without a run.
     """
 
     directory: Path | None
@@ -92,6 +93,12 @@ class Host:
     run: str = ""
     model: str = ""
     identity: str = ""
+    member: Any = None
+
+    @property
+    def own_key(self) -> Any:
+        """This process's key for services of other members; None without a run."""
+        return None if self.member is None else self.member.key
 
     @property
     def elsewhere(self) -> str:

@@ -33,8 +33,7 @@ from .clients import ClientProcess, ClientTable
 from .listeners import Listeners
 from .measures import Measures
 from .payload_manager import CallPayload, PayloadManager
-from .protocol import Call, CallResult, ClientHello, Welcome, decode_result, encode, failure
-from .stores.fetch import FetchRequest, NeededBlocksRequest, NeededRequest
+from .protocol import UNRECORDED, Call, CallResult, ClientHello, Unrecorded, Welcome, decode_result, encode, failure
 from .stores.homes import SERVER_MEMORY, home_of
 
 _log = logging.getLogger(__name__)
@@ -129,7 +128,7 @@ class CallExecutor:
                 self._answer(ticket, session, CallResult(cmd.Done()))
             elif isinstance(call.command, ClientHello):
                 self._open_session(session, ticket, call.command, now)
-            elif isinstance(call.command, (FetchRequest, NeededRequest, NeededBlocksRequest)):
+            elif isinstance(call.command, UNRECORDED):
                 raise ProtocolError("a request that changes nothing is not executed")
             else:
                 self._execute(session, ticket, call, now)
@@ -156,11 +155,23 @@ class CallExecutor:
 
     def close_session(self, session: str, reason: str, now: float, *, blame: bool = True) -> None:
         """Close the session of a dead process. ``blame``: its rows count an attempt."""
-        number = self.clients.by_session.pop(session).number
+        client = self.clients.by_session.pop(session)
+        homes = [home for home in self._state.homes.by_number.values() if home.unit == client.number]
         self.payloads.end_session(session)
-        self.ledger.session_died(number, now, reason, blame=blame)
+        self.ledger.session_died(client.number, now, reason, blame=blame)
+        if not blame:
+            self.clients.silent |= {home.number: (client.public, home.absent_since) for home in homes}
         self._flush()
-        self._clean_up(session, number)
+        self._clean_up(session, client.number)
+
+    def admits(self, public: str) -> bool:
+        """Return True if a public key belongs to an open session, or to the unit of an absent home: its
+        session has ended by silence, and it may come again."""
+        absent = self._state.homes.absent
+        return self.clients.has_key(public) or any(
+            key == public and home in absent and absent[home].absent_since == since
+            for home, (key, since) in self.clients.silent.items()
+        )
 
     def tick(self, now: float) -> None:
         """Expire leases and waiting requests."""
@@ -189,7 +200,9 @@ class CallExecutor:
         self.ledger.apply(0, cmd.OpenSession(name=hello.name), now, 0)
         (_, joined), *_rest = self.ledger.drain().answers
         assert isinstance(joined, cmd.SessionOpened)
-        self.clients.by_session[session] = ClientProcess(joined.session, hello.pid, hello.pid_key, hello.host)
+        self.clients.by_session[session] = ClientProcess(
+            joined.session, hello.pid, hello.pid_key, hello.host, hello.public
+        )
         self.payloads.open_session(session)
         welcome = msgspec.structs.replace(self._welcome, session=joined.session)
         self._answer(ticket, session, CallResult(welcome), completed_by_make=True)
@@ -197,7 +210,7 @@ class CallExecutor:
     def _execute(self, session: str, ticket: int, call: Call, now: float) -> None:
         command, block = call.command, call.block
         assert command is not None
-        assert not isinstance(command, (ClientHello, FetchRequest, NeededRequest, NeededBlocksRequest))
+        assert not isinstance(command, ClientHello | Unrecorded)
         if isinstance(command, cmd.OpenSession):
             raise ProtocolError("sessions are opened by hello, not by join")
         number = self.clients.number(session)

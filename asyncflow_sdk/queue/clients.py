@@ -8,25 +8,32 @@ from ..ledger import StatusReport
 
 
 class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
-    """``number``: its ledger session. ``pid_key``, ``host``: see ``ClientHello``."""
+    """``number``: its ledger session. ``pid_key``, ``host``, ``public``: see ``ClientHello``."""
 
     number: int
     pid: int
     pid_key: str
     host: str
+    public: str = ""
 
 
 class ClientTable:
-    """Open sessions by their wire name. Not thread-safe: only the server's thread uses it."""
+    """Open sessions by their wire name. ``silent``: by home, the key of its unit's last session if it
+    ended by silence, and since when. Not thread-safe: only the server's thread uses it."""
 
     def __init__(self) -> None:
         self.by_session: dict[str, ClientProcess] = {}
+        self.silent: dict[int, tuple[str, float]] = {}
 
     def __contains__(self, session: str) -> bool:
         return session in self.by_session
 
     def __len__(self) -> int:
         return len(self.by_session)
+
+    def has_key(self, public: str) -> bool:
+        """True if a public key belongs to an open session."""
+        return any(client.public == public for client in self.by_session.values())
 
     def number(self, session: str) -> int:
         """Return the ledger's number of an open session."""

@@ -26,6 +26,7 @@ import numpy as np
 
 from .._version import __version__
 from ..errors import (
+    AccessDenied,
     DeadlineExceeded,
     LeaseLost,
     MemoryFull,
@@ -43,13 +44,26 @@ from ..types import Column, Event, digest_of
 from ..types.blocks import Block, BlockPlace
 from ..types.config import LOCAL
 from ..types.defaults import CALL_S
-from ..wire import Client, RunKey, WireReply, await_key, find_key, own_address, process_key, same_host
+from ..wire import Client, Member, RunKey, WireReply, await_key, own_address, own_key, process_key, same_host
 from .checks import check_arguments
 from .coroutines import run_blocking
 from .home_catalog import LedgerCatalog
 from .journal import DISK_RETRY_S
 from .measures import measures_of
-from .protocol import Call, CallResult, ClientHello, PlainCall, ResultWithPayload, Welcome, decode_result, encode
+from .protocol import (
+    Call,
+    CallResult,
+    ClientHello,
+    CurrentKey,
+    IsMember,
+    KeyRequest,
+    MemberQuery,
+    PlainCall,
+    ResultWithPayload,
+    Welcome,
+    decode_result,
+    encode,
+)
 from .stores.factory import make_store
 from .stores.fetch import FetchReply, FetchRequest
 from .stores.home_clients import open_unit
@@ -57,6 +71,8 @@ from .stores.homes import SERVER_MEMORY, KnownHomes, home_of
 from .stores.reader import from_image
 from .unit_start import UnitConfig, ensure_unit
 
+ADMIT_S = 8.0
+"""Limit of the wait for an answer about a key: less than that of a handshake."""
 LARGE_BYTES = 128 << 20
 SEND_TRIES = 3
 """The number of times a call is sent if its payload is lost before it is executed."""
@@ -87,7 +103,8 @@ class Connection:
     False: send columns over the socket even if the server's memory is accessible. ``timeout_s``:
     the longest wait for the server's first answer. ``store``: the payload. ``directory``: the run's
     shared memory; None if it is not visible here. ``run``: the name of that directory.
-    ``server_addresses``: the server's tcp addresses. ``start_unit``: start a storage unit on this
+    ``server_addresses``: the server's tcp addresses. ``key``: this client's
+    own, accepted while the session lives. ``start_unit``: start a storage unit on this
     host for the first write, if the run has them and none is here. Raises ConfigError, AccessDenied,
     ServerLost, ProtocolError, PluginError.
     """
@@ -109,6 +126,7 @@ class Connection:
             key = await_key(address, timeout_s)
         known = key if key is None or isinstance(key, RunKey) else RunKey.load(key)
         self.wire = Client(address, known, insecure=insecure)
+        self.key = own_key(None if known is None else known.server)
         self.on_lease: Callable[[Any], None] = lambda lease: None
         """Called with each new lease, in the thread that asked for it."""
         self.renewer: Any = None
@@ -130,7 +148,8 @@ class Connection:
         visible = shared_memory and _shares_memory(welcome)
         self.directory = Path(welcome.directory) if visible else None
         rows = Path(welcome.rows or welcome.directory) if visible else None
-        self.key = known
+        if known is not None:
+            self.wire.use_key(self.key)
         try:
             self.store = self._open_store(welcome, rows, start_unit)
         except BaseException:
@@ -143,8 +162,6 @@ class Connection:
             check_size=self.wire.check_size,
         )  # fmt: skip
         if welcome.store != LOCAL:
-            if self.key is None and welcome.addresses:  # on the server's host; units elsewhere want it
-                self.key = find_key(welcome.addresses[0])
             context = replace(
                 context, host=own_address(self.wire.address, welcome.addresses), homes=self.homes(),
                 fetch=self.fetch, key=self.key, start_unit=self._start_unit if start_unit else None,
@@ -160,7 +177,8 @@ class Connection:
             homes.refresh()
             return homes.is_here()
 
-        ensure_unit(self.run, UnitConfig(self.wire.address, key=self.key, insecure=self.wire.insecure), is_open)
+        key = None if self.wire.key is None else self.run_key()
+        ensure_unit(self.run, UnitConfig(self.wire.address, key=key, insecure=self.wire.insecure), is_open)
 
     def homes(self) -> HomeCatalog:
         """Return the catalog of the run's homes."""
@@ -189,11 +207,31 @@ class Connection:
         return answer.reply, received.payload
 
     def _hello(self, timeout_s: float) -> Welcome:
-        hello = ClientHello(self.name, os.getpid(), process_key(os.getpid()), __version__, socket.gethostname())
+        pid, host = os.getpid(), socket.gethostname()
+        hello = ClientHello(self.name, pid, process_key(pid), __version__, host, self.key.public)
         answer = decode_result(self.wire.request(encode(PlainCall(hello)), timeout_s, grace_s=0.0))
         answer.raise_error()
         assert isinstance(answer.reply, Welcome)
         return answer.reply
+
+    @property
+    def member(self) -> Member:
+        """This client for the services of other clients, and theirs for its own."""
+        return Member(self.key, self._admits)
+
+    def _admits(self, public: str) -> bool:
+        """Ask the server if a public key is another client's. Raises WireError, ProtocolError."""
+        reply = self._ask(MemberQuery(public), ADMIT_S).reply
+        return isinstance(reply, IsMember) and reply.yes
+
+    def run_key(self, *, rotate: bool = False) -> RunKey | None:
+        """Return the key for new clients; ``rotate``: after its replacement. None without keys. Raises
+        ConfigError, ServerLost, AccessDenied."""
+        reply = self._ask(KeyRequest(rotate), CALL_S).reply
+        return reply.key if isinstance(reply, CurrentKey) else None
+
+    def _ask(self, request: MemberQuery | KeyRequest, timeout_s: float) -> CallResult:
+        return self.unpack_or_raise(self.wire.exchange(encode(PlainCall(request)), timeout_s, grace_s=0.0))
 
     def report(self, *events: Event) -> None:
         """Send events with the next call. An event that cannot be encoded is logged and dropped."""
@@ -252,7 +290,7 @@ class Connection:
         if self.renewer is not None:
             self.renewer.close()
         try:
-            with contextlib.suppress(ServerLost):
+            with contextlib.suppress(ServerLost, AccessDenied):
                 self.wire.request(self.encode_call(cmd.CloseSession()), 0.0)
         finally:
             self.wire.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -11,19 +11,46 @@ from ..errors import AsyncFlowError, error_from_name
 from ..ledger.commands import AnyCommand, AnyReply, LeaseRows
 from ..types import ColumnSpec, Event
 from ..types.blocks import Block, BlockPlace, BlockSlices
-from ..wire import MAX_BYTES
+from ..wire import MAX_BYTES, RunKey
 from .stores.fetch import FetchReply, FetchRequest, Needed, NeededBlocks, NeededBlocksRequest, NeededRequest
+
+PublicKey: TypeAlias = Annotated[str, msgspec.Meta(max_length=40)]
 
 
 class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """The first call of a client. ``pid_key``: identifies the process to detect its death; "" from
-    another host. ``host``: for display."""
+    another host. ``host``: for display. ``public``: the key of its later connections."""
 
     name: str
     pid: int
     pid_key: str
     sdk: str
     host: str = ""
+    public: PublicKey = ""
+
+
+class MemberQuery(msgspec.Struct, frozen=True, array_like=True, tag="member"):
+    """Ask if a public key belongs to an open session. Answered with ``IsMember``."""
+
+    public: PublicKey
+
+
+class IsMember(msgspec.Struct, frozen=True, array_like=True, tag="is_member"):
+    """``yes``: True if it is."""
+
+    yes: bool
+
+
+class KeyRequest(msgspec.Struct, frozen=True, array_like=True, tag="get_key"):
+    """Ask for the key of new clients; ``rotate``: after its replacement. Answered with ``CurrentKey``."""
+
+    rotate: bool = False
+
+
+class CurrentKey(msgspec.Struct, frozen=True, array_like=True, tag="current_key"):
+    """``key``: the one in ``run.key``; None for a run without keys."""
+
+    key: RunKey | None
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
@@ -51,7 +78,10 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     store_options: dict[str, Any] = {}
 
 
-CallCommand: TypeAlias = AnyCommand | ClientHello | FetchRequest | NeededRequest | NeededBlocksRequest
+Unrecorded: TypeAlias = FetchRequest | NeededRequest | NeededBlocksRequest | MemberQuery | KeyRequest
+"""Requests answered by the server itself, and not recorded."""
+UNRECORDED = get_args(Unrecorded)
+CallCommand: TypeAlias = AnyCommand | ClientHello | Unrecorded
 
 
 class PlainCall(msgspec.Struct, frozen=True, array_like=True):
@@ -93,7 +123,7 @@ class CallResult(msgspec.Struct, frozen=True, array_like=True):
     answer, with the columns of ``schema``; 0 if the rows ended before they were sent.
     """
 
-    reply: AnyReply | Welcome | FetchReply | Needed | NeededBlocks | None = None
+    reply: AnyReply | Welcome | FetchReply | Needed | NeededBlocks | IsMember | CurrentKey | None = None
     error: tuple[str, str] | None = None
     slices: tuple[BlockSlices, ...] = ()
     schema: dict[str, ColumnSpec] = {}

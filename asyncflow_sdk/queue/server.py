@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from .._version import __version__
-from ..errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, WireError
+from ..errors import AccessDenied, AsyncFlowError, ConfigError, MemoryFull, ProtocolError, WireError
 from ..interfaces import Sampler, StalenessPolicy
 from ..interfaces.store import PayloadStore, StoreContext
 from ..ledger import Audit, Ledger, StatusReport
@@ -25,7 +25,7 @@ from ..ledger.factory import make_policy, make_sampler
 from ..types import Batch, Event
 from ..types import events as ev
 from ..types.config import LOCAL
-from ..wire import MAX_BYTES, KeyPair, PayloadSink, RunKey, Server, has_ended, offer_key, process_key
+from ..wire import MAX_BYTES, KeyPair, PayloadSink, Server, has_ended, offer_key, own_key, process_key, rotated
 from .call_executor import CallExecutor, Clock
 from .deferred import DeferredRequest, DeferredRequests
 from .durability import Durability
@@ -33,7 +33,22 @@ from .home_catalog import ServerCatalog
 from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
 from .listeners import Listeners
 from .payload_manager import PayloadManager
-from .protocol import Call, CallCommand, CallResult, ClientHello, Welcome, decode_call, decode_result, encode, failure
+from .protocol import (
+    UNRECORDED,
+    Call,
+    CallCommand,
+    CallResult,
+    ClientHello,
+    CurrentKey,
+    IsMember,
+    KeyRequest,
+    MemberQuery,
+    Welcome,
+    decode_call,
+    decode_result,
+    encode,
+    failure,
+)
 from .recovery import RecoverableState, Recovered
 from .remote_payload import DECODE_ERRORS, IncomingBlock, RefusedUpload
 from .stores.factory import make_store
@@ -64,7 +79,7 @@ class QueueServer:
     it final; they are not reported again, so it returns only when they are no longer needed.
 
     ``keys``: required for tcp addresses unless ``insecure``; this user's clients on this host find
-    them. ``max_call_bytes``: the largest call, with a payload sent over the socket; also the limit
+    them. ``save_keys``: stores replaced ones. ``max_call_bytes``: the largest call, with a payload sent over the socket; also the limit
     for the payload of all incomplete calls together.
 
     ``journal``: a directory for the recorded inputs. Every input is recorded before its answer is
@@ -87,6 +102,7 @@ class QueueServer:
         journal: Path | None = None,
         durability: str | None = None,
         keys: KeyPair | None = None,
+        save_keys: Callable[[KeyPair], None] = lambda keys: None,
         insecure: bool = False,
         max_call_bytes: int = MAX_BYTES,
         samplers: Mapping[str, Callable[..., Sampler]] | None = None,
@@ -96,6 +112,8 @@ class QueueServer:
         store_options: Mapping[str, Any] | None = None,
         trace_share: float = 0.0,
     ) -> None:
+        self._keys, self._save_keys = keys, save_keys
+        self._key = own_key()  # of this process, for storage units
         self._store, self._store_options = store, dict(store_options or {})
         self._home_reader: PayloadStore | None = None
         self._durability = Durability(journal, durability, history)
@@ -152,7 +170,7 @@ class QueueServer:
             else:
                 self._wire.watch(session, client.pid, client.pid_key)
         if store != LOCAL:
-            self._home_reader = self._open_home_reader(store, self._store_options, None if keys is None else keys.run)
+            self._home_reader = self._open_home_reader(store, self._store_options)
             self._payloads.read_homes = self._home_reader.read
         self._units = dict.fromkeys(self._unit_sessions(), self._clock())  # last sign of life
         self._ledger.state.traces.share = trace_share  # now: a recovery repeats no event
@@ -166,16 +184,23 @@ class QueueServer:
         run = None if keys is None else keys.run
         offer_key(self.directory.path, addresses, run, bound=False)
         server = Server(
-            addresses, self, None if keys is None else keys.server, max_call_bytes, hold=hold, insecure=insecure
+            addresses,
+            self,
+            None if keys is None else keys.server,
+            max_call_bytes,
+            hold=hold,
+            insecure=insecure,
+            ask=lambda key, verdict: verdict(self._executor.admits(key)),
         )
         offer_key(self.directory.path, server.addresses, run, bound=True)
         return server
 
-    def _open_home_reader(self, store: str, options: Mapping[str, Any], key: RunKey | None) -> PayloadStore:
+    def _open_home_reader(self, store: str, options: Mapping[str, Any]) -> PayloadStore:
         """Return the store by which this process reads rows of other homes for its listeners."""
         catalog = ServerCatalog(self._wire.call, self._ledger.home_registry.listed)
         context = StoreContext(
-            run=self.directory.path.name, session=0, rows=self.rows, check_size=lambda nbytes: None, homes=catalog, key=key,
+            run=self.directory.path.name, session=0, rows=self.rows, check_size=lambda nbytes: None, homes=catalog,
+            key=self._key,
         )  # fmt: skip
         return make_store(store, options, context)
 
@@ -328,6 +353,7 @@ class QueueServer:
         try:
             if isinstance(call.command, ClientHello):
                 self._check_session_limit(session)
+                self._check_key(session)
             if isinstance(call.command, cmd.OpenHome) and call.command.store != self._store:
                 raise ConfigError(f"this run has the store {self._store!r}, and no home of {call.command.store!r}")
             if isinstance(call.command, cmd.AddCheckpoint) and self._listeners.finals:
@@ -374,13 +400,41 @@ class QueueServer:
         if isinstance(call.command, cmd.OpenHome):
             self._units[session] = request.since
         new = session not in self._clients
+        evicted = call.command.session if isinstance(call.command, cmd.Dismiss) else 0
+        revoked = evicted in self._clients.numbers().values() and self._keys is not None
         self._executor.execute(session, request.ticket, call, request.since)
+        if revoked:
+            self._revoke()
         if new and (client := self._clients.by_session.get(session)) is not None:
             self._wire.watch(session, client.pid, client.pid_key)
         self._record(RequestRecord(request.since, session, request.seq, request.done, request.ticket, body))
 
     def _record(self, record: Record) -> None:
         self._durability.record(record, self._recoverable)
+
+    def _check_key(self, session: str) -> None:
+        """Raise AccessDenied if the key of this client's connection was replaced since it connected."""
+        key = self._wire.key_of(session)
+        if key and self._keys is not None and key not in self._keys.server.clients and not self._executor.admits(key):
+            raise AccessDenied("the key of this client is accepted no more; ask for the run's new run.key")
+
+    def _revoke(self) -> None:
+        """Replace the key known to an evicted client."""
+        try:
+            self._rotate_key()
+        except ConfigError as error:
+            self._note_or_log(f"the evicted client may connect again: {error}", "warning")
+
+    def _rotate_key(self) -> None:
+        """Replace the key for new clients. Raises ConfigError."""
+        if self._keys is None:
+            raise ConfigError("this run has no keys: it is not served over tcp, or with insecure=True")
+        keys = rotated(self._keys)
+        self._save_keys(keys)
+        self._keys = keys
+        self._wire.replace_keys(keys.server)
+        offer_key(self.directory.path, self.addresses, keys.run, bound=True)
+        self._note("the key for new clients was replaced: clients on other hosts need the new run.key", "info")
 
     def _check_session_limit(self, session: str) -> None:
         if session in self._clients:
@@ -437,7 +491,7 @@ class QueueServer:
             return False
         if call.command is None:
             return not self._payloads.has_freed(session)
-        if isinstance(call.command, (FetchRequest, NeededRequest, NeededBlocksRequest)):
+        if isinstance(call.command, UNRECORDED):
             return True
         return session not in self._clients or (isinstance(call.command, READ_ONLY) and call.then is None)
 
@@ -446,6 +500,15 @@ class QueueServer:
             self._reply(ticket, ProtocolError("unknown session: send hello first, or its process has ended"))
         elif command is None:
             self._reply(ticket, cmd.Done())
+        elif isinstance(command, MemberQuery):
+            self._reply(ticket, IsMember(command.public == self._key.public or self._clients.has_key(command.public)))
+        elif isinstance(command, KeyRequest):
+            try:
+                if command.rotate:
+                    self._rotate_key()
+                self._reply(ticket, CurrentKey(None if self._keys is None else self._keys.run))
+            except ConfigError as error:
+                self._reply(ticket, error)
         elif isinstance(command, NeededRequest):
             segments = self._payloads.needed(HomeId(command.home, command.epoch))
             self._reply(ticket, Needed(segments, tuple(self._clients.numbers().values())))
@@ -463,7 +526,10 @@ class QueueServer:
                 self._reply(ticket, self._fill(reply))
 
     def _reply(
-        self, ticket: int, reply: cmd.Reply | Needed | NeededBlocks | AsyncFlowError, refused: Call | None = None
+        self,
+        ticket: int,
+        reply: cmd.Reply | Needed | NeededBlocks | IsMember | CurrentKey | AsyncFlowError,
+        refused: Call | None = None,
     ) -> None:
         """Answer a call that is not recorded. ``refused``: the client frees its payload."""
         freed = b"" if refused is None else refused.client_serials

@@ -15,7 +15,7 @@ import msgspec
 
 from ..errors import AsyncFlowError, ProtocolError
 from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
-from ..wire import own_address
+from ..wire import Member, RunKey, own_address
 from .connection import Connection
 from .stores.block_payload import BlockPayloadStore
 from .stores.block_unit import BlockUnit
@@ -30,17 +30,22 @@ class UnitCatalog(HomeCatalog):
 
     def __init__(self, config: UnitConfig) -> None:
         self._config = config
-        self.connection = self._connect()
+        self.connection = self._connect(config.key)
 
-    def _connect(self) -> Connection:
-        return Connection(self._config.address, "store", key=self._config.key, insecure=self._config.insecure)
+    def _connect(self, key: RunKey | None) -> Connection:
+        return Connection(self._config.address, "store", key=key, insecure=self._config.insecure)
+
+    @property
+    def member(self) -> Member:
+        """This unit in its run, whatever its session."""
+        return Member(self.connection.key, lambda public: self.connection.member.admits(public))
 
     def open(self, offer: HomeOffer) -> tuple[int, int]:
         try:
             return self.connection.homes().open(offer)
-        except ProtocolError:  # its session is unknown now
-            self.connection.close()
-            self.connection = self._connect()
+        except ProtocolError:  # its session is unknown now; its key is accepted while its home waits
+            ended, self.connection = self.connection, self._connect(self.connection.wire.key)
+            ended.close()
             return self.connection.homes().open(offer)
 
     def homes(self) -> Sequence[StorageHome]:
@@ -93,6 +98,7 @@ def open_unit(catalog: UnitCatalog, config: UnitConfig, host: str) -> StorageUni
         name=name,
         host=host,
         key=connection.key,
+        member=catalog.member,
         insecure=config.insecure,
         listen=config.listen,
         base=store.directory if isinstance(store, HostsStore) else None,

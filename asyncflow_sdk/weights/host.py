@@ -22,6 +22,7 @@ def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int
         run=connection.run,
         model=model,
         identity=_identity(),
+        member=connection.member,
     )
 
 

@@ -5,11 +5,11 @@ from .envelope import MAX_BYTES
 from .exchange import WireReply
 from .handler import Handler
 from .key_offers import await_key, find_key, offer_key
-from .keys import KeyPair, RunKey, ServerKeys, ensure_keys, generate_keys
+from .keys import KeyPair, RunKey, ServerKeys, ensure_keys, generate_keys, own_key, rotated, save_keys
 from .own_address import LOOPBACK, own_address
 from .processes import boot_id, has_ended, process_key, same_host
 from .server import Server
-from .service import Frames, Service, ServiceAddress, ServiceClient
+from .service import Frames, Member, Service, ServiceAddress, ServiceClient
 from .sockets import RETRY_S, is_loopback, probe, transport_of
 from .transfers import MemorySink, PayloadSink
 
@@ -21,6 +21,7 @@ __all__ = [
     "Frames",
     "Handler",
     "KeyPair",
+    "Member",
     "MemorySink",
     "PayloadSink",
     "RunKey",
@@ -39,8 +40,11 @@ __all__ = [
     "is_loopback",
     "offer_key",
     "own_address",
+    "own_key",
     "probe",
     "process_key",
+    "rotated",
     "same_host",
+    "save_keys",
     "transport_of",
 ]

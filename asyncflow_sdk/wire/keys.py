@@ -7,7 +7,9 @@
 Both files are JSON with Z85 keys. As with ssh, a file readable by other users is rejected.
 ``server.key`` stays on the server's host. ``run.key`` is copied to clients: it holds the server's
 public key, which identifies the server, and a key pair of the client. ``clients`` in ``server.key``
-lists the accepted public keys of clients. To revoke a key, remove it there and restart the server.
+lists the accepted public keys of clients. A client shows the key of ``run.key`` only once: its hello
+introduces a key pair of its own, accepted while its session lives. So ``run.key`` can be replaced
+during the run.
 """
 
 from __future__ import annotations
@@ -120,6 +122,26 @@ def generate_keys() -> KeyPair:
     journal, which only its owner can read."""
     (server, secret), (client, own) = _pair(), _pair()
     return KeyPair(ServerKeys(server, secret, (client,)), RunKey(server, client, own))
+
+
+def rotated(keys: KeyPair) -> KeyPair:
+    """Return the same server's keys with another key for clients, the only accepted one."""
+    public, secret = _pair()
+    server = msgspec.structs.replace(keys.server, clients=(public,))
+    return KeyPair(server, RunKey(server.public, public, secret))
+
+
+def save_keys(server: Path, run: Path, keys: KeyPair) -> None:
+    """Replace the key files of a server. Raises ConfigError."""
+    save(server, keys.server)
+    save(run, keys.run)
+
+
+def own_key(server: str | None = None) -> RunKey:
+    """Return a new key pair of a client. ``server``: the public key of its server; default: its own,
+    for connections to others than the server."""
+    public, secret = _pair()
+    return RunKey(server or public, public, secret)
 
 
 def _pair() -> tuple[str, str]:

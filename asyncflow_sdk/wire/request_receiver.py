@@ -61,7 +61,8 @@ class RequestReceiver:
                 name = router.recv(_NOBLOCK)
             except zmq.Again:
                 return
-            frame, data, others = router.recv(copy=False), None, 0  # at least one frame follows the name
+            first = frame = router.recv(copy=False)  # at least one frame follows the name
+            data, others = None, 0
             envelope = frame.bytes
             while frame.more:
                 frame, others = router.recv(copy=False), others + 1
@@ -69,7 +70,7 @@ class RequestReceiver:
             try:
                 if others > 1 or len(envelope) + (0 if data is None else len(data)) > self._max_bytes:
                     raise ProtocolError("a request of too many frames or bytes")
-                self._process((router, name), decode_request(envelope), data)
+                self._process((router, name), decode_request(envelope), data, first)
             except ProtocolError as error:
                 self.garbage += 1
                 if isinstance(error, ProtocolMismatch):
@@ -96,7 +97,7 @@ class RequestReceiver:
                 session.release_downloads(now - SILENCE_S)
         return self._next_sweep_s - now
 
-    def _process(self, route: Route, request: RequestEnvelope, data: Any) -> None:
+    def _process(self, route: Route, request: RequestEnvelope, data: Any, frame: Any) -> None:
         session, seq, part = self._requests.sessions.get(request.session), request.seq, request.part
         if session is None:
             if isinstance(part, Fragment) and part.start == 0 and data is not None:
@@ -106,7 +107,10 @@ class RequestReceiver:
                 self._answers.send_progress(route, seq, Progress(False, 0, part.upload, query=part.number))
             if not request.body:  # a confirmation from a session that has ended
                 return
-            session, part = self._requests.sessions.setdefault(request.session, SessionState()), None
+            session, part = (
+                self._requests.sessions.setdefault(request.session, SessionState(key=_key_of(frame))),
+                None,
+            )
         if route not in session.connections:
             session.add_connection(route)
         for dropped in request.dropped:
@@ -190,3 +194,12 @@ class RequestReceiver:
             return
         self.uploads.remove(upload)
         self._execute(upload.route, upload.session, upload.seq, done, upload.reassembly.body, upload.sink)
+
+
+def _key_of(frame: Any) -> str:
+    """Return the client's public key, known from the handshake of a frame's connection; "" without
+    keys."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""

@@ -8,6 +8,9 @@ for sockets of clients in the same process.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import zmq
@@ -21,6 +24,7 @@ from .sockets import BULK_THREADS, GIVE_UP_MS, context_of, set_tcp, transport_of
 
 Route: TypeAlias = "tuple[zmq.Socket[Any], bytes]"
 """A connection: its socket, and its name there."""
+Asking: TypeAlias = Callable[[str, Callable[[bool], None]], None]
 UNREAD_MESSAGES = 64
 """Unread messages per connection; a client that sends more waits until the server has read some."""
 
@@ -29,7 +33,9 @@ class RouterSockets:
     """Binds to ``addresses``; ``keys`` are for the tcp addresses. Then the server's thread owns it.
 
     ``insecure``: tcp without keys: every process that reaches the address may read and change the
-    data. ``refused``: connections refused because of their key.
+    data. ``ask`` is called with the key of a client outside ``keys`` and a function for the verdict,
+    to be called in the owner's thread; without a verdict the connection fails after a while.
+    ``refused``: connections refused because of their key.
     """
 
     def __init__(
@@ -39,8 +45,9 @@ class RouterSockets:
         *,
         insecure: bool = False,
         bulk: bool = False,
+        ask: Asking | None = None,
     ) -> None:
-        self._keys, self._insecure, self._bulk = keys, insecure, bulk
+        self.keys, self._insecure, self._bulk, self._ask = keys, insecure, bulk, ask
         self._keyed_context: zmq.Context[Any] | None = None
         self.zap: zmq.Socket[Any] | None = None
         self.routers: list[zmq.Socket[Any]] = []
@@ -59,18 +66,27 @@ class RouterSockets:
     def authenticate(self) -> None:
         """Answer the waiting ZAP requests: accept the clients with a known key."""
         assert self.zap is not None
-        assert self._keys is not None
+        assert self.keys is not None
         while True:
             try:
-                request = self.zap.recv_multipart(zmq.NOBLOCK)
+                name, _, *request = self.zap.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             curve = len(request) == 7 and request[5] == b"CURVE"
-            known = curve and z85.encode(request[6]).decode() in self._keys.clients
-            self.refused += not known
-            verdict = (b"200", b"OK") if known else (b"400", b"this key is not accepted")
-            number = request[1] if len(request) > 1 else b""
-            self.zap.send_multipart([b"1.0", number, *verdict, b"", b""], zmq.NOBLOCK)
+            key = z85.encode(request[6]).decode() if curve else ""
+            envelope = [name, b"", b"1.0", request[1] if len(request) > 1 else b""]
+            if key in self.keys.clients or not key or self._ask is None:
+                self._answer_zap(envelope, key, key in self.keys.clients)
+            else:
+                self._ask(key, functools.partial(self._answer_zap, envelope, key))
+
+    def _answer_zap(self, envelope: list[bytes], key: str, known: bool) -> None:
+        assert self.zap is not None
+        self.refused += not known
+        verdict = (b"200", b"OK", key.encode()) if known else (b"400", b"this key is not accepted", b"")
+        if not self.zap.closed:
+            with contextlib.suppress(zmq.ZMQError):  # the peer may have gone
+                self.zap.send_multipart([*envelope, *verdict, b""], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close all sockets, and the context of the keyed one."""
@@ -85,14 +101,14 @@ class RouterSockets:
     def _bind(self, address: str) -> str:
         transport = transport_of(address)
         tcp = transport == "tcp"
-        if tcp and self._keys is None and not self._insecure:
+        if tcp and self.keys is None and not self._insecure:
             raise ConfigError(
                 f"{address} is served with keys only: other users, and perhaps other hosts, reach it. Serve a run"
                 ' directory, af.serve("runs/x", address=...), which makes them; or pass key=, the path of a server.key;'
                 " or, if everyone who reaches the address may read and change the run, insecure=True"
             )
-        if tcp and self._keys is not None:
-            router = self._keyed = self._keyed or self._keyed_router(self._keys)
+        if tcp and self.keys is not None:
+            router = self._keyed = self._keyed or self._keyed_router(self.keys)
         else:
             router = self._plain = self._plain or self._router(context_of(self._bulk))
         if transport == "ipc":
@@ -113,7 +129,7 @@ class RouterSockets:
 
     def _keyed_router(self, keys: ServerKeys) -> zmq.Socket[Any]:
         self._keyed_context = zmq.Context(io_threads=BULK_THREADS if self._bulk else 1)
-        self.zap = self._keyed_context.socket(zmq.REP)
+        self.zap = self._keyed_context.socket(zmq.ROUTER)
         self.zap.bind("inproc://zeromq.zap.01")
         router = self._router(self._keyed_context)
         router.curve_server = True

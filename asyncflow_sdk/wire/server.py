@@ -28,7 +28,7 @@ from .keys import ServerKeys
 from .processes import ProcessWatch, process_key
 from .request_receiver import RequestReceiver
 from .request_table import RequestTable
-from .router_sockets import RouterSockets
+from .router_sockets import Asking, RouterSockets
 
 _GOODBYE = encode(ResponseEnvelope(PROTOCOL, GOODBYE, b""))
 _MAX_UNREAD = 10_000
@@ -43,6 +43,7 @@ class Server:
     ConfigError.
 
     A tcp address needs ``keys``, and serves clients with one of them; or ``insecure``: everyone.
+    ``ask`` decides about clients with other keys: see RouterSockets.
     ``bulk``: most traffic is payload. ``max_bytes``: the largest request with its payload, and the
     limit for the payload of all unfinished uploads together. ``hold``: send answers at the end of a
     round, so the handler settles once for all of them.
@@ -58,6 +59,7 @@ class Server:
         *,
         insecure: bool = False,
         bulk: bool = False,
+        ask: Asking | None = None,
     ) -> None:
         self._handler, self.max_bytes = handler, max_bytes
         self.requests = RequestTable()
@@ -67,7 +69,7 @@ class Server:
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._for_good: Callable[[], bool] = lambda: False
-        self._sockets = RouterSockets(addresses, keys, insecure=insecure, bulk=bulk)
+        self._sockets = RouterSockets(addresses, keys, insecure=insecure, bulk=bulk, ask=ask)
         self._limiter = self._sockets.limiter
         self.addresses = self._sockets.addresses
         self._wake_lock = threading.Lock()
@@ -94,6 +96,15 @@ class Server:
     def short(self) -> bool:
         """True if this process has hardly a free file descriptor, and should begin nothing new."""
         return self._limiter.short
+
+    def replace_keys(self, keys: ServerKeys) -> None:
+        """Accept new connections by these keys only. In the server's thread."""
+        self._sockets.keys = keys
+
+    def key_of(self, session: str) -> str:
+        """Return the public key of the connection of a session's first message; "" without keys."""
+        state = self.requests.sessions.get(session)
+        return "" if state is None else state.key
 
     def on_note(self, note: Callable[[str, str], None]) -> None:
         """Call ``note`` with a text and "info" or "warning" when connections are paused or resumed,

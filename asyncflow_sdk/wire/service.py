@@ -5,13 +5,15 @@
     client = ServiceClient(service.where)                  # the other end, on any host
     result = client.call(b"...", 30.0, "bucket 7")
 
-Each service has its own keys. They are part of ``where``, which only travels over the run's
-connections.
+Each service has its own keys. ``where`` has the public one, and travels over the run's connections
+only. Members of a run prove themselves by their own keys: the service asks for each new connection
+if its key is a member's. Without a ``member``, ``where`` has the key for all clients.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import itertools
 import logging
@@ -19,6 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -33,6 +36,9 @@ from .server import Server
 from .transfers import MemorySink
 
 MAX_CALL_BYTES = 1 << 20
+ASK_THREADS = 2
+MAX_ASKED = 256
+"""Connections whose key is asked about at the same time. Others are not answered, and try again."""
 FORGET_S = 3600.0
 """A peer without calls for this long is forgotten. It may call again."""
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -50,6 +56,14 @@ class ReachableHost(Protocol):
         """Return the IP address."""
 
 
+class Member(NamedTuple):
+    """A member of a run, for other members. ``key``: its key pair. ``admits``: asks the run's server if
+    a public key is another member's; blocking; raises AsyncFlowError if it cannot be asked."""
+
+    key: RunKey
+    admits: Callable[[str], bool]
+
+
 class ServiceHandler(Protocol):
     """Called in the service's one thread, which it must not block. The caller gets its errors."""
 
@@ -62,10 +76,11 @@ class ServiceHandler(Protocol):
 
 
 class ServiceAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Address, key and process of a service. ``key``: None for an insecure service."""
+    """Address, key and process of a service. ``key``: its public key, if clients have their own, else
+    the key for all clients; None for an insecure service."""
 
     address: str
-    key: RunKey | None
+    key: RunKey | str | None
     pid: int
     pid_key: str
 
@@ -118,8 +133,9 @@ _decode_address = msgspec.msgpack.Decoder(ServiceAddress).decode
 class Service:
     """Answers calls in its own thread, from now until ``close``. ``where``: the encoded address.
 
-    ``host``: this host. ``listen``: an address; default: a free port of this host. ``keys``: of the service and its clients; default: new keys, part of
-    ``where``. ``insecure``: no keys, so every process with access to the address may call.
+    ``host``: this host. ``listen``: an address; default: a free port of this host. ``keys``: of the
+    service and its clients; default: new ones. ``member``: this process in its run, to admit
+    other members; None: ``where`` has the key. ``insecure``: no keys, so every process with access to the address may call.
     ``max_call_bytes``: of the largest call. Raises ConfigError.
     """
 
@@ -130,20 +146,28 @@ class Service:
         *,
         listen: str | None = None,
         keys: ServerKeys | None = None,
+        member: Member | None = None,
         insecure: bool = False,
         max_call_bytes: int = MAX_CALL_BYTES,
     ) -> None:
         own = f"[{host.address}]" if ":" in host.address else host.address
-        key: RunKey | None = None
+        key: RunKey | str | None = None
         if keys is None and not insecure:
             keys, key = generate_keys()
+            if member is not None:
+                keys, key = msgspec.structs.replace(keys, clients=()), keys.public
+        self._member = member
+        self._asking, self._slots = ThreadPoolExecutor(ASK_THREADS, "asyncflow-admit"), threading.Semaphore(MAX_ASKED)
         self._handler = handler
         self._last_calls: dict[str, float] = {}
         self._open_tickets: dict[int, str] = {}
         self._next_check_s = 0.0
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
-        self._server = Server([listen or f"tcp://{own}:0"], self, keys, max_call_bytes, insecure=insecure, bulk=True)
+        ask = None if member is None else self._ask
+        self._server = Server(
+            [listen or f"tcp://{own}:0"], self, keys, max_call_bytes, insecure=insecure, bulk=True, ask=ask
+        )
         self.address = self._server.addresses[0]
         name, _, port = self.address.removeprefix("tcp://").rpartition(":")
         if name.strip("[]") in ("*", "0.0.0.0", "::"):
@@ -184,6 +208,22 @@ class Service:
     def close(self) -> None:
         """Stop answering. Idempotent. From any thread except the service's."""
         self._server.stop()
+        self._asking.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, key: str, verdict: Callable[[bool], None]) -> None:
+        """Ask for a new connection if its key is a member's. Without an answer the peer tries again."""
+        assert self._member is not None
+        admits = self._member.admits
+
+        def ask() -> None:
+            try:
+                with contextlib.suppress(AsyncFlowError):
+                    self._server.call(functools.partial(verdict, admits(key)))
+            finally:
+                self._slots.release()
+
+        if self._slots.acquire(blocking=False):
+            self._asking.submit(ask)
 
     def _send(self, ticket: int, reply: CallReply, make: Callable[[], tuple[bytes, Frames]] | None = None) -> None:
         def send() -> None:
@@ -259,17 +299,24 @@ class Service:
 
 class ServiceClient:
     """Calls the service at ``where``. Thread-safe; each calling thread has its own connection.
-    ``max_call_bytes``: as the service's.
+    ``max_call_bytes``: as the service's. ``own``: this member's key.
 
     ``where`` comes from another process: raises ProtocolError for an invalid one.
     """
 
-    def __init__(self, where: bytes | ServiceAddress, *, max_call_bytes: int = MAX_CALL_BYTES) -> None:
+    def __init__(
+        self, where: bytes | ServiceAddress, own: RunKey | None = None, *, max_call_bytes: int = MAX_CALL_BYTES
+    ) -> None:
         try:
             found = where if isinstance(where, ServiceAddress) else _decode_address(where)
+            key = found.key
+            if isinstance(key, str):
+                if own is None:
+                    raise ProtocolError("members of its run only, and this process is none")
+                key = msgspec.structs.replace(own, server=key)
             if not found.address.startswith("tcp://"):
                 raise ProtocolError(f"a service at {found.address[:200]!r}; a tcp address is expected")
-            self._client = Client(found.address, found.key, insecure=found.key is None, bulk=True)
+            self._client = Client(found.address, key, insecure=key is None, bulk=True)
         except (*_BAD, ConfigError) as error:
             raise ProtocolError(f"the address of a service cannot be read: {error}") from None
         self.address = found.address

@@ -25,7 +25,7 @@ class SessionState:
     a lease that it would return must not be lost.
     """
 
-    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "downloads", "routes", "connections"})
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "downloads", "routes", "connections", "key"})
 
     answers: dict[int, bytes] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)  # answers rendered by Handler.make each time they are sent
@@ -34,6 +34,7 @@ class SessionState:
     tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket of unanswered requests
     routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection of its last message
     connections: dict[Route, None] = field(default_factory=dict)  # in the order of their first message
+    key: str = ""  # of the client of the first message
     done: int = 0
     low: int = 0  # all requests up to here were received, or are in early
     ahead: set[int] = field(default_factory=set)  # the same for requests above low

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from ..errors import ConfigError, MemoryFull
 from ..interfaces import OnFailure, Sampler, TrackedRun, check_on_failure
 from ..memory import make_private_directory
@@ -22,7 +20,7 @@ from ..queue import Connection, QueueServer
 from ..types import Batch, Event
 from ..types.config import LOCAL, Store
 from ..types.defaults import CALL_S, CAPACITY_ROWS, KEEP_VERSIONS, MAX_STALENESS
-from ..wire import MAX_BYTES, KeyPair, ensure_keys, generate_keys, is_loopback
+from ..wire import MAX_BYTES, KeyPair, ensure_keys, generate_keys, is_loopback, save_keys
 from .address import JOURNAL, advertised, find_address, write_addresses
 from .events.event_file import EVENTS, EventFile
 from .events.event_sinks import EventSink, call_all
@@ -123,6 +121,7 @@ def serve(
     if advertise is not None and not (address or "").startswith("tcp:"):
         raise ConfigError("advertise= is for a tcp address, which other hosts can reach")
     keys = _keys(path, address, key, insecure)
+    files = _key_files(path, key)
     tracking = Trackers(make_trackers(track))
     if tracking and path is None:
         raise ConfigError(
@@ -147,15 +146,14 @@ def serve(
         [address] if address else [], on_event=call_all([*(sink.event for sink in receiving), on_event]),
         on_step=call_all([*(sink.step for sink in recording), None if on_step is None else of_user]),
         on_final=call_all([*(sink.settle for sink in recording), on_final]), journal=journal, durability=durability,
-        keys=keys, insecure=insecure, max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history,
-        store=store.kind, store_options=store.options,
-        trace_share=max((sink.trace_share for sink in receiving), default=0.0),
+        keys=keys, save_keys=(lambda new: save_keys(*files, new)) if files else (lambda new: None), insecure=insecure,
+        max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history, store=store.kind,
+        store_options=store.options, trace_share=max((sink.trace_share for sink in receiving), default=0.0),
     )  # fmt: skip
     try:
         far = None
         if address is not None and address.startswith("tcp:"):
-            to_run = None if keys is None else msgspec.to_builtins(keys.run)
-            far = Endpoint(advertised(server.addresses[-1], advertise), to_run, insecure)
+            far = Endpoint(advertised(server.addresses[-1], advertise), insecure)
         run = Run(Connection(server.here, name), server, path, on_failure, trackers=tracking, far=far)
         if capacity_bytes is None:
             room = os.statvfs(server.rows)
@@ -233,6 +231,12 @@ def find_run(
     return address, key
 
 
+def _key_files(directory: Path | None, key: str | os.PathLike[str] | None) -> tuple[Path, Path] | None:
+    """Return the paths of the server's keys and of the clients' key; None if they have no place."""
+    server = Path(key) if key is not None else None if directory is None else directory / "server.key"
+    return None if server is None else (server, (directory or server.parent) / RUN_KEY)
+
+
 def _keys(
     directory: Path | None, address: str | None, key: str | os.PathLike[str] | None, insecure: bool
 ) -> KeyPair | None:
@@ -250,8 +254,7 @@ def _keys(
         raise ConfigError("give key= or insecure=True, which serves without keys")
     if address is None or not tcp or insecure:
         return None
-    if key is not None:
-        return ensure_keys(Path(key), (directory or Path(key).parent) / RUN_KEY)
-    if directory is not None:
-        return ensure_keys(directory / "server.key", directory / RUN_KEY)
+    files = _key_files(directory, key)
+    if files:
+        return ensure_keys(*files)
     return generate_keys() if is_loopback(address) else None  # clients on other hosts need a key file

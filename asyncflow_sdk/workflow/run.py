@@ -20,8 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
-import msgspec
-
 from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded
 from ..interfaces import (
     TRAIN_COLUMNS,
@@ -110,7 +108,7 @@ class Run(WeightSync):
         if self._server is not None:
             return Endpoint(self._server.addresses[1])
         wire = self._connection.wire
-        return Endpoint(wire.address, None if wire.key is None else msgspec.to_builtins(wire.key), wire.insecure)
+        return Endpoint(wire.address, wire.insecure)
 
     def start(self, spec: Rollout | Stage | Train, *, rank: RankId | None = None, **settings: Any) -> list[Worker]:
         """Declare the task of ``spec`` (except a trainer's) and start its workers. ``settings``: the
@@ -163,12 +161,19 @@ class Run(WeightSync):
         """End the session of a client on a lost host, whose death the server cannot see. Its leases
         return at once, and its roles as publisher or replica become free. ``session``: its number in
         ``queue.status()`` and `asyncflow top --json`. If the client lives after all, its next request
-        is refused. Raises ConfigError for an unknown session, and for this connection's own."""
+        is refused. With keys, its own key is revoked at the run's server, storage units and weight services,
+        and the key for new clients is replaced as by ``rotate_key``. Raises ConfigError for an unknown
+        session, and for this connection's own."""
         if session == self.session:
             raise ConfigError(f"session {session} is this connection's own: close it instead")
         if not self.queue.send(cmd.Dismiss(session=session, ended=reason or "evicted")).count:
             known = ", ".join(f"{each.id} ({each.name})" for each in self.queue.status().sessions)
             raise ConfigError(f"there is no session {session}; there are: {known}")
+
+    def rotate_key(self) -> None:
+        """Replace the key in ``run.key``. Connected clients go on; new ones on other hosts need a copy of
+        the new file. Raises ConfigError for a run without keys."""
+        self._connection.run_key(rotate=True)
 
     @overload
     def consumer(

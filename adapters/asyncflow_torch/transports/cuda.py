@@ -124,7 +124,7 @@ class CudaTransport(WeightTransport):
 
     def receiver(self, host: Host) -> CudaReceiver:
         self.memory.check()
-        return CudaReceiver(self.memory)
+        return CudaReceiver(self.memory, host)
 
 
 class CudaSender(WeightSender):
@@ -138,7 +138,7 @@ class CudaSender(WeightSender):
         self._sent: int | None = None
         self._free: list[Any] = []
         self._lock = threading.Lock()
-        self._service = Service(host, self)
+        self._service = Service(host, self, member=host.member)
 
     @property
     def nbytes(self) -> int:
@@ -215,15 +215,15 @@ class CudaSender(WeightSender):
 class CudaReceiver(WeightReceiver):
     """Copies versions of a sender on this host to the GPU that is current during the fetch."""
 
-    def __init__(self, memory: DeviceMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: DeviceMemory, host: Host) -> None:
+        self._memory, self._host = memory, host
         self._client: ServiceClient | None = None
         self._where = b""
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         until, what = time.monotonic() + timeout_s, f"version {manifest.version} by cuda-ipc"
         if self._client is None or where != self._where:
-            client = ServiceClient(where)
+            client = ServiceClient(where, self._host.own_key)
             self.close()
             self._client, self._where = client, where
         ask = HandleRequest(manifest.version, manifest.root)

@@ -106,7 +106,7 @@ class DistReceiver(WeightReceiver):
     def _link(self, raw: bytes) -> _PublisherLink:
         link = self._links.pop(raw, None)
         if link is None:
-            link = _PublisherLink(decode_address(raw))
+            link = _PublisherLink(decode_address(raw), self._host)
             try:
                 self._fits(link.where.backend, link.where.insecure, link.publisher)
             except BaseException:
@@ -122,10 +122,10 @@ class _PublisherLink:
     """A connection to one publisher, at the IP address ``publisher``: its calls, and the group of
     the last round."""
 
-    def __init__(self, where: DistAddress) -> None:
+    def __init__(self, where: DistAddress, host: Host) -> None:
         self.where = where
         self.given_up = self.closed = False
-        self._client = ServiceClient(where.service)
+        self._client = ServiceClient(where.service, host.own_key)
         self.publisher = self._client.address.partition("://")[2].rpartition(":")[0].strip("[]")
         self._address = own_address(self._client.address)  # where others of its rounds reach this end
         self._group: BroadcastGroup | None = None

@@ -26,7 +26,7 @@ import numpy as np
 from ...errors import AsyncFlowError, ConfigError, LeaseLost, ProtocolError, ServerLost, WireError
 from ...interfaces.store import HomeCatalog, HomeOffer
 from ...memory import KEEP_S, HomeDirectory, Mapper
-from ...wire import Frames, RunKey, ServerKeys, Service, generate_keys
+from ...wire import Frames, Member, RunKey, ServerKeys, Service, generate_keys
 from .blocks import is_intact
 from .fetch import FetchRequest, check_parts, encode, read_parts
 from .home_clients import MAX_REQUEST_BYTES
@@ -61,7 +61,8 @@ class StorageUnit:
 
     ``name``: of the home, unique in the run. ``host``: the IP address at which others reach this
     host. ``listen``: an address; default: a free port of ``host``. ``key``: a key of the run's
-    clients, which is accepted; None: ``insecure``, everyone is. ``base``: see ``HomeDirectory``.
+    clients, which is accepted; None: ``insecure``, everyone is. ``member``: this process in the run;
+    other members of it are accepted, too. ``base``: see ``HomeDirectory``.
     ``synced``: blocks are sealed and on a disk. Raises ConfigError, ServerLost.
     """
 
@@ -73,6 +74,7 @@ class StorageUnit:
         name: str,
         host: str,
         key: RunKey | None,
+        member: Member | None = None,
         insecure: bool = False,
         listen: str | None = None,
         base: Path | None = None,
@@ -94,8 +96,15 @@ class StorageUnit:
         self._closed = self._ready = False
         try:
             keys = None if key is None else msgspec.structs.replace(generate_keys().server, clients=(key.public,))
+            keys = None if insecure else keys
             self._service = Service(
-                UnitHost(host), self, listen=listen, keys=keys, insecure=insecure, max_call_bytes=MAX_REQUEST_BYTES
+                UnitHost(host),
+                self,
+                listen=listen,
+                keys=keys,
+                member=None if insecure else member,
+                insecure=insecure,
+                max_call_bytes=MAX_REQUEST_BYTES,
             )
             self._offer = self._describe(name, keys)
             self.where = HomeId(0, 0)

@@ -125,7 +125,7 @@ class BucketServer:
         self._held: dict[int, Callable[[bool], bool]] = {}  # of the service's thread
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(DELTA_THREADS, "asyncflow-delta")
-        self.service = Service(host, self, listen=listen, insecure=insecure)
+        self.service = Service(host, self, listen=listen, member=host.member, insecure=insecure)
         self.where = self.service.where
 
     @property

@@ -210,7 +210,7 @@ class RelayReceiver:
     def _client(self, service: bytes) -> ServiceClient:
         with self._lock:
             if service not in self._clients:
-                self._clients[service] = ServiceClient(service)
+                self._clients[service] = ServiceClient(service, self._host.own_key)
             return self._clients[service]
 
     def _disconnect(self, service: bytes) -> None:

@@ -149,7 +149,7 @@ class TcpReceiver(WeightReceiver):
 
     def _client(self, service: bytes) -> ServiceClient:
         if service not in self._clients:
-            self._clients[service] = ServiceClient(service)
+            self._clients[service] = ServiceClient(service, self._host.own_key)
         return self._clients[service]
 
     def _disconnect(self, service: bytes) -> None:

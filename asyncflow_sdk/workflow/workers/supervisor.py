@@ -33,6 +33,10 @@ class WorkerObserver(abc.ABC):
         """True if the run was closed: workers are not restarted."""
 
     @abc.abstractmethod
+    def renewed(self, spec: WorkerSpec) -> WorkerSpec:
+        """Return the spec for another start of a worker, with the key that new clients need now."""
+
+    @abc.abstractmethod
     def report(self, event: Event) -> None:
         """Called when the worker changes its state."""
 
@@ -155,6 +159,7 @@ class Worker:
             if self._last.wait(wait_s):
                 self._report("stopped")
                 return
+            self.spec = self._observer.renewed(self.spec)
             handle = self._launcher.start(self.spec)
             with self._lock:
                 self._handle = handle

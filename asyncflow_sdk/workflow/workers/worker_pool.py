@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from ...errors import AsyncFlowError, ConfigError, ServerLost, WorkerFailed
 from ...interfaces import Launcher, OnFailure, WorkerSettings, WorkerSpec
 from ...ledger import commands as cmd
@@ -35,7 +37,6 @@ class Endpoint(NamedTuple):
     """How a worker connects to the run: the first fields of a WorkerSpec with these names."""
 
     address: str
-    key: Mapping[str, str] | None = None
     insecure: bool = False
 
 
@@ -206,11 +207,24 @@ class WorkerPool(WorkerObserver):
         alone = isinstance(role, Train) or rank is not None  # several workers of a stage are several groups
         spec = WorkerSpec(
             name=name if rank is None else rank_name(name, rank.rank), role={} if here else to_json(role, ""),
-            settings=replicas.settings, **endpoint._asdict(), host=replicas.next_host,
+            settings=replicas.settings, **endpoint._asdict(), key=self._key(endpoint.address, endpoint.insecure), host=replicas.next_host,
             import_path=own_path(), plugins=plugin_variables(), rank=rank.rank if rank else 0,
             world_size=rank.world_size if rank else 1, group=role.task if alone else name, placement=role.place, log=self._logs.file(name),
         )  # fmt: skip
         replicas.workers.append(Worker(replicas.launcher, spec, role.task, self))
+
+    def _key(self, address: str, insecure: bool) -> Mapping[str, str] | None:
+        """Return the key for a new worker at an address: as it is now, and never this process's own."""
+        if insecure or not address.startswith("tcp:"):
+            return None
+        key: Mapping[str, str] | None = msgspec.to_builtins(self._connection.run_key())
+        return key
+
+    def renewed(self, spec: WorkerSpec) -> WorkerSpec:
+        """See ``WorkerObserver.renewed``. While the server is away, the key is as it was."""
+        with contextlib.suppress(AsyncFlowError):
+            return msgspec.structs.replace(spec, key=self._key(spec.address, spec.insecure))
+        return spec
 
     def _end_earlier(self, task: str) -> None:
         """End the sessions of workers that an earlier process of this run started for a task. They ended

@@ -1,0 +1,177 @@
+"""Keys that are replaced during a run, and clients that are evicted: who goes on, and who is shut out of which socket."""
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+from waiting import in_thread, until
+
+import asyncflow_sdk as af
+from asyncflow_sdk.cli.app import app
+from asyncflow_sdk.errors import AccessDenied, ConfigError, ProtocolError
+from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.queue import Connection
+from asyncflow_sdk.queue.protocol import ClientHello, PlainCall, decode_result, encode
+from asyncflow_sdk.queue.unit_process import run_unit
+from asyncflow_sdk.queue.unit_start import UnitConfig
+from asyncflow_sdk.wire import Client, RunKey, ServiceClient, generate_keys
+from asyncflow_sdk.workflow import Run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with af.serve(tmp_path / "run", address="tcp://127.0.0.1:0") as served:
+        served.queue.declare("work", needs=["x"])
+        yield served
+
+
+def copied(run: Run, tmp_path: Path) -> Path:
+    """A copy of the key as it is now, for a client of another host."""
+    copy = tmp_path / f"{len(list(tmp_path.iterdir()))}.key"
+    shutil.copy(tmp_path / "run" / "run.key", copy)
+    return copy
+
+
+class Far(Run):
+    """A client of another host: it has a copy of the key."""
+
+    def __init__(self, run: Run, key: Path | RunKey, name: str = "far") -> None:
+        self.link = Connection(run.address, name, key=key, shared_memory=False, timeout_s=20)
+        super().__init__(self.link)
+
+    def reconnect(self) -> None:
+        """What it asks next goes over a new connection."""
+        self.link.wire.use_key(self.link.key)
+
+
+def test_connected_clients_go_on_after_a_rotation_and_new_ones_need_the_new_key(run: Run, tmp_path: Path) -> None:
+    # given
+    old = copied(run, tmp_path)
+    with Far(run, old) as client:
+        client.queue.put({"x": np.arange(3.0)})
+        # when
+        run.rotate_key()
+        # then a connected client goes on, over new connections and from new threads, too
+        client.queue.put({"x": np.arange(3.0)})
+        client.reconnect()
+        in_thread(client.queue.put, {"x": np.arange(3.0)})()
+        with client.queue.get("work", 9, timeout_s=20) as batch:
+            batch.ack()
+        # and the old key opens nothing
+        with pytest.raises(AccessDenied, match=r"does not accept this key; ask for its run\.key"):
+            Far(run, old)
+        # and the new one does; clients of this host find it
+        with Far(run, copied(run, tmp_path)), af.connect(run.address):
+            pass
+        # and a client may rotate, by command, too; it needs no key here
+        client.rotate_key()
+        done = CliRunner().invoke(app, ["keys", "rotate", str(tmp_path / "run")])
+        assert done.exit_code == 0, done.output
+        client.queue.put({"x": np.arange(3.0)})
+
+
+def test_an_evicted_client_is_shut_out_of_every_socket(run: Run, tmp_path: Path) -> None:
+    with run.weight_publisher("tcp") as publisher:
+        publisher.publish(0, {"w": np.zeros(1000)}).wait(30)
+        # given two clients with the same copy of the key, which know where weights are
+        key = copied(run, tmp_path)
+        with Far(run, key, "good") as good:
+            with contextlib.suppress(ProtocolError), Far(run, key, "bad") as bad:
+                updates = bad.weight_updates(timeout_s=30)
+                assert next(iter(updates)).version == 0
+                where, own = weights_service(good), bad.link.key
+                still_there = Client(run.address, own)
+                assert "send hello first" in str(
+                    decode_result(still_there.request(encode(PlainCall(None)), 20)).error
+                )
+                bad.queue.put({"x": np.zeros(1)})
+                # when
+                run.evict(bad.session)
+                # then its next request is refused
+                with pytest.raises(ProtocolError, match="send hello first"):
+                    bad.queue.put({"x": np.zeros(1)})
+                # and so is its key at the server, the run's key that it knew, and its key at the publisher
+                for known in (RunKey.load(key), own):
+                    with pytest.raises(AccessDenied):
+                        Far(run, known)
+                with pytest.raises(AccessDenied):
+                    ServiceClient(where, own).greet(20, "weights")
+                # and over a connection that it still has, it cannot join again
+                hello = ClientHello("again", 0, "", af.__version__, "", generate_keys().run.public)
+                answer = decode_result(still_there.request(encode(PlainCall(hello)), 20))
+                assert answer.error is not None and answer.error[0] == "AccessDenied"
+                still_there.close()
+            # and the other client goes on
+            good.reconnect()
+            good.queue.put({"x": np.zeros(1)})
+            ServiceClient(where, good.link.key).greet(20, "weights")
+
+
+def weights_service(client: Run) -> bytes:
+    """Where the newest version is fetched."""
+    (part,) = client.queue.send(cmd.AwaitVersion(after=-1, timeout_s=20)).parts
+    service: bytes = msgspec.msgpack.decode(part.where)[0]
+    return service
+
+
+def test_a_run_without_keys_has_none_to_replace(tmp_path: Path) -> None:
+    with af.serve(tmp_path) as run, pytest.raises(ConfigError, match="this run has no keys"):
+        run.rotate_key()
+
+
+def test_rotating_while_a_version_is_published(run: Run, tmp_path: Path) -> None:
+    with run.weight_publisher("tcp") as publisher, Far(run, copied(run, tmp_path)) as replica:
+        updates = replica.weight_updates(timeout_s=60)
+        for version in range(5):
+            # when
+            publishing = publisher.publish(version, {"w": np.full(100_000, version)})
+            run.rotate_key()
+            publishing.wait(30)
+            # then
+            update = next(iter(updates))
+            with update:
+                assert dict(update.arrays())["w"][0] == update.version
+
+
+def test_a_restarted_server_knows_its_clients_and_the_newest_key(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with af.serve(directory, address="tcp://127.0.0.1:0", durability="process") as run:
+        address, old = run.address, copied(run, tmp_path)
+        run.queue.declare("work", needs=["x"])
+        client = Far(run, old)
+        run.rotate_key()
+    # when
+    with af.serve(directory, address=address, durability="process") as run, client:
+        # then
+        client.queue.put({"x": np.zeros(1)})
+        with pytest.raises(AccessDenied):
+            Far(run, old)
+        run.queue.end(cancel=True)
+
+
+def test_storage_units_know_the_clients_of_the_run(tmp_path: Path) -> None:
+    with af.serve(tmp_path / "run", address="tcp://127.0.0.1:0", store="hosts") as run:
+        config = UnitConfig(run.address, key=RunKey.load(copied(run, tmp_path)))
+        serving = in_thread(run_unit, config, lambda text: None, threading.Event(), beat_s=0.05)
+        until(lambda: any(home.address for home in run.homes()), "a storage unit")
+        # given clients that came before a rotation, and after it
+        with Far(run, copied(run, tmp_path), "bad") as bad, contextlib.suppress(ProtocolError):
+            run.rotate_key()
+            with Far(run, copied(run, tmp_path), "good") as good:
+                (home,) = run.homes()
+                for client in (bad, good):
+                    assert client.ping_home(home, 20) > 0
+                # when
+                run.evict(bad.session)
+                # then
+                with pytest.raises(AccessDenied):
+                    bad.ping_home(home, 20)
+                assert good.ping_home(home, 20) > 0
+        run.queue.end(cancel=True)
+    serving()
