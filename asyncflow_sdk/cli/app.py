@@ -325,23 +325,25 @@ def export(
 @app.command()
 def evict(
     where: Queue,
-    session: Annotated[
-        int, typer.Argument(metavar="SESSION", min=1, help="The client's session, from `asyncflow top --json`.")
+    sessions: Annotated[
+        list[int],
+        typer.Argument(metavar="SESSION...", min=1, help="All sessions of the client, from `asyncflow top --json`."),
     ],
     reason: Annotated[str, option("Reason for the log.")] = "its host is gone",
     key: Key = None,
     insecure: Insecure = False,
     debug: Debug = False,
 ) -> None:
-    """Remove a client of a lost host, and return its leases.
+    """Remove clients of a lost host, return their leases, and revoke their keys.
 
-    Other ended clients are detected automatically.
+    Other ended clients are detected automatically. New clients on other hosts then need a copy of the new run.key.
     """
     from ..workflow import connect
 
     with connect(where, key=key, insecure=insecure, name="evict") as run:
-        run.evict(session, reason)
-    typer.echo(f"session {session} is evicted")
+        run.evict(*sessions, reason=reason)
+    for session in sessions:
+        typer.echo(f"session {session} is evicted")
 
 
 keys = typer.Typer(help="Replace the key for new clients of a run.", no_args_is_help=True)

@@ -117,14 +117,13 @@ class End(Command, frozen=True, tag="end"):
 
 
 class Dismiss(Command, frozen=True, tag="dismiss"):
-    """Grant nothing more to the clients named ``name`` ("": the sender), or to one ``session`` (0:
-    none): their requests for rows and versions are answered as at the end of the stream. They may
-    finish the rows they hold. ``ended``: a reason if their processes are known to have ended; their
-    rows then go back. Answered with ``Dismissed``."""
+    """Grant nothing more to the clients named ``name`` ("": the sender): their requests for rows and
+    versions are answered as at the end of the stream. They may finish the rows they hold. ``ended``: a
+    reason if their processes are known to have ended; their rows then go back. Answered with
+    ``Dismissed``."""
 
     name: str = ""
     ended: str = ""
-    session: int = 0
 
 
 class Dismissed(Reply, frozen=True, tag="dismissed"):

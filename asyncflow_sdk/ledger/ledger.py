@@ -406,11 +406,8 @@ class Ledger:
         return cmd.Done()
 
     def _dismiss(self, session: Session, command: cmd.Dismiss) -> cmd.Reply:
-        known = self.state.sessions.by_id
-        if command.session:
-            named = [known[command.session]] if command.session in known else []
-        else:
-            named = [each for each in known.values() if each.name == command.name] if command.name else [session]
+        known = self.state.sessions.by_id.values()
+        named = [each for each in known if each.name == command.name] if command.name else [session]
         for member in named:
             if command.ended and member is not session:
                 self._close(member.id, command.ended, blame=True)

@@ -168,7 +168,7 @@ class CallExecutor:
         """Return True if a public key belongs to an open session, or to the unit of an absent home: its
         session has ended by silence, and it may come again."""
         absent = self._state.homes.absent
-        return self.clients.has_key(public) or any(
+        return public in self.clients.public_keys() or any(
             key == public and home in absent and absent[home].absent_since == since
             for home, (key, since) in self.clients.silent.items()
         )

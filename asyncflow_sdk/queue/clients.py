@@ -31,9 +31,9 @@ class ClientTable:
     def __len__(self) -> int:
         return len(self.by_session)
 
-    def has_key(self, public: str) -> bool:
-        """True if a public key belongs to an open session."""
-        return any(client.public == public for client in self.by_session.values())
+    def public_keys(self) -> set[str]:
+        """Return the public keys of open sessions."""
+        return {client.public for client in self.by_session.values()}
 
     def number(self, session: str) -> int:
         """Return the ledger's number of an open session."""

@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias, TypeVar
@@ -27,6 +27,7 @@ import numpy as np
 from .._version import __version__
 from ..errors import (
     AccessDenied,
+    ConfigError,
     DeadlineExceeded,
     LeaseLost,
     MemoryFull,
@@ -55,11 +56,12 @@ from .protocol import (
     CallResult,
     ClientHello,
     CurrentKey,
-    IsMember,
     KeyRequest,
     MemberQuery,
+    Members,
     PlainCall,
     ResultWithPayload,
+    RotateKey,
     Welcome,
     decode_result,
     encode,
@@ -217,21 +219,29 @@ class Connection:
     @property
     def member(self) -> Member:
         """This client for the services of other clients, and theirs for its own."""
-        return Member(self.key, self._admits)
+        return Member(self.key, self.members)
 
-    def _admits(self, public: str) -> bool:
-        """Ask the server if a public key is another client's. Raises WireError, ProtocolError."""
-        reply = self._ask(MemberQuery(public), ADMIT_S).reply
-        return isinstance(reply, IsMember) and reply.yes
+    def members(self, keys: Collection[str]) -> Collection[str]:
+        """Return those of some public keys that belong to clients of the run. Raises WireError,
+        ProtocolError."""
+        reply = self._ask(MemberQuery(tuple(keys)), ADMIT_S)
+        return reply.keys if isinstance(reply, Members) else ()
 
-    def run_key(self, *, rotate: bool = False) -> RunKey | None:
-        """Return the key for new clients; ``rotate``: after its replacement. None without keys. Raises
-        ConfigError, ServerLost, AccessDenied."""
-        reply = self._ask(KeyRequest(rotate), CALL_S).reply
+    def run_key(self) -> RunKey | None:
+        """Return the key for new clients; None without keys. Raises WireError, ProtocolError."""
+        reply = self._ask(KeyRequest(), CALL_S)
         return reply.key if isinstance(reply, CurrentKey) else None
 
-    def _ask(self, request: MemberQuery | KeyRequest, timeout_s: float) -> CallResult:
-        return self.unpack_or_raise(self.wire.exchange(encode(PlainCall(request)), timeout_s, grace_s=0.0))
+    def rotate_key(self, evict: Collection[int] = (), reason: str = "") -> None:
+        """Replace the key for new clients, and end sessions. Raises ConfigError, also if the new key
+        could not be saved; WireError, ProtocolError."""
+        reply = self._ask(RotateKey(tuple(evict), reason), CALL_S)
+        if isinstance(reply, CurrentKey) and reply.unsaved:
+            done = "the sessions were evicted, and the key" if evict else "the key"
+            raise ConfigError(f"{done} was replaced, but not saved: {reply.unsaved}")
+
+    def _ask(self, request: MemberQuery | KeyRequest | RotateKey, timeout_s: float) -> object:
+        return self.unpack_or_raise(self.wire.exchange(encode(PlainCall(request)), timeout_s, grace_s=0.0)).reply
 
     def report(self, *events: Event) -> None:
         """Send events with the next call. An event that cannot be encoded is logged and dropped."""

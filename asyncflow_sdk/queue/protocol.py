@@ -29,28 +29,36 @@ class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     public: PublicKey = ""
 
 
-class MemberQuery(msgspec.Struct, frozen=True, array_like=True, tag="member"):
-    """Ask if a public key belongs to an open session. Answered with ``IsMember``."""
+class MemberQuery(msgspec.Struct, frozen=True, array_like=True, tag="get_members"):
+    """Ask which public keys belong to open sessions. Answered with ``Members``."""
 
-    public: PublicKey
+    keys: tuple[PublicKey, ...]
 
 
-class IsMember(msgspec.Struct, frozen=True, array_like=True, tag="is_member"):
-    """``yes``: True if it is."""
+class Members(msgspec.Struct, frozen=True, array_like=True, tag="members"):
+    """``keys``: the keys of a ``MemberQuery`` that belong to open sessions."""
 
-    yes: bool
+    keys: tuple[PublicKey, ...]
 
 
 class KeyRequest(msgspec.Struct, frozen=True, array_like=True, tag="get_key"):
-    """Ask for the key of new clients; ``rotate``: after its replacement. Answered with ``CurrentKey``."""
+    """Ask for the key of new clients. Answered with ``CurrentKey``."""
 
-    rotate: bool = False
+
+class RotateKey(msgspec.Struct, frozen=True, array_like=True, tag="rotate_key"):
+    """Replace the key of new clients, and end the sessions ``evict`` in the same round: none of their
+    clients gets the new key. Answered with ``CurrentKey``."""
+
+    evict: tuple[int, ...] = ()
+    reason: str = ""
 
 
 class CurrentKey(msgspec.Struct, frozen=True, array_like=True, tag="current_key"):
-    """``key``: the one in ``run.key``; None for a run without keys."""
+    """``key``: the accepted one; None for a run without keys. ``unsaved``: why it could not be written to
+    ``run.key``."""
 
     key: RunKey | None
+    unsaved: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
@@ -78,8 +86,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     store_options: dict[str, Any] = {}
 
 
-Unrecorded: TypeAlias = FetchRequest | NeededRequest | NeededBlocksRequest | MemberQuery | KeyRequest
-"""Requests answered by the server itself, and not recorded."""
+Unrecorded: TypeAlias = FetchRequest | NeededRequest | NeededBlocksRequest | MemberQuery | KeyRequest | RotateKey
+"""Requests answered by the server itself, and not recorded as requests."""
 UNRECORDED = get_args(Unrecorded)
 CallCommand: TypeAlias = AnyCommand | ClientHello | Unrecorded
 
@@ -123,7 +131,7 @@ class CallResult(msgspec.Struct, frozen=True, array_like=True):
     answer, with the columns of ``schema``; 0 if the rows ended before they were sent.
     """
 
-    reply: AnyReply | Welcome | FetchReply | Needed | NeededBlocks | IsMember | CurrentKey | None = None
+    reply: AnyReply | Welcome | FetchReply | Needed | NeededBlocks | Members | CurrentKey | None = None
     error: tuple[str, str] | None = None
     slices: tuple[BlockSlices, ...] = ()
     schema: dict[str, ColumnSpec] = {}

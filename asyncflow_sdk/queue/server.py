@@ -40,9 +40,10 @@ from .protocol import (
     CallResult,
     ClientHello,
     CurrentKey,
-    IsMember,
     KeyRequest,
     MemberQuery,
+    Members,
+    RotateKey,
     Welcome,
     decode_call,
     decode_result,
@@ -400,11 +401,7 @@ class QueueServer:
         if isinstance(call.command, cmd.OpenHome):
             self._units[session] = request.since
         new = session not in self._clients
-        evicted = call.command.session if isinstance(call.command, cmd.Dismiss) else 0
-        revoked = evicted in self._clients.numbers().values() and self._keys is not None
         self._executor.execute(session, request.ticket, call, request.since)
-        if revoked:
-            self._revoke()
         if new and (client := self._clients.by_session.get(session)) is not None:
             self._wire.watch(session, client.pid, client.pid_key)
         self._record(RequestRecord(request.since, session, request.seq, request.done, request.ticket, body))
@@ -418,23 +415,37 @@ class QueueServer:
         if key and self._keys is not None and key not in self._keys.server.clients and not self._executor.admits(key):
             raise AccessDenied("the key of this client is accepted no more; ask for the run's new run.key")
 
-    def _revoke(self) -> None:
-        """Replace the key known to an evicted client."""
-        try:
-            self._rotate_key()
-        except ConfigError as error:
-            self._note_or_log(f"the evicted client may connect again: {error}", "warning")
-
-    def _rotate_key(self) -> None:
-        """Replace the key for new clients. Raises ConfigError."""
-        if self._keys is None:
+    def _rotate_key(self, command: RotateKey) -> CurrentKey:
+        """End the evicted sessions, and replace the key for new clients, even if it cannot be saved.
+        Raises ConfigError, before anything is changed."""
+        sessions = {number: session for session, number in self._clients.numbers().items()}
+        unknown = [number for number in command.evict if number not in sessions]
+        if unknown:
+            known = ", ".join(f"{each.id} ({each.name})" for each in self._ledger.status().sessions)
+            raise ConfigError(f"there is no session {unknown[0]}; there are: {known}")
+        if self._keys is None and not command.evict:
             raise ConfigError("this run has no keys: it is not served over tcp, or with insecure=True")
-        keys = rotated(self._keys)
-        self._save_keys(keys)
+        unsaved = "" if self._keys is None else self._replace_keys(rotated(self._keys))
+        for number in command.evict:
+            self.gone(sessions[number], command.reason)
+        return CurrentKey(None if self._keys is None else self._keys.run, unsaved)
+
+    def _replace_keys(self, keys: KeyPair) -> str:
+        """Accept new clients with the new key only. Return why it could not be saved; "" if it was."""
         self._keys = keys
         self._wire.replace_keys(keys.server)
-        offer_key(self.directory.path, self.addresses, keys.run, bound=True)
-        self._note("the key for new clients was replaced: clients on other hosts need the new run.key", "info")
+        self._note("the key for new clients was replaced: those on other hosts need the new run.key", "info")
+        try:
+            self._save_keys(keys)
+            offer_key(self.directory.path, self.addresses, keys.run, bound=True)
+        except ConfigError as error:
+            unsaved = (
+                f"{error}. Until it is replaced again and saved, no new client can connect over tcp, and a restarted server"
+                " accepts the old key: make room, and run `asyncflow keys rotate`"
+            )
+            self._note_or_log(f"the new key was not saved: {unsaved}", "warning")
+            return unsaved
+        return ""
 
     def _check_session_limit(self, session: str) -> None:
         if session in self._clients:
@@ -501,12 +512,13 @@ class QueueServer:
         elif command is None:
             self._reply(ticket, cmd.Done())
         elif isinstance(command, MemberQuery):
-            self._reply(ticket, IsMember(command.public == self._key.public or self._clients.has_key(command.public)))
+            known = {self._key.public, *self._clients.public_keys()}
+            self._reply(ticket, Members(tuple(key for key in command.keys if key in known)))
         elif isinstance(command, KeyRequest):
+            self._reply(ticket, CurrentKey(None if self._keys is None else self._keys.run))
+        elif isinstance(command, RotateKey):
             try:
-                if command.rotate:
-                    self._rotate_key()
-                self._reply(ticket, CurrentKey(None if self._keys is None else self._keys.run))
+                self._reply(ticket, self._rotate_key(command))
             except ConfigError as error:
                 self._reply(ticket, error)
         elif isinstance(command, NeededRequest):
@@ -528,7 +540,7 @@ class QueueServer:
     def _reply(
         self,
         ticket: int,
-        reply: cmd.Reply | Needed | NeededBlocks | IsMember | CurrentKey | AsyncFlowError,
+        reply: cmd.Reply | Needed | NeededBlocks | Members | CurrentKey | AsyncFlowError,
         refused: Call | None = None,
     ) -> None:
         """Answer a call that is not recorded. ``refused``: the client frees its payload."""

@@ -38,7 +38,7 @@ class UnitCatalog(HomeCatalog):
     @property
     def member(self) -> Member:
         """This unit in its run, whatever its session."""
-        return Member(self.connection.key, lambda public: self.connection.member.admits(public))
+        return Member(self.connection.key, lambda keys: self.connection.members(keys))
 
     def open(self, offer: HomeOffer) -> tuple[int, int]:
         try:
@@ -97,9 +97,7 @@ def open_unit(catalog: UnitCatalog, config: UnitConfig, host: str) -> StorageUni
         connection.run,
         name=name,
         host=host,
-        key=connection.key,
-        member=catalog.member,
-        insecure=config.insecure,
+        member=None if config.insecure else catalog.member,
         listen=config.listen,
         base=store.directory if isinstance(store, HostsStore) else None,
         synced=store.synced,

@@ -22,12 +22,11 @@ from typing import Any
 
 import zmq
 
-from ..errors import AccessDenied, AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError
+from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError
 from .client_sockets import FINAL_MESSAGES_MS, POLLIN, LoopSocket, ServerWatch, ThreadSocket
 from .envelope import GOODBYE, MAX_BYTES
 from .exchange import Message, RequestExchange, WireReply
 from .fragments import nbytes_of
-from .handshake import HandshakeMonitor
 from .keys import RunKey
 from .sequence_numbers import SequenceNumbers
 from .sockets import context_of, transport_of
@@ -116,8 +115,11 @@ class Client:
         """Use another key for the next connections; this thread's is made again. Call while no request
         is in progress."""
         with self._lock:
-            self.key = key
-            self._discard(getattr(self._local, "channel", None))
+            self.key, self._accepted = key, False
+            channel: ThreadSocket | None = self._local.__dict__.pop("channel", None)
+            if channel is not None:
+                self._sockets.discard(channel)
+                channel.close()
 
     def watch(self, pid: int, key: str) -> None:
         """End requests with ServerLost when the server's process ends, if it is visible here. Call
@@ -283,8 +285,8 @@ class Client:
         if channel.handshake is not None:
             watched.append((channel.handshake.monitor, POLLIN))
         ready = dict(zmq.zmq_poll(watched, int(seconds * 1000) + 1))
-        if channel.handshake is not None and channel.handshake.monitor in ready:
-            self._read_handshake(channel, channel.handshake)
+        if channel.handshake is not None and channel.handshake.monitor in ready and channel.handshake.read():
+            channel.handshake, self._accepted = None, True
         if channel.wake in ready:
             channel.clear_interrupt()
             self.check()
@@ -294,24 +296,6 @@ class Client:
         if self._server.fd in ready and not channel.socket.poll(FINAL_MESSAGES_MS):
             raise self._server.ended_error()
         return False
-
-    def _read_handshake(self, channel: ThreadSocket, handshake: HandshakeMonitor) -> None:
-        """Raises AccessDenied; then this thread's next request connects anew."""
-        try:
-            self._accepted |= handshake.read()
-        except AccessDenied:
-            if channel.busy == 1:
-                self._discard(channel)
-            raise
-        if self._accepted and self.key is None:
-            handshake.close()
-            channel.handshake = None
-
-    def _discard(self, channel: ThreadSocket | None) -> None:
-        with self._lock:
-            if channel is not None and self._local.__dict__.pop("channel", None) is not None:
-                self._sockets.discard(channel)
-                channel.close()
 
     def _check_goodbyes(self) -> None:
         """Like ``check``, after reading idle threads' sockets: newer connections get no goodbye."""
@@ -342,8 +326,7 @@ class Client:
         channel: ThreadSocket | None = getattr(self._local, "channel", None)
         if channel is None:
             self._check_goodbyes()
-            monitored = not self._accepted or self.key is not None  # a key may be revoked
-            channel = self._local.channel = ThreadSocket(self._context, self._server, self.key, monitored)
+            channel = self._local.channel = ThreadSocket(self._context, self._server, self.key, not self._accepted)
             self._sockets.add(channel)
         return channel
 

@@ -23,9 +23,8 @@ decrypt a message closes without a reason."""
 
 
 class HandshakeMonitor:
-    """Monitors one socket until a handshake succeeds; with a key always, because a revoked key is
-    refused at the next connection, and ZeroMQ then makes no other. ``monitor``: readable when ``read``
-    has events. ``failures``: connections cut during the handshake, in a row. ``patient``: accept any
+    """Monitors one socket until a handshake succeeds. ``monitor``: readable when ``read`` has
+    events. ``failures``: connections cut during the handshake, in a row. ``patient``: accept any
     number of them, because a server short of descriptors cuts connections too.
     """
 
@@ -35,22 +34,18 @@ class HandshakeMonitor:
         self.monitor = socket.get_monitor_socket(_EVENTS)
 
     def read(self) -> bool:
-        """Process the events. Return True if a handshake succeeded. Raises AccessDenied."""
-        succeeded = False
+        """Process the events. Return True once a handshake succeeded. Raises AccessDenied."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                succeeded = self._patient = True
-                self.failures = 0
-                if not self._keyed:
-                    break
-                continue
+                self.close()
+                return True
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise AccessDenied(f"the server at {self._address} does not accept this key; ask for its run.key")
             self.failures += 1
             if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (self.failures >= _MAX_FAILURES and not self._patient):
                 raise AccessDenied(self._why())
-        return succeeded
+        return False
 
     def close(self) -> None:
         """Stop monitoring."""

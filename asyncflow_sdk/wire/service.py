@@ -6,31 +6,30 @@
     result = client.call(b"...", 30.0, "bucket 7")
 
 Each service has its own keys. ``where`` has the public one, and travels over the run's connections
-only. Members of a run prove themselves by their own keys: the service asks for each new connection
-if its key is a member's. Without a ``member``, ``where`` has the key for all clients.
+only. Members of a run prove themselves by their own keys: the service asks the run's server for each
+new connection if its key is a member's, and again during use. Without a ``member``, ``where`` has the key for all clients.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import heapq
 import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, error_from_name
+from ..errors import AccessDenied, AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, error_from_name
 from .client import Client
-from .keys import RunKey, ServerKeys, generate_keys
+from .keys import RunKey, generate_keys
 from .processes import process_key
 from .server import Server
 from .transfers import MemorySink
@@ -39,6 +38,8 @@ MAX_CALL_BYTES = 1 << 20
 ASK_THREADS = 2
 MAX_ASKED = 256
 """Connections whose key is asked about at the same time. Others are not answered, and try again."""
+RECHECK_S = 5.0
+"""A service in use asks about the keys of its peers again after this time: they may be revoked."""
 FORGET_S = 3600.0
 """A peer without calls for this long is forgotten. It may call again."""
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -57,11 +58,12 @@ class ReachableHost(Protocol):
 
 
 class Member(NamedTuple):
-    """A member of a run, for other members. ``key``: its key pair. ``admits``: asks the run's server if
-    a public key is another member's; blocking; raises AsyncFlowError if it cannot be asked."""
+    """A member of a run, for other members. ``key``: its key pair. ``known``: returns those of some
+    public keys that the run's server knows as members'; blocking; raises AsyncFlowError if it cannot be
+    asked."""
 
     key: RunKey
-    admits: Callable[[str], bool]
+    known: Callable[[Collection[str]], Collection[str]]
 
 
 class ServiceHandler(Protocol):
@@ -133,10 +135,10 @@ _decode_address = msgspec.msgpack.Decoder(ServiceAddress).decode
 class Service:
     """Answers calls in its own thread, from now until ``close``. ``where``: the encoded address.
 
-    ``host``: this host. ``listen``: an address; default: a free port of this host. ``keys``: of the
-    service and its clients; default: new ones. ``member``: this process in its run, to admit
-    other members; None: ``where`` has the key. ``insecure``: no keys, so every process with access to the address may call.
-    ``max_call_bytes``: of the largest call. Raises ConfigError.
+    ``host``: this host. ``listen``: an address; default: a free port of this host. ``member``: this
+    process in its run, to admit other members; None: ``where`` has the key. ``insecure``: no keys, so
+    every process with access to the address may call. ``max_call_bytes``: of the largest call.
+    ``public``: its public key; "" without keys. Raises ConfigError.
     """
 
     def __init__(
@@ -145,26 +147,26 @@ class Service:
         handler: ServiceHandler,
         *,
         listen: str | None = None,
-        keys: ServerKeys | None = None,
         member: Member | None = None,
         insecure: bool = False,
         max_call_bytes: int = MAX_CALL_BYTES,
     ) -> None:
         own = f"[{host.address}]" if ":" in host.address else host.address
-        key: RunKey | str | None = None
-        if keys is None and not insecure:
-            keys, key = generate_keys()
-            if member is not None:
-                keys, key = msgspec.structs.replace(keys, clients=()), keys.public
-        self._member = member
-        self._asking, self._slots = ThreadPoolExecutor(ASK_THREADS, "asyncflow-admit"), threading.Semaphore(MAX_ASKED)
+        keys, key = (None, None) if insecure else generate_keys()
+        self.public = "" if keys is None else keys.public
+        self._known = None if insecure or member is None else member.known
+        if keys is not None and self._known is not None:
+            keys = msgspec.structs.replace(keys, clients=())
+        self._asking, self._slots = ThreadPoolExecutor(ASK_THREADS, "asyncflow-ask"), threading.Semaphore(MAX_ASKED)
+        self._members: set[str] = set()
+        self._next_recheck_s = 0.0
         self._handler = handler
         self._last_calls: dict[str, float] = {}
         self._open_tickets: dict[int, str] = {}
         self._next_check_s = 0.0
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
-        ask = None if member is None else self._ask
+        ask = None if self._known is None else self._admit
         self._server = Server(
             [listen or f"tcp://{own}:0"], self, keys, max_call_bytes, insecure=insecure, bulk=True, ask=ask
         )
@@ -173,7 +175,9 @@ class Service:
         if name.strip("[]") in ("*", "0.0.0.0", "::"):
             self.address = f"tcp://{own}:{port}"
         pid = os.getpid()
-        self.where = _encode(ServiceAddress(self.address, key, pid, process_key(pid)))
+        self.where = _encode(
+            ServiceAddress(self.address, key if self._known is None else self.public, pid, process_key(pid))
+        )
         self._server.start()
 
     def answer(self, ticket: int, body: bytes, frames: Frames | Callable[[], Frames] = ()) -> None:
@@ -210,20 +214,39 @@ class Service:
         self._server.stop()
         self._asking.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, key: str, verdict: Callable[[bool], None]) -> None:
-        """Ask for a new connection if its key is a member's. Without an answer the peer tries again."""
-        assert self._member is not None
-        admits = self._member.admits
+    def _admit(self, key: str, verdict: Callable[[bool], None]) -> None:
+        """Ask if the key of a new connection is a member's. Without an answer the peer tries again."""
 
-        def ask() -> None:
-            try:
-                with contextlib.suppress(AsyncFlowError):
-                    self._server.call(functools.partial(verdict, admits(key)))
-            finally:
-                self._slots.release()
+        def decide(known: set[str]) -> None:
+            self._members |= known
+            verdict(key in known)
 
         if self._slots.acquire(blocking=False):
-            self._asking.submit(ask)
+            self._ask({key}, decide).add_done_callback(lambda future: self._slots.release())
+
+    def _ask(self, keys: set[str], decide: Callable[[set[str]], None]) -> Future[None]:
+        """Call ``decide`` in the service's thread with those of some keys that are members'; never, if
+        the run's server cannot be asked."""
+
+        def ask() -> None:
+            assert self._known is not None
+            with contextlib.suppress(AsyncFlowError):
+                known = set(self._known(keys)) & keys
+                self._server.call(lambda: decide(known))
+
+        return self._asking.submit(ask)
+
+    def _check_member(self, session: str) -> None:
+        """Raise AccessDenied if the key of a peer was revoked. At most RECHECK_S old."""
+        now = time.monotonic()
+        if now >= self._next_recheck_s:
+            self._next_recheck_s = now + RECHECK_S
+            asked = self._members.copy()
+            self._ask(asked, lambda known: self._members.difference_update(asked - known))
+        if self._server.key_of(session) not in self._members:
+            raise AccessDenied(
+                f"{self.address} does not accept this key any more: its client was evicted, or has ended"
+            )
 
     def _send(self, ticket: int, reply: CallReply, make: Callable[[], tuple[bytes, Frames]] | None = None) -> None:
         def send() -> None:
@@ -243,6 +266,8 @@ class Service:
         self._last_calls[session] = time.monotonic()
         self._open_tickets[ticket] = session
         try:
+            if self._known is not None:
+                self._check_member(session)
             call = _decode_call(body)
             if isinstance(call, CallRequest):
                 frames = _split(None if payload is None else payload.memory, call.sizes)

@@ -157,23 +157,22 @@ class Run(WeightSync):
         again. The next storage unit there begins anew. Raises ConfigError if it is lost already."""
         self.queue.send(cmd.EvictHome(home=home.home, epoch=home.epoch, reason=reason))
 
-    def evict(self, session: int, reason: str = "its host is gone") -> None:
-        """End the session of a client on a lost host, whose death the server cannot see. Its leases
-        return at once, and its roles as publisher or replica become free. ``session``: its number in
-        ``queue.status()`` and `asyncflow top --json`. If the client lives after all, its next request
-        is refused. With keys, its own key is revoked at the run's server, storage units and weight services,
-        and the key for new clients is replaced as by ``rotate_key``. Raises ConfigError for an unknown
-        session, and for this connection's own."""
-        if session == self.session:
-            raise ConfigError(f"session {session} is this connection's own: close it instead")
-        if not self.queue.send(cmd.Dismiss(session=session, ended=reason or "evicted")).count:
-            known = ", ".join(f"{each.id} ({each.name})" for each in self.queue.status().sessions)
-            raise ConfigError(f"there is no session {session}; there are: {known}")
+    def evict(self, *sessions: int, reason: str = "its host is gone") -> None:
+        """End sessions, as of clients on a lost host, whose death the server cannot see. Their leases
+        return at once, and their roles as publisher or replica become free. ``sessions``: their numbers
+        in ``queue.status()`` and `asyncflow top --json`; name all of a client, which could get a new key by
+        another. If the client lives after all, its next request is refused. With keys, its own key is
+        revoked at the run's server, and within seconds at storage units and weight services; the key for new
+        clients is replaced as by ``rotate_key``. Raises ConfigError for an unknown session and this
+        connection's own, with no effect; and if the new key could not be saved."""
+        if self.session in sessions:
+            raise ConfigError(f"session {self.session} is this connection's own: close it instead")
+        self._connection.rotate_key(sessions, reason or "evicted")
 
     def rotate_key(self) -> None:
         """Replace the key in ``run.key``. Connected clients go on; new ones on other hosts need a copy of
-        the new file. Raises ConfigError for a run without keys."""
-        self._connection.run_key(rotate=True)
+        the new file. Raises ConfigError for a run without keys, and if the new key could not be saved."""
+        self._connection.rotate_key()
 
     @overload
     def consumer(

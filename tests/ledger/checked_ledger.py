@@ -316,8 +316,7 @@ class CheckedLedger:
                 self._close(session)
             case cmd.Dismiss(), cmd.Dismissed():
                 named = [n for n, other in self.sessions.items() if other.name == command.name]
-                others = named if command.name else [session]
-                meant = [command.session] if command.session in self.sessions else others
+                meant = named if command.name else [session]
                 assert reply.count == len(meant)
                 for other in meant:
                     self.sessions[other].dismissed = True

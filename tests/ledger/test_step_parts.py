@@ -361,7 +361,7 @@ def test_a_dismissed_trainer_gets_the_rest_of_its_step_and_no_other() -> None:
     trainer = queue.join("t")
     queue.put(1, 2)
     part = begun(queue, trainer)
-    queue.do(queue.admin, cmd.Dismiss(session=trainer))
+    queue.do(queue.admin, cmd.Dismiss(name="t"))
     queue.put(3, 2)
     queue.complete(trainer, following(queue, trainer, part))
     with pytest.raises(Ended, match="was dismissed"):

@@ -1,6 +1,6 @@
 """StorageUnit: serves the memory of one host to clients elsewhere.
 
-    unit = StorageUnit(catalog, run="asyncflow-0-17-ab", name="node7", host="10.0.0.7", key=run_key)
+    unit = StorageUnit(catalog, run="asyncflow-0-17-ab", name="node7", host="10.0.0.7", member=member)
     unit.serve(ended)                       # until the run ends; gives a sign of life every few seconds
     unit.close(keep=False)
 
@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ...errors import AsyncFlowError, ConfigError, LeaseLost, ProtocolError, ServerLost, WireError
+from ...errors import AsyncFlowError, LeaseLost, ProtocolError, ServerLost, WireError
 from ...interfaces.store import HomeCatalog, HomeOffer
 from ...memory import KEEP_S, HomeDirectory, Mapper
-from ...wire import Frames, Member, RunKey, ServerKeys, Service, generate_keys
+from ...wire import Frames, Member, Service
 from .blocks import is_intact
 from .fetch import FetchRequest, check_parts, encode, read_parts
 from .home_clients import MAX_REQUEST_BYTES
@@ -60,9 +60,9 @@ class StorageUnit:
     """A home in a directory of this host, and its socket.
 
     ``name``: of the home, unique in the run. ``host``: the IP address at which others reach this
-    host. ``listen``: an address; default: a free port of ``host``. ``key``: a key of the run's
-    clients, which is accepted; None: ``insecure``, everyone is. ``member``: this process in the run;
-    other members of it are accepted, too. ``base``: see ``HomeDirectory``.
+    host. ``listen``: an address; default: a free port of ``host``. ``member``: this
+    process in the run, to admit its other members; None: without keys, everyone is admitted.
+    ``base``: see ``HomeDirectory``.
     ``synced``: blocks are sealed and on a disk. Raises ConfigError, ServerLost.
     """
 
@@ -73,17 +73,11 @@ class StorageUnit:
         *,
         name: str,
         host: str,
-        key: RunKey | None,
-        member: Member | None = None,
-        insecure: bool = False,
+        member: Member | None,
         listen: str | None = None,
         base: Path | None = None,
         synced: bool = False,
     ) -> None:
-        if key is None and not insecure:
-            raise ConfigError(
-                "a storage unit needs the run's key, or insecure=True if the run is served without keys"
-            )
         self._catalog = catalog
         self._synced = synced
         self._directory = HomeDirectory(run, base, keep_s=DISK_KEEP_S if synced else KEEP_S)
@@ -95,18 +89,15 @@ class StorageUnit:
         self._service: Service | None = None
         self._closed = self._ready = False
         try:
-            keys = None if key is None else msgspec.structs.replace(generate_keys().server, clients=(key.public,))
-            keys = None if insecure else keys
             self._service = Service(
                 UnitHost(host),
                 self,
                 listen=listen,
-                keys=keys,
-                member=None if insecure else member,
-                insecure=insecure,
+                member=member,
+                insecure=member is None,
                 max_call_bytes=MAX_REQUEST_BYTES,
             )
-            self._offer = self._describe(name, keys)
+            self._offer = self._describe(name, self._service)
             self.where = HomeId(0, 0)
             if synced and self._directory.found:
                 self._check_contents()
@@ -121,11 +112,10 @@ class StorageUnit:
         """The address of its socket."""
         return self._offer.address
 
-    def _describe(self, name: str, keys: ServerKeys | None) -> HomeOffer:
-        assert self._service is not None
+    def _describe(self, name: str, service: Service) -> HomeOffer:
         return HomeOffer(
-            store=STORE, name=name, identity=self._directory.contents, address=self._service.address,
-            key="" if keys is None else keys.public, directory=str(self.directory), owner=owner_of(self.directory),
+            store=STORE, name=name, identity=self._directory.contents, address=service.address,
+            key=service.public, directory=str(self.directory), owner=owner_of(self.directory),
         )  # fmt: skip
 
     def _check_contents(self) -> None:

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
@@ -223,7 +223,7 @@ class WorkerPool(WorkerObserver):
     def renewed(self, spec: WorkerSpec) -> WorkerSpec:
         """See ``WorkerObserver.renewed``. While the server is away, the key is as it was."""
         with contextlib.suppress(AsyncFlowError):
-            return msgspec.structs.replace(spec, key=self._key(spec.address, spec.insecure))
+            return replace(spec, key=self._key(spec.address, spec.insecure))
         return spec
 
     def _end_earlier(self, task: str) -> None:
@@ -232,9 +232,8 @@ class WorkerPool(WorkerObserver):
         if task in self._counts:
             return
         named = re.compile(rf"{re.escape(task)}-\d+( rank \d+)?")
-        for each in self._queue.status().sessions:
-            if named.fullmatch(each.name):
-                self._queue.send(cmd.Dismiss(session=each.id, ended="the driver that started it has ended"))
+        for name in {each.name for each in self._queue.status().sessions if named.fullmatch(each.name)}:
+            self._queue.send(cmd.Dismiss(name=name, ended="the driver that started it has ended"))
 
     def _replicas_of(self, which: Role | str) -> _Replicas:
         found = [each for each in self._started if which is each.role or which == each.role.task]
