@@ -83,6 +83,8 @@ class Client:
         self._sockets: weakref.WeakSet[ThreadSocket] = weakref.WeakSet()  # a thread's socket ends with it
         self._loops: dict[asyncio.AbstractEventLoop, LoopSocket] = {}
         self._accepted = transport == "inproc"
+        self.patient = transport == "ipc"
+        """True if connections cut during the handshake are made again, whatever their number."""
         self._server = ServerWatch(address)
         self.max_bytes = MAX_BYTES
         self.closed = False
@@ -326,7 +328,8 @@ class Client:
         channel: ThreadSocket | None = getattr(self._local, "channel", None)
         if channel is None:
             self._check_goodbyes()
-            channel = self._local.channel = ThreadSocket(self._context, self._server, self.key, not self._accepted)
+            handshake = None if self._accepted else self.patient
+            channel = self._local.channel = ThreadSocket(self._context, self._server, self.key, handshake)
             self._sockets.add(channel)
         return channel
 

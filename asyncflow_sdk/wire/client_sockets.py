@@ -16,7 +16,7 @@ from .exchange import Message, RequestExchange
 from .handshake import HandshakeMonitor
 from .keys import RunKey
 from .processes import open_pidfd
-from .sockets import connect, transport_of
+from .sockets import connect
 
 # Plain integers: an operation on zmq's enumerations takes longer than receiving a message.
 _NOBLOCK, POLLIN, _RCVMORE, _EVENTS = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE), int(zmq.EVENTS)
@@ -58,10 +58,13 @@ class ServerWatch:
 
 class ThreadSocket:
     """The socket of one thread. ``busy``: its requests in progress (2 if a signal handler makes
-    one). ``partial``: True if a message was read in part.
+    one). ``partial``: True if a message was read in part. ``patient``: of its HandshakeMonitor; None
+    without one.
     """
 
-    def __init__(self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None, monitored: bool) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None, patient: bool | None
+    ) -> None:
         self._server, address = server, server.address
         self.busy, self.partial = 0, False
         self.wake, self._interrupted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
@@ -69,8 +72,7 @@ class ThreadSocket:
         self.handshake: HandshakeMonitor | None = None
         self.socket = context.socket(zmq.DEALER)
         try:
-            if monitored:
-                patient = transport_of(address) == "ipc"
+            if patient is not None:
                 self.handshake = HandshakeMonitor(self.socket, address, key is not None, patient)
             connect(self.socket, address, key)
         except BaseException:

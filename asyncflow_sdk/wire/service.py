@@ -345,6 +345,7 @@ class ServiceClient:
         except (*_BAD, ConfigError) as error:
             raise ProtocolError(f"the address of a service cannot be read: {error}") from None
         self.address = found.address
+        self._client.patient = isinstance(found.key, str)  # a service without an answer from the run's server
         self._client.max_bytes = max_call_bytes
         self._client.watch(found.pid, found.pid_key)
         self._lock = threading.Lock()

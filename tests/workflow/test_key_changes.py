@@ -1,9 +1,10 @@
 """Keys that are replaced during a run, and clients that are evicted: who goes on, and who is shut out of which socket."""
 
 import contextlib
+import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,10 +18,22 @@ from asyncflow_sdk.cli.app import app
 from asyncflow_sdk.errors import AccessDenied, ConfigError, ProtocolError
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection
+from asyncflow_sdk.queue import server as WAITS
 from asyncflow_sdk.queue.protocol import ClientHello, PlainCall, decode_result, encode
 from asyncflow_sdk.queue.unit_process import run_unit
 from asyncflow_sdk.queue.unit_start import UnitConfig
-from asyncflow_sdk.wire import Client, RunKey, ServiceClient, generate_keys
+from asyncflow_sdk.wire import (
+    Client,
+    Member,
+    RunKey,
+    Service,
+    ServiceClient,
+    generate_keys,
+    own_key,
+    router_sockets,
+    service,
+    sockets,
+)
 from asyncflow_sdk.workflow import Run
 
 
@@ -76,13 +89,16 @@ def test_connected_clients_go_on_after_a_rotation_and_new_ones_need_the_new_key(
         client.queue.put({"x": np.arange(3.0)})
 
 
-def test_an_evicted_client_is_shut_out_of_every_socket(run: Run, tmp_path: Path) -> None:
+def test_an_evicted_client_is_shut_out_of_every_socket(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "RECHECK_S", 0.05)
     with run.weight_publisher("tcp") as publisher:
         publisher.publish(0, {"w": np.zeros(1000)}).wait(30)
         # given two clients with the same copy of the key, which know where weights are
         key = copied(run, tmp_path)
         with Far(run, key, "good") as good:
-            with contextlib.suppress(ProtocolError), Far(run, key, "bad") as bad:
+            with contextlib.suppress(ProtocolError), Far(run, key, "bad") as bad, Far(run, key, "bad") as second:
                 updates = bad.weight_updates(timeout_s=30)
                 assert next(iter(updates)).version == 0
                 where, own = weights_service(good), bad.link.key
@@ -91,11 +107,18 @@ def test_an_evicted_client_is_shut_out_of_every_socket(run: Run, tmp_path: Path)
                     decode_result(still_there.request(encode(PlainCall(None)), 20)).error
                 )
                 bad.queue.put({"x": np.zeros(1)})
+                reads, others = ServiceClient(where, own), ServiceClient(where, good.link.key)
+                reads.greet(20, "weights")
+                others.greet(20, "weights")
                 # when
-                run.evict(bad.session)
-                # then its next request is refused
-                with pytest.raises(ProtocolError, match="send hello first"):
-                    bad.queue.put({"x": np.zeros(1)})
+                run.evict(bad.session, second.session)
+                # then the next request of each of its sessions is refused
+                for session in (bad, second):
+                    with pytest.raises((ProtocolError, AccessDenied)):
+                        session.rotate_key()
+                # and the connections that it has to the publisher are, too; others go on
+                until(lambda: refused(reads), "the refusal of an open connection")
+                assert not refused(others)
                 # and so is its key at the server, the run's key that it knew, and its key at the publisher
                 for known in (RunKey.load(key), own):
                     with pytest.raises(AccessDenied):
@@ -111,6 +134,106 @@ def test_an_evicted_client_is_shut_out_of_every_socket(run: Run, tmp_path: Path)
             good.reconnect()
             good.queue.put({"x": np.zeros(1)})
             ServiceClient(where, good.link.key).greet(20, "weights")
+
+
+def refused(client: ServiceClient) -> bool:
+    """True if the service accepts no request over a connection any more."""
+    try:
+        client.greet(20, "weights")
+    except AccessDenied:
+        return True
+    return False
+
+
+def test_an_eviction_holds_if_the_new_key_cannot_be_saved(run: Run, tmp_path: Path) -> None:
+    with contextlib.suppress(ProtocolError), Far(run, copied(run, tmp_path)) as bad:
+        # given a file that cannot be replaced
+        old, file = copied(run, tmp_path), tmp_path / "run" / "run.key"
+        file.unlink()
+        file.mkdir()
+        # when
+        with pytest.raises(
+            ConfigError, match=r"were evicted, and the key was replaced, but not saved: cannot write a key"
+        ):
+            run.evict(bad.session)
+        # then
+        with pytest.raises((ProtocolError, AccessDenied)):
+            bad.queue.put({"x": np.zeros(1)})
+        with pytest.raises(AccessDenied):
+            Far(run, old)
+        # and there is a key for new clients once it can be saved
+        file.rmdir()
+        run.rotate_key()
+        with Far(run, copied(run, tmp_path)):
+            pass
+
+
+def dies_at_a_rotation(x: float) -> float:
+    """Of the first worker: it dies once the key is replaced."""
+    folder = Path(os.environ["KEYS_TEST"])
+    if not (folder / "began").exists():
+        (folder / "began").touch()
+        until((folder / "rotated").exists, "the rotation")
+        os._exit(1)
+    return x
+
+
+def test_workers_started_after_a_rotation_have_the_new_key(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEYS_TEST", str(tmp_path))
+    with Far(run, copied(run, tmp_path)) as client:
+        # given a client whose copy is old, and workers that it starts
+        run.rotate_key()
+        client.start(af.Stage(dies_at_a_rotation, task="y", needs=["x"], gives=["y"], max_restarts=9))
+        client.queue.declare("end", needs=["y"])
+        client.queue.put({"x": np.arange(3.0)})
+        until((tmp_path / "began").exists, "a worker")
+        # when the key is replaced, and then the worker is started again
+        run.rotate_key()
+        (tmp_path / "rotated").touch()
+        # then
+        with client.queue.get("end", 3, timeout_s=100) as batch:
+            batch.ack()
+        run.queue.end()
+
+
+def test_strangers_neither_fill_a_service_with_questions_nor_shut_out_members(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (sockets, router_sockets):
+        monkeypatch.setattr(module, "GIVE_UP_MS", 200)
+    monkeypatch.setattr(service, "MAX_ASKED", 4)
+    server, asked, member = threading.Event(), list[str](), own_key()
+
+    def known(keys: Collection[str]) -> Collection[str]:
+        asked.extend(keys)
+        server.wait(100)
+        return {member.public} & set(keys)
+
+    class Anyone:
+        address = "127.0.0.1"
+
+        def request(self, peer: str, ticket: int, body: bytes, frames: object) -> None:
+            served.answer(ticket, body)
+
+        def gone(self, peer: str) -> None:
+            pass
+
+    served = Service(Anyone(), Anyone(), member=Member(own_key(), known))
+    strangers = [ServiceClient(served.where, own_key()) for _ in range(8)]
+    greeting = [in_thread(stranger.greet, 100, "a stranger") for stranger in strangers]
+    until(lambda: len(asked) == service.ASK_THREADS, "the first questions")
+    client = ServiceClient(served.where, member)
+    answer = in_thread(client.call, b"good", 100)
+    # when the server answers again
+    server.set()
+    # then
+    assert answer().body == b"good"
+    assert all(isinstance(greeted(), AccessDenied) for greeted in greeting)
+    for each in (client, *strangers):
+        each.close()
+    served.close()
 
 
 def weights_service(client: Run) -> bytes:
@@ -146,12 +269,15 @@ def test_a_restarted_server_knows_its_clients_and_the_newest_key(tmp_path: Path)
         run.queue.declare("work", needs=["x"])
         client = Far(run, old)
         run.rotate_key()
-    # when
+    # when the server had died after it wrote server.key, and before it wrote run.key
+    shutil.copy(old, directory / "run.key")
     with af.serve(directory, address=address, durability="process") as run, client:
         # then
         client.queue.put({"x": np.zeros(1)})
         with pytest.raises(AccessDenied):
             Far(run, old)
+        with Far(run, copied(run, tmp_path)):
+            pass
         run.queue.end(cancel=True)
 
 
@@ -173,5 +299,25 @@ def test_storage_units_know_the_clients_of_the_run(tmp_path: Path) -> None:
                 with pytest.raises(AccessDenied):
                     bad.ping_home(home, 20)
                 assert good.ping_home(home, 20) > 0
+        run.queue.end(cancel=True)
+    serving()
+
+
+def test_a_unit_whose_session_has_ended_by_silence_joins_again_after_a_rotation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WAITS, "UNIT_SILENCE_S", 0.2)
+    with af.serve(tmp_path / "run", address="tcp://127.0.0.1:0", store="hosts") as run:
+        config = UnitConfig(run.address, key=RunKey.load(copied(run, tmp_path)))
+        serving = in_thread(run_unit, config, lambda text: None, threading.Event(), beat_s=1.0)
+        sessions = lambda: [each.id for each in run.queue.status().sessions if each.name == "store"]  # noqa: E731
+        until(sessions, "a storage unit")
+        (first,) = sessions()
+        # when
+        run.rotate_key()
+        # then
+        until(lambda: sessions() not in ([], [first]), "its next session")
+        monkeypatch.setattr(WAITS, "UNIT_SILENCE_S", 60.0)
+        until(sessions, "a session that stays")
         run.queue.end(cancel=True)
     serving()
