@@ -80,8 +80,8 @@ class QueueServer:
     it final; they are not reported again, so it returns only when they are no longer needed.
 
     ``keys``: required for tcp addresses unless ``insecure``; this user's clients on this host find
-    them. ``save_keys``: stores replaced ones. ``max_call_bytes``: the largest call, with a payload sent over the socket; also the limit
-    for the payload of all incomplete calls together.
+    them. ``save_keys``: stores replaced ones. ``max_call_bytes``: the largest call, with a payload
+    sent over the socket; also the limit for the payload of all incomplete calls together.
 
     ``journal``: a directory for the recorded inputs. Every input is recorded before its answer is
     sent, so a later server on the same directory continues the run (``recovered``: what it found).
@@ -440,8 +440,8 @@ class QueueServer:
             offer_key(self.directory.path, self.addresses, keys.run, bound=True)
         except ConfigError as error:
             unsaved = (
-                f"{error}. Until it is replaced again and saved, no new client can connect over tcp, and a restarted server"
-                " accepts the old key: make room, and run `asyncflow keys rotate`"
+                f"{error}. Until it is replaced again and saved, no new client can connect over tcp, and a"
+                " restarted server accepts the old key: make room, and run `asyncflow keys rotate`"
             )
             self._note_or_log(f"the new key was not saved: {unsaved}", "warning")
             return unsaved

@@ -7,7 +7,8 @@
 
 Each service has its own keys. ``where`` has the public one, and travels over the run's connections
 only. Members of a run prove themselves by their own keys: the service asks the run's server for each
-new connection if its key is a member's, and again during use. Without a ``member``, ``where`` has the key for all clients.
+new connection if its key is a member's, and again during use. Without a ``member``, ``where`` has the
+key for all clients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys that are replaced during a run, and clients that are evicted: who goes on, and who is shut out of which socket."""
+"""Keys that are replaced during a run, and clients that are evicted: who goes on, and who is shut out where."""
 
 import contextlib
 import os

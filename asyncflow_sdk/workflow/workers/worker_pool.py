@@ -207,7 +207,7 @@ class WorkerPool(WorkerObserver):
         alone = isinstance(role, Train) or rank is not None  # several workers of a stage are several groups
         spec = WorkerSpec(
             name=name if rank is None else rank_name(name, rank.rank), role={} if here else to_json(role, ""),
-            settings=replicas.settings, **endpoint._asdict(), key=self._key(endpoint.address, endpoint.insecure), host=replicas.next_host,
+            settings=replicas.settings, **endpoint._asdict(), key=self._key(*endpoint), host=replicas.next_host,
             import_path=own_path(), plugins=plugin_variables(), rank=rank.rank if rank else 0,
             world_size=rank.world_size if rank else 1, group=role.task if alone else name, placement=role.place, log=self._logs.file(name),
         )  # fmt: skip
