@@ -14,16 +14,15 @@ MAX_REQUEST_BYTES = 16 << 20
 
 
 def open_unit(home: StorageHome, key: RunKey | None) -> ServiceClient:
-    """Return a connection to the unit of a home. ``key``: of the run. Raises AccessDenied without a
+    """Return a connection to the unit of a home. ``key``: this client's own. Raises AccessDenied without a
     key that is needed."""
     if home.key and key is None:
         raise AccessDenied(f"home {home.home} ({home.name}) needs the run's key, and this client has none")
-    own = RunKey(home.key, key.public, key.secret) if home.key and key is not None else None
-    return ServiceClient(ServiceAddress(home.address, own, 0, ""), max_call_bytes=MAX_REQUEST_BYTES)
+    return ServiceClient(ServiceAddress(home.address, home.key or None, 0, ""), key, max_call_bytes=MAX_REQUEST_BYTES)
 
 
 class HomeClients:
-    """``key``: the run's key; its client key opens all units. Thread-safe."""
+    """``key``: this client's own. Thread-safe."""
 
     def __init__(self, homes: KnownHomes, key: RunKey | None) -> None:
         self._homes, self._key = homes, key
