@@ -58,7 +58,7 @@ PAGES := README.md CONTRIBUTING.md CHANGELOG.md docs examples contrib
 docs: install
 	mkdir -p build/pages
 	for name in $(PAGES); do ln -sfn ../../$$name build/pages/$$name; done
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
 
 demo: install
 	$(BIN)/asyncflow demo $(ARGS)
