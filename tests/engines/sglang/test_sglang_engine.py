@@ -76,9 +76,8 @@ def test_it_holds_what_came_names_what_it_lost_and_ends_nothing_that_is_not_its_
         try:
             engine = SGLangEngine(one_server.model(), **one_server.INSIDE)
             declared = registry().get("rollout", "sglang-engine").spec
-            has = {
-                flag for flag in ("token_versions", "logprobs", "held_weights") if getattr(engine.capabilities, flag)
-            }
+            flags = ("token_versions", "logprobs", "held_weights", "stop_texts")
+            has = {flag for flag in flags if getattr(engine.capabilities, flag)}
             assert (set(declared.declared("swap") or ()), set(declared.declared("has") or ())) == (
                 engine.capabilities.swap,
                 has,
