@@ -25,9 +25,11 @@ def test_the_reference_is_written_anew_when_docstrings_change() -> None:
 
 
 def test_the_table_of_engines_is_written_anew_when_they_declare_something_else() -> None:
-    page = runpy.run_path(str(DOCS / "engines.py"))["page"]()
+    script = runpy.run_path(str(DOCS / "engines.py"))
 
-    assert (DOCS / "engines.md").read_text() == page, "run: python docs/engines.py"
+    assert (DOCS / "engines.md").read_text() == script["page"](), "run: python docs/engines.py"
+    stale = [file.name for file, text in script["pages"]().items() if file.read_text() != text]
+    assert stale == [], "run: python docs/engines.py"
 
 
 @pytest.mark.parametrize(("module", "kind"), [(interfaces, type), (testing, object)])
@@ -66,4 +68,4 @@ def test_every_command_is_in_it() -> None:
     page = (DOCS / "reference.md").read_text()
     said = typer.main.get_command(app)
 
-    assert [name for name in said.commands if f"### `asyncflow {name}`" not in page] == []  # type: ignore[attr-defined]
+    assert [name for name in said.commands if f"### `asyncflow {name}" not in page] == []  # type: ignore[attr-defined]
