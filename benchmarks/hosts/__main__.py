@@ -108,9 +108,8 @@ def measure(network: Network, contender: Contender, shape: str, pairs: int, nbyt
             if process.wait(60):
                 raise SystemExit(f"a process of {contender} failed; see its output above")
     for host in range(1, 2 + 2 * pairs):
-        network.kill(
-            host
-        )  # killed units leave their memory; once it is full, payload goes to the disk that all share
+        # Killed units leave their memory. Once it is full, payload goes to the disk that all hosts share.
+        network.kill(host)
     total = sum(each["bytes"] for each in found)
     return Outcome(total / 1e6 / max(each["seconds"] for each in found), (sum(after) - sum(before)) / total)
 
