@@ -63,7 +63,7 @@ class Puts:
             return cmd.Cancelled(count=terminations.cancel_live(command.partition, command.reason))
         if command.key:
             if self._state.keys.get(command.key) is None:
-                raise SchemaError(f"no put with key {command.key!r} is remembered")
+                raise SchemaError(f"no put with key {command.key[:200]!r} is remembered")
             ids = self._state.keys.rows_of(command.key)
         else:
             if len(command.ids) % 8:

@@ -42,8 +42,9 @@ class DeferredRequest(msgspec.Struct, frozen=True):
 
     @property
     def may_wait(self) -> bool:
-        """True if the client set a timeout."""
-        return hasattr(self.call.command, "timeout_s")
+        """True if the client set a timeout. That of a checkpoint is for listeners only: its trainer
+        continues, and makes another one later."""
+        return hasattr(self.call.command, "timeout_s") and not isinstance(self.call.command, cmd.AddCheckpoint)
 
     @property
     def puts_rows(self) -> bool:

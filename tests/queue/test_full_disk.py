@@ -3,6 +3,7 @@ that was killed comes back.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from small_disk import SmallDisk, small_disk
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import DeadlineExceeded, MemoryFull
+from asyncflow_sdk.errors import DeadlineExceeded, MemoryFull, SchemaError
 from asyncflow_sdk.interfaces import TransferQueue
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -77,6 +78,29 @@ def test_a_put_waits_for_room_in_the_journal_while_all_else_goes_on(disk: SmallD
         # and another server finds the same
         found = run.again()
         assert (found["rows"], found["differing"]) == (count - 3, 0)
+
+
+def test_a_checkpoint_does_not_wait_for_room_and_its_trainer_goes_on(disk: SmallDisk, tmp_path: Path) -> None:
+    with Durable(disk.path / "run", checkpoints=True) as run, run.client() as client, run.client("other") as other:
+        client.queue.declare("train", needs=["x"], batch_rows=1)
+        disk.fill()
+        put_until_one_waits(client.queue, other.queue)
+        # when what is reserved for work on existing rows is used up, too; the disk of checkpoints has room
+        for nbytes in (300_000, 3_000, 1):
+            with contextlib.suppress(MemoryFull):
+                while True:
+                    with pytest.raises(SchemaError, match=r"no put with key 'k{1,200}' is remembered"):
+                        other.queue.cancel(key=nbytes * "k", reason="")
+
+        def checkpoint() -> Path:
+            return other.checkpoint(Path.touch, directory=tmp_path / "checkpoints")
+
+        with pytest.raises(MemoryFull, match="the journal .* has no room for this request: No space left"):
+            all(checkpoint() for _ in range(100))  # with what is left of it
+        # then another one is made and found once there is room
+        disk.free()
+        checkpoint()
+        assert other.resume(directory=tmp_path / "checkpoints").path is not None
 
 
 async def give_up_a_put(queue: TransferQueue) -> None:

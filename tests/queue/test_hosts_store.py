@@ -22,12 +22,23 @@ from asyncflow_sdk.errors import (
     StoreUnavailable,
 )
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.memory import Mapper
 from asyncflow_sdk.queue.connection import BlockingPort, Connection
 from asyncflow_sdk.queue.coroutines import run_blocking
+from asyncflow_sdk.queue.stores import fetch
 from asyncflow_sdk.queue.stores.blocks import pack_columns
-from asyncflow_sdk.queue.stores.fetch import FetchPart, FetchReply, FetchRequest, SentBlock, check_parts, unpack_parts
+from asyncflow_sdk.queue.stores.fetch import (
+    FetchPart,
+    FetchReply,
+    FetchRequest,
+    SentBlock,
+    check_parts,
+    read_parts,
+    unpack_parts,
+)
 from asyncflow_sdk.queue.stores.home_fetcher import HomeFetcher
 from asyncflow_sdk.queue.stores.homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
+from asyncflow_sdk.queue.stores.reader import ColumnReader
 from asyncflow_sdk.types.blocks import BlockSlices
 from asyncflow_sdk.wire import generate_keys
 
@@ -128,6 +139,27 @@ def test_many_threads_fetch_large_values_at_once(cluster: Cluster) -> None:
         return int((found[:, 0] == [(i % 3) << 20 for i in ids]).all() and (np.diff(found) == 1).all())
 
     assert in_threads(6, read) == 6 * [1]
+
+
+def test_bytes_copied_for_one_request_are_bounded(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given two columns of 64,000 bytes in four rows, and what a unit answers with
+    home = cluster.unit("a")
+    values = {name: [np.arange(2000.0) + row for row in range(4)] for name in "xy"}
+    cluster.put(cluster.store("a"), values)
+    reader = ColumnReader(Mapper(lambda segment: Path(home.directory)))
+
+    def read(ids: list[int]) -> int:
+        return sum(
+            part.nbytes
+            for part in read_parts(reader, [FetchPart(each, specs(values)) for each in cluster.locate(ids, *"xy")])[1]
+        )
+
+    monkeypatch.setattr(fetch, "MOST_COPIED_BYTES", 100_000)
+    # then rows that are in order are not copied, others are, and all columns count
+    assert read([0, 1, 2, 3]) > 128_000
+    assert read([2, 0]) > 64_000
+    with pytest.raises(SchemaError, match="'y' of these rows has 64000 bytes, and 36000 more .* lease fewer rows"):
+        read([3, 1, 0, 2])
 
 
 def test_rows_in_the_servers_memory_are_fetched_from_the_server() -> None:

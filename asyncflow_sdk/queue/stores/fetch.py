@@ -20,7 +20,7 @@ import xxhash
 from ...errors import DigestMismatch, ProtocolError, SchemaError
 from ...types import Column, ColumnSpec
 from ...types.blocks import BlockSlices
-from .blocks import MOST_BYTES, Ints, kind_of, to_image
+from .blocks import MOST_BYTES, RUN, Ints, kind_of, to_image
 from .homes import is_row_segment
 from .reader import ColumnReader, from_image
 
@@ -146,11 +146,13 @@ def read_parts(reader: ColumnReader, parts: Sequence[FetchPart]) -> tuple[FetchR
         schema = {name: part.schema[name] for name in names}
         fixed = sum(kind.width for kind in (kind_of(*each) for each in schema.items()) if not kind.ragged)
         rows = int(np.frombuffer(part.slices.counts, np.int32).sum(dtype=np.int64))
-        left -= fixed * rows if len(part.slices.counts) > 4 else 0
+        copied = len(part.slices.counts) > RUN.size
+        left -= fixed * rows if copied else 0
         if left < 0:
             raise ProtocolError(f"more than {MOST_COPIED_BYTES} bytes are requested at once; lease fewer rows")
         columns = reader.read(part.slices, schema, left)
         image = to_image({name: columns[name] for name in names})
+        left -= image.nbytes - fixed * rows if copied else 0
         digest = xxhash.xxh3_64()
         for piece in image.parts:
             digest.update(memoryview(piece))  # type: ignore[arg-type]

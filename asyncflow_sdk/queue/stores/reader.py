@@ -52,7 +52,7 @@ class ColumnReader:
         self, slices: BlockSlices, schema: Mapping[str, ColumnSpec], most_bytes: int = MOST_BYTES
     ) -> dict[str, Column]:
         """Return the columns of rows. Raises LeaseLost for ended rows, SchemaError for a damaged
-        block, and for values of scattered rows above ``most_bytes``."""
+        block, and for more than ``most_bytes`` of values of ragged columns of scattered rows."""
         if len(slices.counts) > RUN.size:
             kinds = [kind_of(name, schema[name]) for name in slices.columns]
             return gather(self._mapper, slices, kinds, most_bytes)
@@ -351,6 +351,7 @@ def _ragged(segments: Segments, runs: _Runs, wanted: list[Kind], most_bytes: int
         begin = runs.values[c] + low[c][first] * kind.width
         nbytes = (high[c][first + runs.length - 1] - low[c][first]) * kind.width
         raw = _move(segments, runs.segment, begin, nbytes, kind, most_bytes)
+        most_bytes -= int(nbytes.sum())
         out[kind.name] = Column(kind.spec, _array(raw, kind, int(offsets[c, -1])), offsets[c])
     return out
 
@@ -358,7 +359,10 @@ def _ragged(segments: Segments, runs: _Runs, wanted: list[Kind], most_bytes: int
 def _move(segments: Segments, segment: Ints, start: Ints, nbytes: Ints, kind: Kind, most_bytes: int) -> Any:
     total = int(nbytes.sum())
     if total > most_bytes:
-        raise SchemaError(f"column {kind.name!r} of these rows has {total} bytes, more than {most_bytes} at once")
+        raise SchemaError(
+            f"column {kind.name!r} of these rows has {total} bytes, and {most_bytes} more may be copied at once; lease"
+            " fewer rows"
+        )
     if total >= JOIN_BYTES * len(start) or not kind.width:
         pieces = map(slice, start.tolist(), (start + nbytes).tolist())
         views = [memoryview(each) for each in segments]  # type: ignore[arg-type]
