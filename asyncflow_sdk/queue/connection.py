@@ -292,16 +292,17 @@ class Connection:
         answer.raise_error()
         return answer
 
-    def close(self) -> None:
+    def close(self, *, ended: bool = False) -> None:
         """End the session: its leases are given back. Views stay valid. Idempotent; needs no live
-        server."""
+        server. ``ended``: True if the server has ended it already, and may not answer it any more."""
         if self.wire.closed:
             return
         if self.renewer is not None:
             self.renewer.close()
         try:
-            with contextlib.suppress(ServerLost, AccessDenied):
-                self.wire.request(self.encode_call(cmd.CloseSession()), 0.0)
+            if not ended:
+                with contextlib.suppress(ServerLost, AccessDenied):
+                    self.wire.request(self.encode_call(cmd.CloseSession()), 0.0)
         finally:
             self.wire.close()
             self.store.close()

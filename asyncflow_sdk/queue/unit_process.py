@@ -45,7 +45,7 @@ class UnitCatalog(HomeCatalog):
             return self.connection.homes().open(offer)
         except ProtocolError:  # its session is unknown now; its key is accepted while its home waits
             ended, self.connection = self.connection, self._connect(self.connection.wire.key)
-            ended.close()
+            ended.close(ended=True)
             return self.connection.homes().open(offer)
 
     def homes(self) -> Sequence[StorageHome]:

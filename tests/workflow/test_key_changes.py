@@ -316,8 +316,9 @@ def test_a_unit_whose_session_has_ended_by_silence_joins_again_after_a_rotation(
         # when
         run.rotate_key()
         # then
-        until(lambda: sessions() not in ([], [first]), "its next session")
+        until(lambda: first not in sessions(), "the end of its session by silence")
         monkeypatch.setattr(WAITS, "UNIT_SILENCE_S", 60.0)
-        until(sessions, "a session that stays")
+        served = lambda: [each.home for each in run.queue.status().homes if each.state == "served"]  # noqa: E731
+        until(lambda: served() == [0, 1], "its home, served by its next session")
         run.queue.end(cancel=True)
     serving()
