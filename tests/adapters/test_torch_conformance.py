@@ -76,6 +76,12 @@ class StopsATokenEarly(TransformersEngine):  # type: ignore[misc]
                 yield replace(each, token_ids=ids, logprobs=logprobs, spans=spans)
 
 
+class IgnoresStopTexts(TransformersEngine):  # type: ignore[misc]
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        async for got in super().generate(replace(request, sampling=replace(request.sampling, stop=()))):
+            yield got
+
+
 class DrawsFromAll(TransformersEngine):  # type: ignore[misc]
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
         plain = replace(request.sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
@@ -85,7 +91,11 @@ class DrawsFromAll(TransformersEngine):  # type: ignore[misc]
 
 @pytest.mark.parametrize(
     ("engine", "check", "message"),
-    [(StopsATokenEarly, "stop_texts", "before its stop text"), (DrawsFromAll, "restricted", "some are not allowed")],
+    [
+        (StopsATokenEarly, "stop_texts", "before its stop text"),
+        (IgnoresStopTexts, "stop_texts", "over its stop text"),
+        (DrawsFromAll, "restricted", "some are not allowed"),
+    ],
 )
 def test_stops_and_draws_other_than_asked_for_are_caught(engine: type[Any], check: str, message: str) -> None:
     (result,) = Conformance("rollout", engine, options={"threads": 1, "max_rows": 16}, only=[check]).run().results
