@@ -107,10 +107,8 @@ class RequestReceiver:
                 self._answers.send_progress(route, seq, Progress(False, 0, part.upload, query=part.number))
             if not request.body:  # a confirmation from a session that has ended
                 return
-            session, part = (
-                self._requests.sessions.setdefault(request.session, SessionState(key=_key_of(frame))),
-                None,
-            )
+            session = self._requests.sessions[request.session] = SessionState(key=_key_of(frame))
+            part = None
         if route not in session.connections:
             session.add_connection(route)
         for dropped in request.dropped:
