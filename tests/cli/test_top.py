@@ -18,25 +18,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from children import Child, hear, say, warm_python
+from children import Child, warm_python
+from synthetic_run import serve_held_rows
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types.events import Evaluated
 
 
-def serve(directory: str) -> None:
-    """Serve rows that somebody holds, until told to end."""
-    with af.serve(directory, name="driver") as run:
-        run.queue.declare("work", needs=["x"])
-        run.queue.put({"x": [1.0, 2.0, 3.0]})
-        held = run.queue.get("work", 2)
-        say(held.rows)
-        hear()
-
-
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Child]:
-    with Child(serve, str(tmp_path / "run")) as child:
+    with Child(serve_held_rows, str(tmp_path / "run")) as child:
         assert child.hear() == 2
         yield child
         child.say("end")
@@ -194,7 +185,7 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path: Path, served: Child) -> None:
 
 
 def test_a_run_that_ends_while_one_looks(tmp_path: Path) -> None:
-    with Child(serve, str(tmp_path / "run")) as child:
+    with Child(serve_held_rows, str(tmp_path / "run")) as child:
         assert child.hear() == 2
         terminal = Terminal(tmp_path)
         terminal.read("holds 2 rows of work")

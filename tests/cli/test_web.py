@@ -18,11 +18,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from children import Child, hear, say, warm_python
-from synthetic_run import START_S, synthetic_run, write_run
+from children import Child, warm_python
+from synthetic_run import START_S, serve_held_rows, synthetic_run, write_run
 from waiting import until
 
-import asyncflow_sdk as af
 from asyncflow_sdk.cli.web.live_figures import LiveFigures
 from asyncflow_sdk.cli.web.page_server import FIGURES, MOST_CONNECTIONS, PageServer
 from asyncflow_sdk.types import Batch, pack
@@ -193,18 +192,8 @@ def test_markup_of_a_run_stays_text_in_a_browser(page: PageServer, tmp_path: Pat
     assert "<img" not in dom
 
 
-def serve(directory: str) -> None:
-    """Serve rows that somebody holds, until told to end."""
-    with af.serve(directory, name="driver") as run:
-        run.queue.declare("work", needs=["x"])
-        run.queue.put({"x": [1.0, 2.0, 3.0]})
-        held = run.queue.get("work", 2)
-        say(held.rows)
-        hear()
-
-
 def test_a_running_queue_until_it_and_the_page_end(tmp_path: Path) -> None:
-    with Child(serve, str(tmp_path / "run")) as child:
+    with Child(serve_held_rows, str(tmp_path / "run")) as child:
         assert child.hear() == 2
         command = [warm_python(), "-m", "asyncflow_sdk.cli", "web", str(tmp_path / "run")]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
