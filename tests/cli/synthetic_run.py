@@ -1,4 +1,4 @@
-"""A made-up run: 300 steps, three workers, one restart, every kind of event; and how it lies on disk. And a queue served live."""
+"""A made-up run: 300 steps, three workers, one restart, every kind of event; and how it lies on disk."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from children import hear, say
 
-import asyncflow_sdk as af
 from asyncflow_sdk.types import events as ev
 
 START_S = 5_000.0
@@ -110,13 +108,3 @@ def write_run(directory: Path, events: Iterable[ev.Event], summary: object = Non
     if summary is not None:
         (directory / "summary.json").write_bytes(msgspec.json.encode(summary))
     return directory
-
-
-def serve_held_rows(directory: str) -> None:
-    """Serve rows that somebody holds, until told to end."""
-    with af.serve(directory, name="driver") as run:
-        run.queue.declare("work", needs=["x"])
-        run.queue.put({"x": [1.0, 2.0, 3.0]})
-        held = run.queue.get("work", 2)
-        say(held.rows)
-        hear()

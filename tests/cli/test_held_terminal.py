@@ -57,7 +57,10 @@ def test_ctrl_c_leaves_the_terminal_sane() -> None:
     seen = b""
     try:
         while b"step 50 of 300" not in seen:
-            seen += os.read(ours, 65536)
+            try:
+                seen += os.read(ours, 65536)
+            except OSError:  # Linux says EIO when the other end has closed
+                raise AssertionError(f"the program ended early:\n{seen.decode()}") from None
         process.send_signal(signal.SIGINT)
         while True:
             try:

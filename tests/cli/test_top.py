@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 from children import Child, warm_python
-from synthetic_run import serve_held_rows
+from held_rows import serve_held_rows
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types.events import Evaluated

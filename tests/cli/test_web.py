@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from children import Child, warm_python
-from synthetic_run import START_S, serve_held_rows, synthetic_run, write_run
+from held_rows import serve_held_rows
+from synthetic_run import START_S, synthetic_run, write_run
 from waiting import until
 
 from asyncflow_sdk.cli.web.live_figures import LiveFigures
