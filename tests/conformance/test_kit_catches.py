@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from faults import LEFT
@@ -14,8 +16,10 @@ from own_engine import NumpyPolicy, NumpyRollout
 from wrong_rollouts import MADE, WrongRollout
 
 import asyncflow_sdk as af
+from asyncflow_sdk.memory.directory import PREFIX
 from asyncflow_sdk.testing import Conformance, Report
 from asyncflow_sdk.testing.kit import resources
+from asyncflow_sdk.testing.kit.resources import Held
 
 CAUGHT = {
     "promises scores": ("capabilities", r"promise logprobs\(\), which it does not define"),
@@ -161,6 +165,18 @@ def test_what_another_child_of_the_process_has_is_not_the_engines(policy: NumpyP
         os.unlink(path)
 
     assert [(result.outcome, result.detail) for result in report.results] == [("passed", "")]
+
+
+@pytest.mark.parametrize(("folder", "counts"), [("", True), (PREFIX, False)])
+def test_files_in_the_directory_of_a_run_are_not_the_engines(folder: str, counts: bool) -> None:
+    """Runs that were killed beside the kit leave theirs, and those would look like a leak."""
+    nbytes = 8 << 20
+    before = Held.now()
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=f"{folder}test-kit-") as left:
+        Path(left, "file").write_bytes(bytes(nbytes))
+        grown = Held.now().beyond(before, nbytes=nbytes // 2, count=0)
+
+    assert ("segments" in grown) == counts
 
 
 def test_a_right_engine_passes(policy: NumpyPolicy) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..._guard import adopt_orphans, descendants, living_below
+from ...memory.directory import PREFIX
 from .check import CheckFailed, expect
 
 SHM = "/dev/shm/"
@@ -203,9 +204,10 @@ def _segments(pids: list[int]) -> dict[Segment, int]:
 
 def _abandoned() -> dict[Segment, int]:
     """Return this user's files in /dev/shm without a process: left by these processes, or by others
-    that died."""
+    that died. Directories of runs are left out: the next server removes those of dead ones."""
     files: dict[Segment, int] = {}
-    for folder, _, names in os.walk(SHM):
+    for folder, folders, names in os.walk(SHM):
+        folders[:] = [name for name in folders if not name.startswith(PREFIX)]
         for name in names:
             with contextlib.suppress(OSError):
                 stat = os.stat(path := os.path.join(folder, name))
