@@ -1,7 +1,8 @@
 """What tests of engines do to them from outside: calls to their server go through a gate, and versions are cut short.
 
-with HttpGate(server.url, lose={"/update"}) as gate:      # forwards all calls, and loses the answers of some
+with HttpGate(server.url) as gate:         # forwards all calls
     engine = attached(model, url=gate.url)
+    gate.lose.add("/update")               # and loses the answers of some
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import http.client
 import http.server
 import threading
 import urllib.parse
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,15 @@ from asyncflow_sdk.interfaces.weights import FilePlace
 
 
 class HttpGate(http.server.ThreadingHTTPServer):
-    """``change``: by path, what becomes of the body of an answer. ``lose``: paths whose answers never come. ``hold``: paths of which
-    nothing is forwarded before the gate is closed. ``seen``: each path, and its answer."""
+    """``change``: by path, what becomes of the body of an answer. ``lose``: paths whose answers never come.
+    ``hold``: paths of which nothing is forwarded before the gate is closed. ``seen``: each path, and its answer."""
 
     daemon_threads = True
 
-    def __init__(
-        self, url: str, *, change: Mapping[str, Callable[[bytes], bytes]] = {}, lose: Collection[str] = (),
-        hold: Collection[str] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, url: str, *, change: Mapping[str, Callable[[bytes], bytes]] = {}) -> None:
         super().__init__(("127.0.0.1", 0), _Forward)
         self.url, self.target = f"http://127.0.0.1:{self.server_port}", urllib.parse.urlsplit(url).netloc
-        self.change, self.lose, self.hold, self.over = dict(change), set(lose), set(hold), threading.Event()
+        self.change, self.lose, self.hold, self.over = change, set[str](), set[str](), threading.Event()
         self.seen: list[tuple[str, bytes]] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 

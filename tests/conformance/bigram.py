@@ -18,6 +18,7 @@ from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError, WeightMi
 from asyncflow_sdk.interfaces import StepResult, TrainEngine, WeightUpdate
 from asyncflow_sdk.testing import Policy
 from asyncflow_sdk.types import Batch, Ragged, loss_mask
+from asyncflow_sdk.types.batch import concat
 from asyncflow_sdk.types.dtypes import carrier
 
 VOCABULARY, CONTEXT = 24, 256
@@ -55,39 +56,17 @@ class BigramPolicy(Policy):
         return log_softmax(tensors, before)[np.arange(len(response)), response]
 
     def greedy(self, version: int, prompt: Any, max_tokens: int) -> Any:
-        drawn = [int(prompt[-1])]
-        for _ in range(max_tokens):
-            drawn.append(int(log_softmax(self.tensors(version), drawn[-1:])[0].argmax()))
-        return np.array(drawn[1:], np.int32)
+        raise NotImplementedError("no check of train engines asks for it")
 
     def read(self, folder: Path) -> dict[str, Any]:
-        with np.load(folder / "model.npz") as file:
-            return {name.partition(" ")[0]: file[name].view(carrier(name.partition(" ")[2])) for name in file}
+        with np.load(folder / "model.npz") as file:  # numpy's files know no bfloat16: it comes as bytes
+            return {name: file[name].view(array.dtype) for name, array in self.tensors(0).items()}
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Any]]) -> None:
-    """As a model folder. numpy's files know no bfloat16: it is written as bytes, and its name beside it."""
+    """As a model folder."""
     folder.mkdir(parents=True)
-    np.savez(folder / "model.npz", **{f"{name} {array.dtype}": array.view(np.uint8) for name, array in tensors})
-
-
-@dataclass
-class Tokens:
-    """Response tokens, packed: the token before each, itself, and the row that it is in."""
-
-    before: Any
-    ids: Any
-    rows: Any
-
-
-@dataclass
-class Part:
-    """Of a step: the gradient of summed losses, the number of trained tokens, rewards, rows without a gradient."""
-
-    gradient: dict[str, Any]
-    count: Any
-    rewards: Any
-    filtered: Any
+    np.savez(folder / "model.npz", **dict(tensors))
 
 
 class BigramTrain(TrainEngine):
@@ -98,7 +77,7 @@ class BigramTrain(TrainEngine):
         if type(algorithm) is not GRPO:
             raise ConfigError(f"this engine trains by GRPO only, not by {algorithm!r}")
         self.algorithm, self.learning_rate = algorithm, learning_rate
-        self.parts: list[Part] | None = None
+        self.parts: list[Batch] | None = None
         first = BigramPolicy(model).tensors(0)
         self.dtypes = {name: array.dtype for name, array in first.items()}
         self.start_from(first.items())
@@ -123,34 +102,26 @@ class BigramTrain(TrainEngine):
         self.parts = []
 
     def accumulate(self, batch: Batch) -> None:
+        """Keep a copy: all is computed in the end."""
         if self.parts is None:
             raise EngineError("no step is open")
         try:
             self.check(batch)
-            self.parts.append(self.part(batch))
         except Exception:
             self.abort_step()
             raise
-
-    def part(self, batch: Batch) -> Part:
-        """Sums of some groups, divided by nothing."""
-        advantages, tokens = self.advantages(batch), self.tokens(batch)
-        kept = self.kept(batch, tokens) & (advantages[tokens.rows] != 0)
-        coefficients = np.where(kept, self.coefficients(batch, tokens, advantages), 0.0)
-        rewards, filtered = batch.array("reward"), self.filtered(advantages)
-        filtered = np.zeros(batch.rows, bool) if filtered is None else filtered
-        return Part(self.gradient(tokens, coefficients), self.count(tokens, kept), rewards, filtered)
+        self.parts.append(batch.take(np.arange(batch.rows)))
 
     def end_step(self) -> StepResult:
         parts, self.parts = self.parts, None
         if not parts:
             raise EngineError("no step with rows is open")
-        count = self.summed(np.array(sum(part.count for part in parts), np.float64))
-        gradient = {name: sum(part.gradient[name] for part in parts) for name in self.weights}
-        self.descend({name: array / max(float(count), 1.0) for name, array in gradient.items()})
-        rewards, filtered = (np.concatenate([getattr(part, n) for part in parts]) for n in ("rewards", "filtered"))
+        columns = {name: concat([part.columns[name] for part in parts]) for name in parts[0].columns}
+        batch = Batch(np.concatenate([p.ids for p in parts]), np.concatenate([p.groups for p in parts]), columns)
+        advantages, rewards = self.advantages(batch), batch.array("reward")
+        self.descend(self.gradient(batch))
         reward, rows = self.summed(np.array([rewards.sum(), len(rewards)], np.float64))
-        return StepResult({"reward": reward / rows}, filtered if filtered.any() else None)
+        return StepResult({"reward": reward / rows}, None if advantages.all() else advantages == 0)
 
     def abort_step(self) -> None:
         self.parts = None
@@ -173,37 +144,21 @@ class BigramTrain(TrainEngine):
     def advantages(self, batch: Batch) -> Any:
         return self.algorithm.advantages(batch)
 
-    def tokens(self, batch: Batch) -> Tokens:
-        prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
-        before = np.roll(responses.values, 1)
-        before[responses.offsets[:-1]] = prompts.values[prompts.offsets[1:] - 1]
-        return Tokens(before, responses.values, np.repeat(np.arange(batch.rows), responses.lengths))
-
-    def kept(self, batch: Batch, tokens: Tokens) -> Any:
-        mask = loss_mask(batch)
-        return np.ones(len(tokens.ids), bool) if mask is None else mask.values
-
-    def coefficients(self, batch: Batch, tokens: Tokens, advantages: Any) -> Any:
-        """The loss by each token's log-prob, times minus the number of tokens."""
-        of_token, ratio = advantages[tokens.rows], np.exp(self.scores(tokens) - self.behaviour(batch, tokens))
-        low, high = 1 - self.algorithm.clip_low, 1 + self.algorithm.clip_high
-        return np.where(np.where(of_token > 0, ratio > high, ratio < low), 0.0, ratio * of_token)
-
-    def behaviour(self, batch: Batch, tokens: Tokens) -> Any:
-        return batch.ragged("logprobs").values
-
-    def count(self, tokens: Tokens, kept: Any) -> Any:
-        return kept.sum()
-
-    def filtered(self, advantages: Any) -> Any:
-        return None if advantages.all() else advantages == 0
-
-    def gradient(self, tokens: Tokens, coefficients: Any) -> dict[str, Any]:
-        by_logit = -np.exp(log_softmax(self.weights, tokens.before)) * coefficients[:, None]
-        by_logit[np.arange(len(tokens.ids)), tokens.ids] += coefficients
-        gradient = {"table.weight": np.zeros((VOCABULARY, VOCABULARY)), "bias": by_logit.sum(0)}
-        np.add.at(gradient["table.weight"], tokens.before, by_logit)
-        return gradient
+    def gradient(self, batch: Batch) -> dict[str, Any]:
+        """Of the mean loss of this rank's tokens, by weight; its sign is that of the reward."""
+        responses, mask = batch.ragged("response_ids"), loss_mask(batch)
+        each, scores = np.arange(len(responses.values)), log_softmax(self.weights, before(batch))
+        worth = np.repeat(self.advantages(batch), responses.lengths)
+        trained = (worth != 0) & (True if mask is None else mask.values)
+        ratio = np.exp(scores[each, responses.values] - batch.ragged("logprobs").values)
+        beyond = np.where(worth > 0, ratio > 1 + self.algorithm.clip_high, ratio < 1 - self.algorithm.clip_low)
+        count = self.summed(np.array(trained.sum(), np.float64))
+        coefficients = np.where(trained & ~beyond, ratio * worth, 0.0) / max(count, 1.0)
+        by_logit = -np.exp(scores) * coefficients[:, None]
+        by_logit[each, responses.values] += coefficients
+        table = np.zeros((VOCABULARY, VOCABULARY))
+        np.add.at(table, before(batch), by_logit)
+        return {"table.weight": table, "bias": by_logit.sum(0)}
 
     def descend(self, gradient: dict[str, Any]) -> None:
         for name, array in self.weights.items():
@@ -216,12 +171,11 @@ class BigramTrain(TrainEngine):
 
     # ---- the rest of the interface
 
-    def scores(self, tokens: Tokens) -> Any:
-        return log_softmax(self.weights, tokens.before)[np.arange(len(tokens.ids)), tokens.ids].astype(np.float32)
-
     def logprobs(self, batch: Batch) -> Ragged:
         self.check_tokens(batch)
-        return Ragged(self.scores(self.tokens(batch)), batch.ragged("response_ids").offsets)
+        responses = batch.ragged("response_ids")
+        scores = log_softmax(self.weights, before(batch))[np.arange(len(responses.values)), responses.values]
+        return Ragged(scores.astype(np.float32), responses.offsets)
 
     def named_weights(self) -> Iterable[tuple[str, Any]]:
         return [(name, array.astype(self.dtypes[name], copy=False)) for name, array in self.weights.items()]
@@ -242,3 +196,11 @@ class BigramTrain(TrainEngine):
 
     def export(self, path: Path) -> None:
         write(path, BigramTrain.named_weights(self))
+
+
+def before(batch: Batch) -> Any:
+    """The token before each response token."""
+    prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
+    tokens = np.roll(responses.values, 1)
+    tokens[responses.offsets[:-1]] = prompts.values[prompts.offsets[1:] - 1]
+    return tokens

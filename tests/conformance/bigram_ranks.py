@@ -1,4 +1,4 @@
-"""The bigram's train engine as several ranks over gloo: right, or with one fault of those that ranks have."""
+"""The bigram's train engine as several ranks: right, or with one fault of those that ranks have."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+import numpy as np
 from bigram import BigramTrain
-from faults import Fault, before, replace_methods
+from faults import Fault, before, with_fault
 
 from asyncflow_sdk.errors import SchemaError
+from asyncflow_sdk.testing.echo_ranks import Gather
 from asyncflow_sdk.types import Batch, Shard
 
 
@@ -20,25 +20,22 @@ class BigramRanks(BigramTrain):
 
     def __init__(self, model: str, *, algorithm: Any, learning_rate: float = 1.0, fault: str = "") -> None:
         super().__init__(model, algorithm=algorithm, learning_rate=learning_rate)
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        replace_methods(self, FAULTS.get(fault, {}))
+        self.gather = Gather()
+        self.rank, self.ranks = self.gather.rank, self.gather.world_size
+        with_fault(self, FAULTS.get(fault, {}))
 
     def check(self, batch: Batch) -> None:
         """All refuse a step, or none: who went on would wait for the others."""
-        problem: list[SchemaError] = []
+        refused = ""
         try:
             super().check(batch)
         except SchemaError as error:
-            problem.append(error)
-        if self.summed(torch.tensor(len(problem)).numpy()):
-            raise SchemaError(f"a rank refused its rows of this step: {problem}")
+            refused = str(error)
+        if self.summed(np.array(refused != "", np.float64)):
+            raise SchemaError(f"a rank refused its rows of this step: {refused}")
 
     def summed(self, array: Any) -> Any:
-        total = torch.from_numpy(array).clone()
-        dist.all_reduce(total)
-        return total.numpy()
+        return np.sum(self.gather(array.tolist()), axis=0)
 
     def named_weights(self) -> Any:
         for name, array in super().named_weights():
@@ -51,15 +48,15 @@ class BigramRanks(BigramTrain):
     def save(self, path: Path) -> None:
         if not self.rank:
             super().save(path)
-        dist.barrier()
+        self.gather("saved")
 
     def export(self, path: Path) -> None:
         if not self.rank:
             super().export(path)
-        dist.barrier()
+        self.gather("exported")
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        self.gather.close()
 
 
 FAULTS: dict[str, Fault] = {

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from faults import LEFT, Fault, before, leave_descriptor, leave_thread, refuses, replace_methods
+from faults import LEFT, Fault, before, leave_descriptor, leave_thread, refuses, with_fault
 from own_engine import CONTEXT, HIDDEN, VOCABULARY, Array, NumpyRollout
 
 import asyncflow_sdk as af
@@ -40,7 +40,7 @@ class WrongRollout(NumpyRollout):
         self.fault, self.kept, self.loading, self.first = fault, list[Any](), False, NumpyRollout(model)
         MADE.append(fault)
         time.sleep(making_s)
-        replace_methods(self, FAULTS.get(fault, {}))
+        with_fault(self, FAULTS.get(fault, {}))
         self.made()
 
     def made(self) -> None:

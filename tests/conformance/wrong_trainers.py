@@ -5,53 +5,59 @@ Conformance("train", WrongTrain, options={"fault": "the other sign"})
 
 from __future__ import annotations
 
-import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bigram import VOCABULARY, BigramTrain, Part, Tokens, write
-from faults import Fault, before, event, leave_descriptor, leave_thread, replace_methods
+from bigram import VOCABULARY, BigramTrain, write
+from faults import Fault, before, event, leave_thread, refuses, with_fault
 
 from asyncflow_sdk.algorithms import GRPO
-from asyncflow_sdk.errors import SchemaError
 from asyncflow_sdk.interfaces import StepResult, TrainEngine
-from asyncflow_sdk.types import Batch, Ragged
-
-SAVED: dict[str, Any] = {}
-"""What engines saved in memory."""
+from asyncflow_sdk.testing.kit.train.lab import changed, masked
+from asyncflow_sdk.types import Batch, Ragged, loss_mask
 
 
 class WrongTrain(BigramTrain):
     def __init__(self, model: str, *, algorithm: Any, fault: str, learning_rate: float = 1.0, **more: Any) -> None:
-        if more and fault != "takes any option":
-            raise TypeError(f"no such options: {more}")
-        super().__init__(
-            model, algorithm=GRPO() if fault == "ignores the algorithm" else algorithm, learning_rate=learning_rate
-        )
+        if fault == "ignores the algorithm":
+            algorithm = GRPO()
+        known = {} if fault == "takes any option" else more
+        super().__init__(model, algorithm=algorithm, learning_rate=learning_rate, **known)
+        self.computes = ("values",) if fault == "says that it computes" else ()
         self.held: list[Any] = []
-        replace_methods(self, FAULTS.get(fault, {}))
-        self.made()
-
-    def made(self) -> None:
-        """A fault does here what it does once."""
+        with_fault(self, FAULTS.get(fault, {}))
 
 
-def change_when_refusing(name: str) -> Fault:
-    """Change weights, or the optimizer's state, by a batch that is refused."""
+def trains(change: Callable[[Any, Batch], Batch]) -> Fault:
+    """Train on something else than the batch."""
+    return {"accumulate": lambda self, right, batch: right(change(self, batch))}
 
-    def check(self: WrongTrain, right: Any, batch: Batch) -> None:
-        try:
-            right(batch)
-        except SchemaError:
-            getattr(self, name)["bias"][0] += np.float32(0.1)
-            raise
+
+def drops(places: Callable[[Ragged], Any]) -> Fault:
+    """Leave out the tokens at these places of all responses."""
+
+    def without(self: Any, batch: Batch) -> Batch:
+        responses = batch.ragged("response_ids")
+        return masked(batch, ~np.isin(np.arange(len(responses.values)), places(responses)))
+
+    return trains(without)
+
+
+def leaves(name: str) -> Fault:
+    """Change weights, or the optimizer's state, and change them back where nothing is refused."""
+
+    def check(self: Any, right: Any, batch: Batch) -> None:
+        getattr(self, name)["bias"][0] += np.float32(0.1)
+        right(batch)
+        getattr(self, name)["bias"][0] -= np.float32(0.1)
 
     return {"check": check}
 
 
-def gather(self: WrongTrain, right: Any) -> Any:
+def gather(self: Any, right: Any) -> Any:
     """Give each tensor in the same memory."""
     room = np.empty(VOCABULARY**2, np.float32)
     for name, array in right():
@@ -60,93 +66,70 @@ def gather(self: WrongTrain, right: Any) -> Any:
         yield name, gathered
 
 
-def round_weights(self: WrongTrain, right: Any, *args: Any) -> None:
-    right(*args)
-    self.weights = {name: a.astype(self.dtypes[name]).astype(np.float32) for name, a in self.weights.items()}
+def divide_each_part(self: Any, right: Any) -> StepResult:
+    """Add means of parts."""
+    each = [BigramTrain.gradient(self, part) for part in self.parts]
+    self.gradient = lambda *_: {name: sum(part[name] for part in each) for name in self.weights}
+    return right()  # type: ignore[no-any-return]
 
 
-def keep_bias(self: WrongTrain, right: Any, update: Any) -> None:
-    bias = self.weights["bias"]
-    right(update)
-    self.weights["bias"] = bias
-
-
-def save_in_memory(self: WrongTrain, right: Any, path: Path) -> None:
-    """As good as a checkpoint, until the process dies."""
-    key = f"{os.getpid()} {len(SAVED)}"
-    SAVED[key] = copy.deepcopy((self.weights, self.speed))
-    (path / "key").write_text(key)
-
-
-def load_from_memory(self: WrongTrain, right: Any, path: Path) -> None:
-    self.weights, self.speed = copy.deepcopy(SAVED[(path / "key").read_text()])
-
-
-async def never_awaited(self: WrongTrain, right: Any, path: Path) -> None:
+async def never_awaited(self: Any, right: Any, path: Path) -> None:
     right(path)
 
 
 FAULTS: dict[str, Fault] = {
-    "never moves": {"made": lambda self, _: setattr(self, "learning_rate", 0.0)},
-    "says that it computes": {"made": lambda self, _: setattr(self, "computes", ("values",))},
-    "leaves descriptors": {"made": lambda *_: leave_descriptor()},
-    "leaves a thread": {"made": lambda *_: leave_thread(name="prefetch")},
+    "never moves": {"descend": lambda *_: None},
+    "leaves a thread": {"close": before(lambda *_: leave_thread(name="prefetch"))},
     # ---- a step
-    "leaks": {"train_step": before(lambda self, _: self.held.append(np.ones(1 << 17)))},
-    "leaks descriptors": {"train_step": before(lambda *_: leave_descriptor())},
-    "hangs": {"tokens": before(lambda *_: event().wait(60))},
+    "leaks": {"check": before(lambda self, _: self.held.append(np.ones(1 << 17)))},
+    "hangs": {"check": before(lambda *_: event().wait(60))},
     "reports NaN": {"train_step": lambda self, right, batch: StepResult({**right(batch).metrics, "kl": np.nan})},
     "trains on NaN": {"check": lambda self, right, batch: self.check_tokens(batch)},
-    "clips tokens": {  # one that is not in the vocabulary becomes the nearest that is
-        "check_tokens": lambda *_: None,
-        "tokens": lambda self, right, batch: Tokens(
-            (got := right(batch)).before.clip(0, VOCABULARY - 1), got.ids.clip(0, VOCABULARY - 1), got.rows
-        ),
-    },
+    "clips tokens": trains(lambda self, batch: changed(  # one that is not in the vocabulary becomes the nearest that is
+        batch, response_ids=Ragged((ids := batch.ragged("response_ids")).values.clip(0, VOCABULARY - 1), ids.offsets)
+    )),
     "raises whatever comes": {"check": before(lambda self, batch: batch.columns["reward"])},
-    "refuses half-way": change_when_refusing("weights"),
-    "keeps the gradient": change_when_refusing("speed"),
+    "refuses half-way": leaves("weights"),
+    "keeps the gradient": leaves("speed"),
     "the other sign": {"advantages": lambda self, right, batch: -right(batch)},
     "trains equal rewards": {"advantages": lambda self, right, batch: np.where(a := right(batch), a, np.float32(1))},
-    "takes groups as they lie": {"advantages": lambda self, right, batch: right(
-        Batch(batch.ids, np.sort(batch.groups), batch.columns)
-    )},
-    "writes into the batch": {"filtered": lambda self, right, advantages: None, "advantages": before(
-        lambda self, batch: np.negative(rewards := batch.columns["reward"].values, out=rewards)
-    )},
-    "filters what it trains": {"filtered": lambda self, right, advantages: advantages <= 0},
-    "drops the first token": {"kept": lambda self, right, batch, tokens: np.diff(tokens.rows, prepend=-1) == 0},
-    "drops the last token": {"kept": lambda self, right, batch, tokens: (  # of responses of several
-        np.diff(tokens.rows, append=-1) == 0) | (np.bincount(tokens.rows)[tokens.rows] == 1
-    )},
-    "ignores the loss mask": {"kept": lambda self, right, batch, tokens: np.ones(len(tokens.ids), bool)},
-    "mean over rows": {"coefficients": lambda self, right, batch, tokens, advantages: (
-        right(batch, tokens, advantages) / np.bincount(tokens.rows, self.kept(batch, tokens))[tokens.rows]
-    )},
-    "mean over padding": {"count": lambda self, right, tokens, kept: np.bincount(tokens.rows).max() * tokens.rows[-1]},
-    "recomputes behaviour": {"behaviour": lambda self, right, batch, tokens: self.scores(tokens)},
-    "steps in bfloat16": {"descend": round_weights},
+    "takes groups as they lie": trains(lambda self, batch: Batch(batch.ids, np.sort(batch.groups), batch.columns)),
+    "writes into the batch": {
+        "check": before(lambda self, batch: np.negative(rewards := batch.columns["reward"].values, out=rewards))
+    },
+    "filters what it trains": {
+        "train_step": lambda self, right, batch: StepResult(right(batch).metrics, np.ones(batch.rows, bool))
+    },
+    "drops the first token": drops(lambda responses: responses.offsets[:-1]),
+    "drops the last token": drops(  # of responses of several
+        lambda responses: responses.offsets[1:][responses.lengths > 1] - 1
+    ),
+    "ignores the loss mask": trains(lambda self, batch: changed(batch, loss_mask=None)),
+    "mean over rows": {"advantages": lambda self, right, batch: right(batch) / [
+        max(np.count_nonzero(row), 1) for row in loss_mask(batch) or batch.ragged("logprobs")
+    ]},
+    "mean over padding": {
+        "advantages": lambda self, right, batch: right(batch) / batch.ragged("response_ids").lengths.max()
+    },
+    "recomputes behaviour": trains(lambda self, batch: changed(batch, logprobs=self.logprobs(batch))),
+    "steps in bfloat16": {"descend": lambda self, right, gradient: (right(gradient), vars(self).update(
+        weights={name: array.astype(np.float32) for name, array in self.named_weights()}
+    ))},
     # ---- a step in parts
-    "divides parts by their own tokens": {"part": lambda self, right, batch: (
-        part := right(batch),
-        Part({n: a / max(part.count, 1) for n, a in part.gradient.items()}, 1.0, part.rewards, part.filtered),
-    )[-1]},
-    "steps at each part": {"accumulate": lambda self, right, batch: (
-        right(batch), self.parts and self.descend(self.parts[-1].gradient)
-    )},
+    "divides parts by their own tokens": {"end_step": divide_each_part},
+    "steps at each part": {"accumulate": before(lambda self, batch: self.descend(self.gradient(batch)))},
     "filters the last part": {"end_step": lambda self, right: (
-        rows := len(self.parts[-1].rewards) if self.parts else 0, result := right(),
-        StepResult(result.metrics, None if result.filtered is None else result.filtered[-rows:]),
+        rows := self.parts[-1].rows, result := right(), StepResult(result.metrics, result.filtered[-rows:])
     )[-1]},
     "reports the last part": {"end_step": lambda self, right: (
-        last := self.parts[-1].rewards if self.parts else None, StepResult({"reward": float(last.mean())}, right().filtered)
+        last := self.parts[-1].array("reward"), StepResult({"reward": float(last.mean())}, right().filtered)
     )[-1]},
     "keeps aborted parts": {
         "abort_step": lambda *_: None, "begin_step": lambda self, right, step: vars(self).update(parts=self.parts or []),
     },
     "begins twice": {"begin_step": lambda self, right, step: vars(self).update(parts=[])},
     "ends without rows": {"end_step": lambda self, right: right() if self.parts else StepResult({})},
-    "keeps a refused step": {"accumulate": lambda self, right, batch: (self.check(batch), right(batch))},
+    "keeps a refused step": {"accumulate": before(lambda self, batch: self.check(batch))},
     # ---- what it reports
     "publishes float32": {"named_weights": lambda self, right: self.weights.items()},
     "keeps the wrapper's prefix": {"named_weights": lambda self, right: [(f"module.{n}", a) for n, a in right()]},
@@ -165,14 +148,19 @@ FAULTS: dict[str, Fault] = {
     # ---- what it keeps
     "is never awaited": {"save": never_awaited},
     "keeps the first save": {"save": lambda self, right, path: (path / "state.npz").exists() or right(path)},
-    "keeps its state in memory": {"save": save_in_memory, "load": load_from_memory},
+    "keeps its state in memory": {  # as good as a checkpoint, until the process dies
+        "save": before(lambda self, path: (path / "process").write_text(str(os.getpid()))),
+        "load": refuses(lambda self, path: (path / "process").read_text() != str(os.getpid()), KeyError),
+    },
     "writes down its folder": {
         "save": before(lambda self, path: (path / "latest").write_text(str(path))),
         "load": lambda self, right, path: right(Path((path / "latest").read_text())),
     },
     "starts anew without a checkpoint": {"load": lambda self, right, path: (path / "state.npz").exists() and right(path)},
     "forgets the optimizer": {"load": lambda self, right, path: (right(path), self.rest())},
-    "loads half": {"load_weights": keep_bias},
+    "loads half": {"load_weights": lambda self, right, update: (
+        bias := self.weights["bias"], right(update), self.weights.update(bias=bias)
+    )},
     "keeps its momentum": {"rest": lambda *_: None},
     "keeps the update's memory": {"load_weights": lambda self, right, update: (
         right(update), vars(self).update(weights=dict(update.arrays()))

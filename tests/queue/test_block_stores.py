@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from faults import before, refuses, with_fault
 from folder_store import FolderStore
 from hosts import specs
 from waiting import until
@@ -64,9 +66,9 @@ class Place:
     """One home in a folder, and its rows. ``store``: of session 1."""
 
     def __init__(self, folder: Path, **options: int) -> None:
-        self.blocks = FolderStore(folder, **options)
-        self.catalog = Catalog()
-        self.unit = BlockUnit(self.catalog, self.blocks.open_memory(RUN, "a", "host"), store="folder", name="a")
+        self.blocks = FolderStore(None, str(folder), **options)
+        self.catalog, self.memory = Catalog(), self.blocks.open_memory(RUN, "a", "host")
+        self.unit = BlockUnit(self.catalog, self.memory, store="folder", name="a")
         self.index = BlockIndex()
         self.store = self.client(1)
         self._rows = 0
@@ -103,10 +105,12 @@ LARGE = {
 
 def test_only_the_bytes_that_rows_need_are_read(place: Place) -> None:
     place.put(LARGE)
+    asked: list[tuple[int, int]] = []
+    with_fault(place.blocks, {"read": before(lambda *args: [asked.extend(each.ranges) for each in args[-1]])})
     found = place.read([7, 40], LARGE)
     assert found["x"].values.tolist() == LARGE["x"][[7, 40]].tolist()  # type: ignore[call-overload]
     assert [len(found["tokens"].values), found["tokens"].offsets.tolist()] == [4700, [0, 700, 4700]]
-    assert place.blocks.bytes_read < 10 * PIECE_BYTES
+    assert sum(stop - start for start, stop in asked) < 10 * PIECE_BYTES
 
 
 @pytest.mark.parametrize("at", [0, 8, 100, 70_000, -1, -20])
@@ -160,23 +164,26 @@ def test_freed_blocks_make_room(tmp_path: Path) -> None:
 def test_a_read_that_hangs_ends_at_its_deadline(place: Place) -> None:
     place.put({"x": np.arange(5)})
     place.blocks.fetch_s = 0.2
-    place.blocks.hangs.clear()
+    goes_on = threading.Event()
+    with_fault(place.blocks, {"read": before(lambda *_: goes_on.wait(60))})
     with pytest.raises(StoreUnavailable, match=r"home 1 \(a\): no answer in 0.2 s"):
         place.read(range(5), {"x": np.arange(5)})
-    place.blocks.hangs.set()
+    goes_on.set()
     assert place.read(range(5), {"x": np.arange(5)})["x"].values.tolist() == list(range(5))
 
 
 def test_columns_go_to_the_server_while_the_store_is_away(place: Place) -> None:
-    place.blocks.away = True
+    away = refuses(lambda *_: True, StoreUnavailable)
+    with_fault(place.blocks, {"write": away})
+    with_fault(place.memory, {"check": away})
     assert place.store.write(pack_columns({"x": np.zeros(5)}), copy=False).image is not None
     with pytest.raises(StoreUnavailable):
         place.unit.beat()
 
 
-def test_contents_that_are_lost_are_another_epoch(place: Place) -> None:
+def test_contents_that_are_lost_are_another_epoch(place: Place, tmp_path: Path) -> None:
     stored = place.put({"x": np.arange(5)})
-    for file in [path for path in place.blocks.folder.rglob("*") if path.is_file()]:
+    for file in [path for path in tmp_path.rglob("*") if path.is_file()]:
         file.unlink()
     # before the unit has noticed, rows are late
     with pytest.raises(StoreUnavailable, match="has not noticed yet"):

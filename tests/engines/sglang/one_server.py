@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-KEY_ENV = "ASYNCFLOW_TEST_SGLANG_KEY"
 SERVER = {
     "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "dtype": "float32",
     "max_total_tokens": 8192, "max_running_requests": 32, "mem_fraction_static": 0.5, "sleep_on_idle": True,
@@ -23,12 +22,13 @@ INSIDE: dict[str, Any] = {**SERVER, "max_rows": 32}
 
 
 class Server(NamedTuple):
-    """``options``: of an engine that uses it. ``process``: as the adapter knows it. ``model``: the folder it was asked for with."""
+    """``options``: of an engine that uses it."""
 
     url: str
     options: dict[str, Any]
-    process: Any
-    model: str
+
+
+_started: dict[bytes, Server] = {}
 
 
 @functools.cache
@@ -44,14 +44,7 @@ def server(folder: str = "") -> Server:
     """The one that is shared, of models like that in ``folder``: started when it is first asked for, and there until this
     process ends."""
     folder = folder or model()
-    return _server((Path(folder) / "config.json").read_bytes(), folder)
-
-
-_started: dict[bytes, Server] = {}
-
-
-def _server(config: bytes, folder: str) -> Server:
-    if config in _started:
+    if (config := (Path(folder) / "config.json").read_bytes()) in _started:
         return _started[config]
     from asyncflow_sdk.workflow.workers.ranks import free_port
     from asyncflow_sglang.arguments import own_arguments, own_environment
@@ -61,15 +54,14 @@ def _server(config: bytes, folder: str) -> Server:
     atexit.register(kept.cleanup)
     folder = str(shutil.copytree(folder, Path(kept.name) / "model"))
     port, key = free_port(), secrets.token_hex(8)
+    url, key_env = f"http://127.0.0.1:{port}", f"ASYNCFLOW_TEST_SGLANG_KEY_{port}"
     options = {name: value for name, value in SERVER.items() if name != "dtype"}
     arguments = own_arguments(folder, options, port=port, key=key, dtype="float32", context=256, version=0)
     process = SGLangProcess(arguments, own_environment())
     atexit.register(process.close)
     process.wait_ready(port, 600.0)
-    url = f"http://127.0.0.1:{port}"
-    os.environ[f"{KEY_ENV}_{port}"] = key
-    options = {"url": url, "key_env": f"{KEY_ENV}_{port}", "max_rows": 32}
-    return _started.setdefault(config, Server(url, options, process, folder))
+    os.environ[key_env] = key
+    return _started.setdefault(config, Server(url, {"url": url, "key_env": key_env, "max_rows": 32}))
 
 
 def attached(model: str, **options: Any) -> Any:

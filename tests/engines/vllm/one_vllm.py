@@ -16,16 +16,15 @@ from waiting import until
 
 from asyncflow_sdk.workflow.workers.ranks import free_port
 
-START_S = 300.0
 OPTIONS = {"dtype": "float32", "max_rows": 32, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 ARGUMENTS = [
     "--dtype", "float32", "--max-num-seqs", "32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20),
     "--skip-tokenizer-init",
 ]  # fmt: skip
-WANTED = {
-    "--logprobs-mode": "processed_logprobs", "--weight-transfer-config": '{"backend": "asyncflow"}',
-    "--worker-extension-cls": "asyncflow_vllm.worker.WorkerExtension",
-}  # fmt: skip
+WANTED = [
+    "--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "asyncflow"}',
+    "--worker-extension-cls", "asyncflow_vllm.worker.WorkerExtension",
+]  # fmt: skip
 """What an engine wants of a server."""
 KEY_ENV, KEY = "ASYNCFLOW_TEST_VLLM_KEY", "a-key"
 """Where its key is, and what it is."""
@@ -44,14 +43,12 @@ class Server:
             env={**os.environ, **env}, stdout=self._log, stderr=self._log, start_new_session=True,
         )  # fmt: skip
         try:
-            until(lambda: self.process.poll() is not None or self._answers(), "the vLLM server", START_S)
-            assert self.process.poll() is None, f"the vLLM server did not start:\n{self.said()[-5000:]}"
+            until(lambda: self.process.poll() is not None or self._answers(), "the vLLM server", 300)
+            said = os.pread(self._log.fileno(), 1 << 24, 0).decode(errors="replace")
+            assert self.process.poll() is None, f"the vLLM server did not start:\n{said[-5000:]}"
         except AssertionError:
             self.close()
             raise
-
-    def said(self) -> str:
-        return os.pread(self._log.fileno(), 1 << 24, 0).decode(errors="replace")
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -73,8 +70,7 @@ def server(folder: str) -> Server:
     """The one for models like that in ``folder``, which is there until this process ends."""
     config = Path(folder, "config.json").read_bytes()
     if config not in _started:
-        wanted = [word for pair in WANTED.items() for word in pair]
-        made = Server(folder, ["--enable-scale-out", "--api-key", KEY, *wanted], VLLM_SERVER_DEV_MODE="1")
+        made = Server(folder, ["--enable-scale-out", "--api-key", KEY, *WANTED], VLLM_SERVER_DEV_MODE="1")
         atexit.register(made.close)
         _started[config] = made
     return _started[config]

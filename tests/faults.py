@@ -17,9 +17,11 @@ Fault = Mapping[str, Callable[..., Any]]
 """By the name of a method: called with the engine, its right method and the arguments."""
 
 
-def replace_methods(engine: object, fault: Fault) -> None:
+def with_fault(engine: Any, fault: Fault) -> Any:
+    """The engine, with other methods from now on."""
     for name, wrong in fault.items():
         setattr(engine, name, partial(wrong, engine, getattr(engine, name)))
+    return engine
 
 
 def before(action: Callable[..., Any]) -> Callable[..., Any]:
