@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -10,21 +10,16 @@ from asyncflow_sdk.memory import Arena, Mapper, SharedDirectory
 
 
 @pytest.fixture(autouse=True)
-def close_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    made: list[Any] = []
-    for kind in (Arena, Mapper):
-        monkeypatch.setattr(kind, "__init__", _counted(kind.__init__, made))
-    yield
-    for each in made:
-        each.close(unlink=False) if isinstance(each, Arena) else each.close()
-
-
-def _counted(begin: Any, made: list[Any]) -> Any:
-    def init(self: Any, *arguments: Any, **options: Any) -> None:
-        begin(self, *arguments, **options)
-        made.append(self)
-
-    return init
+def close_memory() -> Iterator[None]:
+    with (
+        patch.object(Arena, "__init__", autospec=True, side_effect=Arena.__init__) as arenas,
+        patch.object(Mapper, "__init__", autospec=True, side_effect=Mapper.__init__) as mappers,
+    ):
+        yield
+    for call in arenas.call_args_list:
+        call.args[0].close(unlink=False)
+    for call in mappers.call_args_list:
+        call.args[0].close()
 
 
 @pytest.fixture

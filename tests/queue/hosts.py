@@ -61,11 +61,11 @@ class HostView(HomeCatalog):
 
 
 class HostClient(Connection):
-    """A client on one of the hosts; "" is none. It does not see the server's memory."""
+    """A client on one of the hosts; "" is none. Only those on the server's host see its memory."""
 
-    def __init__(self, run: af.Run, host: str, *, insecure: bool = False) -> None:
+    def __init__(self, run: af.Run, host: str, **options: Any) -> None:
         self.host = host
-        super().__init__(run.address, f"client on {host}", shared_memory=False, insecure=insecure)
+        super().__init__(run.address, f"client on {host}", **options)
 
     def homes(self) -> HomeCatalog:
         return HostView(super().homes(), self.host)
@@ -94,7 +94,8 @@ class Cluster:
         return self.home(host)
 
     def connection(self, host: str) -> HostClient:
-        return self.ends.enter_context(contextlib.closing(HostClient(self.run, host, insecure=self.insecure)))
+        made = HostClient(self.run, host, shared_memory=False, insecure=self.insecure)
+        return self.ends.enter_context(contextlib.closing(made))
 
     def client(self, host: str) -> TransferQueue:
         return open_queue(self.connection(host))

@@ -13,15 +13,14 @@ import msgspec
 import numpy as np
 import pytest
 from children import Child, hear, say
-from hosts import Cluster, HostView
+from hosts import Cluster, HostClient
 from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, DigestMismatch, LeaseLost, MemoryFull, ProtocolError, StoreUnavailable
 from asyncflow_sdk.interfaces import TransferQueue
-from asyncflow_sdk.interfaces.store import HomeCatalog
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.queue import Connection, open_queue
+from asyncflow_sdk.queue import open_queue
 from asyncflow_sdk.queue.connection import BlockingPort
 from asyncflow_sdk.queue.protocol import decode_call, decode_result
 from asyncflow_sdk.queue.replay import replay
@@ -87,15 +86,8 @@ def replicated(cluster: Cluster) -> tuple[int, int]:
     return status.replicated_bytes, status.payload_bytes
 
 
-class ServerHostClient(Connection):
-    """A client on the server's host."""
-
-    def homes(self) -> HomeCatalog:
-        return HostView(super().homes(), "server")
-
-
 def near_the_server(cluster: Cluster) -> TransferQueue:
-    connection = ServerHostClient(cluster.run.address, "near")
+    connection = HostClient(cluster.run, "server")
     assert connection.directory is not None
     return open_queue(cluster.ends.enter_context(contextlib.closing(connection)))
 
