@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
-from waiting import in_thread, until
+from waiting import kill_at, until, wait_at
 
 import asyncflow_sdk as af
 from asyncflow_sdk.cli.export_command import export_model
@@ -44,32 +42,9 @@ def engine_of(*, of: str, **options: Any) -> Any:
     return make(**options)
 
 
-def stand(gates: str, gate: str) -> None:
-    """Let rank 1 write its process number and wait while there is a file ``gate``: the others are in
-    collectives, or come to them."""
-    folder = Path(gates)
-    if os.environ["RANK"] == "1" and (folder / gate).exists():
-        (folder / "writing").write_text(str(os.getpid()))
-        (folder / "writing").rename(folder / "there")
-        while (folder / gate).exists():
-            time.sleep(0.01)
-
-
-def kill_at(gates: Path, gate: str) -> Callable[[], Any]:
-    """Kill rank 1 where it stands, and open the gate. The returned call waits for that."""
-    gates.mkdir()
-    (gates / gate).touch()
-
-    def kill() -> None:
-        until((gates / "there").exists, f"the rank at {gate}", seconds=250.0)
-        os.kill(int((gates / "there").read_text()), signal.SIGKILL)
-        (gates / gate).unlink()
-
-    return in_thread(kill)
-
-
 def held(*, gates: str, **options: Any) -> Any:
-    """An engine of which rank 1 stands in the backward pass of steps."""
+    """An engine of which rank 1 waits at gates in the backward pass of steps: the others are in collectives, or come
+    to them."""
     engine = engine_of(**options)
     step, backward, index = engine.train_step, engine.backward, -1
 
@@ -79,7 +54,8 @@ def held(*, gates: str, **options: Any) -> Any:
         return step(batch)
 
     def backward_held(loss: Any, *, last: bool) -> None:
-        stand(gates, str(index))
+        if os.environ["RANK"] == "1":
+            wait_at(Path(gates, str(index)))
         backward(loss, last=last)
 
     engine.train_step, engine.backward = train_step, backward_held
@@ -163,7 +139,7 @@ def run_with_a_rank_killed_in_a_collective(
     """Rank 1 is killed in the last step; the checkpoint is of the one before. ``rollouts``: their place.
     It is PPO with a critic, and versions go by files, of which each is a folder that transformers loads."""
     gates, events, versions = directory / "gates", list[Event](), directory / "versions"
-    killed = kill_at(gates, str(STEPS - 1))
+    killed = kill_at(gates / str(STEPS - 1))
     probe = af.Probe(((5, 6, 7, 14), (8, 9, 14)), ((10, 11, 12), (13, 2)), tolerance=1e-4)
     workflow = af.Workflow(
         prompts={"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]},
@@ -243,14 +219,14 @@ def run_under_a_launcher(launcher: list[str], engine: str, model: str, directory
 
 
 def held_scoring(*, notes: str, **options: Any) -> Any:
-    """An engine of which rank 1 stands before its second scoring. Each rank notes the rows of each
+    """An engine of which rank 1 waits before its second scoring. Each rank notes the rows of each
     scoring, and how much of the weights it holds."""
     engine = engine_of(**options)
     scores, calls = engine.logprobs, list[list[int]]()
 
     def logprobs(batch: Any) -> Any:
-        if len(calls) == 1:
-            stand(notes, "hold")
+        if len(calls) == 1 and os.environ["RANK"] == "1":
+            wait_at(Path(notes, "hold"))
         found = scores(batch)
         calls.append(batch.ids.tolist())
         pieces = [each.tensor if isinstance(each, Shard) else each for _, each in engine.named_weights()]
@@ -265,7 +241,7 @@ def held_scoring(*, notes: str, **options: Any) -> Any:
 def run_with_a_sharded_reference(engine: str, model: str, directory: Path, **options: Any) -> None:
     """Rank 1 of two is killed while the other is in a scoring. A reference of one process scores the same rows."""
     notes, events = directory / "notes", list[Event]()
-    killed = kill_at(notes, "hold")
+    killed = kill_at(notes / "hold")
     sharded = af.Logprobs(
         "rank_runs:held_scoring", model=model, world_size=2, threads=1, frozen=True, of=engine,
         notes=str(notes), **options,

@@ -10,6 +10,9 @@ import importlib
 import json
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from waiting import until
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.types.events import StepTrained, WorkerState
+from asyncflow_sdk.workflow.workers.ranks import free_port
 
 PROMPTS = {"prompt_ids": af.Ragged.of([[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]])}
 TOML = """\
@@ -89,14 +93,35 @@ def segments(pid: int) -> set[str]:
     return {path.name for path in Path("/dev/shm").glob(f"asyncflow-{os.getuid()}-{pid}-*")}
 
 
+def start_ranks(run: Path, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Start both ranks of a worker as torchrun does. ``arguments``: of the command, behind the run."""
+    command = [sys.executable, "-m", "asyncflow_sdk.cli", "worker", str(run), *arguments]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return [
+        subprocess.Popen(
+            command, env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank}, cwd=run.parent,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ) for rank in "01"
+    ]  # fmt: skip
+
+
+def check_joined(ranks: list[subprocess.Popen[str]]) -> None:
+    """Wait for their end. Each has said its rank."""
+    said = [process.communicate(timeout=200)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    assert [f"rank {rank} joins" in text for rank, text in enumerate(said)] == [True, True]
+
+
 class Driver(Child):
     """A driver, and the workers that it started in processes: by name and by number.
 
-    ``what``: "resume", or MODULE:FUNCTION[:ARGUMENT], which makes the workflow.
+    ``what``: "resume", or MODULE:FUNCTION[:ARGUMENT], which makes the workflow. ``within``: of a host of its own,
+    from which neither its number nor those of its workers mean anything here.
     """
 
-    def __init__(self, directory: Path, what: str) -> None:
-        super().__init__(drive, str(directory), what)
+    def __init__(self, directory: Path, what: str, within: Sequence[str] = ()) -> None:
+        super().__init__(drive, str(directory), what, within=within)
         self.workers: dict[str, int] = {}
         self.pids: set[int] = set()
         self.step = -1
@@ -106,8 +131,8 @@ class Driver(Child):
         self.last = self.hear()
         words = self.last.split()
         if words[0] == "worker":
-            self.workers[words[2]] = int(words[3])
-            self.pids |= {int(words[3])} - {self.pid}
+            self.workers[" ".join(words[2:-1])] = int(words[-1])
+            self.pids |= {int(words[-1])} - {self.pid}
         elif words[0] == "step":
             self.step = int(words[1])
 

@@ -7,14 +7,13 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import functions
 from echo_runs import echo_workflow
-from waiting import until
+from waiting import until, wait_at
 
 import asyncflow_sdk as af
 from asyncflow_sdk.interfaces import StepResult
@@ -96,14 +95,6 @@ class Killer(Listener):
             os.kill(pid, signal.SIGKILL)
             self.killed.append(self.at.pop(step))
             self._gates.open(step + 1)
-
-
-def wait_at(gate: Path) -> None:
-    """Wait until it is opened, and leave a file that says so."""
-    if gate.exists():
-        gate.with_name(f"{gate.name} {os.getpid()}").touch()
-    while gate.exists():
-        time.sleep(0.01)
 
 
 class _Waits:

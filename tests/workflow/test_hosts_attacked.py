@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import Counter
@@ -10,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import Child, hear, say
-from echo_runs import echo_workflow, events_of, trained_rows
+from echo_runs import Driver, echo_workflow, events_of, trained_rows
 from functions import length
-from hosts_in_namespaces import Network, network
+from hosts_in_namespaces import HERE, Network, network
 from processes import with_mark
 from ssh_hosts import SshServer, ssh_servers
 from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.types.events import Event, StepTrained
 
 STEPS = 8
 NAMES = {2: "two", 3: "three"}
@@ -37,82 +36,56 @@ def servers(net: Network, tmp_path: Path) -> Iterator[dict[int, SshServer]]:
         yield made
 
 
-def workflow(config: str, address: str) -> af.Workflow:
+def workflow(config: str, port: str) -> af.Workflow:
     """A rollout and a rank of the trainer on each of two hosts, a stage on one."""
     there: dict[str, Any] = {"launcher": "ssh", "launcher_options": {"config": config}, "max_restarts": 20}
     return echo_workflow(
         rollout=af.Rollout("echo", group_size=4, prompt="prompt_ids", hosts=["two", "three"], **there),
         reward=af.Stage(length, task="reward", hosts=["two"], **there),
         train=af.Train("echo-ranks", world_size=2, delay_s=0.1, hosts=["two", "three"], **there),
-        steps=STEPS, checkpoint=af.Checkpoint(every=2), address=address,
+        steps=STEPS, checkpoint=af.Checkpoint(every=2), address=f"tcp://{HERE}:{port}",
     )  # fmt: skip
 
 
-def drive(directory: str, config: str, address: str) -> None:
-    """Run the workflow, or go on with it. Says each step."""
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, StepTrained):
-            say(event.step)
-
-    if Path(directory, "workflow.json").exists():
-        result = af.resume(directory, on_event=on_event)
-    else:
-        result = workflow(config, address).run(directory, on_event=on_event)
-    say(["ended", result.summary["status"], result.summary["balanced"]])
-    hear()
+def drive(net: Network, directory: Path, port: int = 7000) -> Driver:
+    """Run the workflow from host 1, or go on with it."""
+    new = f"test_hosts_attacked:workflow:{directory.parent / 'ssh_config'}:{port}"
+    return Driver(directory, "resume" if (directory / "workflow.json").exists() else new, within=net.within(1))
 
 
-class Drivers:
-    """The driver of a run on host 1, again and again."""
-
-    def __init__(self, net: Network, folder: Path, name: str = "run", port: int = 7000) -> None:
-        self.directory = folder / name
-        self.arguments = str(self.directory), str(folder / "ssh_config"), f"tcp://{net.address(1)}:{port}"
-        self.within = net.within(1)
-        self.start()
-
-    def start(self) -> None:
-        self.child = Child(drive, *self.arguments, within=self.within)
-
-    def follow(self, step: int) -> None:
-        """Wait until a step was trained."""
-        while self.child.hear() != step:
-            pass
-
-    def end(self) -> None:
-        """Wait for the end of the run, and check that each row was trained once."""
-        while not isinstance(said := self.child.hear(), list):
-            pass
-        assert said == ["ended", "completed", True]
-        rows = Counter(trained_rows(self.directory))
-        assert len(rows) == STEPS * 16
-        assert set(rows.values()) == {1}
+def end(driver: Driver, directory: Path) -> None:
+    """Wait for the end of a run, and check that each row was trained once."""
+    while driver.last != "done":
+        driver.read()
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["status"], summary["balanced"]) == ("completed", True)
+    rows = Counter(trained_rows(directory))
+    assert len(rows) == STEPS * 16
+    assert set(rows.values()) == {1}
 
 
-def restarted(drivers: Drivers) -> set[str]:
+def restarted(directory: Path) -> set[str]:
     """Workers that were started again."""
-    return {event["worker"] for event in events_of(drivers.directory, "worker") if event["state"] == "restarting"}
+    return {event["worker"] for event in events_of(directory, "worker") if event["state"] == "restarting"}
 
 
 def test_hosts_and_drivers_that_die_cost_no_row_of_two_runs(
     net: Network, tmp_path: Path, servers: dict[int, SshServer]
 ) -> None:
     """Both runs are on the same hosts. Each host has a rollout and a rank of the trainer; one also the stage."""
-    one, other = Drivers(net, tmp_path), Drivers(net, tmp_path, "other", 7001)
-    with other.child:
-        with one.child:
+    run, others = tmp_path / "run", tmp_path / "other"
+    with drive(net, others, 7001) as other:
+        with drive(net, run) as one:
             for host, step in ((2, 1), (3, 3)):
                 one.follow(step)
                 net.kill(host)
                 servers[host].start()
             one.follow(5)
-            one.child.kill()
-        one.start()
-        with one.child:
-            one.end()
-        other.end()
-    assert restarted(one) >= {"rollout-0", "reward-0", "rollout-1", "train-0 rank 0", "train-0 rank 1"}
+            one.kill()
+        with drive(net, run) as one:
+            end(one, run)
+        end(other, others)
+    assert restarted(run) >= {"rollout-0", "reward-0", "rollout-1", "train-0 rank 0", "train-0 rank 1"}
     until(lambda: not agents(), "the end of all agents")
 
 
@@ -125,12 +98,11 @@ def agents() -> dict[int, str]:
 def test_a_cable_that_is_cut_for_20_s_costs_no_worker(
     net: Network, tmp_path: Path, servers: dict[int, SshServer]
 ) -> None:
-    drivers = Drivers(net, tmp_path)
-    with drivers.child:
+    with drive(net, tmp_path / "run") as driver:
         for host, step in ((2, 2), (3, 5)):
-            drivers.follow(step)
+            driver.follow(step)
             net.cut(host)
             time.sleep(20.0)
             net.mend(host)
-        drivers.end()
-    assert not restarted(drivers)
+        end(driver, tmp_path / "run")
+    assert not restarted(tmp_path / "run")

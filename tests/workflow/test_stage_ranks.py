@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from echo_runs import TOML, check_whole, column, echo_workflow
+from echo_runs import TOML, check_joined, check_whole, column, echo_workflow, start_ranks
 from functions import length
 from gates import Listener
-from waiting import in_thread, until
+from waiting import in_thread, kill_at, until, wait_at
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, LeaseLost
@@ -29,25 +23,22 @@ from asyncflow_sdk.types import Batch, Ragged
 from asyncflow_sdk.types.events import Balanced, Span, WorkerState
 
 RANKS = ("ref_logprobs-0 rank 0", "ref_logprobs-0 rank 1")
-WORKER = [sys.executable, "-m", "asyncflow_sdk.cli", "worker"]
 
 
 class Sharded(EchoTrain):
     """Log-probs that need all ranks in each call: of each token its id, of the whole call's rows the number. ``notes``: a folder, where
-    each rank writes what it was called with. ``hold``: rank 1 waits in this call while there is a file of that name there."""
+    each rank writes what it was called with. Rank 1 waits in a call while there is a file of its number there."""
 
-    def __init__(self, model: str = "", *, algorithm: Any = None, notes: str = "", hold: int = -1) -> None:
+    def __init__(self, model: str = "", *, algorithm: Any = None, notes: str = "") -> None:
         super().__init__(model, algorithm=algorithm)
         self._gather = Gather(deaf=True)
-        self._notes, self._hold, self._calls = Path(notes), hold, 0
+        self._notes, self._calls = Path(notes), 0
 
     def logprobs(self, batch: Batch) -> Ragged:
         rank, call = self._gather.rank, self._calls
         self._calls += 1
-        if rank == 1 and call == self._hold:
-            (self._notes / "held").write_text(str(os.getpid()))
-            while (self._notes / str(call)).exists():
-                time.sleep(0.01)
+        if rank == 1:
+            wait_at(self._notes / str(call))
         calls = self._gather(call)
         assert calls == [call] * len(calls), "ranks are in calls of their own"
         with (self._notes / f"{os.getpid()}-{rank}").open("a") as notes:
@@ -138,17 +129,9 @@ def test_the_last_rows_may_be_fewer_than_ranks_and_all_take_part(tmp_path: Path)
 def test_a_rank_that_is_killed_restarts_all_and_no_row_is_lost(tmp_path: Path) -> None:
     # given a rank that stands in its second pass, in which the other waits for it for ever
     notes, listener = tmp_path / "notes", Listener()
-    stage = af.Stage(sharded(notes, hold=1), gives=["ref_logprobs"], batch=4)
-    (notes / "1").touch()
-
-    def kill() -> None:
-        until((notes / "held").exists, "the rank in its second pass")
-        until((notes / "held").read_text, "its process number")
-        (notes / "1").unlink()
-        os.kill(int((notes / "held").read_text()), signal.SIGKILL)
-
+    stage = af.Stage(sharded(notes), gives=["ref_logprobs"], batch=4)
+    killed = kill_at(notes / "1")
     workflow = echo_workflow(stages=[stage], train={"needs": ["ref_logprobs"]}, steps=2)
-    killed = in_thread(kill)
     result = workflow.run(tmp_path / "run", on_event=listener)
 
     assert killed() is None
@@ -273,25 +256,12 @@ def test_ranks_of_a_stage_are_read_from_a_file_and_shown(tmp_path: Path) -> None
 def test_by_hand_each_process_of_a_stage_is_the_rank_of_its_environment(tmp_path: Path) -> None:
     file, events = tmp_path / "run.toml", list[Any]()
     file.write_text(TOML + STAGE)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [*WORKER, str(tmp_path / "run"), "--from", str(file), "stage", "ref_logprobs"]
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with af.serve(tmp_path / "run", on_event=events.append) as run:
         run.queue.declare("keep", needs=["ref_logprobs"])
-        by_hand = [
-            subprocess.Popen(
-                command, env={**os.environ, **meet, "PYTHONPATH": paths, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            ) for rank in range(2)
-        ]  # fmt: skip
+        by_hand = start_ranks(tmp_path / "run", "--from", str(file), "stage", "ref_logprobs")
         until(lambda: len(run.queue.status().waiting) or any(p.poll() for p in by_hand), "a rank that waits for rows")
         run.queue.put({"prompt_ids": [[1]] * 3, "response_ids": [[5]] * 3})
         run.queue.end()
         assert len(kept_by(run)) == 3
-        said = [process.communicate(timeout=200)[0] for process in by_hand]
-
-    assert [process.returncode for process in by_hand] == [0, 0], said
-    assert [re.search(f"rank {rank} joins", text) is not None for rank, text in enumerate(said)] == [True, True]
+        check_joined(by_hand)
     assert {e.shards for e in events if isinstance(e, Balanced)} == {2}

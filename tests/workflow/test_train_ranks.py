@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_runs import TOML, check_whole, echo_workflow
+from echo_runs import TOML, check_joined, check_whole, echo_workflow, start_ranks
 from functions import length
 from gates import Killer
 from processes import alive
@@ -180,28 +178,14 @@ def test_a_workflow_of_ranks_says_so_and_is_read_from_a_file(tmp_path: Path) -> 
         af.load_workflow(file, {"train.launcher": "thread"})
 
 
-WORKER = [sys.executable, "-m", "asyncflow_sdk.cli", "worker"]
-
-
 def test_by_hand_each_process_finds_its_rank_in_the_environment_that_its_launcher_gave_it(tmp_path: Path) -> None:
     events: list[Event] = []
     with af.serve(tmp_path / "run", steps=3, on_event=events.append) as run:
         begin(run)
         # when two processes are started as torchrun does
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [*WORKER, str(tmp_path / "run"), "train", "--engine", "echo-ranks", "--batch-size", "16"]
-        by_hand = [
-            subprocess.Popen(
-                command, env={**os.environ, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=tmp_path,
-                stdout=subprocess.PIPE, text=True,
-            ) for rank in range(2)
-        ]  # fmt: skip
-        said = [process.communicate(timeout=200)[0] for process in by_hand]
+        by_hand = start_ranks(tmp_path / "run", "train", "--engine", "echo-ranks", "--batch-size", "16")
         # then
-        assert [process.returncode for process in by_hand] == [0, 0], said
-        assert [f"rank {rank} joins" in text for rank, text in enumerate(said)] == [True, True]
+        check_joined(by_hand)
         until(lambda: run.audit().live == 0, "the end of all rows")
         assert run.audit().consumed == 3 * 16
     spans = [e for e in events if isinstance(e, Span) and e.kind == "train"]
@@ -227,9 +211,7 @@ def test_an_environment_that_names_no_rank_is_refused(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with af.serve(tmp_path / "run"):
-        monkeypatch.setattr(
-            sys, "argv", ["asyncflow", *WORKER[-1:], str(tmp_path / "run"), "train", "--engine", "echo"]
-        )
+        monkeypatch.setattr(sys, "argv", ["asyncflow", "worker", str(tmp_path / "run"), "train", "--engine", "echo"])
         with pytest.raises(SystemExit) as ended:
             main()
     assert ended.value.code
