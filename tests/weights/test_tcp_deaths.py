@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from children import Child, hear, say
 from flaky_proxy import WHOLE, FlakyProxy
-from transport_ends import address_of, numbers, tcp, with_service
+from transport_ends import address_of, fetch_and_stay, numbers, tcp, with_service
 from waiting import in_thread, until
 
 from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
@@ -29,14 +29,6 @@ def publish() -> None:
             ends.keep(1, version)
             say([msgspec.msgpack.encode(sent.manifest).hex(), sent.where.hex()])
         hear()
-
-
-def fetch(manifest: str, where: str) -> None:
-    """Begin to fetch a version."""
-    receiver = make_transport("tcp").receiver(Host(directory=None, name="replica"))
-    receiver.fetch(
-        msgspec.msgpack.decode(bytes.fromhex(manifest), type=Manifest), bytes.fromhex(where), timeout_s=3600.0
-    )
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["its process is seen", "on another host"])
@@ -75,7 +67,7 @@ def test_a_replica_that_is_killed_in_the_middle_costs_its_publisher_nothing() ->
         with FlakyProxy(port_of(sent.where), pieces=WHOLE) as proxy:
             proxy.most = 1 << 20
             where = with_service(sent.where, address=f"tcp://127.0.0.1:{proxy.port}")
-            with Child(fetch, msgspec.msgpack.encode(sent.manifest).hex(), where.hex()) as replica:
+            with Child(fetch_and_stay, msgspec.msgpack.encode(sent.manifest).hex(), where.hex(), "a") as replica:
                 assert proxy.held.wait(60)
                 # when
                 replica.kill()
