@@ -64,19 +64,8 @@ def test_a_fault_of_a_train_engine_is_one_cause(fault: str) -> None:
     assert cause.title == TRAIN[fault]
 
 
-class Transposes(WrongRollout):
-    """Reads one square tensor with its axes exchanged."""
-
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        new = {name: np.array(array) for name, array in update.arrays()}
-        name = "mix.weight"
-        new[name] = np.ascontiguousarray(new[name].T).reshape(new[name].shape)
-        self._take(new, update.version)
-        return set(update.tensors)
-
-
 def test_a_transposed_tensor_is_named(policy: NumpyPolicy) -> None:
-    report = rollout_report(Transposes, "", policy)
+    report = rollout_report(WrongRollout, "transposes", policy)
 
     assert report.causes[0].title == "load_weights: 'mix.weight' is transposed"
 

@@ -28,7 +28,7 @@ CAUGHT = {
     "never yields the last": ("completions", r"of n=4 responses, \[3\] never came"),
     "fewer log-probs": ("completions", r"8 tokens have log-probs of shape \[7\]"),
     "packs fewer reasons": ("completions", r"not one index, one row of tokens, one of log-probs and one reason each"),
-    "packs log-probs of others": ("logprobs", r"log-probs are (up to|on average) .* from those of version"),
+    "packs log-probs of the token beside": ("logprobs", r"each is that of the token beside it"),
     "probabilities": ("completions", r"natural logs of probabilities"),
     "drops the first token": ("greedy", r"those after the prompt without its first token"),
     "puts a special token twice": ("greedy", r"those after the prompt with token 1 put before it"),

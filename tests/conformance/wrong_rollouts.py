@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,14 +37,11 @@ class WrongRollout(NumpyRollout):
         if fault == "can be made once" and fault in MADE:
             raise RuntimeError("the process group is initialised already")
         super().__init__(model, max_rows=max_rows)
-        self.fault, self.kept, self.loading, self.first = fault, list[Any](), False, NumpyRollout(model)
+        self.kept, self.loading, self.first = list[Any](), False, NumpyRollout(model)
+        self.capabilities = replace(self.capabilities, **SAID.get(fault, {}))
         MADE.append(fault)
         time.sleep(making_s)
         with_fault(self, FAULTS.get(fault, {}))
-        self.made()
-
-    def made(self) -> None:
-        """A fault does here what it does once."""
 
 
 # ---- leave something behind
@@ -52,9 +49,8 @@ class WrongRollout(NumpyRollout):
 
 def own_pages(weights: dict[str, Any]) -> mmap.mmap:
     """As much memory as the weights take, which was not free in this process before."""
-    nbytes = sum(array.nbytes for array in weights.values())
-    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.write(b"\1" * nbytes)
+    pages = mmap.mmap(-1, sum(array.nbytes for array in weights.values()), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.write(b"\1" * len(pages))
     return pages
 
 
@@ -80,8 +76,10 @@ def asks(change: Callable[[af.Request], af.Request]) -> Fault:
     return {"generate": lambda self, right, request: right(change(request))}
 
 
-def answers(change: Callable[[af.Completion], list[af.Completion]]) -> Fault:
-    async def generate(self: WrongRollout, right: Any, request: af.Request) -> AsyncIterator[af.Completion]:
+def answers(change: Callable[[af.Completion], Sequence[af.Completion | Completions]]) -> Fault:
+    async def generate(
+        self: WrongRollout, right: Any, request: af.Request
+    ) -> AsyncIterator[af.Completion | Completions]:
         async for got in right(request):
             for each in change(got):
                 yield each
@@ -89,14 +87,9 @@ def answers(change: Callable[[af.Completion], list[af.Completion]]) -> Fault:
     return {"generate": generate}
 
 
-def packs(change: Callable[[Completions], Completions]) -> Fault:
-    async def generate(self: WrongRollout, right: Any, request: af.Request) -> AsyncIterator[Completions]:
-        ended = [got async for got in right(request)]
-        ids = Ragged.of([got.token_ids for got in ended], np.int32)
-        logprobs, index = Ragged.of([got.logprobs for got in ended]), np.array([got.index for got in ended])
-        yield change(Completions(index, ids, logprobs, [got.finish_reason for got in ended], self._version))
-
-    return {"generate": generate}
+def packed(got: af.Completion, *reasons: str) -> Completions:
+    ids, logprobs = Ragged.of([got.token_ids], np.int32), Ragged.of([got.logprobs])
+    return Completions(np.array([got.index]), ids, logprobs, reasons, got.spans[0].version)
 
 
 def without_stop(got: af.Completion) -> list[af.Completion]:
@@ -166,14 +159,22 @@ def loads(fit: Callable[..., Any]) -> Fault:
 
 
 async def write_each(self: WrongRollout, right: Any, update: af.WeightUpdate) -> set[str]:
-    """One tensor after another; by some faults requests come between them, or an error ends it in silence."""
-    with contextlib.suppress(*([OSError] if self.fault == "hides that it broke off" else [])):
-        for name, array in update.arrays():
-            self._take({**self._weights, name: array.copy()}, self._version)
-            if self.fault == "answers as it writes":
-                await asyncio.sleep(0.002)
-        self._version = update.version
+    """One tensor after another."""
+    for name, array in update.arrays():
+        self._take({**self._weights, name: array.copy()}, self._version)
+    self._version = update.version
     return set(update.tensors)
+
+
+async def write_some(self: WrongRollout, right: Any, update: af.WeightUpdate) -> set[str]:
+    with contextlib.suppress(OSError):
+        await write_each(self, right, update)
+    return set(update.tensors)
+
+
+async def write_apart(self: WrongRollout, right: Any, update: af.WeightUpdate) -> set[str]:
+    """In a thread, while requests run."""
+    return await asyncio.to_thread(asyncio.run, write_each(self, right, update))
 
 
 async def load_apart(self: WrongRollout, right: Any, update: af.WeightUpdate) -> set[str]:
@@ -187,18 +188,23 @@ async def load_apart(self: WrongRollout, right: Any, update: af.WeightUpdate) ->
     return set(update.tensors)
 
 
+SAID: dict[str, dict[str, Any]] = {
+    "in flight without versions": {"token_versions": False},
+    "ignores top_k": {"restrictions": ("top_k",)},
+    "writes in a thread": {"swap": {"drain"}, "token_versions": False},
+}
+"""Each with its wrong capabilities."""
 FAULTS: dict[str, Fault] = {
-    "in flight without versions": {"made": lambda self, _: vars(self).update(
-        capabilities=replace(self.capabilities, token_versions=False)
-    )},
-    "can be made once": {"made": lambda *_: leave_descriptor()},
-    "leaves a thread": {"made": lambda *_: leave_thread(name="never-joined")},
-    "leaves a process": {"made": lambda *_: leave_process("sleep", "3000")},
-    "leaves a server": {"made": lambda *_: LEFT.callback(  # detached, as servers are: it is nobody's child any more
-        os.kill, int(leave_process("setsid", "sh", "-c", "sleep 3100 > /dev/null 2>&1 & echo $!").stdout.readline()), 9
-    )},
-    "leaves a segment": {"made": lambda self, _: self.kept.append(leave_segment())},
-    "leaves descriptors and threads": {"made": lambda *_: (leave_descriptor(), leave_thread(daemon=True))},
+    "can be made once": {"_check_request": before(lambda *_: leave_descriptor())},
+    "leaves a thread": {"_check_request": before(lambda *_: leave_thread(name="never-joined"))},
+    "leaves a process": {"_check_request": before(lambda *_: leave_process("sleep", "3000"))},
+    "leaves a server": {"_check_request": before(lambda *_: LEFT.callback(os.kill, int(leave_process(
+        "setsid", "sh", "-c", "sleep 3100 > /dev/null 2>&1 & echo $!"  # detached, as servers are: it is nobody's child
+    ).stdout.readline()), 9))},
+    "leaves a segment": {"_check_request": before(lambda self, _: self.kept.append(leave_segment()))},
+    "leaves descriptors and threads": {
+        "_check_request": before(lambda *_: (leave_descriptor(), leave_thread(daemon=True)))
+    },
     # ---- requests and completions
     "answers nothing": {"_check_request": lambda self, right, request: len(request.prompt_ids) and right(request)},
     "asserts prompts": {"_check_request": refuses(lambda self, request: not len(request.prompt_ids), AssertionError)},
@@ -223,10 +229,10 @@ FAULTS: dict[str, Fault] = {
     "names the last version": answers(lambda got: [
         replace(got, spans=[VersionSpan(span.version, 0, len(got.token_ids)) for span in got.spans[-1:]])
     ]),
-    "packs fewer reasons": packs(lambda got: replace(got, finish_reason=got.finish_reason[1:])),
-    "packs log-probs of others": packs(lambda got: replace(
-        got, logprobs=Ragged(np.roll(got.logprobs.values, -int(got.logprobs.offsets[1])), got.logprobs.offsets)
-    )),
+    "packs fewer reasons": answers(lambda got: [packed(got)]),
+    "packs log-probs of the token beside": answers(
+        lambda got: [packed(replace(got, logprobs=np.roll(got.logprobs, 1)), got.finish_reason)]
+    ),
     # ---- decoding
     "takes long for all": {"_decode": slow, "load_weights": slow},
     "blocks": {"_token": lambda self, right: [
@@ -256,10 +262,7 @@ FAULTS: dict[str, Fault] = {
         lambda logprobs, _: logprobs - np.log(np.exp(np.sort(logprobs, 1)[:, -8:]).sum(1, keepdims=True))
     ),
     "draws the likeliest 20": draws(lambda each: np.where(each < np.sort(each, 1)[:, [-20]], -np.inf, each)),
-    "ignores top_k": {
-        "made": lambda self, _: vars(self).update(capabilities=replace(self.capabilities, restrictions=("top_k",))),
-        **asks(lambda request: replace(request, sampling=replace(request.sampling, top_k=0))),
-    },
+    "ignores top_k": asks(lambda request: replace(request, sampling=replace(request.sampling, top_k=0))),
     "draws at a higher temperature": draws(lambda logprobs: logprobs / 1.6),
     "penalises tokens of the prompt": {"_choose": lambda self, right, rows, logprobs, *args: right(
         rows, normal(logprobs - [np.isin(range(VOCABULARY), row.request.prompt_ids) for row in rows]), *args
@@ -282,15 +285,12 @@ FAULTS: dict[str, Fault] = {
     "swallows the unknown": loads(lambda update, held: {name: arrays(update)[name] for name in held}),
     "never misses any": loads(lambda update, held: {**held, **arrays(update)}),
     "reshapes": loads(lambda update, held: {n: np.resize(arrays(update)[n], old.shape) for n, old in held.items()}),
+    "transposes": loads(lambda update, held: {**(new := arrays(update)), "mix.weight": new["mix.weight"].T.copy()}),
     "keeps views": loads(lambda update, held: dict(update.arrays())),
     "writes as it reads": {"load_weights": write_each},
-    "hides that it broke off": {"load_weights": write_each},
-    "answers as it writes": {"load_weights": write_each},
-    "writes in a thread": {  # though it says that it is drained first
-        "made": lambda self, _: vars(self).update(capabilities=af.Capabilities(swap={"drain"}, max_rows=16, context=256)),
-        "load_weights": lambda self, *args: asyncio.to_thread(asyncio.run, write_each(self, *args)),
-        **answers(lambda got: [replace(got, spans=())]),
-    },
+    "hides that it broke off": {"load_weights": write_some},
+    "answers as it writes": {"load_weights": write_apart},
+    "writes in a thread": {"load_weights": write_apart, **answers(lambda got: [replace(got, spans=())])},
     "waits for the end": {"load_weights": wait_for_the_end},
     "caches while it loads": {"load_weights": load_apart},
     "refuses during loads": {"load_weights": load_apart, "_check_request": refuses(lambda self, _: self.loading)},
@@ -308,13 +308,12 @@ FAULTS: dict[str, Fault] = {
     "leaks shared maps": {"_take": before(lambda self, *_: self.kept.append(mmap.mmap(-1, 1 << 16)))},
     "leaks segments": {"_take": before(lambda *_: leave_segment().close())},
     "leaks descriptors and threads": {"_take": before(lambda *_: (leave_descriptor(), leave_thread(daemon=True)))},
-    "leaks in its worker": {
-        "made": lambda self, _: self.kept.append(leave_process(
-            sys.executable, "-c", "import sys; kept = [(bytearray(b'x' * (1 << 16)), print(flush=True)) for _ in sys.stdin]",
+    "leaks in its worker": {"_take": before(lambda self, *_: (
+        self.kept or self.kept.append(leave_process(
+            sys.executable, "-c", "import sys; kept = [(bytearray(b'x' * (1 << 16)), print(flush=True)) for _ in sys.stdin]"
         )),
-        "_take": before(lambda self, *_: (self.kept[0].stdin.write(b"update\n"), self.kept[0].stdout.readline())),
-        "close": before(lambda self: self.kept[0].communicate()),
-    },
+        self.kept[0].stdin.write(b"update\n"), self.kept[0].stdout.readline(),
+    ))},
     "scores a copy": {"logprobs": lambda self, right, *args: self.first.logprobs(*args)},
     "holds a copy": {"held_weights": lambda self, right: self.first.held_weights()},
     "holds fused weights": {

@@ -79,7 +79,7 @@ async def never_awaited(self: Any, right: Any, path: Path) -> None:
 
 FAULTS: dict[str, Fault] = {
     "never moves": {"descend": lambda *_: None},
-    "leaves a thread": {"close": before(lambda *_: leave_thread(name="prefetch"))},
+    "leaves a thread": {"check": before(lambda *_: leave_thread(name="prefetch"))},
     # ---- a step
     "leaks": {"check": before(lambda self, _: self.held.append(np.ones(1 << 17)))},
     "hangs": {"check": before(lambda *_: event().wait(60))},
