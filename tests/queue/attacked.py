@@ -35,7 +35,7 @@ class Attacked:
         self.network, self.folder, self._ends = network, folder, ends
         self.address = f"tcp://{network.address(SERVER)}:{PORT}"
         self.key = str(folder / "run" / "run.key")
-        self.disk = folder / "own-disk"
+        self.disk, self._disks = folder / "own-disk", folder  # a test may serve the run from another folder
         self.units: dict[int, Child] = {}
         self.options: dict[str, Any] = {}
 
@@ -49,7 +49,7 @@ class Attacked:
 
     def disk_of(self, host: int) -> Path:
         """The disk of a host, as this process sees it."""
-        return self.folder / f"disk-of-{host}"
+        return self._disks / f"disk-of-{host}"
 
     def begin(self, *, batch_rows: int | None = None, **options: Any) -> list[Child]:
         """Serve the run, and start a unit and a client on NEAR and FAR. Returns the clients."""
