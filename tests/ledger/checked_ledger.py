@@ -10,6 +10,8 @@ each row; it answers lost homes with the columns that were there, and checks whi
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,23 +31,22 @@ Place = tuple[int, int]
 """A home and its epoch."""
 SERVER: Place = (0, 0)
 LOST: Place = (-1, 0)
-"""Of columns in a lost block of a live home."""
+"""Of columns in a lost home, or in a lost block of a live one."""
 
 
 @dataclass
 class Row:
     group: range
-    columns: set[str]
     partition: str
     priority: int
+    put: frozenset[str]  # columns of its put
+    places: dict[str, Place]  # of each column that it has
     done: set[str] = field(default_factory=set)  # tasks that completed it
     holder: dict[str, int] = field(default_factory=dict)  # task → token of the lease that has it
     version: int | None = None  # loaded by the replica that completed it, when it leased it
     versions: set[int] = field(default_factory=set)  # loaded by each replica that leased it
-    put: frozenset[str] = frozenset()  # columns of its put
-    places: dict[str, Place] = field(default_factory=dict)  # of each column
     parent: int | None = None
-    child: int | None = None
+    remade: bool = False
 
 
 @dataclass
@@ -60,17 +61,17 @@ class Home:
 @dataclass
 class Lease:
     task: str
-    version: int
-    expires: float
-    world_size: int
     step: int
+    version: int
+    group: str
+    world_size: int
+    shards: int
+    expires: float = 0.0
     sessions: dict[int, int] = field(default_factory=dict)  # by rank
     ids: dict[int, list[int]] = field(default_factory=dict)  # by rank
+    parts: dict[int, list[list[int]]] = field(default_factory=dict)  # rank → rows of each part; none of a whole lease
     done: set[int] = field(default_factory=set)  # ranks that acknowledged a step
     unsure: bool = False  # something happened that may have ended it
-    parts: dict[int, list[list[int]]] = field(default_factory=dict)  # rank → rows of each part; none of a whole lease
-    shards: int = 1
-    group: str = ""
     last: bool = False  # it has all parts of its step
 
     def rows(self) -> list[int]:
@@ -82,6 +83,16 @@ class Lease:
 
     def step_rows(self) -> list[int]:
         return [i for ids in self.of_shards(self.ids) for i in ids]
+
+
+@dataclass
+class Step:
+    """One that was leased, whole or in parts, and not dissolved since."""
+
+    rows: list[int] = field(default_factory=list)  # once it was leased whole
+    parts: list[list[list[int]]] = field(default_factory=list)  # rows of each shard of each part
+    acknowledged: bool = False
+    overtaken: bool = False  # it ended, as it lost rows after a later one was acknowledged
 
 
 @dataclass
@@ -106,31 +117,25 @@ class CheckedLedger:
 
     def __init__(self, *, twin: bool = True, **options: Any) -> None:
         self.ledgers = [Ledger(**options) for _ in range(1 + twin)]
-        self.audit, self.status, self.next_deadline = (
-            getattr(self.ledgers[0], name) for name in ("audit", "status", "next_deadline")
-        )
+        first = self.ledgers[0]
+        self.audit, self.status, self.next_deadline = first.audit, first.status, first.next_deadline
         self.now, self.tickets = 0.0, 0
         self.answers: dict[int, Any] = {}  # by ticket
         self.events: list[Any] = []
         self.ended: list[int] = []  # rows
         self.tasks: dict[str, TaskSpec] = {}
+        self.step_task = ""  # the one with steps
         self.sessions: dict[int, Client] = {}
         self.rows: dict[int, Row] = {}  # all there ever were
         self.live: dict[int, Row] = {}
         self.leases: dict[int, Lease] = {}  # by token, all there ever were
         self.open: dict[int, Lease] = {}  # those that may hold rows
         self.waiting: dict[int, Request] = {}  # by ticket
-        self.steps: dict[int, list[int]] = {}  # rows of each step that was leased, and not dissolved since
-        self.acknowledged: set[int] = set()
-        self.overtaken: set[int] = set()  # steps that ended, as they lost rows after a later one was acknowledged
-        self.begun: set[int] = set()  # steps that were leased in parts
-        self.parts: dict[int, list[list[list[int]]]] = {}  # of each step, the rows of each shard of each part
+        self.steps: dict[int, Step] = {}
         self.version = -1
         self.homes: dict[int, Home] = {}
-        self.places: set[Place] = {SERVER}  # all there ever were
-        self.lost_places = {LOST}
+        self.places: set[Place] = {SERVER}  # that are live
         self._limits = cmd.Configure(max_staleness=1, max_swapping=0, quorum=0, home_silence_s=60.0)
-        self._terminal: Counter[str] = Counter()
         self._parts: dict[int, set[cmd.VersionPart]] = {}  # version → what was published of it
         self._bytes: dict[int, tuple[cmd.VersionPart, ...]] = {}  # of each version that was fetched
         self._ended_partitions: set[str | None] = set()
@@ -159,16 +164,17 @@ class CheckedLedger:
             ledger.apply(session, command, self.now, self.tickets)
         if isinstance(command, cmd.Publish):
             self._parts.setdefault(command.version, set()).add(command.part)
-        if isinstance(command, cmd.LeaseRows) and command.world_size > 1:
-            for lease in self.open.values():  # a newer process of a rank ends the lease of an older one
+        if isinstance(command, cmd.LeaseRows):
+            for lease in self.open.values() if command.world_size > 1 else ():
+                # a newer process of a rank ends the lease of an older one
                 lease.unsure |= lease.task == command.task and lease.sessions.get(command.rank, session) < session
-        if isinstance(command, cmd.LeaseRows) and command.most and session in self.sessions:
-            self.sessions[session].in_vain = True  # unless it is given some
+            if command.most:
+                self.sessions[session].in_vain = True  # unless it is given some
+            if own is None and command.token in self.open:
+                self._renew(command.token)
         deadline = self.now + getattr(command, "timeout_s", 0.0)
+        assert own is not None or deadline > self.now, "it waits without a deadline"
         self.waiting[self.tickets] = Request(session, command, deadline, self.place_of_write(command))
-        assert own is not None or self.waiting[self.tickets].deadline > self.now, "it waits without a deadline"
-        if own is None and isinstance(command, cmd.LeaseRows) and command.token in self.open:
-            self._renew(command.token)
         self._observe(effects, first=self.tickets)
         return self.tickets
 
@@ -189,7 +195,7 @@ class CheckedLedger:
                 self._close_lease(token)
         self._feed("tick")
         assert all(request.deadline > now for request in self.waiting.values()), "a request outlived its deadline"
-        assert all(due > now for due in self._absent_until()), "a home was silent for too long, and is not lost"
+        assert all(due > now for due in self._silent_until().values()), "a home is silent for too long, and not lost"
 
     def die(self, session: int) -> None:
         self._close(session)
@@ -209,20 +215,22 @@ class CheckedLedger:
 
     def place_of_write(self, command: Any) -> Place:
         """Where the payload of the next command is: each live home in turn, and most puts are in the server's."""
-        live = sorted(self.places - self.lost_places)
+        live = sorted(self.places)
         away = not isinstance(command, cmd.AddRows) or self.tickets % 4 == 0
         return live[self.tickets % len(live)] if away else SERVER
 
-    def is_live(self, place: Place) -> bool:
-        return place in self.places - self.lost_places
+    def most_staleness(self) -> float:
+        """Of any token."""
+        policy = self._limits.staleness
+        return math.inf if policy is not None and policy.name == "count" else self._limits.max_staleness or 0
 
-    def _gives_up(self, home: Home) -> float:
-        return home.absent_since + (self._limits.home_silence_s or 0.0)
+    def live_homes(self) -> dict[int, Home]:
+        return {number: home for number, home in self.homes.items() if (number, home.epoch) in self.places}
 
-    def _absent_until(self) -> list[float]:
-        """When live homes without a unit are given up."""
-        live = [home for number, home in self.homes.items() if self.is_live((number, home.epoch))]
-        return [self._gives_up(home) for home in live if home.unit is None]
+    def _silent_until(self) -> dict[int, float]:
+        """When each live home without a unit is given up."""
+        silence_s = self._limits.home_silence_s or 0.0
+        return {n: home.absent_since + silence_s for n, home in self.live_homes().items() if home.unit is None}
 
     def _feed(self, method: str, *arguments: Any, **more: Any) -> None:
         for ledger in self.ledgers:
@@ -232,11 +240,9 @@ class CheckedLedger:
     # ---- what is checked of every input
 
     def _check_error(self, session: int, command: Any, error: AsyncFlowError, effects: Effects) -> None:
-        assert len(effects.answers) == 1, f"{command} failed, and yet others were answered"
-        assert _plain(effects)[1:] == ([], [], [], []), f"{command} failed, and yet something happened"
+        assert effects == Effects(answers=[(self.tickets, error)]), f"{command} failed, and yet something happened"
         if isinstance(command, cmd.EvictHome):
-            place = (command.home, command.epoch)
-            assert place == SERVER or not self.is_live(place), "a live home is not evicted"
+            assert (command.home, command.epoch) not in self.places - {SERVER}, "a live home is not evicted"
         states = [(ledger.audit(), ledger.status()) for ledger in self.ledgers]
         assert states[0] == states[-1], f"{command} failed, and yet changed something"
         lease, rank = self.leases.get(getattr(command, "token", -1)), getattr(command, "rank", 0)
@@ -245,8 +251,8 @@ class CheckedLedger:
             held = any(self._holds(command.token, i) for i in lease.ids.get(rank, ()))
             assert not (known and held), f"{command} lost a lease that it holds: {error}"
         if isinstance(error, WriteOnceError):
-            rows = [self.rows[i] for i in lease.ids[rank]]
-            assert any(row.columns & set(command.columns) for row in rows), f"nothing is written twice: {error}"
+            written = {name for i in lease.ids[rank] for name in self.rows[i].places}
+            assert written & command.columns.keys(), f"nothing is written twice: {error}"
         if isinstance(error, Ended) and isinstance(command, cmd.LeaseRows):
             self._check_end(session, command)
 
@@ -266,46 +272,38 @@ class CheckedLedger:
         assert set(ids) <= self.live.keys(), "a row ended twice"
         for i in ids:
             del self.live[i]
-        self._void_steps(ids, effects)
+        acknowledging = [self.waiting[t].command for t, reply in effects.answers if isinstance(reply, cmd.Completed)]
+        for token in self._holders(ids) & self.open.keys() - {command.token for command in acknowledging}:
+            if self.leases[token].parts:  # a step in parts is void without a delivered row
+                self._close_lease(token)
         for ticket, reply in sorted(effects.answers, key=lambda answer: answer[0] != first):
             request = self.waiting.pop(ticket)  # answered once, and only if it was asked
-            self._on_reply(request, reply, ids)
+            self._on_reply(request, reply, ids, effects.events)
         again = [i for part in effects.remade for i in part.parents.tolist()]
         assert not any(self._trained(self.rows[i]) for i in again), "a row that was trained is made again"
         self._retire(ids, effects)
         self.answers |= effects.answers
         self.events += effects.events
         self.ended += ids
+        self.open = {token: lease for token, lease in self.open.items() if lease.world_size > 1 or self._held(token)}
         if effects.homes_lost:
             self._lose_homes(effects.homes_lost)
-
-    def _void_steps(self, ids: list[int], effects: Effects) -> None:
-        """A step in parts is void without a delivered row, unless it ends because the step is acknowledged."""
-        completed = [ticket for ticket, reply in effects.answers if isinstance(reply, cmd.Completed)]
-        done = {self.waiting[ticket].command.token for ticket in completed}
-        tokens = {token for i in ids for token in self.rows[i].holder.values()} - done
-        for token in tokens & self.open.keys():
-            if self.leases[token].parts:
-                self._close_lease(token)
 
     def _retire(self, ids: list[int], effects: Effects) -> None:
         states = _ended(effects.events)
         assert states.total() == len(ids) == len(set(ids)), "every row that ends is in one event, and in one alone"
-        self._terminal += states
-        if not self._trains() and len(states) == 1 and "consumed" not in states:
+        if not self.step_task and len(states) == 1 and "consumed" not in states:
             assert not self._groups(ids) & self.live.keys(), "a group ends as a whole"
         if set(states) == {"consumed"} and not self._skips():
             lacks = [t for t in self.tasks.values() if not t.admits for i in ids if self._undone(self.rows[i], t)]
             assert not lacks, "consumed before every task was through with it"
-        tokens = {token for i in ids for token in self.rows[i].holder.values()}
         for i in ids:
             self.rows[i].holder.clear()
-        self._end_leases(tokens)
 
     # ---- replies
 
-    def _on_reply(self, request: Request, reply: Any, ended: list[int]) -> None:
-        """``ended``: rows that ended by the same input."""
+    def _on_reply(self, request: Request, reply: Any, ended: list[int], events: list[Any]) -> None:
+        """``ended``: rows that ended by the same input, and ``events``."""
         session, command, _, place = request
         client = self.sessions.get(session)
         match command, reply:
@@ -323,11 +321,11 @@ class CheckedLedger:
                     if command.ended and other != session:
                         self._close(other)
             case cmd.Configure(), cmd.Done():
-                given = {name: getattr(command, name) for name in command.__struct_fields__}
-                given = {name: value for name, value in given.items() if value is not None}
+                given = {name: value for name, value in msgspec.structs.asdict(command).items() if value is not None}
                 self._limits = msgspec.structs.replace(self._limits, **given)
             case cmd.Declare(), cmd.Done():
                 if self.tasks.setdefault(command.task.name, command.task) is command.task:
+                    self.step_task = self.step_task if command.task.batch_rows is None else command.task.name
                     self._miss({i: self.rows[i] for i in (*self.live, *ended)})
             case cmd.End(), cmd.Done():
                 self._ended_partitions.add(command.partition)
@@ -350,9 +348,8 @@ class CheckedLedger:
                 self._renew(command.token)
             case cmd.GiveBack(), cmd.Done():
                 lease = self._own_lease(session, command)
-                whole = self.tasks[lease.task].batch_rows is not None  # a step goes back as a whole
+                whole = lease.step >= 0  # a step goes back as a whole
                 self._release(command.token, lease.rows() if whole else self._named(command))
-                self._end_leases({command.token})
             case cmd.Complete(), cmd.Completed():
                 self._on_completed(session, command, reply, place)
             case cmd.OpenHome(), cmd.HomeOpened():
@@ -377,6 +374,8 @@ class CheckedLedger:
                 client.loaded, client.swapping = None, False
             case cmd.Rollback(), cmd.RollbackDone():
                 assert reply.version == self.version
+                pinned = any(self.rows[i].partition for i in ended)  # these may have ended, too
+                assert pinned or reply.expired == _ended(events, "version ")["expired"], "as many expired as it says"
                 self._rewound = True
             case cmd.Resume(), cmd.Resumed():
                 assert reply.step == command.step
@@ -385,17 +384,15 @@ class CheckedLedger:
 
     def _on_put(self, request: Request, reply: cmd.PutDone) -> None:
         command, place = request.command, request.place
-        assert place not in self.lost_places, "a put without payload"
+        assert place in self.places, "a put without payload"
         groups = len(reply.groups) // 8 or command.groups
         assert reply.first == len(self.rows), "ids are given out once, in order"
         assert reply.count == groups * command.group_size
         for i in range(reply.first, reply.first + reply.count):
             start = i - (i - reply.first) % command.group_size
             group = range(start, start + command.group_size)
-            self.rows[i] = self.live[i] = Row(
-                group, set(command.columns), command.partition, command.priority, put=frozenset(command.columns),
-                places=dict.fromkeys(command.columns, place),
-            )  # fmt: skip
+            put, places = frozenset(command.columns), dict.fromkeys(command.columns, place)
+            self.rows[i] = self.live[i] = Row(group, command.partition, command.priority, put, places)
 
     def _on_leased(self, session: int, command: cmd.LeaseRows, reply: cmd.Leased) -> None:
         task, ids = self.tasks[reply.task], unpack_ids(reply.ids).tolist()
@@ -405,9 +402,9 @@ class CheckedLedger:
         if lease is None:
             assert reply.token > max(self.leases, default=0), "fencing tokens rise"
             assert not getattr(command, "token", 0), "a part of another lease"
-            lease = Lease(task.name, reply.version, self.now + task.lease_s, reply.world_size, reply.step)
-            lease.shards, lease.group = reply.shards, command.group
+            lease = Lease(task.name, reply.step, reply.version, command.group, reply.world_size, reply.shards)
             self.leases[reply.token] = self.open[reply.token] = lease
+            self._renew(reply.token)
         assert reply.rank == command.rank
         assert isinstance(reply, cmd.LeasedPart) == command.parts
         assert command.parts or reply.rank not in lease.ids, "a token is given once"
@@ -420,12 +417,15 @@ class CheckedLedger:
             row = self.rows[i]
             assert i in self.live, f"row {i} had ended"
             assert task.takes(row.partition)
-            assert set(task.needs) <= row.columns, f"row {i} lacks a column that {task.name} needs"
-            assert not self._lacks(row, task), f"row {i} is leased, and {task.name} cannot read it"
+            assert set(task.needs) <= row.places.keys(), f"row {i} lacks a column that {task.name} needs"
+            assert not _lacks(row, task), f"row {i} is leased, and {task.name} cannot read it"
             assert task.name not in row.done, f"row {i} comes again"
             holder = row.holder.get(task.name, reply.token)
             assert holder == reply.token or self.leases[holder].unsure, f"row {i} is leased already"
             row.holder[task.name] = reply.token
+            if reply.step >= 0 and row.version is not None:
+                made = steps_of(np.array(sorted(row.versions)), reply.version_step_offsets).max()
+                assert reply.step - made <= self.most_staleness(), "a token is too old"
         if isinstance(reply, cmd.LeasedPart):
             self._on_part(task, command, reply, lease, ids)
             return
@@ -448,12 +448,10 @@ class CheckedLedger:
             assert max(left, default=-(1 << 40)) <= min(self.rows[i].priority for i in ids), "higher priorities first"
 
     def _on_part(self, task: TaskSpec, command: cmd.LeaseRows, reply: Any, lease: Lease, ids: list[int]) -> None:
-        step, mine = reply.step, lease.parts.setdefault(reply.rank, [])
-        assert step not in self.acknowledged, "a step is trained once"
+        mine, step = lease.parts.setdefault(reply.rank, []), self._step(reply.step)
         assert (reply.part, reply.step, reply.version) == (len(mine), lease.step, lease.version)
         assert command.token in (0, reply.token)
         mine.append(ids)
-        self.begun.add(step)
         self._renew(reply.token)
         if {len(parts) for parts in lease.parts.values()} != {reply.part + 1} or len(lease.parts) < reply.world_size:
             return
@@ -467,46 +465,42 @@ class CheckedLedger:
             before = known[reply.part]
             assert sorted(i for shard in before for i in shard) == sorted(rows), "a part comes again with its rows"
             assert len(before) != len(part) or before == part, "a part comes again with its shards"
-        left = task.batch_rows - sum(task.name in self.rows[i].done for i in self.steps.get(step, ()))
+        left = task.batch_rows - sum(task.name in self.rows[i].done for i in step.rows)
         lease.last = reply.last
         assert self._blurred or reply.last == (len(lease.step_rows()) == left)
         assert self._blurred or len(rows) >= command.at_least or reply.last or reply.part < len(known)
-        self.parts[step] = [*known[: reply.part], part, *known[reply.part + 1 :]]
-        self._check_ages(reply, rows)
+        step.parts = [*known[: reply.part], part, *known[reply.part + 1 :]]
         if reply.last:
             self._on_step(task, reply, lease.step_rows())
 
-    def _known_parts(self, step: int) -> list[list[list[int]]]:
+    def _known_parts(self, step: Step) -> list[list[list[int]]]:
         """The parts of a step, without rows that have ended since."""
-        parts = [[[i for i in shard if i in self.live] for shard in part] for part in self.parts.get(step, ())]
+        parts = [[[i for i in shard if i in self.live] for shard in part] for part in step.parts]
         return [part for part in parts if any(part)]
 
+    def _step(self, number: int) -> Step:
+        """One that is leased, perhaps anew."""
+        following = next(number for number in itertools.count() if number not in self.steps)
+        assert number in self.steps or number == following or self._blurred, "steps come in order"
+        step = self.steps.setdefault(number, Step())
+        assert not step.acknowledged, "a step is trained once"
+        assert not step.overtaken or self._blurred, "a step that was overtaken has ended"
+        return step
+
     def _on_step(self, task: TaskSpec, reply: cmd.Leased, ids: list[int]) -> None:
-        step = reply.step
-        assert step not in self.acknowledged, "a step is trained once"
-        if self._blurred:
-            self.steps[step] = ids
-        elif step in self.steps:
-            left = [i for i in self.steps[step] if task.name not in self.rows[i].done]
+        step = self._step(reply.step)
+        if step.rows and not self._blurred:
+            left = [i for i in step.rows if task.name not in self.rows[i].done]
             assert sorted(left) == sorted(ids), "a step comes again with the rows that are left of it"
         else:
-            assert len(set(ids)) == len(ids) == task.batch_rows, "a step is whole"
-            known = self.steps.keys() | self.begun | self.overtaken
-            assert step in self.begun or step == min(set(range(len(known) + 1)) - known), "steps come in order"
-            assert not set(ids) & {i for rows in self.steps.values() for i in rows}, "a row is in one step"
-            self.steps[step] = ids
-        for earlier in set(range(step)) - self.acknowledged - self.overtaken if not self._blurred else ():
-            shards = [shard for part in self._known_parts(earlier) for shard in part]
-            rows = self.steps.get(earlier) or [i for shard in shards for i in shard]
-            assert any(task.name in self.rows[i].holder for i in rows), "the oldest step comes first"
-        if not isinstance(reply, cmd.LeasedPart):
-            self._check_ages(reply, ids)
-
-    def _check_ages(self, reply: cmd.Leased, ids: list[int]) -> None:
-        for row in [self.rows[i] for i in ids]:
-            if row.version is not None and (self._limits.staleness is None or self._limits.staleness.name != "count"):
-                made = steps_of(np.array(sorted(row.versions)), reply.version_step_offsets).max()
-                assert reply.step - made <= (self._limits.max_staleness or 0), "a token is too old"
+            assert self._blurred or len(set(ids)) == len(ids) == task.batch_rows, "a step is whole"
+            others = {i for other in self.steps.values() for i in other.rows}
+            assert self._blurred or not others & set(ids), "a row is in one step"
+            step.rows = ids
+        for earlier in [] if self._blurred else [self.steps.get(number, Step()) for number in range(reply.step)]:
+            rows = earlier.rows or [i for part in self._known_parts(earlier) for shard in part for i in shard]
+            held = any(task.name in self.rows[i].holder for i in rows)
+            assert held or earlier.acknowledged or earlier.overtaken, "the oldest step comes first"
 
     def _on_completed(self, session: int, command: cmd.Complete, reply: cmd.Completed, place: Place) -> None:
         lease = self._own_lease(session, command)
@@ -514,13 +508,11 @@ class CheckedLedger:
         revoked, again = set(unpack_ids(reply.revoked).tolist()), set(unpack_ids(reply.again).tolist())
         assert revoked | again <= set(named)
         assert all(task.name in self.rows[i].done for i in again)
-        if command.filtered and not self._trains():
+        if command.filtered and not self.step_task:
             dropped = {named[at] for at in np.frombuffer(command.filtered, "<i4")} - revoked - again
             assert not self._groups(dropped) & self.live.keys(), "a group is filtered as a whole"
         if lease.parts:
             assert lease.last, "a step is acknowledged before it is delivered whole"
-        elif task.batch_rows is not None:
-            self.parts.pop(lease.step, None)  # it may be acknowledged in part
         if task.batch_rows is not None and lease.world_size > 1:
             lease.done.add(command.rank)
             if not all(rank in lease.done or not (ids or lease.parts) for rank, ids in lease.ids.items()):
@@ -532,156 +524,117 @@ class CheckedLedger:
                 assert not mine, f"row {i} is revoked, and leased"
                 continue
             assert mine or lease.world_size > 1, f"row {i} is not of this lease any more"
-            assert not row.columns & set(command.columns), f"a column of row {i} is written twice"
+            assert not row.places.keys() & command.columns.keys(), f"a column of row {i} is written twice"
             assert lease.world_size > 1 or task.name not in row.done, f"row {i} is completed twice"
-            row.columns |= set(command.columns)
             row.places.update(dict.fromkeys(command.columns, place))
             row.done.add(task.name)
             row.holder.pop(task.name, None)
             if task.admits:
                 row.version = lease.version
-        if task.batch_rows is not None and all(task.name in self.rows[i].done for i in self.steps[lease.step]):
-            self.acknowledged.add(lease.step)
-            if not self._limits.checkpoints:
-                self.parts.pop(lease.step, None)
-        self._end_leases({command.token})
+        if task.batch_rows is not None:
+            step = self.steps[lease.step]
+            step.acknowledged = all(task.name in self.rows[i].done for i in step.rows)
+            if not lease.parts or (step.acknowledged and not self._limits.checkpoints):
+                step.parts = []  # without parts, it may be acknowledged in part
 
     # ---- homes
 
     def _on_home_opened(self, session: int, command: cmd.OpenHome, reply: cmd.HomeOpened) -> None:
-        live = {n: home for n, home in self.homes.items() if self.is_live((n, home.epoch))}
-        same = [n for n, home in live.items() if home.identity == command.identity]
-        named = [n for n, home in self.homes.items() if home.name == command.name]
-        if same:
-            (number,), epoch = same, self.homes[same[0]].epoch
-        elif named:
-            (number,), epoch = named, self.homes[named[0]].epoch + 1
-            assert named[0] not in live or self.homes[named[0]].unit in (None, session), "another unit has it"
-        else:
-            number, epoch = len(self.homes) + 1, 1
-        assert (reply.home, reply.epoch) == (number, epoch)
-        assert all(home.unit != session or n == number for n, home in self.homes.items()), "a unit serves one home"
-        name = self.homes[number].name if number in self.homes else command.name
-        self.homes[number] = Home(name, command.identity, epoch, session)
-        self.places.add((number, epoch))
+        named = {n: home for n, home in self.homes.items() if home.name == command.name}
+        same = {n: home for n, home in self.live_homes().items() if home.identity == command.identity}
+        number, home = next(iter((same or named).items()), (len(self.homes) + 1, Home(command.name, "", 0)))
+        assert same or number not in self.live_homes() or home.unit in (None, session), "another unit has it"
+        assert (reply.home, reply.epoch) == (number, home.epoch + (not same))
+        assert all(other.unit != session or n == number for n, other in self.homes.items()), "a unit serves one home"
+        self.homes[number] = Home(home.name, command.identity, reply.epoch, session)
+        self.places.add((number, reply.epoch))
 
     def _lose_homes(self, lost: list[HomeLoss]) -> None:
         """Answer lost homes and blocks as a server does, and check what becomes of the rows."""
-        known = []
-        for loss in lost:
-            place, home = (loss.home, loss.epoch), self.homes[loss.home]
-            known.append((loss, self._columns_in(place, loss.serials)))
-            assert self.is_live(place), "an epoch is lost once"
-            if loss.serials is not None:
-                for part in known[-1][1]:
-                    for i in part.ids.tolist():
-                        self.rows[i].places.update(dict.fromkeys(part.columns, LOST))
-                continue
-            if loss.reason.startswith("silent"):
-                assert home.unit is None and self._gives_up(home) <= self.now, "a home is not given up early"
-            if home.epoch == loss.epoch:
-                home.unit = None
-            self.lost_places.add(place)
-        before, events = dict(self.live), len(self.events)
-        ended = {i for i in self.rows if i not in before}
-        missing = self._miss(before)
-        puts = {ticket: each for ticket, each in self.waiting.items() if isinstance(each.command, cmd.AddRows)}
-        tickets = [ticket for ticket, put in puts.items() if put.place in self.lost_places]
+        known = [(loss, self._lose_place(loss)) for loss in lost]
+        before, ended, seen = dict(self.live), self.rows.keys() - self.live.keys(), len(self.events)
+        missing = self._miss(before)  # a task cannot read these
+        stranded = {ticket: each.command for ticket, each in self.waiting.items() if each.place not in self.places}
+        tickets = [ticket for ticket, command in stranded.items() if isinstance(command, cmd.AddRows)]
         self._feed("lose_homes", known, tickets=tickets)
-        self._check_losses(lost, missing, before, ended, events)
 
-    def _columns_in(self, place: Place, serials: bytes | None) -> list[LostColumns]:
-        """The columns of live rows in a home, as a server's index knows them. ``serials``: of blocks, each of a row."""
-        found: dict[tuple[str, ...], list[int]] = {}
-        for i in self.live if serials is None else self.live.keys() & unpack_ids(serials).tolist():
-            row = self.rows[i]
-            if names := tuple(sorted(name for name, where in row.places.items() if where == place)):
-                found.setdefault(names, []).append(i)
-        return [LostColumns(np.array(ids, np.int64), names) for names, ids in found.items()]
-
-    def _check_losses(
-        self, lost: list[HomeLoss], missing: set[int], before: dict[int, Row], ended: set[int], events: int
-    ) -> None:
-        """``missing``: rows that a task cannot read; ``before``: that were live, and ``ended``: that were not."""
-        new = self.events[events:]
-        told = [event for event in new if isinstance(event, ev.HomeLost)]
+        told = [event for event in self.events[seen:] if isinstance(event, ev.HomeLost)]
         assert [(each.home, each.epoch) for each in told] == [(each.home, each.epoch) for each in lost]
-        counts = _ended(new, "payload lost: ")
-        remade = {i for i, row in before.items() if row.child is not None}
+        counts = _ended(self.events[seen:], "payload lost: ")
+        remade = {i for i, row in before.items() if row.remade}
+        assert set(counts) <= {"failed", "expired"}
         assert counts["expired"] == len(remade)
         assert sum(each.groups_remade for each in told) == len({self.rows[i].group for i in remade})
         assert sum(each.rows_failed for each in told) == counts["failed"]
-        assert set(counts) <= {"failed", "expired"}
         if not self._skips():
             uncovered = {i for i in missing if self._is_uncovered(self.rows[i])}
             assert not missing - uncovered & self.live.keys(), "a row that nobody can read lives"
-        if not (self._trains() or self._skips()):
+        if not self.step_task and not self._skips():
             assert counts.total() == len(self._groups(missing) & before.keys()), "other rows ended, too"
-        over = self.status().over
-        failed = missing - remade - self.live.keys()
-        for i in failed:
-            group = self.rows[i].group
-            whole = not any(m in ended or self._trained(self.rows[m]) for m in group)
-            intact = not any(self._is_put_lost(self.rows[m]) for m in group)
-            assert not (whole and intact) or over, f"row {i} failed, and could have been made again"
+        for i in missing - remade - self.live.keys() if not self.status().over else ():
+            group = [self.rows[member] for member in self.rows[i].group]
+            whole = not ended & set(self.rows[i].group) and not any(self._trained(row) for row in group)
+            intact = not any(_is_put_lost(row) for row in group)
+            assert not (whole and intact), f"row {i} failed, and could have been made again"
+
+    def _lose_place(self, loss: HomeLoss) -> list[LostColumns]:
+        """Return the columns of live rows in a lost home, or in its lost blocks (each of a row), as a server's index knows
+        them."""
+        place, found = (loss.home, loss.epoch), dict[tuple[str, ...], list[int]]()
+        assert place in self.places, "an epoch is lost once"
+        for i in self.live if loss.serials is None else self.live.keys() & unpack_ids(loss.serials).tolist():
+            places = self.live[i].places
+            if names := tuple(sorted(name for name, where in places.items() if where == place)):
+                found.setdefault(names, []).append(i)
+                places.update(dict.fromkeys(names, LOST))
+        if loss.serials is None:
+            if loss.reason.startswith("silent"):
+                assert self._silent_until().get(loss.home, math.inf) <= self.now, "a home is not given up early"
+            if self.homes[loss.home].epoch == loss.epoch:
+                self.homes[loss.home].unit = None
+            self.places.remove(place)
+        return [LostColumns(np.array(ids, np.int64), names) for names, ids in found.items()]
 
     def _on_remade(self, remade: list[Replacement], ended: set[int]) -> None:
-        pairs = [
-            (child, parent, part.columns)
-            for part in remade
-            for parent, child in zip(part.parents.tolist(), part.children.tolist(), strict=True)
-        ]
-        parents = {parent for _, parent, _ in pairs}
+        pairs = [pair for part in remade for pair in zip(part.children.tolist(), part.parents.tolist(), strict=True)]
+        parents = {parent for _, parent in pairs}
         assert parents <= ended
-        for child, i, columns in sorted(pairs):
+        assert all(set(part.columns) == self.rows[i].put for part in remade for i in part.parents.tolist())
+        for child, i in sorted(pairs):
             row, start = self.rows[i], child - (i - self.rows[i].group.start)
             assert child == len(self.rows), "ids are given out once, in order"
-            assert i in self.live and row.child is None, "a row has one child, which comes as it ends"
+            assert i in self.live and not row.remade, "a row has one child, which comes as it ends"
             assert set(row.group) <= parents, "a group is made again as a whole"
-            assert set(columns) == row.put and not self._is_put_lost(row), "from its put"
-            row.child = child
-            self.rows[child] = self.live[child] = Row(
-                range(start, start + len(row.group)), set(columns), row.partition, row.priority, put=row.put,
-                places={name: row.places[name] for name in columns}, parent=i,
-            )  # fmt: skip
+            assert not _is_put_lost(row), "it is made again from its put"
+            row.remade, group = True, range(start, start + len(row.group))
+            places = {name: row.places[name] for name in row.put}
+            self.rows[child] = self.live[child] = Row(group, row.partition, row.priority, row.put, places, parent=i)
 
     def _miss(self, rows: dict[int, Row]) -> set[int]:
         """Note which of these rows cannot be read by a task that is not through with them, or by a step trained again."""
-        both = [(i, task) for i in rows for task in self.tasks.values() if self._lacks(rows[i], task)]
-        unread = [(i, task) for i, task in both if self._undone(rows[i], task)]
-        missing = {i for i, task in unread if not self._may_skip(self.rows[i], task)}
+        lacks = [(i, task) for i in rows for task in self.tasks.values() if _lacks(rows[i], task)]
+        unread = [(i, task) for i, task in lacks if self._undone(rows[i], task)]
+        missing = {i for i, task in unread if not self._may_skip(rows[i], task)}
         self._blurred |= len(missing) < len({i for i, _ in unread})
-        steps = [task for task in self.tasks.values() if task.batch_rows is not None]
-        again = {i for i, row in rows.items() for t in steps if self._is_uncovered(row) and self._lacks(row, t)}
+        again = {i for i, task in lacks if task.name == self.step_task and self._is_uncovered(rows[i])}
         self._lost |= missing | again
-        for i in missing & again:  # tasks skip it
-            self._give_up(i)
+        for row in [rows[i] for i in missing & again]:  # tasks skip it
+            for token in row.holder.values():
+                self.leases[token].unsure = True
+            row.holder.clear()
         if missing:
-            self._dissolve({i for i in missing if not self._trained(self.rows[i])})
+            self._dissolve({i for i in missing if not self._trained(rows[i])})
         return missing
-
-    def _give_up(self, i: int) -> None:
-        """Nobody has a lease of this row any more."""
-        tokens = set(self.rows[i].holder.values())
-        self.rows[i].holder.clear()
-        for token in tokens:
-            self.leases[token].unsure = True
-        self._end_leases(tokens)
 
     def _may_skip(self, row: Row, task: TaskSpec) -> bool:
         """True if steps may take a row without this task: what they need is there."""
-        steps = [t for t in self.tasks.values() if t.batch_rows is not None and t.takes(row.partition)]
-        return task.admits and any(set(t.needs) <= self.rows[m].columns for t in steps for m in row.group)
-
-    def _lacks(self, row: Row, task: TaskSpec) -> bool:
-        """True if a column that the task needs is lost."""
-        return any(row.places.get(name) in self.lost_places for name in task.needs)
-
-    def _is_put_lost(self, row: Row) -> bool:
-        return any(row.places[name] in self.lost_places for name in row.put)
+        step = self.tasks.get(self.step_task)
+        if step is None or not (task.admits and step.takes(row.partition)):
+            return False
+        return any(set(step.needs) <= self.rows[member].places.keys() for member in row.group)
 
     def _trained(self, row: Row) -> bool:
-        return any(task.name in row.done for task in self.tasks.values() if task.batch_rows is not None)
+        return self.step_task in row.done
 
     def _is_uncovered(self, row: Row) -> bool:
         return bool(self._limits.checkpoints) and self._trained(row)
@@ -701,6 +654,14 @@ class CheckedLedger:
 
     def _holds(self, token: int, i: int) -> bool:
         return self.rows[i].holder.get(self.leases[token].task) == token
+
+    def _held(self, token: int) -> bool:
+        """True if any row is held under this lease."""
+        return any(self._holds(token, i) for i in self.leases[token].rows())
+
+    def _holders(self, ids: Iterable[int]) -> set[int]:
+        """The leases that hold these rows."""
+        return {token for i in ids for token in self.rows[i].holder.values()}
 
     def _groups(self, ids: Any) -> set[int]:
         return {member for i in ids for member in self.rows[i].group}
@@ -735,46 +696,38 @@ class CheckedLedger:
             if self._holds(token, i):
                 del self.rows[i].holder[self.leases[token].task]
 
-    def _end_leases(self, tokens: set[int]) -> None:
-        """Of these leases, those are over whose rows are all through."""
-        for token in tokens & self.open.keys():
-            lease = self.open[token]
-            if lease.world_size == 1 and not any(self._holds(token, i) for i in lease.ids[0]):
-                del self.open[token]
-
-    def _reopen(self, step: int, known: set[int]) -> None:
+    def _reopen(self, first: int, known: set[int]) -> None:
         """Steps from this one on are to be leased again, with the rows that they had. ``known``: rows that lived before."""
-        trains = {task.name for task in self.tasks.values() if task.batch_rows is not None}
-        self.acknowledged = {each for each in self.acknowledged if each < step}
-        for row in [self.rows[i] for each, ids in self.steps.items() if each >= step for i in ids]:
-            row.done -= trains
-            row.holder = {task: token for task, token in row.holder.items() if task not in trains}
-        for token in [token for token, lease in self.open.items() if lease.parts and lease.step >= step]:
+        for token in [token for token, lease in self.open.items() if lease.step >= first]:
             self._close_lease(token)
+        for step in [step for number, step in self.steps.items() if number >= first]:
+            step.acknowledged = False
+            for i in step.rows:
+                self.rows[i].done.discard(self.step_task)
         self._dissolve({i for i in self._lost & known if not self._trained(self.rows[i])})
 
     def _dissolve(self, lost: Iterable[int]) -> None:
         """Forget steps that lack these rows, and later ones, unless a step after them was acknowledged: then only the former.
         Leases of steps may have ended."""
-        if lost := set(lost):
-            self._blurred |= bool(self.begun - self.steps.keys())
-            self.parts.clear()
-        groups, waiting = self._groups(lost), self.steps.keys() - self.acknowledged
-        hit = {step for step in waiting if groups & set(self.steps[step])}
-        gone = {step for step in hit if step < max(self.acknowledged | self.overtaken, default=-1)}
-        self.overtaken |= gone
+        groups = self._groups(lost)
+        waiting = {number: step for number, step in self.steps.items() if not (step.acknowledged or step.overtaken)}
+        hit = {number for number, step in waiting.items() if groups & set(step.rows)}
+        gone = {number for number in hit if any(later > number for later in self.steps.keys() - waiting.keys())}
         first = min(hit - gone, default=1 << 62)
-        for step in [step for step in waiting if step >= first or step in gone]:
-            del self.steps[step]
-        self.begun -= {step for step in self.begun if step >= first}
+        if groups:
+            self._blurred |= not all(step.rows for step in waiting.values())
+            for step in self.steps.values():
+                step.parts = []
+        for number in waiting:
+            if number in gone:
+                self.steps[number] = Step(overtaken=True)
+            elif number >= first:
+                del self.steps[number]
         for lease in self.open.values():
-            lease.unsure |= self.tasks[lease.task].batch_rows is not None
+            lease.unsure |= lease.step >= 0
 
     def _undone(self, row: Row, task: TaskSpec) -> bool:
         return task.takes(row.partition) and task.name not in row.done
-
-    def _trains(self) -> bool:
-        return any(task.batch_rows is not None for task in self.tasks.values())
 
     def _skips(self) -> bool:
         """True if a task gave up rows that go on without it."""
@@ -788,7 +741,7 @@ class CheckedLedger:
         rows = {} if self._skips() else self.live
         free = {i: row for i, row in rows.items() if self._undone(row, task) and task.name not in row.holder}
         of = {i: row for i, row in free.items() if partition in (None, row.partition)}
-        return [i for i, row in of.items() if set(task.needs) <= row.columns]
+        return [i for i, row in of.items() if set(task.needs) <= row.places.keys()]
 
     def _check_end(self, session: int, command: cmd.LeaseRows) -> None:
         task = self.tasks[command.task]
@@ -803,41 +756,37 @@ class CheckedLedger:
         audit, status = self.audit(), self.status()
         assert audit.balanced
         assert (audit.put, audit.live) == (len(self.rows), len(self.live))
-        assert audit.terminal == {state: self._terminal[state] for state in TERMINAL}
+        assert audit.terminal == dict.fromkeys(TERMINAL, 0) | _ended(self.events)
         assert (status.live, status.version) == (len(self.live), self.version)
         assert (status.session_count, status.parked_count) == (len(self.sessions), len(self.waiting))
         sure = not any(lease.unsure for lease in self.open.values())
-        in_parts = [
-            (lease.step, len(lease.step_rows()))
-            for token, lease in self.open.items()
-            if lease.parts and any(self._holds(token, i) for i in lease.rows())
-        ]
-        assert not sure or sorted(status.in_parts) == sorted(in_parts)
+        parts = {token: lease for token, lease in self.open.items() if lease.parts and self._held(token)}
+        in_parts = sorted((lease.step, len(lease.step_rows())) for lease in parts.values())
+        assert not sure or sorted(status.in_parts) == in_parts
         for task in self.tasks.values():
             rows = [row for row in self.live.values() if task.takes(row.partition)]
             assert sum(status.rows[task.name].values()) == len(rows)
             held = sum(task.name in row.holder for row in rows)
             assert not sure or status.rows[task.name]["leased"] == held
         ends = [lease.expires for lease in self.open.values() if lease.world_size == 1 and not lease.unsure]
-        due = min(
-            [*ends, *self._absent_until(), *(request.deadline for request in self.waiting.values())], default=None
-        )
-        assert due is None or (self.next_deadline() or 0.0) <= due, "somebody would not be woken"
-        live = {place for place in self.places if self.ledgers[0].state.homes.is_live(*place)}
-        assert live == self.places - self.lost_places, "a lost epoch is refused for ever"
+        ends += [*self._silent_until().values(), *(request.deadline for request in self.waiting.values())]
+        assert (self.next_deadline() or 0.0) <= min(ends, default=math.inf), "somebody would not be woken"
+        places = {SERVER} | {(n, epoch) for n, home in self.homes.items() for epoch in range(1, home.epoch + 1)}
+        live = {place for place in places if self.ledgers[0].state.homes.is_live(*place)}
+        assert live == self.places, "a lost epoch is refused for ever"
         self._check_trained_once()
         self._check_no_lost_wakeup(sure)
 
     def _check_trained_once(self) -> None:
         """Of each row and its children, one at most is in a step that was trained."""
-        roots = [self._root(i) for step in self.acknowledged for i in self.steps[step]]
+        roots = [self._root(i) for step in self.steps.values() if step.acknowledged for i in step.rows]
         assert len(roots) == len(set(roots)), "a row was trained twice"
-        assert not any(self._root(i) in roots for i in self.live if not self._trained(self.rows[i])), "or will be"
+        again = {self._root(i) for i, row in self.live.items() if not self._trained(row)} & set(roots)
+        assert not again, f"rows {again} may be trained twice"
 
     def _root(self, i: int) -> int:
-        while (parent := self.rows[i].parent) is not None:
-            i = parent
-        return i
+        parent = self.rows[i].parent
+        return i if parent is None else self._root(parent)
 
     def _check_no_lost_wakeup(self, sure: bool) -> None:
         """Asked anew in a copy, no request that waits is answered."""
@@ -860,12 +809,24 @@ class CheckedLedger:
 
 def _ended(events: Iterable[Any], reason: str = "") -> Counter[str]:
     """How many rows ended in each state, for a reason that begins so."""
-    ended = [event for event in events if isinstance(event, ev.RowsEnded) and event.reason.startswith(reason)]
-    return sum((Counter({event.state: event.count}) for event in ended), Counter[str]())
+    counts: Counter[str] = Counter()
+    for event in events:
+        if isinstance(event, ev.RowsEnded) and event.reason.startswith(reason):
+            counts[event.state] += event.count
+    return counts
 
 
-def _plain(effects: Effects) -> tuple[Any, ...]:
+def _lacks(row: Row, task: TaskSpec) -> bool:
+    """True if a column that the task needs is lost."""
+    return any(row.places.get(name) == LOST for name in task.needs)
+
+
+def _is_put_lost(row: Row) -> bool:
+    return any(row.places[name] == LOST for name in row.put)
+
+
+def _plain(effects: Effects) -> bytes:
     """Effects in a form that can be compared."""
-    answers = [(t, str(answer) if isinstance(answer, Exception) else answer) for t, answer in effects.answers]
-    remade = [(part.parents.tolist(), part.children.tolist(), part.columns) for part in effects.remade]
-    return answers, effects.events, [ids.tolist() for ids in effects.retired], remade, effects.homes_lost
+    return msgspec.msgpack.encode(
+        effects, enc_hook=lambda each: each.tolist() if isinstance(each, np.ndarray) else repr(each)
+    )

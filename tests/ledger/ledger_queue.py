@@ -26,23 +26,23 @@ LAST = TaskSpec(name="last", needs=("answer",), lease_s=10)
 
 
 class Queue(CheckedLedger):
-    """``do`` returns the reply or raises the error; None means that the request waits. ``options``: of the ledger.
+    """``do`` returns the reply or raises the error; None means that the request waits. ``options``: of the checked ledger.
     ``sampler``, ``policy``: what every name of one stands for. ``limits``: of the run."""
 
     def __init__(
         self,
         *tasks: TaskSpec,
-        options: dict[str, int] | None = None,
+        options: dict[str, Any] | None = None,
         sampler: Callable[..., Sampler] | None = None,
         policy: StalenessPolicy | None = None,
         **limits: Any,
     ) -> None:
-        made: dict[str, Any] = dict(options or {})
+        made: dict[str, Any] = {"twin": sampler is None and policy is None, **(options or {})}
         if sampler is not None:
             made["make_sampler"] = lambda spec: sampler(**spec.options)
         if policy is not None:
             made["make_policy"] = lambda spec: policy
-        super().__init__(twin=sampler is None and policy is None, **made)
+        super().__init__(**made)
         self.admin = self.join("admin")
         for command in [cmd.Configure(**limits), *(cmd.Declare(task=task) for task in tasks)]:
             self.do(self.admin, command)

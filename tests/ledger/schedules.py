@@ -6,24 +6,25 @@ Every request waits without limit, so a lost wake-up is a deadlock.
 from __future__ import annotations
 
 import heapq
+import itertools
 import os
 import random
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from checked_ledger import SERVER, CheckedLedger, Place
+from checked_ledger import SERVER, Place
 from hypothesis import HealthCheck, settings
-from ledger_queue import TOKENS, packed, part
+from ledger_queue import TOKENS, Queue, packed, publishing
 
 from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost
 from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger.state.homes import HomeLoss
-from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.reports import Audit
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
@@ -47,23 +48,19 @@ def schedules(quick: int) -> Callable[[Any], Any]:
     return lambda test: pytest.mark.timeout(3600 if LONG else 900)(limits(test))
 
 
-class World(CheckedLedger):
+class World(Queue):
     """Runs workers, each event at its time."""
 
-    def __init__(self, seed: int, limits: cmd.Configure, tasks: Iterable[TaskSpec]) -> None:
-        super().__init__(twin=False, initial_rows=16)
-        self.random, self._order = random.Random(seed), 0
+    def __init__(self, seed: int, *tasks: TaskSpec, **limits: Any) -> None:
+        self.random = random.Random(seed)
+        super().__init__(*tasks, options={"initial_rows": 16, "twin": False}, **limits)
+        self._order = itertools.count()
         self._later: list[tuple[float, int, Callable[[], None]]] = []
-        self._asked: dict[int, tuple[int, Callable[[Any], None]]] = {}  # ticket → session, what to do with the reply
+        self.asked: dict[int, Callable[[Any], None]] = {}  # ticket → what to do with the reply
         self.workers: list[Worker] = []
-        self.expired_on_load = 0  # rows whose replica loaded a version as it was rolled back
-        admin = self.join("admin")
-        for command in [limits, *(cmd.Declare(task=task) for task in tasks)]:
-            assert self.send(admin, command) == cmd.Done()
 
     def later(self, seconds: float, what: Callable[[], None]) -> None:
-        self._order += 1
-        heapq.heappush(self._later, (self.now + seconds, self._order, what))
+        heapq.heappush(self._later, (self.now + seconds, next(self._order), what))
 
     def soon(self) -> float:
         """Seconds with a heavy tail."""
@@ -77,23 +74,6 @@ class World(CheckedLedger):
         """About this share of the first numbers."""
         return [i for i in range(count) if self.random.random() < share]
 
-    def ask(self, session: int, command: Any) -> int:
-        before = len(self.events)
-        ticket = super().ask(session, command)
-        if isinstance(command, cmd.ReportLoaded):
-            reason = f"version {command.version} was rolled back"
-            ended = [event for event in self.events[before:] if isinstance(event, ev.RowsEnded)]
-            self.expired_on_load += sum(event.count for event in ended if event.reason == reason)
-        return ticket
-
-    def call(self, session: int, command: Any, then: Callable[[Any], None]) -> None:
-        self._asked[self.tickets + 1] = session, then
-        self.ask(session, command)
-
-    def die(self, session: int) -> None:
-        self._asked = {ticket: asked for ticket, asked in self._asked.items() if asked[0] != session}
-        super().die(session)
-
     def lose_some(self, share: float) -> int:
         """Some rows lose their payload. Returns how many."""
         ids = [i for i in self.live if self.random.random() < share]
@@ -103,31 +83,28 @@ class World(CheckedLedger):
         return len(ids)
 
     def place_of_write(self, command: Any) -> Place:
-        live = sorted(self.places - self.lost_places)
-        return self.random.choice(live) if len(live) > 1 else SERVER
+        return self.random.choice(sorted(self.places)) if len(self.places) > 1 else SERVER
 
     def open_home(self, name: str, identity: str = "") -> None:
-        opened = self.send(
-            self.join(f"unit {name}"), cmd.OpenHome(store="hosts", name=name, identity=identity or name)
-        )
+        home = cmd.OpenHome(store="hosts", name=name, identity=identity or name)
+        opened = self.send(self.join(f"unit {name}"), home)
         assert isinstance(opened, cmd.HomeOpened | ConfigError), opened  # another unit may have it
 
-    def strike(self, number: int) -> str:
+    def strike(self, number: int) -> None:
         """Something happens to a home: its unit dies, and comes back in time, late, with other contents, or never; or a person
-        evicts it, and it comes back. Returns what."""
+        evicts it, and it comes back."""
         home = self.homes[number]
         what = self.random.choice(["in time", "late", "wiped", "never", "evicted"])
-        if not self.is_live((number, home.epoch)):
-            return "lost already"
+        if number not in self.live_homes():
+            return
         if what == "evicted":
-            assert self.send(self.join("admin"), cmd.EvictHome(home=number, epoch=home.epoch)) == cmd.Done()
+            self.do(self.admin, cmd.EvictHome(home=number, epoch=home.epoch))
         elif home.unit is not None:
-            super().die(home.unit)
+            self.die(home.unit)
         back = {"in time": 0.5, "late": 1.5, "wiped": 0.5, "evicted": 0.0}
         if what in back:
             identity = f"{home.name} after {self.now}" if what == "wiped" else home.identity
             self.later(back[what] * (self._limits.home_silence_s or 0.0), lambda: self.open_home(home.name, identity))
-        return what
 
     def _lose_homes(self, lost: list[HomeLoss]) -> None:
         super()._lose_homes(lost)
@@ -143,16 +120,15 @@ class World(CheckedLedger):
     def run(self) -> Audit:
         """Until every worker is told the end. Returns the audit, of a ledger without live rows."""
         checked = 0
-        while self._later or self._asked:
+        while self._later or self.waiting or self.answers:
             assert self.tickets < 1_000_000, f"no end in sight: {self.status()}"
             if self.tickets >= checked + 50:
                 checked = self.tickets
                 self.check()
             for ticket, reply in self.answers.items():
-                _, then = self._asked.pop(ticket)
-                self.later(0.0, partial(then, reply))
+                self.later(0.0, partial(self.asked.pop(ticket), reply))
             self.answers.clear()
-            at = min([due for due, *_ in self._later[:1]] + [FOR_EVER])
+            at = self._later[0][0] if self._later else FOR_EVER
             deadline = self.next_deadline()
             if deadline is not None and deadline <= at:
                 assert deadline < FOR_EVER / 2, f"deadlock: {self.status()}"
@@ -171,29 +147,26 @@ class Gone(Exception):
     """Ends the work of a worker that died, or that was told the end."""
 
 
+@dataclass
 class Worker:
-    """A session that does the ``work`` of a task, with ``options``. Dies now and then, and comes back. ``lease``: fields of
-    its requests for rows."""
+    """A session that does the ``work`` of a task. Dies now and then, and comes back."""
 
-    def __init__(
-        self,
-        world: World,
-        task: str,
-        work: Callable[..., Work],
-        mortality: float = 0.0,
-        lease: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        self.world, self.task, self.mortality, self._lease = world, task, mortality, lease or {}
-        self.over, self.lives = False, 0  # a death begins another life, in which nothing happens
-        self._work, self._options = work, options
-        world.workers.append(self)
+    world: World
+    task: str
+    work: Callable[[Any], Work]
+    mortality: float = 0.0
+    request: dict[str, Any] = field(default_factory=dict)  # fields of its requests for rows
+    over: bool = False
+    lives: int = 0  # a death begins another life, in which nothing happens
+
+    def __post_init__(self) -> None:
+        self.world.workers.append(self)
         self.start()
 
     def start(self) -> None:
         self.lives += 1
         self.session = self.world.join(self.task)
-        self.go(self._work(self, **self._options))
+        self.go(self.work(self))
 
     def go(self, work: Work, after: float = 0.0) -> None:
         """Do it beside what else is done, as long as this life lasts."""
@@ -209,7 +182,7 @@ class Worker:
             if isinstance(awaited, float):
                 self.world.later(awaited, resume)
             else:
-                self.world.call(self.session, awaited, resume)
+                self.world.asked[self.world.ask(self.session, awaited)] = resume
 
         self.world.later(after, resume)
 
@@ -236,8 +209,8 @@ class Worker:
         return reply
 
     def lease(self) -> Work:
-        count = max(self.world.random.randint(1, 6), self._lease.get("at_least", 0))
-        request = cmd.LeaseRows(task=self.task, timeout_s=2 * FOR_EVER, **{"count": count, **self._lease})
+        count = max(self.world.random.randint(1, 6), self.request.get("at_least", 0))
+        request = cmd.LeaseRows(task=self.task, timeout_s=2 * FOR_EVER, **{"count": count, **self.request})
         lease = yield from self.ask(request)
         ids = [lease.ids] if isinstance(lease, cmd.LeasedPart) else []
         while isinstance(lease, cmd.LeasedPart) and not lease.last:
@@ -339,38 +312,32 @@ def follow(worker: Worker) -> Work:
         yield from worker.complete(lease, rows, world.some(len(rows), 0.2))
 
 
+@dataclass(kw_only=True)
 class Trainer(Worker):
     """Trains, publishes and acknowledges step after step; rolls back before, between or after these, or dies there.
 
     Weights are the tuple of steps that they were trained with. So what descends from what can be seen, and how old the
-    rows of a step are. ``doubts``: how often it rolls back. ``limit``: of the staleness. ``team``: fields of its requests: it
-    is the first of these ranks, or takes its steps in parts. ``every``: it makes a checkpoint after so many steps, and goes on from the newest when it has died; it keeps
-    ``keep`` of them, and ``unsound`` is how often the newest turns out to be damaged. ``forgets``: without checkpoints, half of
-    its deaths lose the update of a published step; rows made by it must then not come into a step that is filled anew."""
+    rows of a step are. By its ``request`` it may be the first of a team of ranks, or take its steps in parts. With
+    checkpoints, it goes on from the newest when it has died."""
 
-    def __init__(
-        self,
-        world: World,
-        limit: int,
-        mortality: float = 0.0,
-        doubts: float = 0.0,
-        team: dict[str, Any] | None = None,
-        every: int = 0,
-        keep: int = 1,
-        unsound: float = 0.0,
-        forgets: bool = True,
-    ) -> None:
-        self.forgets = forgets
-        self.limit, self.doubts, self.every, self.keep, self.unsound = limit, doubts, every, keep, unsound
-        self.made: dict[int, tuple[int, ...]] = {}  # version → weights
-        self.weights: tuple[int, ...] = ()
-        self.kept: tuple[int, ...] | None = None  # weights that outlive its death
-        self.full: set[int] = set()  # steps that may hold rows of versions given up
-        self.trained: list[int] = []
-        self.dropped: dict[tuple[int, int], list[int]] = {}  # of each step
-        self.points: list[tuple[int, int, tuple[int, ...]]] = []  # step, version, weights
-        self.rollbacks = self.seen = self.expired = 0
-        super().__init__(world, "train", type(self).life, mortality, team)
+    task: str = "train"
+    work: Callable[[Any], Work] = field(default=lambda trainer: trainer.life())
+    doubts: float = 0.0  # how often it rolls back
+    every: int = 0  # it makes a checkpoint after so many steps
+    keep: int = 1  # checkpoints
+    unsound: float = 0.0  # how often the newest checkpoint turns out to be damaged
+    # Without checkpoints, half of its deaths lose the update of a published step. Rows made by it must then not come into
+    # a step that is filled anew.
+    forgets: bool = True
+    made: dict[int, tuple[int, ...]] = field(default_factory=dict)  # version → weights
+    weights: tuple[int, ...] = ()
+    kept: tuple[int, ...] | None = None  # weights that outlive its death
+    full: set[int] = field(default_factory=set)  # steps that may hold rows of versions given up
+    trained: list[int] = field(default_factory=list)
+    dropped: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # of each step
+    points: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # step, version, weights
+    rollbacks: int = 0
+    seen: int = 0  # rollbacks when it asked for its step
 
     def die(self, share: float | None = None, unseen: float = 0.0) -> None:
         if not self.every or self.lives <= 12:  # without a checkpoint, it begins anew
@@ -454,10 +421,10 @@ class Trainer(Worker):
             if version is not None:
                 made = self.made[version]
                 assert self.weights[: len(made)] == made, "a row of weights that were given up"
-                assert len(self.weights) - len(made) <= self.limit, "staleness"
+                assert len(self.weights) - len(made) <= self.world.most_staleness(), "staleness"
 
     def publish(self, version: int) -> None:
-        for command in (cmd.Announce(version=version), cmd.Publish(version=version, part=part(version))):
+        for command in publishing(version)[1:3]:
             reply = self.say(command)
             assert isinstance(reply, cmd.PublishReply), reply
         self.made[version] = self.weights
@@ -473,7 +440,6 @@ class Trainer(Worker):
             self.full |= set(range(status.step))
             self.weights = self.made[reply.version] = self.made[to]
             self.rollbacks += 1
-            self.expired += reply.expired
 
     def checkpoint(self, covers: int) -> None:
         assert self.say(cmd.AddCheckpoint(step=len(self.weights), covers=covers)) == cmd.Done()
@@ -481,12 +447,12 @@ class Trainer(Worker):
 
 def others(world: World, size: int, most: int, replicas: int, mortality: float, at_least: int = 0) -> None:
     """All who work beside a trainer: a feeder of groups of ``size``, ``most`` rows at a time, replicas, stages, a judge."""
-    Worker(world, "", feed, size=size, most=most)
+    Worker(world, "", partial(feed, size=size, most=most))
     for number in range(replicas):
-        Worker(world, "rollout", work, mortality, eager=number % 2 == 1)
+        Worker(world, "rollout", partial(work, eager=number % 2 == 1), mortality)
     for _ in range(2):
-        Worker(world, "reward", work, mortality, filters=0.1)
-    Worker(world, "judge", work, mortality / 2, {"at_least": at_least}, filters=0.02)
+        Worker(world, "reward", partial(work, filters=0.1), mortality)
+    Worker(world, "judge", partial(work, filters=0.02), mortality / 2, {"at_least": at_least})
 
 
 def trained_rows(audit: Audit) -> int:

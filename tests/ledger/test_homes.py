@@ -203,7 +203,7 @@ def test_a_group_that_lost_what_was_made_of_it_is_made_again() -> None:
     assert (event.rows_failed, event.groups_remade) == (0, 1)
     audit = queue.audit()
     assert (audit.put, audit.expired, audit.live, audit.balanced) == (4, 2, 2, True)
-    assert {i: (row.parent, row.columns, row.priority) for i, row in queue.live.items()} == {
+    assert {i: (row.parent, set(row.places), row.priority) for i, row in queue.live.items()} == {
         2: (0, {"prompt"}, 3),
         3: (1, {"prompt"}, 3),
     }

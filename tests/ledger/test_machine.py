@@ -264,9 +264,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """One with rows, at some stage of their way."""
         for _ in range(turns):
             self.take_turns(train=at < 6)
-        live = [
-            (number, home) for number, home in self.queue.homes.items() if self.queue.is_live((number, home.epoch))
-        ]
+        live = list(self.queue.live_homes().items())
         if live:
             number, home = live[at % len(live)]
             assert self.as_admin(cmd.EvictHome(home=number, epoch=home.epoch)) == cmd.Done()

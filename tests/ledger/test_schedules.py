@@ -7,6 +7,7 @@ every command; the tests check how a run ends.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,7 +30,6 @@ from schedules import (
 )
 
 from asyncflow_sdk.ledger import TaskSpec
-from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types.reports import Audit
 from asyncflow_sdk.types.tasks import PolicySpec, SamplerSpec
 
@@ -46,11 +46,6 @@ PARTS = st.sampled_from([None, None, 0, 1, 3])
 def in_parts(parts: int | None, batch: int) -> dict[str, Any]:
     """Fields of a trainer's requests."""
     return {} if parts is None else {"parts": True, "at_least": min(parts, batch)}
-
-
-def most_staleness(policy: str, max_staleness: int) -> int:
-    """Of any token."""
-    return 1 << 30 if policy == "count" else max_staleness
 
 
 def late(audit: Audit, staleness: int) -> int:
@@ -85,20 +80,19 @@ def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
     policy: str, doubts: float, keep: int, parts: int | None,
 ) -> None:  # fmt: skip
     batch = size * groups
-    limits = cmd.Configure(
-        capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps, keep_versions=keep,
-        staleness=PolicySpec(policy),
+    world = World(
+        seed, *TASKS, train_task(batch, FOR_EVER / 4 if doubts else 50.0), max_staleness=staleness, steps=steps,
+        staleness=PolicySpec(policy), capacity_rows=batch if tight else 4 * batch, keep_versions=keep,
     )  # fmt: skip
-    lease_s = FOR_EVER / 4 if doubts else 50.0
-    world = World(seed, limits, [*TASKS, train_task(batch, lease_s)])
-    trainer = Trainer(world, most_staleness(policy, staleness), mortality, doubts, in_parts(parts, batch))
+    trainer = Trainer(world, mortality, in_parts(parts, batch), doubts=doubts)
     others(world, size, size if tight else 2 * batch, replicas, mortality)
 
     audit = world.run()
 
     assert trainer.trained == list(range(steps)), "each step once, in order"
     assert trained_rows(audit) == steps * batch
-    assert audit.expired == trainer.expired + world.expired_on_load + late(audit, staleness)
+    rolled_back = sum(count for why, count in audit.reasons.items() if why.endswith("was rolled back"))
+    assert audit.expired == rolled_back + late(audit, staleness)
     assert doubts or late(audit, staleness) <= staleness * batch * steps, "what may be given up"
     assert world.version == max(trainer.made)
 
@@ -107,13 +101,15 @@ def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
 def test_drop_never_starves_and_gives_up_no_more_than_was_under_way(staleness: int) -> None:
     batch, steps = 8, 20
     rollout = msgspec.structs.replace(TASKS[0], lease_s=5000)
-    limits = cmd.Configure(max_staleness=staleness, steps=steps, staleness=PolicySpec("drop"))
-    world = World(staleness, limits, [rollout, TASKS[1], train_task(batch, FOR_EVER / 4)])
-    trainer = Trainer(world, staleness)
-    Worker(world, "", feed, size=2, most=2 * batch)
+    world = World(
+        staleness, rollout, TASKS[1], train_task(batch, FOR_EVER / 4), max_staleness=staleness, steps=steps,
+        staleness=PolicySpec("drop"),
+    )  # fmt: skip
+    trainer = Trainer(world)
+    Worker(world, "", partial(feed, size=2, most=2 * batch))
     for _ in range(3):
-        Worker(world, "rollout", work, straggles=0.3)
-    Worker(world, "reward", work, filters=0.1)
+        Worker(world, "rollout", partial(work, straggles=0.3))
+    Worker(world, "reward", partial(work, filters=0.1))
 
     audit = world.run()
 
@@ -136,9 +132,11 @@ def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
     share: float, parts: int | None,
 ) -> None:  # fmt: skip
     batch, lost = size * groups, []
-    limits = cmd.Configure(capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps)
-    world = World(seed, limits, [*TASKS, train_task(batch)])
-    trainer = Trainer(world, staleness, mortality, team=in_parts(parts, batch), forgets=False)
+    world = World(
+        seed, *TASKS, train_task(batch), max_staleness=staleness, steps=steps,
+        capacity_rows=batch if tight else 4 * batch,
+    )  # fmt: skip
+    trainer = Trainer(world, mortality, in_parts(parts, batch), forgets=False)
     others(world, size, size if tight else 2 * batch, 2, mortality)
     for _ in range(disasters):
         world.later(world.random.uniform(0, 60), lambda: lost.append(world.lose_some(share)))
@@ -160,14 +158,13 @@ def test_a_run_whose_homes_are_lost_at_any_time_still_trains_every_step(
     homes: int, silence: float, parts: int | None, policy: str,
 ) -> None:  # fmt: skip
     batch = size * groups
-    limits = cmd.Configure(
-        capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps, home_silence_s=silence,
-        staleness=PolicySpec(policy),
+    world = World(
+        seed, *TASKS, train_task(batch), max_staleness=staleness, steps=steps, staleness=PolicySpec(policy),
+        capacity_rows=batch if tight else 4 * batch, home_silence_s=silence,
     )  # fmt: skip
-    world = World(seed, limits, [*TASKS, train_task(batch)])
     for name in "abc"[:homes]:
         world.open_home(name)
-    trainer = Trainer(world, most_staleness(policy, staleness), mortality, team=in_parts(parts, batch), forgets=False)
+    trainer = Trainer(world, mortality, in_parts(parts, batch), forgets=False)
     others(world, size, size if tight else 2 * batch, 2, mortality)
     for _ in range(disasters):
         world.later(world.random.uniform(0, 60), lambda: world.strike(world.random.randint(1, homes)))
@@ -190,15 +187,11 @@ def test_a_trainer_that_dies_at_any_time_trains_each_step_once_in_what_survives(
     every: int, keep: int, unsound: float, quorum: int, policy: str, parts: int | None,
 ) -> None:  # fmt: skip
     batch = size * groups
-    limits = cmd.Configure(
-        capacity_rows=4 * batch, max_staleness=staleness, steps=steps, checkpoints=True, quorum=quorum,
-        staleness=PolicySpec(policy),
+    world = World(
+        seed, *TASKS, train_task(batch, FOR_EVER / 4), max_staleness=staleness, steps=steps, checkpoints=True,
+        staleness=PolicySpec(policy), capacity_rows=4 * batch, quorum=quorum,
     )  # fmt: skip
-    world = World(seed, limits, [*TASKS, train_task(batch, FOR_EVER / 4)])
-    trainer = Trainer(
-        world, most_staleness(policy, staleness), deaths, team=in_parts(parts, batch), every=every, keep=keep,
-        unsound=unsound,
-    )  # fmt: skip
+    trainer = Trainer(world, deaths, in_parts(parts, batch), every=every, keep=keep, unsound=unsound)
     others(world, size, 2 * batch, replicas, mortality)
 
     audit = world.run()
@@ -233,12 +226,6 @@ def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
     policy: str, parts: int | None,
 ) -> None:  # fmt: skip
     batch = max(size * groups, size * -(-ranks[1] // size))
-    limits = cmd.Configure(
-        capacity_rows=batch if tight else 4 * batch,
-        max_staleness=staleness,
-        steps=steps,
-        staleness=PolicySpec(policy),
-    )
     rollout, reward, judge = TASKS
     judge = sampled(seed // 5, judge, "", "whole_groups", "token_balanced")
     tasks = [
@@ -247,16 +234,19 @@ def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
         judge,
         sampled(seed // 7, train_task(batch), "", "token_balanced"),
     ]
-    world = World(seed, limits, tasks)
+    world = World(
+        seed, *tasks, max_staleness=staleness, steps=steps, staleness=PolicySpec(policy),
+        capacity_rows=batch if tight else 4 * batch,
+    )  # fmt: skip
     team = {"count": 1, "group": "job", "world_size": ranks[0], "shards": ranks[1], **in_parts(parts, batch)}
     for rank in range(1, ranks[0]):  # they wait for a version
         Worker(world, "train", follow, mortality, {**team, "rank": rank})
-    Trainer(world, most_staleness(policy, staleness), mortality, team=team)
+    Trainer(world, mortality, team)
     at_least = 0 if tight or judge.sampler else world.random.randint(0, batch)
     others(world, size, size if tight else 2 * batch, 3, mortality, at_least)
 
     audit = world.run()
 
-    assert sorted(world.acknowledged) == list(range(steps)), "each step once"
+    assert [n for n, step in sorted(world.steps.items()) if step.acknowledged] == list(range(steps)), "each step once"
     assert not world.status().lease_count
     assert trained_rows(audit) == steps * batch
