@@ -16,7 +16,7 @@ import xxhash
 from ..errors import DigestMismatch
 from .dtypes import carrier
 
-BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 512 << 10
 FIRST_CHUNK_BYTES = 4 << 20
 CHUNK_BYTES = 64 << 20
 _PIECE = 512 << 10  # pieces fit the CPU cache

@@ -30,12 +30,12 @@ from .version_memory import ChunkPlace
 HOST_STALL_S = 30.0
 """Longest wait for the next bucket of the own host's relay."""
 THREADS = 2
-"""Requests of about 1 MiB on their way, each on a connection of its own. They share the link: with more,
+"""Requests of about 512 KiB on their way, each on a connection of its own. They share the link: with more,
 each bucket arrives later, and so does the next host's. With one, the link is idle between requests."""
 MOST_SOURCES = 8
 """Relays tried for one version before the publisher."""
-FEW_BYTES = (1 << 20) - 1
-"""Answers are of about 1 MiB, so a bucket is passed on soon."""
+FEW_BYTES = (512 << 10) - 1
+"""Answers are of about 512 KiB, so a bucket is passed on soon."""
 REPLACEABLE = (WireError, DigestMismatch, ProtocolError, VersionGone)
 """Errors of one source; another may have none."""
 
