@@ -13,12 +13,19 @@ from wrong_rollouts import MADE, WrongRollout
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import CheckResult, Conformance, EchoRollout
+from asyncflow_sdk.testing.kit.rollout import machine
 from asyncflow_sdk.testing.kit.rollout.machine import LEAST
 
 pytest.importorskip("hypothesis")
 
-LIMIT_S = 12.0
-"""The check tries steps for a quarter of it, and longer where it came to few."""
+LIMIT_S = 120.0
+"""The check tries steps for SHARE_S of it, and longer where it came to few: on a busy machine."""
+SHARE_S = 3.0
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "SHARE", SHARE_S / LIMIT_S)
 
 
 @pytest.fixture(scope="module")

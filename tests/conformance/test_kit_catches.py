@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,8 @@ import asyncflow_sdk as af
 from asyncflow_sdk.memory.directory import PREFIX
 from asyncflow_sdk.testing import Conformance, Report
 from asyncflow_sdk.testing.kit import resources
-from asyncflow_sdk.testing.kit.resources import Held
+from asyncflow_sdk.testing.kit.check import CheckFailed
+from asyncflow_sdk.testing.kit.resources import Held, check_given_back
 
 CAUGHT = {
     "promises scores": ("capabilities", r"promise logprobs\(\), which it does not define"),
@@ -55,7 +58,7 @@ CAUGHT = {
     "leaves a thread": ("closes", r"threads \['never-joined'\] are still alive after close\(\)"),
     "leaves a process": ("closes", r"processes are still alive after close\(\): \d+ \(sleep 3000\)"),
     "leaves a server": ("closes", r"processes are still alive after close\(\): \d+ \(.*sleep 3100"),  # or the shell that is to be it
-    "leaves a segment": ("closes", r"segments of shared memory are still there after close\(\): /dev/shm/wrong-engine-"),
+    "leaves a segment": ("closes", r"segments of shared memory are still there after close\(\): /dev/shm/.*/wrong-engine-"),
     "leaves descriptors and threads": (
         "closes", r"made and closed left 1 descriptors open, 1 threads running; open are .*/dev/zero",
     ),
@@ -109,10 +112,13 @@ HANGS, HANG_S = ("loses room", "forgets neighbours"), 3.0
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
+def _nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What wrong engines leave in shared memory is in a folder that no kit of another process looks at."""
     MADE.clear()
-    yield
-    LEFT.close()
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=f"{PREFIX}wrong-") as folder:
+        monkeypatch.setattr(resources, "SHM", folder + "/")
+        yield
+        LEFT.close()
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +159,7 @@ def test_an_engine_that_a_process_can_make_once_gives_back_what_it_must(policy: 
 
 
 def test_what_another_child_of_the_process_has_is_not_the_engines(policy: NumpyPolicy) -> None:
-    path = f"/dev/shm/test-kit-{os.getpid()}"
+    path = f"{resources.SHM}test-kit"
     code = f"open({path!r}, 'xb').write(bytes(4096)); kept = open({path!r}); print('there', flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -172,11 +178,35 @@ def test_files_in_the_directory_of_a_run_are_not_the_engines(folder: str, counts
     """Runs that were killed beside the kit leave theirs, and those would look like a leak."""
     nbytes = 8 << 20
     before = Held.now()
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=f"{folder}test-kit-") as left:
+    with tempfile.TemporaryDirectory(dir=resources.SHM, prefix=folder) as left:
         Path(left, "file").write_bytes(bytes(nbytes))
         grown = Held.now().beyond(before, nbytes=nbytes // 2, count=0)
 
     assert ("segments" in grown) == counts
+
+
+@pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "left, as an older one ends"])
+def test_a_thread_of_each_engine_is_left_unless_the_next_one_replaces_it(replaced: bool) -> None:
+    ends: list[threading.Event] = []
+
+    def add() -> threading.Event:
+        ends.append(threading.Event())
+        threading.Thread(target=ends[-1].wait, daemon=True).start()
+        return ends[-1]
+
+    older = add()
+
+    def start() -> None:
+        (ends[-1] if replaced else older).set()
+        add()
+
+    expected = contextlib.nullcontext() if replaced else pytest.raises(CheckFailed, match=r"left 1 threads running$")
+    try:
+        with expected:
+            check_given_back(start, lambda: None, limit_s=100.0)
+    finally:
+        for end in ends:
+            end.set()
 
 
 def test_a_right_engine_passes(policy: NumpyPolicy) -> None:

@@ -24,6 +24,7 @@ from own_engine import CONTEXT, HIDDEN, VOCABULARY, Array, NumpyRollout
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Completions
+from asyncflow_sdk.testing.kit import resources
 from asyncflow_sdk.types import Ragged, VersionSpan
 
 MADE: list[str] = []
@@ -56,7 +57,7 @@ def own_pages(weights: dict[str, Any]) -> mmap.mmap:
 
 def leave_segment() -> mmap.mmap:
     """A new file in shared memory, of 64 KB, mapped as long as the result lives."""
-    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="wrong-engine-", delete=False) as file:
+    with tempfile.NamedTemporaryFile(dir=resources.SHM, prefix="wrong-engine-", delete=False) as file:
         os.posix_fallocate(file.fileno(), 0, 1 << 16)
         LEFT.callback(os.unlink, file.name)
         return mmap.mmap(file.fileno(), 0)

@@ -3,6 +3,7 @@ their release."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import gc
@@ -100,38 +101,38 @@ def check_given_back(start: Callable[[], None], close: Callable[[], None], *, li
     """Make and use an engine by ``start``, close it by ``close``, and find its remains.
 
     Non-daemon threads, processes (orphans, too) and segments count after the first time.
-    Descriptors and other threads may be made once and stay: they count only if each engine adds
-    more. What is freed late, by a thread or the collector, has `GONE_S` after the last one. An engine
-    limited to one per process is not tested for these.
+    Descriptors and other threads may be made once and stay, or be replaced by the next engine's: they
+    count only if each engine adds some that outlive the next one. What is freed late, by a thread or the
+    collector, has `GONE_S` after the last one. An engine limited to one per process is not tested for
+    these.
     """
     until = time.monotonic() + limit_s / 2
     with _adopting():
         before, threads, processes = set(_segments(_all())), set(threading.enumerate()), set(living_below())
-        first = _counts()
+        opened = _open()
         start()
         segments = {key for key in _segments(_all()) if key[0].startswith(SHM)}
         close()
         wait_s = min(GONE_S, limit_s)
         _check_left(segments - before, threads, processes, wait_s)
-        left, open_before = _settled(first, _SETTLE_S), set[tuple[str, str]]()
+        kept = new = _kept(_open() - opened, _SETTLE_S)
         for settle_s in (_SETTLE_S,) * (CYCLES - 2) + (wait_s,):
-            if not left or time.monotonic() > until:
+            if not new or time.monotonic() > until:
                 return
-            base, open_before = _counts(), set(_descriptors())
+            former, opened = new, _open()
             try:
                 start()
             except Exception:
                 return
             close()
-            left = _settled(base, settle_s)
-    if left:
-        new = (
-            ", ".join(sorted({name for _, name in set(_descriptors()) - open_before})[-8:])
-            if "descriptors" in left
-            else ""
-        )
-        said = ", ".join(f"{by} {_COUNTED[name]}" for name, by in left.items())
-        raise CheckFailed(f"each engine that was made and closed left {said}{new and f'; open are {new}'}")
+            if not (kept := _kept(former, settle_s)):
+                return
+            new = _open() - opened
+    counts = collections.Counter(kind for kind, *_ in kept)
+    names = sorted({name for kind, _, name in kept if kind == "descriptors"})[-8:]
+    said = ", ".join(f"{count} {_COUNTED[kind]}" for kind, count in sorted(counts.items()))
+    opened_names = f"; open are {', '.join(names)}" if names else ""
+    raise CheckFailed(f"each engine that was made and closed left {said}{opened_names}")
 
 
 def _check_left(segments: set[Segment], threads: set[threading.Thread], processes: set[int], wait_s: float) -> None:
@@ -163,26 +164,22 @@ def _adopting() -> Iterator[None]:
                 os.waitpid(pid, os.WNOHANG)  # nobody else waits for one that was adopted
 
 
-def _counts() -> dict[str, int]:
+def _open() -> set[tuple[str, str, str]]:
+    """Return the open descriptors and running threads of this process: kind, number and target."""
     gc.collect()
-    return {"descriptors": len(_ls(os.getpid(), "fd")), "threads": len(_ls(os.getpid(), "task"))}
-
-
-def _settled(base: dict[str, int], wait_s: float) -> dict[str, int]:
-    """Return the excess over ``base`` that does not go within ``wait_s``."""
-    until = time.monotonic() + wait_s
-    while True:
-        left = {name: count - base[name] for name, count in _counts().items() if count > base[name]}
-        if not left or time.monotonic() > until:
-            return left
-        time.sleep(0.05)
-
-
-def _descriptors() -> Iterator[tuple[str, str]]:
-    """Yield number and target of each open descriptor."""
+    found = {("threads", task, "") for task in _ls(os.getpid(), "task")}
     for fd in _ls(os.getpid(), "fd"):
         with contextlib.suppress(OSError):
-            yield fd, os.readlink(f"/proc/self/fd/{fd}")
+            found.add(("descriptors", fd, os.readlink(f"/proc/self/fd/{fd}")))
+    return found
+
+
+def _kept(found: set[tuple[str, str, str]], wait_s: float) -> set[tuple[str, str, str]]:
+    """Return those that do not go within ``wait_s``."""
+    until = time.monotonic() + wait_s
+    while (kept := found & _open()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return kept
 
 
 def _all() -> list[int]:
