@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import until
 
 import asyncflow_sdk as af
 
@@ -85,7 +86,7 @@ def test_a_feeder_goes_on_behind_what_was_put_under_its_keys_before() -> None:
         while run.queue.status().step < 2:
             generate(run, keep=1)
         # then nothing was counted that is not there, and nothing is there twice
-        assert feeder.fed * 4 == run.audit().put
+        until(lambda: feeder.fed * 4 == run.audit().put, "the count of what was put last")
         steps = [run.queue.get("train"), run.queue.get("train")]
         assert len({text for batch in steps for text in batch.texts("response")}) == 8
 
