@@ -201,7 +201,7 @@ class LeaseAdmission:
     ) -> cmd.Reply | None:
         versions, rows, limit = self._state.versions, self._state.rows, self._state.limits.max_staleness
         ready, redo = self._state.tasks.queue(task, partition), task.redo.setdefault(partition, deque())
-        while redo:  # rows lost by another replica keep their deadline
+        for _ in range(len(redo)):  # rows lost by another replica keep their deadline
             ids = redo[0][ready.is_ready(redo[0])]
             ids = ids[rows.deadline[rows.at(ids)] != NONE]  # a group returned whole was withdrawn
             if not len(ids):
@@ -209,7 +209,10 @@ class LeaseAdmission:
                 continue
             begun = np.unique(rows.version[rows.at(ids)]).tolist()
             if not all(versions.lineage.follows(loaded, version) for version in begun):
-                return cmd.LoadFirst(version=versions.current) if versions.current > loaded else None
+                if versions.current > loaded:
+                    return cmd.LoadFirst(version=versions.current)
+                redo.rotate(-1)  # begun by a lost version of a later step: a later version continues it
+                continue
             redo.popleft()
             return self.grant(session, task, ids, version=loaded)
         if not ready:
