@@ -166,8 +166,8 @@ def test_what_a_killed_server_left_goes_with_the_next_start() -> None:
         memory = memory_of(addresses)
         client = af.connect(addresses[-1])
         client.queue.put({"x": values_of(0, 10_000)})
-        child.kill()
         assert list(memory.glob("s*"))
+        child.kill()  # from now on, any server that starts on this host removes it
         # when
         with running() as run:
             # then
