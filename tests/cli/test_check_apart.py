@@ -97,14 +97,14 @@ def servers() -> list[int]:
         ("Exits", "the engine's process ended with status 3"),
         (
             "HoldsTheLock",
-            "it did not end within 25 s, and its process was killed; it was in load_weights (wrong_apart.py:",
+            "it did not end within 15 s, and its process was killed; it was in load_weights (wrong_apart.py:",
         ),
     ],
 )
 def test_an_engine_that_takes_its_process_with_it_fails_that_check_and_no_other(engine: str, how: str) -> None:
     loads, more = ["update", "stale_cache", "scores"], ()
     if engine == "HoldsTheLock":  # each is waited for
-        loads, more = loads[:1], ("--limit", "20")
+        loads, more = loads[:2], ("--limit", "10")
 
     done = asked(engine, "greedy", *loads, more=more)
 

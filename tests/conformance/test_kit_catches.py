@@ -58,7 +58,9 @@ CAUGHT = {
     "leaves a thread": ("closes", r"threads \['never-joined'\] are still alive after close\(\)"),
     "leaves a process": ("closes", r"processes are still alive after close\(\): \d+ \(sleep 3000\)"),
     "leaves a server": ("closes", r"processes are still alive after close\(\): \d+ \(.*sleep 3100"),  # or the shell that is to be it
-    "leaves a segment": ("closes", r"segments of shared memory are still there after close\(\): /dev/shm/.*/wrong-engine-"),
+    "leaves a segment": (
+        "closes", r"segments of shared memory are still there after close\(\): /dev/shm/.*/wrong-engine-",
+    ),
     "leaves descriptors and threads": (
         "closes", r"made and closed left 1 descriptors open, 1 threads running; open are .*/dev/zero",
     ),

@@ -102,7 +102,7 @@ def check_given_back(start: Callable[[], None], close: Callable[[], None], *, li
 
     Non-daemon threads, processes (orphans, too) and segments count after the first time.
     Descriptors and other threads may be made once and stay, or be replaced by the next engine's: they
-    count only if each engine adds some that outlive the next one. What is freed late, by a thread or the
+    count only if each engine adds some, and they outlive the next one. Late release, by a thread or the
     collector, has `GONE_S` after the last one. An engine limited to one per process is not tested for
     these.
     """
@@ -175,7 +175,7 @@ def _open() -> set[tuple[str, str, str]]:
 
 
 def _kept(found: set[tuple[str, str, str]], wait_s: float) -> set[tuple[str, str, str]]:
-    """Return those that do not go within ``wait_s``."""
+    """Return the ones still there after ``wait_s``."""
     until = time.monotonic() + wait_s
     while (kept := found & _open()) and time.monotonic() < until:
         time.sleep(0.05)

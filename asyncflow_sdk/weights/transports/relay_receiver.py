@@ -18,6 +18,7 @@ from ...errors import AsyncFlowError, DigestMismatch, ProtocolError, ServerLost,
 from ...interfaces.weights import Bytes, Fetched, Host
 from ...memory import own_directories
 from ...types import Manifest
+from ...types.manifest import BUCKET_BYTES
 from ...wire import ServiceAddress, ServiceClient
 from ..slices import VersionSlice
 from .relay import Relay
@@ -30,12 +31,12 @@ from .version_memory import ChunkPlace
 HOST_STALL_S = 30.0
 """Longest wait for the next bucket of the own host's relay."""
 THREADS = 2
-"""Requests of about 512 KiB on their way, each on a connection of its own. They share the link: with more,
+"""Requests of about a bucket on their way, each on a connection of its own. They share the link: with more,
 each bucket arrives later, and so does the next host's. With one, the link is idle between requests."""
 MOST_SOURCES = 8
 """Relays tried for one version before the publisher."""
-FEW_BYTES = (512 << 10) - 1
-"""Answers are of about 512 KiB, so a bucket is passed on soon."""
+FEW_BYTES = BUCKET_BYTES - 1
+"""Answers are of about a bucket, so it is passed on soon."""
 REPLACEABLE = (WireError, DigestMismatch, ProtocolError, VersionGone)
 """Errors of one source; another may have none."""
 
