@@ -360,8 +360,8 @@ def _move(segments: Segments, segment: Ints, start: Ints, nbytes: Ints, kind: Ki
     total = int(nbytes.sum())
     if total > most_bytes:
         raise SchemaError(
-            f"column {kind.name!r} of these rows has {total} bytes, and {most_bytes} more may be copied at once; lease"
-            " fewer rows"
+            f"column {kind.name!r} of these rows has {total} bytes, and {most_bytes} more may be copied at once;"
+            " lease fewer rows"
         )
     if total >= JOIN_BYTES * len(start) or not kind.width:
         pieces = map(slice, start.tolist(), (start + nbytes).tolist())
