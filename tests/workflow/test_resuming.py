@@ -140,23 +140,20 @@ def test_a_run_that_is_killed_as_a_whole_again_and_again_trains_what_it_would_ha
     assert not (directory / "journal").exists() or not list((directory / "journal").glob("journal-*"))
 
 
-def in_threads() -> af.Workflow:
-    return workflow(train={"delay_s": 0.01})
-
-
 def test_an_interrupted_run_can_be_resumed_by_one_process_at_a_time(
-    tmp_path: Path, whole: Counter[tuple[int, ...]]
+    tmp_path: Path, gates: Gates, whole: Counter[tuple[int, ...]]
 ) -> None:
     # given a run that is interrupted, with a file of the record torn as by a host that went down
     directory = tmp_path / "run"
-    driver = Driver(directory, "test_resuming:in_threads")
-    driver.follow(3)
+    driver = Driver(directory, "test_resuming:workflow")
+    driver.follow(5)
     with pytest.raises(ConfigError, match=f"is being run by process {driver.pid}"):
         af.resume(directory)
     assert not (directory / "summary.json").exists()
     driver.signal(signal.SIGINT)
     driver.end()
     assert driver.last == "interrupted once"
+    gates.open(6, 10, 12)
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["status"], summary["balanced"]) == ("interrupted", True)
     with (directory / "events.jsonl").open("ab") as file:
