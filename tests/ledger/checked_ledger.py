@@ -614,11 +614,12 @@ class CheckedLedger:
         """Note which of these rows cannot be read by a task that is not through with them, or by a step trained again."""
         lacks = [(i, task) for i in rows for task in self.tasks.values() if _lacks(rows[i], task)]
         unread = [(i, task) for i, task in lacks if self._undone(rows[i], task)]
-        missing = {i for i, task in unread if not self._may_skip(rows[i], task)}
+        missing = {i for i, task in unread if task.name in rows[i].holder or not self._may_skip(rows[i], task)}
         self._blurred |= len(missing) < len({i for i, _ in unread})
         again = {i for i, task in lacks if task.name == self.step_task and self._is_uncovered(rows[i])}
-        self._lost |= missing | again
-        for row in [rows[i] for i in missing & again]:  # tasks skip it
+        skipped = {i for i in missing if self._is_uncovered(rows[i])}  # by all tasks
+        self._lost |= (missing - skipped) | again
+        for row in [rows[i] for i in skipped]:
             for token in row.holder.values():
                 self.leases[token].unsure = True
             row.holder.clear()

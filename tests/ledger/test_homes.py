@@ -408,6 +408,19 @@ def test_trained_rows_are_not_made_again() -> None:
     assert queue.put(2, 2, key="k").again
 
 
+def test_a_group_with_a_trained_row_is_not_made_again() -> None:
+    # given a step of two groups, of which one row is trained, which another task has still to read
+    queue, worker = trained()
+    queue.do(queue.admin, cmd.Declare(task=TaskSpec(name="log", needs=("reward",), lease_s=10)))
+    fill(queue, worker, 1)
+    queue.complete(worker, queue.lease(worker, "train", 1), 0)
+    # when the payload of all is lost
+    event = queue.evict()
+    # then its group fails, and only the other has children
+    assert (event.rows_failed, event.groups_remade) == (2, 1)
+    assert {i: row.parent for i, row in queue.live.items()} == {4: 2, 5: 3}
+
+
 def test_a_trained_step_is_made_again_if_it_is_trained_again() -> None:
     # given a trained step that no checkpoint covers, and which another task has still to read
     queue, worker = trained(checkpoints=True)
