@@ -104,22 +104,23 @@ def test_one_batch_is_leased_ahead_and_waits_in_the_background(run: Served) -> N
     # and then one is waited for, until the loop is left
     until(lambda: queue.status().parked, "the request ahead")
     batches.close()  # type: ignore[attr-defined]
-    assert queue.status().parked == ()
+    until(lambda: not queue.status().parked, "its end")
     assert (queue.status().lease_count, consumed(queue)) == (0, 3)
     assert queue.get("train", 5).array("x").tolist() == [3, 4]
     assert not [thread for thread in threading.enumerate() if thread.name == "asyncflow-ahead"]
 
 
 def test_a_batch_that_waited_ahead_for_too_long_is_left_to_others(run: Served) -> None:
-    # given a short lease and a slow step
+    # given a slow step
     queue, other = run.queue(), run.queue("other")
-    queue.declare("train", needs=["x"], lease_s=1.0, max_attempts=10)
+    queue.declare("train", needs=["x"], lease_s=60.0, max_attempts=10)
     queue.put({"x": np.arange(6.0)})
     loader: Any = af.StreamDataLoader(queue, "train", count=2, prefetch=1)
     batches = iter(loader)
     first = next(batches)["x"].tolist()
     until(lambda: queue.status().lease_count == 2, "the batch ahead")
     loader.ack()
+    run.pass_time(61.0)
     until(lambda: queue.status().lease_count == 0, "the end of its lease")
     # when another takes it meanwhile
     taken = other.get("train", 2)
@@ -240,10 +241,11 @@ def test_a_deadline_counts_only_while_somebody_waits(run: Served) -> None:
     queue = run.queue()
     queue.declare("train", needs=["x"])
     queue.put({"x": [1.0]})
-    batches = iter(af.StreamDataLoader(queue, "train", timeout_s=0.3, prefetch=1))
+    batches = iter(af.StreamDataLoader(queue, "train", timeout_s=60.0, prefetch=1))
     next(batches)
     until(lambda: queue.status().parked, "the request ahead")
     # when its deadline is long over
+    run.pass_time(61.0)
     until(lambda: not queue.status().parked, "its deadline")
     queue.put({"x": [2.0]})
     # then
