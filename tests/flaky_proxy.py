@@ -18,7 +18,7 @@ class FlakyProxy:
     """Forwards to a TCP ``port`` or a socket file; each connection is cut after a random number of ``pieces``, in either direction.
 
     ``halt`` stops it, or only what it brings back, without a word until ``resume``; ``halt_after`` (bytes there and back)
-    makes it halt by itself. ``there`` and ``back`` count the bytes that it has passed on. Connections are ``held`` up before
+    makes it halt by itself, and is empty then. ``there`` and ``back`` count the bytes that it has passed on. Connections are ``held`` up before
     they have brought ``most`` back, until ``resume``. ``spoil`` changes the next bytes that it brings back, once. ``changed``
     returns the messages to send for each message of a client of ZeroMQ without keys.
     """
@@ -112,8 +112,8 @@ class FlakyProxy:
                 sink.sendall(data)
                 for which in ("there", "back"):
                     if self.there + self.back >= self.halt_after.get(which, NEVER):
-                        self.halt_after.clear()
                         self.halt(there=which == "there")
+                        self.halt_after.clear()
         for each in (source, sink):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

@@ -173,17 +173,17 @@ def test_rows_in_the_servers_memory_are_fetched_from_the_server() -> None:
         answer = run_blocking(BlockingPort(seeing).call(cmd.LeaseRows(task="read", count=4)))
         # when
         (part,) = answer.slices
-        reply, payload = connection.fetch(request(part, answer.schema), 5)
+        reply, payload = connection.fetch(request(part, answer.schema), 60)
         # then
         (found,) = unpack_parts(reply, payload, [FetchPart(part, answer.schema)])
         assert found["x"].values.tobytes() == np.arange(40_000.0).tobytes()
         # and what is in no segment there is refused
         other = msgspec.structs.replace(part, segments=("h1.1!s1-1",))
         with pytest.raises(LeaseLost):
-            connection.fetch(request(other, answer.schema), 5)
+            connection.fetch(request(other, answer.schema), 60)
         for bad in ("../x", "queue", "owner"):
             with pytest.raises((LeaseLost, SchemaError, ProtocolError)):
-                connection.fetch(request(msgspec.structs.replace(part, segments=(bad,)), answer.schema), 5)
+                connection.fetch(request(msgspec.structs.replace(part, segments=(bad,)), answer.schema), 60)
         assert queue.status().garbage == 0
 
 
@@ -198,16 +198,16 @@ def test_rows_of_a_unit_that_died_are_late_and_not_lost(cluster: Cluster) -> Non
     # given a unit that is killed
     home = cluster.unit("a")
     wanted = written(cluster, [cluster.store("a")])
-    ids, near, far = list(range(8)), cluster.store("a"), cluster.store("b", fetch_s=0.5)
+    ids, near, far = list(range(8)), cluster.store("a"), cluster.store("b")
     check(far.read(cluster.locate(ids, *SPECS), SPECS), ids, wanted)
     cluster.units["a"].kill()
     # then its host goes on, and others say what is missing
     check(near.read(cluster.locate(ids, *SPECS), SPECS), ids, wanted)
     cluster.put(near, columns(8, 8))
     with pytest.raises(StoreUnavailable, match=r"home 1 \(a\).* could not be reached .* not lost"):
-        far.read(cluster.locate(ids, *SPECS), SPECS)
+        cluster.store("b", fetch_s=0.5).read(cluster.locate(ids, *SPECS), SPECS)
     # and when another unit starts there, while a reader waits, it has the same rows at another address
-    patient = cluster.store("b")
+    patient = cluster.store("b", fetch_s=100.0)
     waiting = in_thread(lambda: patient.read(cluster.locate(ids, *SPECS), SPECS))
     again = cluster.unit("a")
     assert (again.home, again.epoch, again.directory) == (home.home, home.epoch, home.directory)
@@ -251,6 +251,7 @@ def test_a_client_writes_elsewhere_if_the_memory_of_its_host_is_removed(cluster:
     home = cluster.unit("a")
     store = cluster.store("a")
     cluster.put(store, {"x": np.arange(3.0)})
+    cluster.units["a"].stop()  # else it removes files, too
     shutil.rmtree(home.directory)
     # its columns go to the server, beside their call
     stored = store.write(pack_columns({"x": np.zeros(9 << 17)}), copy=False)
@@ -300,7 +301,7 @@ def test_locations_that_a_client_made_up_harm_nobody(cluster: Cluster) -> None:
     numbers = np.random.default_rng(0)
     reader = cluster.store("b")
     client = cluster.connection("b")
-    fetcher = HomeFetcher(KnownHomes(client.homes()), client.key, None, timeout_s=5.0)
+    fetcher = HomeFetcher(KnownHomes(client.homes()), client.key, None, timeout_s=60.0)
     outcomes = set()
     for _ in range(400):
         # when any of its numbers is another one

@@ -54,7 +54,7 @@ def test_what_is_late_is_not_sent_again(run: Served) -> None:
     proxy.halt_after = {"back": 12 * MIB}
     # when the client hears nothing, again and again
     putting = in_thread(queue.put, {"x": values(24)})
-    until(lambda: proxy.there >= 12 * MIB, "the half of it")
+    until(lambda: not proxy.halt_after, "the half of it")
     asks_again(proxy)
     proxy.resume()
     # then each byte of it went over the link once
@@ -64,7 +64,7 @@ def test_what_is_late_is_not_sent_again(run: Served) -> None:
     before = proxy.there + proxy.back
     proxy.halt_after = {"back": before + 12 * MIB}
     getting = in_thread(queue.get, "read", 24)
-    until(lambda: proxy.back >= 12 * MIB, "the half of it")
+    until(lambda: not proxy.halt_after, "the half of it")
     asks_again(proxy)
     proxy.resume()
     assert getting().array("x").tobytes() == values(24).tobytes()
@@ -102,7 +102,7 @@ def test_a_put_goes_on_with_the_next_server_when_one_is_killed_in_the_midst_of_i
             queue.declare("read", needs=["x"])
             proxy.halt_after = {"there": 12 * MIB}
             putting = in_thread(queue.put, {"x": values(24)}, key="all")
-            until(lambda: proxy.there >= 12 * MIB, "the half of it")
+            until(lambda: not proxy.halt_after, "the half of it")
             # when
             run.again()
             proxy.resume()
@@ -136,7 +136,7 @@ def test_an_upload_that_never_finishes_keeps_others_out_until_it_is_released(end
                 await upload()
 
         uploading = in_thread(asyncio.run, scenario())
-        until(lambda: proxy.there >= 12 * MIB, "the half of it")
+        until(lambda: not proxy.halt_after, "the half of it")
         putting = in_thread(other.put, {"x": values(16)})
         # when it ends
         if ends == "its caller gives up":

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
-from queue_runs import KINDS, Served, in_threads, running, runs_over
+from queue_runs import KINDS, WAITS, Served, in_threads, running, runs_over
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost, SchemaError, WriteOnceError
@@ -42,7 +42,8 @@ def balance(queue: TransferQueue) -> tuple[int, int, int]:
     return audit.put, audit.live, audit.consumed
 
 
-def test_a_batch_of_a_stream_is_one_request() -> None:
+def test_a_batch_of_a_stream_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WAITS, "RESEND_S", 1000.0)  # none is sent again
     with running() as run:
         # given
         proxy, queue = run.proxied()
@@ -89,13 +90,13 @@ def test_an_acknowledgement_has_its_effect_before_the_next_lease_is_waited_for(
 
     def part(number: int) -> list[float]:
         if number:
-            with trainer.get("train", 2, timeout_s=30) as trained:
+            with trainer.get("train", 2, timeout_s=100) as trained:
                 trained.ack()
                 trainer.end()
                 return trained.array("y").tolist()
         # when the worker asks for more, which will never come
         with pytest.raises(Ended):
-            queue.get("work", 2, timeout_s=30, ack=batch)
+            queue.get("work", 2, timeout_s=100, ack=batch)
         return []
 
     # then the trainer got the rows while the worker waited
@@ -150,7 +151,7 @@ def test_a_lost_lease_is_reported_and_nothing_is_leased(queue: TransferQueue) ->
 def test_a_stream_goes_on_after_a_refused_word_with_the_rows_given_back(queue: TransferQueue) -> None:
     # given
     queue.put({"x": [1.0, 2.0]})
-    stream = queue.stream("work", 2, timeout_s=5)
+    stream = queue.stream("work", 2, timeout_s=100)
     with pytest.raises(WriteOnceError, match="column 'x' of row 0"):
         through(stream, lambda batch: {"y": [1.0, 1.0], "x": [0.0, 0.0]})
     # when the same stream is asked again
@@ -181,7 +182,7 @@ def test_an_exception_in_a_stream_blames_the_rows_in_hand_only(queue: TransferQu
     queue.put({"x": [0.0, 1.0, 2.0, 3.0]})
     # when each pass finishes one row and fails at the next, three times the same
     for _ in range(3):
-        with pytest.raises(ZeroDivisionError), queue.stream("work", 1, timeout_s=5) as stream:
+        with pytest.raises(ZeroDivisionError), queue.stream("work", 1, timeout_s=100) as stream:
             through(stream, lambda batch: {"y": [1 // int(batch.array("x")[0] != 1)]})
     # then
     audit = queue.audit()
@@ -215,7 +216,7 @@ def test_a_cancelled_request_keeps_its_acknowledgement_and_gives_its_lease_back(
         aio = queue.aio
         batch = await aio.get("work", 1)
         batch.finish({"y": [5.0]})
-        asking = asyncio.create_task(aio.get("work", 1, timeout_s=30, ack=batch))
+        asking = asyncio.create_task(aio.get("work", 1, timeout_s=100, ack=batch))
         with await asyncio.to_thread(queue.get, "train", 1) as trained:  # it was carried out
             trained.ack()
         # when it is cancelled, and rows come
@@ -224,7 +225,7 @@ def test_a_cancelled_request_keeps_its_acknowledgement_and_gives_its_lease_back(
             await asking
         await aio.put({"x": [2.0]})
         # then they go to who asks now
-        assert (await aio.get("work", 1, timeout_s=5)).array("x").tolist() == [2.0]
+        assert (await aio.get("work", 1, timeout_s=100)).array("x").tolist() == [2.0]
 
     asyncio.run(scenario())
     assert balance(queue) == (2, 1, 1)

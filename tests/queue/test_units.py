@@ -96,7 +96,9 @@ def test_a_unit_whose_files_are_removed_gives_up_the_rows_in_them(tmp_path: Path
                 batch.ack()
             assert run.run.homes()[0].epoch == 1
             # a unit without its directory ends
+            child.stop()  # else it removes files, too
             shutil.rmtree(directory)
+            child.resume()
             assert child.hear() == "ended"
 
 
