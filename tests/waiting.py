@@ -32,7 +32,7 @@ def in_thread(function: Callable[..., Any], *arguments: Any, **options: Any) -> 
             outcome.set_result(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return partial(outcome.result, 60)
+    return partial(outcome.result, 200)
 
 
 def wait_at(gate: Path) -> None:

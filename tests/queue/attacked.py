@@ -192,7 +192,7 @@ class Work:
     def put(self, numbers: list[int], **options: Any) -> int:
         rows = [values_of(number) for number in numbers]
         columns = {name: [row[name] for row in rows] for name in ("ids", "text")}
-        options = {"timeout_s": 50.0, **options}
+        options = {"timeout_s": 150.0, **options}
         x = np.stack([row["x"] for row in rows])
         return self.queue.put({"number": np.array(numbers), "x": x, **columns}, **options).count
 
@@ -207,7 +207,7 @@ class Work:
         while True:
             with (
                 contextlib.suppress(af.LeaseLost),
-                self.queue.get(task, count, at_least=count, timeout_s=50.0) as batch,
+                self.queue.get(task, count, at_least=count, timeout_s=150.0) as batch,
             ):
                 numbers: list[int] = batch["number"].tolist()
                 end(batch)
@@ -215,7 +215,7 @@ class Work:
 
     def begin_step(self) -> list[int]:
         """Lease a step in parts of two rows, and read the first one. Returns the numbers of its rows."""
-        self.steps = iter(self.queue.steps("train", part_rows=2, timeout_s=50.0))
+        self.steps = iter(self.queue.steps("train", part_rows=2, timeout_s=150.0))
         self.step = next(self.steps)
         self.parts = self.step.parts()
         return check(next(self.parts))

@@ -196,7 +196,7 @@ def bystander_is_served(queue: TransferQueue, number: int) -> None:
     """Another client's rows come, whole and bit for bit, in a partition of its own."""
     value = np.array([number, np.nan])
     queue.put({"mine": value}, partition="bystander")
-    with queue.get("bystander", 2, timeout_s=10) as batch:
+    with queue.get("bystander", 2, timeout_s=100) as batch:
         assert batch.array("mine").tobytes() == value.tobytes()
         batch.ack()
 

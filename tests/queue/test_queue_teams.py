@@ -31,7 +31,7 @@ def train(queue: TransferQueue, rank: int, **more: Any) -> list[tuple[int, list[
     done = []
     while True:
         try:
-            with queue.get("train", group="dp", rank=rank, world_size=SIZE, timeout_s=30, **more) as batch:
+            with queue.get("train", group="dp", rank=rank, world_size=SIZE, timeout_s=100, **more) as batch:
                 assert (batch.rank, batch.world_size) == (rank, SIZE)
                 assert [len(row) for row in batch["x"]] == [row[-1] + 1 for row in batch["x"]]
                 batch.ack()
@@ -97,7 +97,7 @@ def test_a_rank_whose_request_was_too_late_asks_again(run: Served) -> None:
         queues[0].get("train", group="dp", rank=0, world_size=2, timeout_s=0.05)
 
     def both(rank: int) -> int:
-        with queues[rank].get("train", group="dp", rank=rank, world_size=2, timeout_s=30) as batch:
+        with queues[rank].get("train", group="dp", rank=rank, world_size=2, timeout_s=100) as batch:
             batch.ack()
             return batch.rows
 
@@ -115,7 +115,7 @@ def test_rows_written_by_ranks_that_share_a_shard_are_written_once(run: Served) 
     def work(rank: int) -> None:
         while True:
             try:
-                batch = queues[rank].get("score", 4, group="tp", rank=rank, world_size=SIZE, shards=2, timeout_s=30)
+                batch = queues[rank].get("score", 4, group="tp", rank=rank, world_size=SIZE, shards=2, timeout_s=100)
             except Ended:
                 return
             with batch:
@@ -136,7 +136,7 @@ def test_a_rank_without_rows_goes_on_like_the_others(run: Served) -> None:
     queues = [run.queue(f"rank-{r}") for r in range(3)]
 
     def work(rank: int) -> int:
-        with queues[rank].get("score", 8, group="t", rank=rank, world_size=3, timeout_s=30) as batch:
+        with queues[rank].get("score", 8, group="t", rank=rank, world_size=3, timeout_s=100) as batch:
             assert set(batch) == {"x", "s"}
             assert len(batch["s"]) == batch.rows
             batch.ack()

@@ -60,7 +60,7 @@ def test_an_exception_gives_the_rows_back_and_blames_them(queue: TransferQueue) 
     queue.put({"x": [1.0, 2.0]})
     # when the same rows fail three times
     for _ in range(3):
-        with pytest.raises(ZeroDivisionError), queue.get("work", 2, timeout_s=5):
+        with pytest.raises(ZeroDivisionError), queue.get("work", 2, timeout_s=100):
             _ = 1 / 0
     # then they have failed for good, with the reason counted
     audit = queue.audit()
@@ -143,7 +143,7 @@ def work_through(queue: TransferQueue, seen: "Counter[int]", lock: threading.Loc
     numbers = np.random.default_rng(number)
     while True:
         try:
-            with queue.get("work", int(numbers.integers(1, 40)), timeout_s=30) as batch:
+            with queue.get("work", int(numbers.integers(1, 40)), timeout_s=100) as batch:
                 y = batch.array("x") + 1
                 choice = numbers.random()
                 if choice < 0.15:
@@ -182,12 +182,12 @@ def test_threads_share_one_connection(run: Served, queue: TransferQueue) -> None
     ender.start()
     rows = 0
     while rows < 900:
-        with queue.get("train", 500, timeout_s=30) as batch:
+        with queue.get("train", 500, timeout_s=100) as batch:
             assert (batch.array("y") == batch.array("y").round()).all()
             rows += batch.rows
             batch.ack()
     queue.end()
-    ender.join(60)
+    ender.join(200)
     # then each row was completed once
     assert not ender.is_alive()
     assert len(seen) == 900
@@ -204,7 +204,7 @@ def test_one_event_loop_does_it_all_at_once(queue: TransferQueue) -> None:
         numbers = np.random.default_rng(number)
         while True:
             try:
-                async with await aio.get("work", int(numbers.integers(1, 20)), timeout_s=30) as batch:
+                async with await aio.get("work", int(numbers.integers(1, 20)), timeout_s=100) as batch:
                     await batch.renew()
                     if numbers.random() < 0.2:
                         await batch.give_back(index=[0])
@@ -219,7 +219,7 @@ def test_one_event_loop_does_it_all_at_once(queue: TransferQueue) -> None:
         await asyncio.gather(*(aio.put({"x": np.arange(10.0)}) for _ in range(30)))
         rows = 0
         while rows < 300:
-            async with await aio.get("train", 300, timeout_s=30) as batch:
+            async with await aio.get("train", 300, timeout_s=100) as batch:
                 rows += batch.rows
                 await batch.ack()
         await aio.end()

@@ -50,11 +50,11 @@ def test_a_put_waits_for_room_and_says_who_holds_it(run: Served) -> None:
     with pytest.raises(DeadlineExceeded, match=r"the queue has 4 of 4 rows.*3 rows are leased.*by slow-worker"):
         queue.put({"x": [4]}, timeout_s=0.05)
     # then nothing was stored, and a put that waits goes on as soon as there is room
-    waiting = threading.Thread(target=queue.put, args=({"x": [4]},), kwargs={"timeout_s": 30})
+    waiting = threading.Thread(target=queue.put, args=({"x": [4]},), kwargs={"timeout_s": 100})
     waiting.start()
     until(lambda: queue.status().waiting, "the put that waits")
     held.ack()
-    waiting.join(30)
+    waiting.join(100)
     assert not waiting.is_alive()
     assert queue.audit().put == 5
 
@@ -66,7 +66,7 @@ def test_an_infinite_deadline_is_one(run: Served) -> None:
     getting.start()
     until(lambda: queue.status().waiting, "the get that waits")
     queue.put({"x": [1]})
-    getting.join(30)
+    getting.join(100)
     assert not getting.is_alive()
 
 
@@ -79,7 +79,7 @@ def test_a_cancelled_get_gives_back_what_it_was_just_granted(run: Served) -> Non
     async def scenario() -> int:
         taken = 0
         for turn in range(60):
-            asking = asyncio.create_task(queue.aio.get("work", 1, timeout_s=30))
+            asking = asyncio.create_task(queue.aio.get("work", 1, timeout_s=100))
             for _ in range(turn % 6):
                 await asyncio.sleep(0)
             if turn % 3 == 0:
@@ -95,7 +95,7 @@ def test_a_cancelled_get_gives_back_what_it_was_just_granted(run: Served) -> Non
     rows += asyncio.run(scenario())
     # then every row is either taken or there for the next
     while rows < 20:
-        with queue.get("work", 20, timeout_s=10) as batch:
+        with queue.get("work", 20, timeout_s=100) as batch:
             rows += batch.rows
             batch.ack()
     assert rows == 20
@@ -113,15 +113,15 @@ def test_whatever_is_cancelled_no_row_and_no_memory_is_lost(run: Served) -> None
     async def put() -> None:
         nonlocal puts
         value = int(numbers.integers(1000))
-        await aio.put({"x": np.full((3, 5000), value)}, timeout_s=30)
+        await aio.put({"x": np.full((3, 5000), value)}, timeout_s=100)
         puts += 1
 
     async def work() -> None:
-        async with await aio.get("work", int(numbers.integers(1, 8)), timeout_s=30) as batch:
+        async with await aio.get("work", int(numbers.integers(1, 8)), timeout_s=100) as batch:
             await batch.complete({"y": batch.array("x")[:, 0] + 1})
 
     async def check() -> None:
-        async with await aio.get("check", 20, timeout_s=30) as batch:
+        async with await aio.get("check", 20, timeout_s=100) as batch:
             assert (batch.array("x")[:, 0] + 1 == batch.array("y")).all()
             await batch.ack()
 
@@ -146,7 +146,7 @@ def test_whatever_is_cancelled_no_row_and_no_memory_is_lost(run: Served) -> None
     # then all that was put is there, whole and unharmed
     queue.end()
     for task in ("work", "check"):
-        with queue.stream(task, 30, timeout_s=10) as stream:  # what was cancelled late may still take effect
+        with queue.stream(task, 30, timeout_s=100) as stream:  # what was cancelled late may still take effect
             for batch in stream:
                 if task == "work":
                     batch.finish({"y": batch.array("x")[:, 0] + 1})
@@ -174,14 +174,14 @@ def test_threads_that_put_into_a_full_queue_lose_nothing(run: Served) -> None:
         if number == 0:
             taken = 0
             while taken < 90 or len(gone) < 3:
-                with queue.get("work", 7, timeout_s=30) as batch:
+                with queue.get("work", 7, timeout_s=100) as batch:
                     taken += batch.rows
                     batch.ack()
                 if taken >= 90:
                     break
             return taken
         for part in range(30):
-            queue.put({"x": [number * 100 + part]}, timeout_s=30)
+            queue.put({"x": [number * 100 + part]}, timeout_s=100)
         gone.append(number)
         return 30
 

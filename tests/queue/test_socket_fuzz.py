@@ -114,8 +114,8 @@ class Worker:
         try:
             while not self.stopping:
                 values = np.arange(10.0) + self.parts
-                self._queue.put({"honest-value": values}, timeout_s=30)
-                with self._queue.get("honest-work", 10, timeout_s=30) as batch:
+                self._queue.put({"honest-value": values}, timeout_s=100)
+                with self._queue.get("honest-work", 10, timeout_s=100) as batch:
                     assert batch.array("honest-value").tolist() == values.tolist()
                     batch.ack()
                 self.parts += 1
@@ -124,7 +124,7 @@ class Worker:
 
     def stop(self) -> None:
         self.stopping = True
-        self._thread.join(60)
+        self._thread.join(200)
         assert not self._thread.is_alive()
         if self.failure is not None:
             raise self.failure
