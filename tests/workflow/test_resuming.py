@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from echo_runs import Driver, check_whole, echo_workflow, events_of, segments
 from functions import length
-from gates import Gates, Killer
+from gates import GatedRanks, Gates, Killer
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
@@ -24,8 +24,7 @@ from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.interfaces import StalenessPolicy
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import EchoTrain
-from asyncflow_sdk.testing.echo_ranks import EchoRanks
-from asyncflow_sdk.types.events import Event, Note, StepTrained
+from asyncflow_sdk.types.events import Event, Loaded, Note, StepTrained
 
 PROMPTS = [[n, n + 1, n + 2] for n in range(1, 60)]
 STEPS = 16
@@ -166,7 +165,7 @@ def test_an_interrupted_run_can_be_resumed_by_one_process_at_a_time(
     assert af.resume(directory).summary == result.summary == json.loads((directory / "summary.json").read_text())
 
 
-class Resharding(EchoRanks):
+class Resharding(GatedRanks):
     """Loads what another number of ranks has saved if the variable RESHARDS is set."""
 
     reshards = property(lambda self: "RESHARDS" in os.environ)  # type: ignore[assignment]
@@ -174,24 +173,28 @@ class Resharding(EchoRanks):
 
 def test_a_run_is_resumed_with_another_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # given a run with two ranks that was interrupted
-    directory = tmp_path / "run"
+    directory, gates, loaded = tmp_path / "run", Gates(tmp_path / "gates", 4), set[str]()
 
     def stop(event: Event) -> None:
         if isinstance(event, StepTrained) and event.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    ranks = af.Train("test_resuming:Resharding", world_size=2, delay_s=0.1)
+    def go_on(event: Event) -> None:
+        loaded.update({event.worker} if isinstance(event, Loaded) else ())
+        gates.open(*([4] if len(loaded) == 2 else ()))
+
+    ranks = gates.trainer("test_resuming:Resharding", world_size=2)
     with pytest.raises(af.Interrupted):
         workflow(train=ranks, steps=8, checkpoint=af.Checkpoint(every=2)).run(directory, on_event=stop)
     # when an engine cannot load what so many ranks have saved, or something else shall change, then it is refused
     changes = {"train.world_size": 1, "rollout.replicas": 2}
     with pytest.raises(WorkerFailed, match=r"was saved by 2 ranks, .* not in 1: resume with train.world_size=2"):
         af.resume(directory, changes=changes)
-    with pytest.raises(ConfigError, match=r"train.delay_s cannot change when a run is resumed; these can: replicas"):
-        af.resume(directory, changes={"train.delay_s": 0.0})
+    with pytest.raises(ConfigError, match=r"train.gates cannot change when a run is resumed; these can: replicas"):
+        af.resume(directory, changes={"train.gates": ""})
     # but another engine goes on, with these changes
     monkeypatch.setenv("RESHARDS", "1")
-    result = af.resume(directory)
+    result = af.resume(directory, on_event=go_on)
     check_whole(result, 8)
     assert set(result.summary["publish_lag"]) == {"rollout-0", "rollout-1"}
     assert {event["worker"] for event in events_of(directory, "step")} == {"train-0 rank 0", "train-0"}
