@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from processes import state
 from waiting import until
 
 LIMIT_S = 200.0
@@ -145,8 +146,7 @@ class Child:
     def stop(self) -> None:
         """Freeze it, as a debugger or a laptop's lid does."""
         self.signal(signal.SIGSTOP)
-        stat = Path(f"/proc/{self.pid}/stat")
-        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the child to stand still")
+        until(lambda: state(self.pid) == "T", "the child to stand still")
 
     def resume(self) -> None:
         self.signal(signal.SIGCONT)

@@ -9,11 +9,16 @@ from pathlib import Path
 from waiting import until
 
 
+def state(pid: int) -> str:
+    """A letter: "T" of one that stands still, "X" of one that is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return "X"
+
+
 def alive(pid: int) -> bool:
     """True if a process runs; a zombie does not."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    return False
+    return state(pid) not in "ZX"
 
 
 def title(pid: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 from echo_runs import Driver, check_whole, echo_workflow, segments, trained_rows
 from functions import frozen_once, held_up, vanishes
 from gates import Killer
-from processes import alive
+from processes import alive, state
 from waiting import until
 
 import asyncflow_sdk as af
@@ -99,10 +99,11 @@ def test_stopping_by_signal_leaves_no_process_and_no_memory(tmp_path: Path, word
     while not driver.last.startswith(words):
         driver.read()
 
+    driver.stop()  # so that none comes when it has ended
     driver.signal(number)
     if words == "step 3":  # and again, as one who is impatient
-        for _ in range(4):
-            driver.signal(signal.SIGINT)
+        driver.signal(signal.SIGINT)
+    driver.resume()
 
     assert "Interrupted" in driver.end()
     assert driver.wait() != 0
@@ -154,14 +155,16 @@ def test_a_frozen_worker_loses_its_rows_and_what_it_sends_when_it_thaws_is_refus
 
     def thaw(event: Event) -> None:
         events.append(event)
-        if isinstance(event, LeaseReturned) and event.task == "reward" and "expired" in event.reason:
+        if isinstance(event, LeaseReturned) and event.task == "reward" and "expired" in event.reason and not thawed:
             (pid,) = {
                 e.pid
                 for e in events
                 if isinstance(e, WorkerState) and (e.worker, e.state) == ("reward-0", "starting")
             }
-            os.kill(pid, signal.SIGCONT)
+            until(lambda: state(pid) == "T", "its stop, which may come after the end of its lease")
+            thawed.append(os.kill(pid, signal.SIGCONT))
 
+    thawed: list[None] = []
     result = echo_workflow(reward=stage).run(tmp_path / "run", on_event=thaw)
 
     check_whole(result, 3)
