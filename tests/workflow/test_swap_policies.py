@@ -65,12 +65,17 @@ def test_rows_are_whole_and_within_their_staleness_whatever_the_policy(tmp_path:
 
 
 def test_at_a_boundary_nothing_is_drained_that_the_rule_would_still_admit(tmp_path: Path) -> None:
-    told = Told()
+    told, gates = Told(), Gates(tmp_path / "gates", 2)
+
+    def listen(event: Event) -> None:
+        told(event)
+        if isinstance(event, Loaded) and event.version > 0:  # which steps 6 and 7 may not be of
+            gates.open(2)
 
     result = echo_workflow(
-        rollout=rollout(delay_s=0.02, replicas=1), weights=af.Weights(swap="boundary"), train={"delay_s": 0.01},
+        rollout=rollout(delay_s=0.02, replicas=1), weights=af.Weights(swap="boundary"), train=gates.trainer(),
         staleness=af.Staleness(max_staleness=3), steps=8,
-    ).run(tmp_path / "run", on_event=told)  # fmt: skip
+    ).run(tmp_path / "run", on_event=listen)  # fmt: skip
 
     check_whole(result, 8)
     assert len([e for e in told.events if isinstance(e, Span) and e.kind == "load"]) > 2
@@ -139,15 +144,20 @@ def test_a_quorum_goes_on_without_a_replica_that_sleeps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("swap", ["drain", "in_flight"])
 def test_a_load_that_fails_half_way_leaves_the_old_version_and_is_tried_again(tmp_path: Path, swap: Any) -> None:
-    told = Told()
+    told, gates, replicas = Told(), Gates(tmp_path / "gates", 9), ("rollout-0", "rollout-1")
     options = rollout(fail_load_at=3, in_flight=swap == "in_flight", token_s=0.003)
 
-    result = echo_workflow(prompts=LONG, rollout=options, weights=af.Weights(swap=swap, keep=16), steps=10).run(
-        tmp_path / "run", on_event=told
-    )
+    def listen(event: Event) -> None:
+        told(event)
+        if all(max(told.loaded(worker), default=-1) >= 3 for worker in replicas):  # each has tried again
+            gates.open(9)
+
+    result = echo_workflow(
+        prompts=LONG, rollout=options, weights=af.Weights(swap=swap, keep=16), train=gates.trainer(), steps=10
+    ).run(tmp_path / "run", on_event=listen)
 
     check_whole(result, 10)  # echo's trainer refuses rows of a mixture
-    for worker in ("rollout-0", "rollout-1"):
+    for worker in replicas:
         (failed,) = told.weights("failed", worker)
         assert "told to fail while loading version" in failed.detail
         assert max(told.loaded(worker)) >= failed.version
