@@ -96,7 +96,7 @@ def test_an_evaluation_slower_than_every_skips_the_versions_that_it_misses(
     class Opens(Listener):
         def __call__(self, event: Any) -> None:
             super().__call__(event)
-            if isinstance(event, ev.StepTrained) and event.step == 5:
+            if isinstance(event, ev.Published) and event.version == 6:
                 held.unlink()
 
     slow = af.Stage(functions.held_up, launcher="thread")

@@ -82,8 +82,8 @@ def test_replicas_take_turns_on_the_hosts_and_log_into_the_run(served: Served) -
     served.score(4)
 
     assert [worker.spec.host for worker in served.run.workers] == ["here", "there"]
-    logs = [(served.directory / "logs" / f"w-{number}.log").read_text() for number in (0, 1)]
-    assert "started" in "".join(logs)
+    logs = [served.directory / "logs" / f"w-{number}.log" for number in (0, 1)]
+    until(lambda: any("started" in log.read_text() for log in logs), "what they print")
 
 
 def test_the_key_is_in_no_command_line_and_no_environment(served: Served) -> None:
@@ -112,9 +112,12 @@ def test_a_killed_worker_is_started_again(served: Served) -> None:
 
 def test_a_worker_ends_with_its_connection_and_so_do_its_children(served: Served) -> None:
     """Also one that is frozen. Another connection brings another worker."""
-    served.score(8)
-    log = (served.directory / "logs" / "w-1.log").read_text()
-    pid, children = served.run.workers[1].pid, [int(number) for number in re.findall(r"started (\d+)", log)]
+    log, found = served.directory / "logs" / "w-1.log", list[str]()
+    until(
+        lambda: served.score(2) or found.extend(re.findall(r"started (\d+)\n", log.read_text())) or found,
+        "a row of its",
+    )
+    pid, children = served.run.workers[1].pid, [int(number) for number in found]
     assert any(map(alive, children))
     os.kill(pid, signal.SIGSTOP)
     agent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])

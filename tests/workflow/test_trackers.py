@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from echo_runs import TOML, echo_workflow, events_of
 from plugin_packages import install_plugin
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, PluginError
@@ -159,11 +160,11 @@ def test_one_that_exits_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 def test_one_that_never_closes_is_left_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncflow_sdk.workflow.events.trackers.CLOSE_S", 0.5)  # which the other one must not take
+    monkeypatch.setattr("asyncflow_sdk.workflow.events.trackers.CLOSE_S", 0.5)
     hang.clear()
     assert workflow((Hangs, {"at": "close"}), (Lines, {"file": "good"})).run(tmp_path / "run").summary["steps"] == 3
-    assert ["has not closed in 0.5 s" in note for note in notes(tmp_path / "run")] == [True]
-    assert heard(tmp_path / "run" / "good")[-1] == ["close"]
+    assert any("tracker 'Hangs' has not closed in 0.5 s" in note for note in notes(tmp_path / "run"))
+    until(lambda: heard(tmp_path / "run" / "good")[-1] == ["close"], "the other one's, late on a slow machine")
     hang.set()
 
 

@@ -107,7 +107,7 @@ def test_without_restarts_it_is_said_which_rank_ended_and_how_and_no_process_is_
 
     pids = {e.pid for e in events if isinstance(e, WorkerState) and e.worker.startswith("train-0")}
     assert len(pids) == 3
-    assert not [pid for pid in pids if alive(pid)]
+    until(lambda: not any(map(alive, pids)), "the end of all")
     assert len([e for e in events if isinstance(e, StepTrained)]) == 1
 
 
