@@ -112,7 +112,7 @@ class Loop:
 
     def train(self, steps: int, every: int = 0) -> None:
         for _ in range(steps):
-            with self.run.queue.get("train", timeout_s=10) as step:
+            with self.run.queue.get("train", timeout_s=100) as step:
                 assert step.index == self.weights
                 assert self.given.setdefault(step.index, step.ids.tolist()) == step.ids.tolist()
                 self.weights += 1

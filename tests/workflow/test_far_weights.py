@@ -48,7 +48,7 @@ def test_weights_reach_a_replica_without_shared_memory_over_tcp(tmp_path: Path) 
             failures: list[BaseException] = []
             produce(far, failures).join(60)
             assert not failures
-            run.join_workers(30)
+            run.join_workers(100)
             assert run.audit().consumed == 6 * 16
     staged = [e for e in events if getattr(e, "state", "") == "staged"]
     assert {e.worker for e in staged} == {"far"}
@@ -84,7 +84,7 @@ def test_a_trainer_that_comes_after_another_goes_on_from_what_is_current(
             thread.join(60)
             # then
             assert not failures
-            first.join_workers(30)
+            first.join_workers(100)
             assert run.audit().consumed == 8 * 16
     assert [e.version for e in events if isinstance(e, Published)] == list(range(9))
     assert any("version 3 is current already" in e.text for e in events if isinstance(e, Note))

@@ -35,7 +35,7 @@ class Held:
 
     def __call__(self, event: Event) -> None:
         self.began.set()
-        self.gate.wait(60)
+        self.gate.wait(200)
         self.heard.append(event)
 
 

@@ -22,7 +22,7 @@ from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types import one_version
 
 ROWS, STEPS = 4, 5
-LIMIT_S = 30.0
+LIMIT_S = 100.0
 
 
 class Served:

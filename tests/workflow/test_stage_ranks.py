@@ -102,7 +102,7 @@ def test_a_step_is_not_held_up_by_a_row_that_is_left_over(tmp_path: Path) -> Non
 
     result = echo_workflow(
         stages=[stage], train={"needs": ["ref_logprobs"]}, rollout={"group_size": 3}, batch_size=15,
-        staleness=af.Staleness(max_staleness=0), stall_timeout_s=60,
+        staleness=af.Staleness(max_staleness=0), stall_timeout_s=200,
     ).run(tmp_path / "run")  # fmt: skip
 
     check_whole(result, 3, rows=15)
