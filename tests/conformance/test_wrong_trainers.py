@@ -95,11 +95,15 @@ def test_a_checkpoint_that_dies_with_its_process_is_caught_by_a_kill_only() -> N
 
 
 def test_an_engine_that_hangs_is_left_behind_and_it_is_said_where() -> None:
-    report = wrong("hangs", "step", "names", limit_s=3.0).run()
+    for limit_s in (3, 30):  # a slow machine may need more for what does not hang
+        report = wrong("hangs", "step", "names", limit_s=limit_s).run()
+        outcomes = {result.check.name: result.outcome for result in report.results}
+        detail = next(result.detail for result in report.results if result.bad)
+        if outcomes["names"] == "passed" and "accumulate" in detail:
+            break
 
-    assert {result.check.name: result.outcome for result in report.results} == {"names": "passed", "step": "failed"}
-    detail = next(result.detail for result in report.results if result.bad)
-    assert "check 'step' did not end within 3 s; its thread is in wait" in detail
+    assert outcomes == {"names": "passed", "step": "failed"}
+    assert f"check 'step' did not end within {limit_s} s; its thread is in wait" in detail
     assert "accumulate (bigram.py" in detail
 
 

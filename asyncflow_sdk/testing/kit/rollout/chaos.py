@@ -79,13 +79,14 @@ def _train(lab: RolloutLab, run: Run, replicas: list[Worker], batch_size: int) -
 
 
 def _kill(worker: Worker) -> bool:
-    """Kill a worker, once it has started. True if it existed."""
+    """Kill a worker, once it has started, or again after its last end. True if it existed."""
     until = time.monotonic() + 60.0
-    while not worker.pid and time.monotonic() < until:
+    while time.monotonic() < until:
+        with contextlib.suppress(ProcessLookupError):
+            if worker.pid:
+                os.kill(worker.pid, signal.SIGKILL)
+                return True
         time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(worker.pid, signal.SIGKILL)
-        return True
     return False
 
 
