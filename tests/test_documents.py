@@ -174,7 +174,7 @@ def test_the_launcher_of_the_documents_is_found_and_starts_workers(tmp_path: Pat
         "    run.queue.declare('end', needs=['y'])\n"
         "    with run.queue.get('end', 2, at_least=2) as batch: print(batch['y']); batch.ack()\n"
         "    run.queue.end()\n"
-        "    assert worker.ended.wait(30) and not worker.lost\n"
+        "    assert worker.ended.wait(200) and not worker.lost\n"
         "    try: run.start(af.Stage(work.double, task='z', needs=['x'], launcher='nice', gpus=[0]))\n"
         "    except af.ConfigError as error: print(error)\n",
     )

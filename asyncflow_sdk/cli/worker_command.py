@@ -246,9 +246,9 @@ def _work(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> N
         workers = run.start(spec, **job)
         if len(workers) != group.replicas and spec.task != "train":
             workers = run.scale(spec, group.replicas)
-        for each in workers:
-            _say(f"{', '.join(each.pids)} joins {group.address} as process {each.pid}; log: {each.spec.log}")
         try:
+            for each in workers:
+                _say(f"{', '.join(each.pids)} joins {group.address} as process {each.pid}; log: {each.spec.log}")
             for each in workers:
                 run.wait(each, timeout_s=math.inf)  # until the stream ends, or Ctrl-C
         except KeyboardInterrupt:

@@ -38,7 +38,7 @@ class Command:
         return found
 
     def end(self) -> int:
-        more, _ = self.process.communicate(timeout=100)  # only ends a test that would hang
+        more, _ = self.process.communicate(timeout=250)  # only ends a test that would hang
         self.said += more
         return self.process.returncode
 
@@ -102,7 +102,7 @@ def test_a_worker_that_is_interrupted_finishes_what_it_holds(module: Path) -> No
         with Command("worker", str(module / "run"), "stage", "mine:length", "--task", "reward", cwd=module) as worker:
             worker.until("joins")
             run.queue.put({"response_ids": [[1], [2, 3]]})
-            with run.queue.get("end", 2, at_least=2, timeout_s=60) as batch:
+            with run.queue.get("end", 2, at_least=2, timeout_s=250) as batch:
                 batch.ack()
 
             worker.process.send_signal(signal.SIGINT)
@@ -124,7 +124,7 @@ def test_who_waits_when_the_run_is_closed_ends_with_the_stream_though_its_proces
             Command(*come, "stage", "mine:length", "--task", "reward", cwd=module) as stage,
         ):
             run.queue.declare("end", needs=["reward"])
-            run.queue.get("end", timeout_s=60).ack()
+            run.queue.get("end", timeout_s=250).ack()
             until(lambda: len(run.queue.status().waiting) == 2, "both to wait")
             # when
             run.close()

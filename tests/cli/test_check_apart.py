@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -86,6 +87,15 @@ def said() -> dict[str, tuple[str, str]]:
     return {result["check"]: (result["outcome"], result.get("detail", "")) for result in engine["results"]}
 
 
+def asked_to_close(engine: str, how: str) -> Result:
+    """With a short limit; with a longer one where a machine is too slow for what is right."""
+    for limit in ("2", "20"):
+        done = asked(engine, "greedy", "closes", more=("--limit", limit))
+        if said()["greedy"][0] == "passed" and re.search(how, said()["closes"][1]):
+            break
+    return done
+
+
 def servers() -> list[int]:
     return [int(line) for line in Path("servers").read_text().split()]
 
@@ -125,11 +135,12 @@ def test_a_crash_that_is_expected_is_none() -> None:
 
 
 def test_an_engine_whose_close_hangs_fails_closes_only_and_keeps_nobody() -> None:
-    done = asked("ClosesNever", "greedy", "closes", more=("--limit", "2"))
+    how = r"close\(\) did not end within \d+ s|its process was killed"
+    done = asked_to_close("ClosesNever", how)
 
     came = said()
     assert (came["greedy"][0], came["closes"][0]) == ("passed", "failed")
-    assert "close() did not end within 2 s" in came["closes"][1] or "its process was killed" in came["closes"][1]
+    assert re.search(how, came["closes"][1])
     assert done.exit_code == 1
 
 
@@ -150,7 +161,7 @@ def test_an_engine_that_ends_its_process_when_it_is_made_is_made_twice_and_no_mo
 
 
 def test_servers_that_detached_themselves_are_named_and_ended() -> None:
-    done = asked("LeavesAServer", "greedy", "closes", more=("--limit", "2"))
+    done = asked_to_close("LeavesAServer", r"\(sleep 600\)")
 
     came = said()
     assert came["greedy"][0] == "passed"

@@ -125,7 +125,7 @@ def test_ctrl_c_ends_it_while_an_engine_hangs(tmp_path: Path) -> None:
         assert it.stdout is not None
         assert any("it hangs" in line for line in it.stdout)
         it.send_signal(signal.SIGINT)
-        _, said = it.communicate(timeout=60)
+        _, said = it.communicate(timeout=250)
 
     assert it.returncode == 130
     assert said.splitlines() == ["interrupted"]

@@ -340,6 +340,6 @@ def test_ctrl_c_while_something_is_imported_is_one_line(tmp_path: Path, slow: st
         assert process.stdout.readline() == "importing\n"
         # when
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=250)
     # then
     assert (process.returncode, said) == (130, "interrupted\n")

@@ -47,7 +47,7 @@ def found(examination: Examination, where: str, *parts: str) -> Finding:
 
 def test_this_environment_is_fine_and_says_so() -> None:
     command = [warm_python(), "-m", "asyncflow_sdk.cli", "doctor"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"COLUMNS": "200"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=os.environ | {"COLUMNS": "200"})
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"fine    Python {sys.version.split()[0]}: asyncflow-sdk {__version__}, " in done.stdout
@@ -61,7 +61,7 @@ def test_looking_imports_no_engine_here_or_there() -> None:
         "import sys; from asyncflow_sdk.cli.doctor import examine; from asyncflow_sdk.plugins.inspection import inspect_environment;"
         "examine([], [], []); inspect_environment(); print({'torch', 'transformers', 'vllm'} & sys.modules.keys())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     assert done.stdout.strip() == "set()"
 
 
@@ -232,7 +232,7 @@ def test_what_a_run_is_refused_for_is_found_by_the_same_checks(tmp_path: Path) -
     # when
     examination = examine([file, wrong, tmp_path / "odd.toml"], [], [])
     command = [warm_python(), "-m", "asyncflow_sdk.cli", "run", "--print"]
-    printed = subprocess.run([*command, str(wrong)], capture_output=True, text=True, timeout=100, check=False)
+    printed = subprocess.run([*command, str(wrong)], capture_output=True, text=True, timeout=250, check=False)
 
     # then
     assert not examination.fine
@@ -282,7 +282,7 @@ def test_few_open_files_are_told(tmp_path: Path) -> None:
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128));"
         "from asyncflow_sdk.cli.machine import machine; print([f.level for f in machine() if f.subject == 'ulimit -n'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     assert done.stdout.strip() == "['fails']"
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 128
 
@@ -331,14 +331,14 @@ def test_a_driver_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 )
 def test_what_it_is_asked_wrongly_ends_with_2(tmp_path: Path, arguments: list[str], message: str) -> None:
     command = [warm_python(), "-m", "asyncflow_sdk.cli", "doctor", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert message in done.stderr
 
 
 def test_json_and_the_exit_code_are_for_scripts(tmp_path: Path) -> None:
     command = [warm_python(), "-m", "asyncflow_sdk.cli", "doctor", "--json", "--python", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
     said: dict[str, Any] = json.loads(done.stdout)
     assert done.returncode == 1

@@ -70,7 +70,7 @@ def test_ctrl_c_leaves_the_terminal_sane() -> None:
             if not piece:
                 break
             seen += piece
-        process.wait(30)
+        process.wait(250)
     finally:
         process.kill()
         process.wait()

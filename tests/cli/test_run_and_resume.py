@@ -46,7 +46,7 @@ def begun(*args: object) -> subprocess.Popen[str]:
 
 def said(*args: object) -> tuple[int, str, str]:
     process = begun(*args)
-    out, err = process.communicate(timeout=100)  # only ends a test that would hang
+    out, err = process.communicate(timeout=250)  # only ends a test that would hang
     return process.returncode, out, err
 
 
@@ -78,7 +78,7 @@ def test_a_run_that_is_resumed_is_shown_as_it_is_when_it_is_run(file: Path) -> N
         if "worker train-0: ready" in line:
             process.send_signal(signal.SIGINT)
             break
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=250)
 
     # then
     assert process.returncode == 130
@@ -135,7 +135,7 @@ def test_a_process_that_ends_collects_nothing_any_more(program: str) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
 

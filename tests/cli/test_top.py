@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from children import Child, warm_python
 from held_rows import serve_held_rows
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types.events import Evaluated
@@ -37,7 +38,7 @@ def served(tmp_path: Path) -> Iterator[Child]:
 def top(tmp_path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [warm_python(), "-m", "asyncflow_sdk.cli", "top", *arguments]
     return subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=tmp_path, env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True, timeout=250, check=False
     )  # fmt: skip
 
 
@@ -70,13 +71,14 @@ def test_json_for_programs_by_address(tmp_path: Path, served: Child) -> None:
 def test_versions_and_replicas_of_a_real_run(tmp_path: Path) -> None:
     with af.serve(tmp_path / "run", name="driver") as run, run.weight_publisher("shm") as publisher:
         with af.connect(tmp_path / "run", name="replica") as there:
-            updates = iter(there.weight_updates(timeout_s=60))
+            updates = iter(there.weight_updates(timeout_s=250))
             publisher.publish(1, {"w": np.ones(1000, np.float32)}.items())
             with next(updates) as update:
                 dict(update.arrays())
             publisher.publish(2, {"w": np.zeros(1000, np.float32)}.items())
             publisher.flush()
             publisher.rollback(1, "it was better")
+            until(lambda: any(each.weights.endswith(" 3") for each in run.queue.status().sessions), "its turn to 3")
             # when
             said = json.loads(top(tmp_path, "run", "--json", "--every", "0.1").stdout)
             shown = " ".join(top(tmp_path, "run", "--once", "--every", "0.1").stdout.split())

@@ -68,7 +68,7 @@ def page(ended: Path) -> Iterator[PageServer]:
 
 
 def ask(url: str, path: str, cookie: str = "", method: str = "GET") -> tuple[int, http.client.HTTPMessage, bytes]:
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=250)
     connection.putrequest(method, path, skip_accept_encoding=True)
     if cookie:
         connection.putheader("Cookie", cookie)
@@ -211,7 +211,7 @@ def test_a_running_queue_until_it_and_the_page_end(tmp_path: Path) -> None:
             assert child.wait() == 0
             until(lambda: figures_at(url)["queue"] is None, "the end of the queue")
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
+            assert process.wait(250) == 130
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_running_queue_until_it_and_the_page_end(tmp_path: Path) -> None:
 def test_what_cannot_be_shown_is_an_error(tmp_path: Path, arguments: list[str], error: str) -> None:
     command = [warm_python(), "-m", "asyncflow_sdk.cli", "web", *arguments]
 
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
 
     assert done.returncode == 2
     assert error in done.stderr
