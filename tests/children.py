@@ -199,7 +199,9 @@ def _python(*modules: str) -> str:
         listener.listen(64)
         number = listener.fileno()
         command = [sys.executable, __file__, str(number), *modules]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        server = subprocess.Popen(command, **pipes, pass_fds=[number], start_new_session=True)
+    server.stdout.read(1)  # it has imported all: no limit of a test is spent on that
     atexit.register(server.communicate)  # it ends, and every forked process with it
     return str(program)
 
@@ -302,6 +304,8 @@ if __name__ == "__main__":
     for _name in sys.argv[2:]:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(_name)
+    os.write(1, b"\n")
+    os.dup2(2, 1)
     gc.freeze()  # so that collections in forked processes copy none of its pages
     _forked = _serve(socket.socket(fileno=int(sys.argv[1])))
     try:
