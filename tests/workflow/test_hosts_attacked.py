@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from echo_runs import Driver, echo_workflow, events_of, trained_rows
 from functions import length
+from gates import Gates
 from hosts_in_namespaces import HERE, Network, network
 from processes import with_mark
 from ssh_hosts import SshServer, ssh_servers
@@ -36,20 +37,20 @@ def servers(net: Network, tmp_path: Path) -> Iterator[dict[int, SshServer]]:
         yield made
 
 
-def workflow(config: str, port: str) -> af.Workflow:
-    """A rollout and a rank of the trainer on each of two hosts, a stage on one."""
+def workflow(config: str, port: str, gates: str) -> af.Workflow:
+    """A rollout and a rank of the trainer on each of two hosts, a stage on one. The trainer waits at ``gates``."""
     there: dict[str, Any] = {"launcher": "ssh", "launcher_options": {"config": config}, "max_restarts": 20}
     return echo_workflow(
         rollout=af.Rollout("echo", group_size=4, prompt="prompt_ids", hosts=["two", "three"], **there),
         reward=af.Stage(length, task="reward", hosts=["two"], **there),
-        train=af.Train("echo-ranks", world_size=2, delay_s=0.1, hosts=["two", "three"], **there),
+        train=af.Train("gates:GatedRanks", world_size=2, delay_s=0.1, gates=gates, hosts=["two", "three"], **there),
         steps=STEPS, checkpoint=af.Checkpoint(every=2), address=f"tcp://{HERE}:{port}",
     )  # fmt: skip
 
 
 def drive(net: Network, directory: Path, port: int = 7000) -> Driver:
     """Run the workflow from host 1, or go on with it."""
-    new = f"test_hosts_attacked:workflow:{directory.parent / 'ssh_config'}:{port}"
+    new = f"test_hosts_attacked:workflow:{directory.parent / 'ssh_config'}:{port}:{directory.parent / 'gates'}"
     return Driver(directory, "resume" if (directory / "workflow.json").exists() else new, within=net.within(1))
 
 
@@ -73,15 +74,17 @@ def test_hosts_and_drivers_that_die_cost_no_row_of_two_runs(
     net: Network, tmp_path: Path, servers: dict[int, SshServer]
 ) -> None:
     """Both runs are on the same hosts. Each host has a rollout and a rank of the trainer; one also the stage."""
-    run, others = tmp_path / "run", tmp_path / "other"
+    run, others, gates = tmp_path / "run", tmp_path / "other", Gates(tmp_path / "gates", 2, 4, 6)
     with drive(net, others, 7001) as other:
         with drive(net, run) as one:
             for host, step in ((2, 1), (3, 3)):
                 one.follow(step)
                 net.kill(host)
                 servers[host].start()
+                gates.open(step + 1)
             one.follow(5)
             one.kill()
+        gates.open(6)
         with drive(net, run) as one:
             end(one, run)
         end(other, others)
