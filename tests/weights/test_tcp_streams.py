@@ -18,6 +18,7 @@ from waiting import in_thread, until
 from asyncflow_sdk.errors import AsyncFlowError, WireError
 from asyncflow_sdk.interfaces import Fetched
 from asyncflow_sdk.testing.transport_harness import BUCKET, Sent, TransportHarness
+from asyncflow_sdk.weights.transports import streaming_fetch
 
 MODEL = 12 * BUCKET  # 3 chunks
 SLACK = BUCKET // 2
@@ -56,6 +57,11 @@ class Stream:
 
     def came(self, models: float) -> None:
         until(lambda: self.proxy.back >= models * MODEL, f"{models} models")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming_fetch, "CHUNK_STALL_S", 60.0)
 
 
 def weights(version: int) -> dict[str, Any]:
@@ -100,7 +106,10 @@ def test_what_is_still_on_its_way_is_waited_for(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize("digests", [True, False], ids=["verified", "bare"])
-def test_a_stream_that_stalls_is_given_up_and_only_what_is_missing_is_fetched(digests: bool) -> None:
+def test_a_stream_that_stalls_is_given_up_and_only_what_is_missing_is_fetched(
+    digests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming_fetch, "CHUNK_STALL_S", 0.5)
     with streaming(digests) as stream:
         stream.proxy.most = 1.75 * MODEL
         sent = stream.publish(2)
@@ -171,7 +180,7 @@ def test_a_replica_that_reads_nothing_holds_up_nobody(stream: Stream) -> None:
         stream.ends.keep(version)
         sent.check(stream.ends.fetch(quick, sent))
         assert stream.ends.sender.nbytes <= 4 * MODEL + (2 << 20)
-    assert stream.proxy.held.is_set()
+    assert stream.proxy.held.wait(60)
 
 
 def test_a_replica_holds_what_it_has_and_one_more(stream: Stream) -> None:

@@ -74,7 +74,7 @@ class WrongSender(MemorySender):
 
 
 class WrongReceiver(MemoryReceiver):
-    turn = threading.Lock()
+    turn, refused = threading.Lock(), threading.Event()
     shared: list[Any] = []  # noqa: RUF012 - of all receivers
     newest: list[Any] = []  # noqa: RUF012 - chunks of the version that was sent last
 
@@ -86,8 +86,9 @@ class WrongReceiver(MemoryReceiver):
             raise VersionGone(f"version {manifest.version} is wanted no more")
         if self.fault == "fetches for one at a time":
             if not self.turn.acquire(blocking=False):
+                self.refused.set()
                 raise VersionGone(f"version {manifest.version}: somebody else is fetching")
-            threading.Event().wait(0.2)
+            self.refused.wait(20.0)
             self.turn.release()
         fetched = super().fetch(manifest, where, timeout_s=timeout_s)
         chunks, sizes = list(fetched.chunks), [len(chunk) for chunk in fetched.chunks]

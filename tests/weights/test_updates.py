@@ -338,7 +338,9 @@ def test_a_connection_is_one_replica(served: Served) -> None:
         assert load(updates, 1) == 1.0
 
 
-def test_closing_interrupts_a_fetch(run: Served, receiver: ScriptedReceiver) -> None:
+def test_closing_interrupts_a_fetch(run: Served, receiver: ScriptedReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("fetcher", "subscriber"):
+        monkeypatch.setattr(f"asyncflow_sdk.weights.{module}.CLOSE_S", LIMIT_S)
     began = threading.Event()
     receiver.script = [lambda r, m: (began.set(), until_interrupted(r, m))]
     updates = run.replica()
@@ -364,10 +366,12 @@ def test_closing_does_not_wait_for_a_fetch_that_cannot_be_interrupted(
 
 def test_closing_the_run_ends_a_wait_for_versions(served: Served) -> None:
     client = served.client("mine")
+    served.publish(1)
     updates = client.weight_updates(timeout_s=LIMIT_S)
-    ended = in_thread(lambda: list(updates))
+    ended = in_thread(lambda: [update.version for update in updates])
+    served.until("failed", 1, "mine")  # passed over, so that it waits for the next
     client.close()
-    assert ended() == []
+    assert ended() == [1]
     with pytest.raises(af.AsyncFlowError, match="closed"):
         next(iter(updates))
 
