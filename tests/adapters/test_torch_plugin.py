@@ -30,7 +30,7 @@ def test_listing_the_plugin_and_the_demo_task_import_no_torch() -> None:
         "assert len(p.asyncflow_adapters()) == 4 and t.prompts(1, 0);"
         "heavy = {'torch', 'transformers', 'numpy'} & sys.modules.keys(); assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
 
 def test_the_engine_on_transformers_can_what_its_adapter_declares(tiny: str, rollout: Any) -> None:

@@ -69,7 +69,7 @@ def test_an_empty_allow_list_allows_the_core_alone(monkeypatch: pytest.MonkeyPat
 
 def given_command(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncflow_sdk.cli", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
 def test_the_command_leaves_plugins_out(site: Path, tmp_path: Path) -> None:

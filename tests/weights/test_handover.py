@@ -50,7 +50,7 @@ def as_read(arrays: Any) -> list[Any]:
 def test_another_process_reads_what_lies_in_shared_memory_there(served: Served, handover: Handover) -> None:
     served.publish(1, {name: array for name, array in weights().items() if array.size})
     with served.newest() as update, handover.give(update) as told:
-        done = subprocess.run([sys.executable, "-c", READER], input=told, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", READER], input=told, capture_output=True, text=True, timeout=250)
         assert not done.returncode, done.stderr
         assert json.loads(done.stdout) == as_read(update.arrays())
     assert handover.nbytes == 0
