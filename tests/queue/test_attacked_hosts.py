@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import msgspec
 import pytest
 from attacked import FAR, NEAR, PORT, Attacked
+from processes import below
 from small_disk import SmallDisk, small_disk
 from waiting import until
 
@@ -66,10 +68,12 @@ def test_a_lost_host_costs_what_was_put_there_and_what_was_made_there_is_made_ag
     if "killed" in how:
         attacked.kill_server()
     if how == "silent":
-        attacked.server("queue.configure(home_silence_s=0.5)")
+        until(lambda: attacked.absent(NEAR), "the home without a unit")
+        attacked.server("queue.configure(home_silence_s=0.0)")
     else:
         attacked.evict(NEAR)
     until(lambda: attacked.audit()["failed"], "the loss of the home")
+    attacked.server("queue.configure(home_silence_s=60.0)")
     # then what was put there failed, what was made there expired, and the children of the latter are there
     audit = attacked.audit()
     assert (audit["failed"], audit["expired"], audit["consumed"], audit["live"]) == (6, 6, 2, 6)
@@ -140,6 +144,7 @@ def test_what_a_unit_serves_is_removed_under_it_and_the_server_is_killed(attacke
     near(f"put({list(range(4))}, key='epoch-0')")
     folder = attacked.folder_of(NEAR)
     # when
+    signal_unit(attacked, signal.SIGSTOP)  # the next server is the first to know of the loss
     if "nobody" in what:
         attacked.units[NEAR].kill()
     if what == "folder":
@@ -148,6 +153,7 @@ def test_what_a_unit_serves_is_removed_under_it_and_the_server_is_killed(attacke
         for path in folder.glob("h*!s*"):
             path.unlink()
     attacked.kill_server()
+    signal_unit(attacked, signal.SIGCONT)
     # then its clients go on: without a directory the unit ends, and they write to the memory of the server
     if what == "folder":
         assert attacked.units[NEAR].hear() == "ended"
@@ -165,6 +171,11 @@ def test_what_a_unit_serves_is_removed_under_it_and_the_server_is_killed(attacke
     assert near(f"put({list(range(4))}, key='epoch-0')") == 4
     assert sorted(far("score(8)")) == sorted(far("train(8)")) == list(range(8))
     attacked.ended(consumed=8, failed=4)
+
+
+def signal_unit(attacked: Attacked, number: int) -> None:
+    for pid in below(attacked.units[NEAR].pid):
+        os.kill(pid, number)
 
 
 @pytest.mark.parametrize("server_dies", [False, True], ids=["alone", "with the server"])
@@ -296,7 +307,7 @@ def test_others_keys_open_nothing_and_change_nothing_of_a_killed_server_either(a
     for stranger in strangers:
         assert stranger.hear().startswith("AccessDenied: ")
     # and nothing has changed
-    assert (attacked.audit(), attacked.server("run.homes()")) == before
+    until(lambda: (attacked.audit(), attacked.server("run.homes()")) == before, "nothing but what was before")
     assert sorted(far("score(4)")) == sorted(far("train(4)")) == list(range(4))
     attacked.ended(consumed=4)
 
