@@ -24,6 +24,7 @@ from asyncflow_sdk.queue import open_queue
 from asyncflow_sdk.queue.connection import BlockingPort
 from asyncflow_sdk.queue.protocol import decode_call, decode_result
 from asyncflow_sdk.queue.replay import replay
+from asyncflow_sdk.queue.stores import replicator
 from asyncflow_sdk.queue.stores.blocks import pack_columns, to_image
 from asyncflow_sdk.queue.stores.home_clients import HomeClients
 from asyncflow_sdk.queue.stores.homes import HomeId, KnownHomes
@@ -34,7 +35,8 @@ REPLICAS = af.Store(kind="hosts", options={"replicas": 2, "fetch_s": 10.0})
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(replicator, "CHUNK_S", 60.0)
     cluster = Cluster(tmp_path, store=REPLICAS)
     with cluster.ends:
         yield cluster
@@ -301,7 +303,9 @@ def test_a_resumed_run_knows_both_places(tmp_path: Path, level: str) -> None:
         cluster.run.queue.end()
 
 
-def test_a_unit_that_is_away_leaves_one_place_and_says_so(cluster: Cluster, caplog: Any) -> None:
+def test_a_unit_that_is_away_leaves_one_place_and_says_so(
+    cluster: Cluster, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster.unit("b")
     declare(cluster)
     wanted = columns(4)
@@ -309,6 +313,7 @@ def test_a_unit_that_is_away_leaves_one_place_and_says_so(cluster: Cluster, capl
     near.put({name: value[:1] for name, value in wanted.items()})
     # when the only other unit is frozen: it is tried once, and its rows have one place
     cluster.units["b"].stop()
+    monkeypatch.setattr(replicator, "CHUNK_S", 1.0)
     with caplog.at_level("WARNING"):
         near.put({name: value[1:2] for name, value in wanted.items()})
         near.put({name: value[2:3] for name, value in wanted.items()})
@@ -317,6 +322,7 @@ def test_a_unit_that_is_away_leaves_one_place_and_says_so(cluster: Cluster, capl
     assert 0 < before < whole
     # and a client with a unit has the server as the second place
     cluster.units["b"].resume()
+    monkeypatch.setattr(replicator, "CHUNK_S", 60.0)
     cluster.unit("a")
     cluster.client("a").put({name: value[3:] for name, value in wanted.items()})
     assert replicated(cluster)[0] > before
@@ -430,7 +436,7 @@ def test_a_replica_that_a_client_made_up_is_refused(cluster: Cluster) -> None:
             block = pending.stored.block
             rows = None if image is None else image.rows
             body = client.encode_call(pending.command, block, None, rows, place)
-            answer = decode_result(client.wire.exchange(body, 10, () if image is None else image.parts).body)
+            answer = decode_result(client.wire.exchange(body, 60, () if image is None else image.parts).body)
             assert answer.error is not None
             assert answer.error[0] in ("SchemaError", "ProtocolError"), answer.error
             # and the client may use the memory of its block again
@@ -442,7 +448,7 @@ def test_a_replica_that_a_client_made_up_is_refused(cluster: Cluster) -> None:
     pending = port.write(cmd.AddRows(groups=2, group_size=1, columns={}), packed)
     body = client.encode_call(pending.command, pending.stored.block, None, None, BlockPlace(mine, 0, 5))
     cluster.run.evict_home(cluster.home("b"))
-    assert decode_result(client.wire.exchange(body, 10).body).error is None
+    assert decode_result(client.wire.exchange(body, 60).body).error is None
     assert replicated(cluster)[0] == 0 < replicated(cluster)[1]
 
 
@@ -464,16 +470,16 @@ def test_a_unit_refuses_chunks_that_are_damaged_or_made_up(cluster: Cluster) -> 
         (ProtocolError, {"nbytes": 1 << 60}),
     ):
         with pytest.raises(error):
-            unit.call(encode(msgspec.structs.replace(good, **changes)), 10, "", (data,))  # type: ignore[arg-type]
+            unit.call(encode(msgspec.structs.replace(good, **changes)), 60, "", (data,))  # type: ignore[arg-type]
     for frames in ((), (data, data)):
         with pytest.raises(ProtocolError):
-            unit.call(encode(good), 10, "", frames)
+            unit.call(encode(good), 60, "", frames)
     with pytest.raises(MemoryFull):
-        unit.call(encode(msgspec.structs.replace(good, nbytes=1 << 45)), 10, "", (data,))
+        unit.call(encode(msgspec.structs.replace(good, nbytes=1 << 45)), 60, "", (data,))
     # the unit goes on
-    place = decode_kept(unit.call(encode(good), 10, "", (data,)).body)
+    place = decode_kept(unit.call(encode(good), 60, "", (data,)).body)
     for start in (256, 512, 768):
         more = msgspec.structs.replace(good, start=start, serial=place.serial)
-        assert decode_kept(unit.call(encode(more), 10, "", (data,)).body) == place
+        assert decode_kept(unit.call(encode(more), 60, "", (data,)).body) == place
     with pytest.raises(LeaseLost):  # it is complete
-        unit.call(encode(more), 10, "", (data,))
+        unit.call(encode(more), 60, "", (data,))
