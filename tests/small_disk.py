@@ -1,4 +1,4 @@
-"""A disk of a few megabytes, to be filled: a tmpfs where one may be mounted."""
+"""A disk of a few megabytes, to be filled: a tmpfs where one may be mounted. What files take of a disk."""
 
 from __future__ import annotations
 
@@ -26,11 +26,20 @@ class SmallDisk:
         self._ballast.unlink()
 
 
+def on_disk(directory: Path, files: str = "w*") -> int:
+    """Return the bytes allocated to files; one that is removed meanwhile takes none."""
+    total = 0
+    for path in directory.glob(files):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_blocks * 512 if path.is_file() else 0
+    return total
+
+
 @contextlib.contextmanager
-def small_disk(path: Path, mebibytes: int) -> Iterator[SmallDisk]:
-    """Skips the test where nothing may be mounted."""
+def small_disk(path: Path, mebibytes: int, inodes: int = 0) -> Iterator[SmallDisk]:
+    """Skips the test where nothing may be mounted. ``inodes``: at most so many, or 0."""
     path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "asyncflow-test", str(path)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m,nr_inodes={inodes}", "asyncflow-test", str(path)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:

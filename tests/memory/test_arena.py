@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_disk import on_disk
 
 from asyncflow_sdk.errors import MemoryFull, ServerLost
 from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory, free_space, segment
@@ -15,11 +16,6 @@ from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, Shared
 pytestmark = pytest.mark.fast
 
 MB = 1 << 20
-
-
-def on_disk(directory: Path) -> int:
-    """Return the bytes allocated to the files."""
-    return sum(path.stat().st_blocks * 512 for path in directory.glob("w*"))
 
 
 def free(arena: Arena, *blocks: Allocation) -> None:

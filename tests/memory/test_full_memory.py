@@ -1,10 +1,10 @@
 """A full file system is an error, and its message names remedies."""
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_disk import on_disk, small_disk
 
 from asyncflow_sdk.errors import MemoryFull
 from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena
@@ -15,20 +15,8 @@ MB = 1 << 20
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MB."""
-    try:
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=12", "tmpfs", str(tmp_path)],
-            check=True, capture_output=True,
-        )  # fmt: skip
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"mounting a small tmpfs needs root: {error}")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
-def on_disk(directory: Path) -> int:
-    """Return the bytes allocated to the files."""
-    return sum(path.stat().st_blocks * 512 for path in directory.glob("w*"))
+    with small_disk(tmp_path / "disk", 4, inodes=12) as disk:
+        yield disk.path
 
 
 def free(arena: Arena, *blocks: Allocation) -> None:

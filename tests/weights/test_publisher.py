@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from replicas import LIMIT_S, PROBE, Served, load, model, value_of
 from scripted_transport import Scripted
+from small_disk import on_disk
 from waiting import until
 
 from asyncflow_sdk.errors import ConfigError
@@ -150,11 +151,6 @@ def test_a_replica_may_load_the_version_before_again_only_while_it_is_kept(serve
     assert [each.version for each in served.run.queue.status().versions] == [3, 4]  # keep_versions=2
 
 
-def held(served: Served) -> int:
-    """Bytes that files of weights really take."""
-    return sum(path.stat().st_blocks * 512 for path in served.directory.glob("w*"))
-
-
 def test_memory_is_that_of_what_is_kept_and_one_more() -> None:
     nbytes = 3 << 20
     weights = {"a": np.zeros(1 << 20, np.uint8), "b": np.zeros(2 << 20, np.uint8)}
@@ -162,7 +158,7 @@ def test_memory_is_that_of_what_is_kept_and_one_more() -> None:
 
         def within(versions: int) -> bool:
             """Memory for the next version may be on its way."""
-            return served.publisher.nbytes == held(served) <= versions * nbytes + (1 << 20)
+            return served.publisher.nbytes == on_disk(served.directory) <= versions * nbytes + (1 << 20)
 
         for version in range(1, 8):
             served.publish(version, weights)

@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from small_disk import on_disk
 
 from asyncflow_sdk.errors import DigestMismatch, MemoryFull, VersionGone
 from asyncflow_sdk.interfaces import Host
@@ -118,11 +118,6 @@ def test_memory_for_the_next_version_is_there_before_it_comes(ends: TransportHar
     assert list(ends.sender.prepare([])) == []
 
 
-def held(directory: Path) -> int:
-    """Bytes that the files of weights really take."""
-    return sum(path.stat().st_blocks * 512 for path in directory.glob("w*"))
-
-
 def test_a_successor_keeps_what_is_kept_and_removes_the_rest() -> None:
     memory = SharedDirectory()
 
@@ -152,7 +147,7 @@ def test_a_successor_keeps_what_is_kept_and_removes_the_rest() -> None:
             with pytest.raises(VersionGone):
                 ends.fetch(fresh, sent)
         versions[0].check(reading)
-        assert new.nbytes == held(memory.path) - other.nbytes
+        assert new.nbytes == on_disk(memory.path) - other.nbytes
         # and what is kept no longer goes
         new.keep([4])
         fresh.close()
@@ -160,7 +155,7 @@ def test_a_successor_keeps_what_is_kept_and_removes_the_rest() -> None:
         for sent in versions:
             with pytest.raises(VersionGone):
                 ends.fetch(fresh, sent)
-        assert new.nbytes == held(memory.path) - other.nbytes
+        assert new.nbytes == on_disk(memory.path) - other.nbytes
         theirs.check(ends.fetch(receiver, theirs))
         for each in (receiver, fresh, dead, other, new):
             each.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from children import Child
 from replicas import LIMIT_S, Served
+from small_disk import on_disk
 from stopping import MODEL, replicate, train, versions_of, weights
 from waiting import until
 
@@ -45,8 +46,7 @@ class Replica:
 
 def held(run: Served, path: Path) -> int:
     """Bytes of weights in the run's memory, and in its version directories."""
-    files = [*run.directory.glob("[wft]*"), *path.glob("*/*")]
-    return sum(each.stat().st_blocks * 512 for each in files if each.is_file())
+    return on_disk(run.directory, "[wft]*") + on_disk(path, "*/*")
 
 
 @pytest.fixture
