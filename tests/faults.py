@@ -50,7 +50,7 @@ def event() -> threading.Event:
 
 
 def leave_thread(**options: Any) -> None:
-    threading.Thread(target=event().wait, args=(30,), **options).start()
+    threading.Thread(target=event().wait, **options).start()
 
 
 def leave_descriptor() -> None:

@@ -34,6 +34,7 @@ def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.timeout(900)
 def test_warm_up_repeats_with_its_seed_tells_its_progress_and_leaves_torch_as_it_was(
     warmed: Path, tmp_path: Path
 ) -> None:
