@@ -137,10 +137,12 @@ class RelayHosts(contextlib.ExitStack):
 
         return join
 
-    def join(self, sent: Sent, host: str, relay: bytes = b"nowhere", part: str = "") -> tuple[ServiceClient, bytes]:
+    def join(
+        self, sent: Sent, host: str, relay: bytes = b"nowhere", part: str = "", failed: bytes = b""
+    ) -> tuple[ServiceClient, bytes]:
         """Join as a host, for a slice. Return the connection, and the address of the assigned relay."""
         client = ServiceClient(msgspec.msgpack.decode(sent.where)[0])
-        call = msgspec.msgpack.encode(["join", sent.version, sent.manifest.root, host, relay, b"", part])
+        call = msgspec.msgpack.encode(["join", sent.version, sent.manifest.root, host, relay, failed, part])
         return client, msgspec.msgpack.decode(client.call(call, LIMIT_S).body)[0]
 
     def last(self, sent: Sent) -> bytes:
@@ -149,9 +151,19 @@ class RelayHosts(contextlib.ExitStack):
         client.close()
         return source
 
+    def observe(self, sent: Sent) -> None:
+        """Let the host that asks for the last of a chain be nobody's source: another one says that it failed."""
+        ends = [
+            self.join(sent, "probe"),
+            *(self.join(sent, "witness", b"b", failed=failed) for failed in (b"", b"nowhere")),
+        ]
+        for client, _ in ends:
+            client.close()
+        until(lambda: self.last(sent) == b"", "the chain without both")
+
     def await_relay(self, sent: Sent, other_than: bytes = b"") -> bytes:
         """Wait until a chain has another last relay, and return it."""
-        until(lambda: self.last(sent) not in (b"", b"nowhere", other_than), "another host in the chain")
+        until(lambda: self.last(sent) not in (b"", other_than), "another host in the chain")
         return self.last(sent)
 
 
