@@ -24,6 +24,7 @@ from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseL
 from asyncflow_sdk.ledger import TERMINAL, Effects, Ledger, TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger.state.homes import HomeLoss, LostColumns, Replacement
+from asyncflow_sdk.queue.replay import digest_of
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.spans import steps_of
 
@@ -754,7 +755,9 @@ class CheckedLedger:
 
     def check(self) -> None:
         """Audit and status say what is known of the rows, and no request waits that could be answered."""
+        before = digest_of(self.ledgers[0])
         audit, status = self.audit(), self.status()
+        assert digest_of(self.ledgers[0]) == before, "a report changes nothing: a journal does not know of it"
         assert audit.balanced
         assert (audit.put, audit.live) == (len(self.rows), len(self.live))
         assert audit.terminal == dict.fromkeys(TERMINAL, 0) | _ended(self.events)

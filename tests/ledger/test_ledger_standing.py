@@ -57,3 +57,19 @@ def test_it_is_given_nothing_while_it_loads(end: str) -> None:
         cmd.ReportLoaded(version=1) if end == "loaded" else cmd.ReportLoadFailed(version=1, reason="it would not"),
     )
     assert len(ids(queue.answers[asked])) == 3
+
+
+def test_a_report_of_what_waits_changes_nothing() -> None:
+    """No journal has reports: what one changed would be missing when the journal is replayed."""
+    # given a replica that waits for a version, and another one that takes the last prompts with it
+    queue, replica, _ = standing(max_staleness=1)
+    other = queue.join("gen-1")
+    queue.load(other, 0)
+    queue.lease(other, "rollout", 4)
+    asked = queue.ask(replica, cmd.LeaseRows(task="rollout", count=1, most=8, timeout_s=60))
+    queue.publish(1)
+    queue.load(other, 1)
+    assert len(ids(queue.lease(other, "rollout", 4))) == 4
+    assert asked not in queue.answers
+    # then nothing has changed after a report
+    queue.check()

@@ -30,6 +30,10 @@ class ReadyQueue:
         """True if there are rows, maybe only ones no longer ready."""
         return bool(self._order)
 
+    def has_ready(self) -> bool:
+        """Return True if any row is ready. Unlike ``peek_group``, it drops no other rows."""
+        return any(self.is_ready(chunk).any() for chunk in self.chunks())
+
     def push(self, ids: Ids) -> None:
         """Append ready rows."""
         for priority, part in self._ranked(ids):
@@ -97,7 +101,7 @@ class ReadyQueue:
         return ids if len(where) == len(ids) else ids[np.sort(where)]
 
     def peek_group(self) -> Ids:
-        """Return the rows of the first group; empty if nothing is ready."""
+        """Return the rows of the first group, and drop rows before it; empty if nothing is ready."""
         queue = self._first()
         return NO_ROWS if queue is None else queue[0][self._firsts(queue[0]) == self._firsts(queue[0][:1])]
 
