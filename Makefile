@@ -104,7 +104,8 @@ bwrap:
 test-fast: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m fast $$(grep -rl --include='test_*.py' pytest.mark.fast tests) $(ARGS)
 
-test-engines: test-ray test-contrib test-vllm test-sglang test-both test-deepspeed
+# The longest first: with -j2 in little more than half the time.
+test-engines: test-vllm test-sglang test-deepspeed test-contrib test-ray test-both
 
 # All that test-engines needs beside .venv; with -j2 in half the time.
 environments: .venv-contrib/.tests .venv-mooncake/.tests .venv-vllm/.ready .venv-sglang/.ready .venv-deepspeed/.ready
