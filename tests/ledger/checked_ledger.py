@@ -113,12 +113,14 @@ class Request(NamedTuple):
 
 
 class CheckedLedger:
-    """A ledger with its clock. ``twin``: a second ledger gets every input except commands that failed, and must do the
-    same: a command that fails changes nothing. Not for samplers that keep a state. ``options``: of the ledger."""
+    """A ledger with its clock. ``twin``: a second ledger gets every input as a replay of a journal would give it, without
+    commands that failed and without reports, and must do the same. ``options``: of the ledger."""
 
     def __init__(self, *, twin: bool = True, **options: Any) -> None:
         self.ledgers = [Ledger(**options) for _ in range(1 + twin)]
         first = self.ledgers[0]
+        self._recorded = first.state.context.log
+        self._recorded.keep = True
         self.audit, self.status, self.next_deadline = first.audit, first.status, first.next_deadline
         self.now, self.tickets = 0.0, 0
         self.answers: dict[int, Any] = {}  # by ticket
@@ -153,16 +155,16 @@ class CheckedLedger:
     def ask(self, session: int, command: Any) -> int:
         """Send a command. Return its ticket; ``answers`` has the reply or the error, unless the request waits."""
         self.tickets += 1
-        first, *twin = self.ledgers
+        first = self.ledgers[0]
         first.apply(session, command, self.now, self.tickets)
         effects = first.drain()
         own = dict(effects.answers).get(self.tickets)
         if isinstance(own, AsyncFlowError) and not isinstance(own, DeadlineExceeded):
             self._check_error(session, command, own, effects)
             self.answers[self.tickets] = own
+            self._recorded.take()
             return self.tickets
-        for ledger in twin:
-            ledger.apply(session, command, self.now, self.tickets)
+        self._replay("apply", session, command, self.now, self.tickets)
         if isinstance(command, cmd.Publish):
             self._parts.setdefault(command.version, set()).add(command.part)
         if isinstance(command, cmd.LeaseRows):
@@ -234,9 +236,17 @@ class CheckedLedger:
         return {n: home.absent_since + silence_s for n, home in self.live_homes().items() if home.unit is None}
 
     def _feed(self, method: str, *arguments: Any, **more: Any) -> None:
-        for ledger in self.ledgers:
-            getattr(ledger, method)(*arguments, now=self.now, **more)
+        getattr(self.ledgers[0], method)(*arguments, now=self.now, **more)
+        self._replay(method, *arguments, now=self.now, **more)
         self._observe(self.ledgers[0].drain())
+
+    def _replay(self, method: str, *arguments: Any, **more: Any) -> None:
+        """The twin gets the input, and what samplers and policies answered the first ledger."""
+        recorded = self._recorded.take()
+        for twin in self.ledgers[1:]:
+            twin.state.context.log.replay(recorded)
+            getattr(twin, method)(*arguments, **more)
+            assert twin.state.context.log.replay(None), "a replay asks samplers and policies less often"
 
     # ---- what is checked of every input
 

@@ -37,7 +37,7 @@ class Queue(CheckedLedger):
         policy: StalenessPolicy | None = None,
         **limits: Any,
     ) -> None:
-        made: dict[str, Any] = {"twin": sampler is None and policy is None, **(options or {})}
+        made = dict(options or {})
         if sampler is not None:
             made["make_sampler"] = lambda spec: sampler(**spec.options)
         if policy is not None:
