@@ -14,6 +14,7 @@ from echo_runs import echo_workflow, trained_rows
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.testing import EchoRollout
+from asyncflow_sdk.types.events import Event, Loaded
 
 LIMIT_S = 60
 
@@ -28,11 +29,24 @@ async def two_turns(turns: Any, length: Any) -> Any:
     return {"reward": float(length + len(second.token_ids)), "said": second.token_ids}
 
 
+class Tool:
+    """Something slow between turns. ``waits``: its first use ends once new weights were loaded."""
+
+    waits, loaded = False, False
+
+    @classmethod
+    async def use(cls) -> None:
+        waits, cls.waits = cls.waits, False
+        while waits and not cls.loaded:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.005)
+
+
 async def slow_tool(turns: Any) -> float:
     """Three turns with something slow between them."""
     for _ in range(3):
         await turns.generate()
-        await asyncio.sleep(0.005)
+        await Tool.use()
         turns.observe([7])
     return 1.0
 
@@ -268,7 +282,16 @@ def test_a_workflow_trains_on_conversations_and_the_agents_reward(tmp_path: Path
 
 
 @pytest.mark.parametrize("swap", ["drain", "boundary", "partial", "in_flight"])
-def test_conversations_meet_new_weights_as_the_policy_says(tmp_path: Path, swap: Any) -> None:
+def test_conversations_meet_new_weights_as_the_policy_says(
+    tmp_path: Path, swap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tool, "waits", swap != "drain")  # which waits for whole conversations
+    monkeypatch.setattr(Tool, "loaded", False)
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Loaded) and event.version > 0:
+            Tool.loaded = True
+
     drawing: dict[str, Any] = (
         {"token_s": 0.002, swap: True} if swap in ("partial", "in_flight") else {"delay_s": 0.01}
     )
@@ -285,13 +308,13 @@ def test_conversations_meet_new_weights_as_the_policy_says(tmp_path: Path, swap:
 
     echo_workflow(
         rollout=rollout, reward=None, steps=6, weights=af.Weights(swap=swap), staleness=af.Staleness(max_staleness=2)
-    ).run(tmp_path / "run")  # the train engine refuses rows whose drawn tokens are of other versions than they say
+    ).run(tmp_path / "run", on_event=listen)
 
-    several = 0
+    several = 0  # the train engine has refused rows whose drawn tokens are of other versions than they say
     for step, batch in af.read_steps(tmp_path / "run"):
         spans = batch.ragged("version_spans")
         late = step - spans.values[:, 0]
         assert late.min() >= 0
         assert late.max() <= 2
         several += int((spans.lengths > 1).sum())
-    assert bool(several) == (swap != "drain")  # only drain waits for whole conversations
+    assert bool(several) == (swap != "drain")
