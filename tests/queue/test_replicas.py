@@ -350,7 +350,7 @@ def test_replicas_are_freed_and_their_memory_is_used_again(cluster: Cluster) -> 
     until(lambda: not cluster.files("a") + cluster.files("b"), "the end of the files")
 
 
-def test_replicas_survive_their_units_process(cluster: Cluster) -> None:
+def test_replicas_survive_their_units_process(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.unit("a")
     cluster.unit("b")
     declare(cluster)
@@ -361,6 +361,7 @@ def test_replicas_survive_their_units_process(cluster: Cluster) -> None:
     cluster.units["b"].kill()
     until(lambda: not cluster.home("b").address, "the home without a unit")
     cluster.unit("b")
+    monkeypatch.setattr(replicator, "CHUNK_S", 15.0)  # the first chunk goes to the unit that is dead
     a.put({name: value[2:] for name, value in wanted.items()})
     cluster.run.evict_home(cluster.home("a"))
     read_all(cluster.client("c"), wanted)
