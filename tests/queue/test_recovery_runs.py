@@ -14,7 +14,7 @@ from queue_runs import ClientProcess, Durable, RawClient, serve, values_of
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost
+from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, Ended, LeaseLost
 from asyncflow_sdk.ledger import commands as cmd
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -141,6 +141,34 @@ def test_what_a_restart_of_the_host_leaves(tmp_path: Path, durability: str) -> N
 def publish(trainer: RawClient, version: int) -> None:
     trainer.send(cmd.Announce(version=version))
     trainer.send(cmd.Publish(version=version, part=cmd.VersionPart(manifest=b"m", transport="t", where=b"")))
+
+
+def test_reports_before_a_kill_change_no_answer_after_it(tmp_path: Path) -> None:
+    with Durable(tmp_path / "run", max_staleness=1) as run, run.client() as client:
+        # given a replica that waits for a version, and another one that took the last prompts with it
+        queue = client.queue
+        queue.declare("rollout", needs=["x"], gives=["y"], admits=True)
+        queue.declare("train", needs=["y"], batch_rows=4)
+        queue.put({"x": np.arange(12.0)})
+        trainer, waits, takes = (RawClient(run.address, name) for name in ("trainer", "gen-0", "gen-1"))
+        trainer.send(cmd.OpenPublisher())
+        publish(trainer, 0)
+        for replica in (waits, takes):
+            replica.send(cmd.ReportLoaded(version=0))
+        takes.send(cmd.LeaseRows(task="rollout", count=8))
+        asked = in_thread(waits.send, cmd.LeaseRows(task="rollout", count=1, most=8, timeout_s=200.0))
+        until(lambda: queue.status().parked, "the request")
+        publish(trainer, 1)
+        takes.send(cmd.ReportLoaded(version=1))
+        takes.send(cmd.LeaseRows(task="rollout", count=4))
+        # when it asks for more after a report, and the server is killed
+        assert queue.status().parked[0].why
+        with pytest.raises(DeadlineExceeded):
+            takes.send(cmd.LeaseRows(task="rollout", count=1))
+        # then the journal gives the same answers
+        assert run.again()["differing"] == 0
+        queue.end(cancel=True)
+        assert isinstance(asked(), Ended)
 
 
 def test_what_is_staged_decided_and_rolled_back_outlives_the_server(tmp_path: Path) -> None:
