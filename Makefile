@@ -84,8 +84,8 @@ demo-deepspeed: install .venv-deepspeed/.ready
 	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/asyncflow demo --train deepspeed --world-size 2 --train-python .venv-deepspeed/bin/python \
 	  --train-option stage=3 $(ARGS)
 
-# In four processes also on two processors: many tests wait for what they killed, froze or cut off.
-TOGETHER := -n 4 --dist loadfile --no-loadscope-reorder
+# In five processes also on two processors: many tests wait for what they killed, froze or cut off.
+TOGETHER := -n 5 --dist loadfile --no-loadscope-reorder
 test: install sshd bwrap
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/engines --ignore=tests/packages $(TOGETHER) $(ARGS)
 
