@@ -226,7 +226,7 @@ class Diagnostics:
         where = command.partition
         if where is not None and not task.unfinished[self._state.partitions.number(where)]:
             return f"every row put in partition {where!r} has been through it; put more there, or end the partition"
-        if task.spec.admits and any(ready.has_ready() for ready in task.ready.values()):
+        if task.spec.admits and task.counts[READY]:
             return self._why_not_admitted(request)
         fill = ""
         if task.spec.batch_rows is not None:

@@ -30,10 +30,6 @@ class ReadyQueue:
         """True if there are rows, maybe only ones no longer ready."""
         return bool(self._order)
 
-    def has_ready(self) -> bool:
-        """Return True if any row is ready. Unlike ``peek_group``, it drops no other rows."""
-        return any(self.is_ready(chunk).any() for chunk in self.chunks())
-
     def push(self, ids: Ids) -> None:
         """Append ready rows."""
         for priority, part in self._ranked(ids):
