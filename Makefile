@@ -104,7 +104,7 @@ bwrap:
 test-fast: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m fast $$(grep -rl --include='test_*.py' pytest.mark.fast tests) $(ARGS)
 
-# The longest first: with -j2 in little more than half the time.
+# The longest first, for -j2.
 test-engines: test-vllm test-sglang test-deepspeed test-contrib test-ray test-both
 
 # All that test-engines needs beside .venv; with -j2 in half the time.
