@@ -69,6 +69,11 @@ class Access(abc.ABC):
     ) -> VllmAnswer:
         """Run one request of vLLM for one response, until it ends or ``watch`` finds a stop text."""
 
+    def unanswered(self, names: Sequence[str]) -> list[str]:
+        """Return those of these requests of vLLM that are not answered yet."""
+        running = {each for left in self._names.values() for each in left}
+        return [each for each in names if each in running]
+
     async def abort(self, names: Sequence[str]) -> None:
         """End requests with the tokens drawn so far; does not wait for their answers."""
         await self.abort_named([each for name in names for each in self._names.get(name, ())])

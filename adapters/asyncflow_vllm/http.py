@@ -116,8 +116,7 @@ class HttpAccess(Access):
         self._server, self._request_s, self._update_s = server, request_s, update_s
         self._prefix = secrets.token_hex(8)
         """Of this engine's request names: earlier users of the server may have used the same numbers."""
-        self._aborted: set[str] = set()
-        self._aborts: asyncio.Task[None] | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
         self._cuts = False
         self._lost = ""
 
@@ -152,23 +151,22 @@ class HttpAccess(Access):
             "sampling_params": parameters,
         }
         most = _ANSWER_BYTES + _TOKEN_BYTES * (len(prompt) + parameters["max_tokens"])
-        whole = _Reply([_Choice([], None, _Tokens([]))])
+        if watch is None:
+            reply: _Reply = await self._post(GENERATE, body, _Reply, self._request_s, most)
+            return reply.answer(index, prompt)
+        body["sampling_params"] = {**parameters, "stream_interval": interval(parameters["max_tokens"])}
+        whole, stopped = _Reply([_Choice([], None, _Tokens([]))]), False
 
         def add(part: _Reply) -> None:
+            nonlocal stopped
             whole.add(part)
-            if watch is not None and watch.found(whole.choices[0].token_ids):
+            if not stopped and watch.found(whole.choices[0].token_ids):
+                stopped = True
                 self._abort([name])
 
-        try:
-            if watch is None:
-                reply: _Reply = await self._post(GENERATE, body, _Reply, self._request_s, most)
-                return reply.answer(index, prompt)
-            body["sampling_params"] = {**parameters, "stream_interval": interval(parameters["max_tokens"])}
-            await self._post(GENERATE, body | {"stream": True}, _Reply, self._request_s, most, add)
-            answer = whole.answer(index, prompt)
-            return replace(answer, reason="stop") if watch.found(answer.token_ids) else answer
-        finally:
-            self._aborted.discard(name)
+        await self._post(GENERATE, body | {"stream": True}, _Reply, self._request_s, most, add)
+        answer = whole.answer(index, prompt)
+        return replace(answer, reason="stop") if watch.found(answer.token_ids) else answer
 
     async def abort_named(self, names: Sequence[str]) -> None:
         """Abort requests until they are answered: the server ignores an abort of a request that
@@ -176,16 +174,16 @@ class HttpAccess(Access):
         self._abort(names)
 
     def _abort(self, names: Sequence[str]) -> None:
-        self._aborted.update(names)
-        if self._aborted and (self._aborts is None or self._aborts.done()):
-            self._aborts = asyncio.create_task(self._abort_until_answered())
+        task = asyncio.create_task(self._abort_until_answered(names))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
-    async def _abort_until_answered(self) -> None:
+    async def _abort_until_answered(self, names: Sequence[str]) -> None:
         wait_s = FIRST_WAIT_S
-        while self._aborted:  # an empty list would abort all requests
-            names = [f"{_NAME_PREFIX}{self._prefix}-{name}" for name in self._aborted]
+        while left := self.unanswered(names):  # an empty list would abort all requests
+            ids = [f"{_NAME_PREFIX}{self._prefix}-{name}" for name in left]
             try:
-                await self._server.client.post("/abort_requests", {"request_ids": names}, object)
+                await self._server.client.post("/abort_requests", {"request_ids": ids}, object)
             except AsyncFlowError:
                 return  # the requests fail as well, or end without an abort
             await asyncio.sleep(wait_s)
@@ -218,9 +216,10 @@ class HttpAccess(Access):
 
     async def close(self) -> None:
         """Give up the server."""
-        if self._aborts is not None:
-            self._aborts.cancel()
-            await asyncio.gather(self._aborts, return_exceptions=True)
+        aborts = list(self._aborts)
+        for task in aborts:
+            task.cancel()
+        await asyncio.gather(*aborts, return_exceptions=True)
         await self._server.close()
 
     async def _update(self, path: str, answer: Any = object, **body: Any) -> Any:
