@@ -100,7 +100,7 @@ def together(sent: Sent, far: Receiver, *receivers: Any) -> None:
 def test_receivers_come_are_served_by_one_group_and_one_that_stops_or_dies_is_named_and_left_behind() -> None:
     others = own_sockets("0A")
     with (
-        a_sender(stall_s=6.0, gather_s=3.0) as sender,
+        a_sender(stall_s=6.0, gather_s=10.0) as sender,
         Receiver("far") as far,
         a_receiver("a") as a,
         a_receiver("b") as b,
