@@ -43,6 +43,7 @@ VARIABLES = {
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "CI": "true",
     "DS_ACCELERATOR": "cpu", "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0",
     "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
 TOGETHER = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 PROBE = '''"""Notes which tests reach a place that is to be mutated, and, as a plugin of pytest, how long they take."""

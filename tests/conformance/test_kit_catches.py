@@ -110,7 +110,10 @@ OF_MODELS = {"ends", "retokenised", "stop_texts"}
 """Those that need a model folder with a tokenizer; see test_kit_catches_models, and test_torch_conformance
 for stop_texts."""
 
-HANGS, HANG_S = ("loses room", "forgets neighbours"), 3.0
+HANGS, HANG_S = (
+    ("loses room", "forgets neighbours", "waits for the end", "never interrupts", "throws away what it had"),
+    3.0,
+)
 """They make the kit wait for as long as it may (seconds), so a right engine never needs this."""
 
 

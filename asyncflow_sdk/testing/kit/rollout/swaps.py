@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ....errors import EngineError
-from ....interfaces import Completion
+from ....interfaces import Completion, Request
 from ..check import check, expect, needs
 from ..diagnosis import Diagnosis, diagnose_logprobs
 from ..precision import too_far
 from .lab import Ids, RolloutLab
 
 MIXTURE = "load_weights: requests that begin during a load are answered from a mixture of two versions"
-HELD_S, ASKED, TURNS = 0.3, 4, 12
-"""Seconds a load is held half-way, the requests of each of several clients meanwhile, and how often a check tries to meet responses that run."""
+HELD_S, ASKED = 0.3, 4
+"""Seconds a load is held half-way, and the requests of each of several clients meanwhile."""
+TURNS, SHARE = 24, 0.25
+"""Attempts to meet responses that run: so many, and more within this share of the check's limit."""
 
 
 @check(
@@ -48,11 +52,10 @@ async def versions(lab: RolloutLab) -> None:
 async def update_in_flight(lab: RolloutLab) -> None:
     """With weights loaded while requests run, each token's span and log-prob are of its own
     version."""
-    prompts, most, mixed = lab.policy.prompts(min(4, lab.rows), seed=28), min(512, lab.context - 32), 0
-    tokens, moment = min(96, most), None
-    for _ in range(TURNS):
-        requests = [lab.request(p, temperature=1.0, max_tokens=tokens, seed=1) for p in prompts]
-        moment = moment or _Moment(await lab.timed(requests))
+    prompts, mixed, moment = lab.policy.prompts(min(4, lab.rows), seed=28), 0, _Moment(lab)
+    while moment.try_again():
+        requests = [lab.request(p, temperature=1.0, max_tokens=moment.tokens, seed=1) for p in prompts]
+        await moment.prepare(requests)
         old, new = lab.version, lab.version + 1
         running = asyncio.create_task(lab.answers(requests))
         await moment.wait()
@@ -65,38 +68,54 @@ async def update_in_flight(lab: RolloutLab) -> None:
         if mixed >= 2:
             return
         moment.learn(too_early=seen == {new}, too_late=seen == {old})
-        if not mixed and tokens < most:  # they may have ended before the load reached the engine
-            tokens, moment = min(2 * tokens, most), None
     expect(
         mixed,
-        f"in {TURNS} updates while requests ran, no response got tokens of both versions: the engine waits for their"
-        " end",
+        f"in {moment.turns} updates while requests ran, no response got tokens of both versions: the engine waits"
+        " for their end",
     )
 
 
 class _Moment:
     """When to act while responses are drawn: halfway, then searched by bisection.
 
-    ``whole_s`` is what such responses took once. The machine may be many times faster or slower
-    the next time, so each attempt says whether it was too early or too late.
+    The machine may be many times faster or slower than when the responses were timed, or stand
+    still for as long as they take. So each attempt says whether it was too early or too late, and
+    when hardly any times are left, the next responses are longer and timed anew. ``turns``:
+    attempts so far. ``tokens``: the length of the next responses.
     """
 
-    def __init__(self, whole_s: float) -> None:
-        self._early, self._late = 0.0, whole_s
+    def __init__(self, lab: RolloutLab) -> None:
+        self._lab, self._longest = lab, min(512, lab.context - 32)
+        self.turns, self._until = 0, time.monotonic() + SHARE * lab.limit_s
+        self.tokens = min(96, self._longest)
+        self._early = self._late = self._whole_s = 0.0
+
+    def try_again(self) -> bool:
+        """Count one more attempt, or return False if there were enough."""
+        if self.turns >= TURNS and time.monotonic() > self._until:
+            return False
+        self.turns += 1
+        return True
+
+    async def prepare(self, requests: Sequence[Request]) -> None:
+        """Time these requests, if those of their length are not timed."""
+        if not self._whole_s:
+            self._early, self._late = 0.0, await self._lab.timed(requests)
+            self._whole_s = self._late
 
     async def wait(self) -> None:
         """Return in the middle of the times that are left."""
         await asyncio.sleep((self._early + self._late) / 2)
 
     def learn(self, *, too_early: bool, too_late: bool) -> None:
-        """Leave out one half of the times; if hardly any are left, the speed changed: begin anew."""
+        """Leave out one half of the times."""
         middle = (self._early + self._late) / 2
         if too_early:
             self._early = middle
         elif too_late:
             self._late = middle
-        if self._late - self._early < self._late / 8:
-            self._early, self._late = 0.0, 2 * self._late
+        if self._late - self._early <= self._whole_s / 8:
+            self.tokens, self._whole_s = min(2 * self.tokens, self._longest), 0.0
 
 
 def _check_mixed(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: int) -> None:
@@ -231,10 +250,11 @@ def _check_either(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: 
 @needs(lambda lab: "partial" in lab.engine.capabilities.swap, "it cannot be interrupted")
 async def interrupted(lab: RolloutLab) -> None:
     """Interrupted responses return with their tokens, and continue from there."""
-    prompts, tokens = lab.policy.prompts(min(4, lab.rows), seed=29), min(96, lab.context - 32)
-    requests = [lab.request(p, max_tokens=tokens) for p in prompts]
-    moment, cut, empty = _Moment(await lab.timed(requests)), 0, 0
-    for _ in range(TURNS):
+    prompts, cut, empty, moment = lab.policy.prompts(min(4, lab.rows), seed=29), 0, 0, _Moment(lab)
+    while moment.try_again():
+        tokens = moment.tokens
+        requests = [lab.request(p, max_tokens=tokens) for p in prompts]
+        await moment.prepare(requests)
         running = [asyncio.create_task(lab.answer(request, aborted=True)) for request in requests]
         await moment.wait()
         lab.doing = "waiting for interrupt(), and then for what it ended"
@@ -257,6 +277,6 @@ async def interrupted(lab: RolloutLab) -> None:
         if cut >= 2:
             return
         moment.learn(too_early=not any(lengths), too_late=not rests)
-    times = f"in {TURNS} interruptions"
+    times = f"in {moment.turns} interruptions"
     expect(cut or empty, f"{times} every response ran to its end: interrupt() does not end what runs")
     expect(cut, f"{times} every interrupted response came back empty: the tokens it had are thrown away")
