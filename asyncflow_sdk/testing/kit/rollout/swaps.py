@@ -270,8 +270,11 @@ async def interrupted(lab: RolloutLab) -> None:
             if not aborted or len(have) == tokens:
                 continue
             cut, empty = cut + (len(have) > 0), empty + (len(have) == 0)
-            so_far = np.concatenate([prompt, have])
-            rests.append((lab.request(so_far, max_tokens=tokens - len(have), drawn=len(have)), wanted[len(have) :]))
+            so_far, left = np.concatenate([prompt, have]), tokens - len(have)
+            following = wanted[len(have) :]
+            if not np.array_equal(have, wanted[: len(have)]):  # it had drawn tokens as likely as the wanted ones
+                following = lab.policy.greedy(lab.version, so_far, left)
+            rests.append((lab.request(so_far, max_tokens=left, drawn=len(have)), following))
         for (rest, wanted), (more,) in zip(rests, await lab.answers([rest for rest, _ in rests]), strict=True):
             lab.check_response(rest.prompt_ids, more, wanted, when=" of a response that goes on")
         if cut >= 2:
