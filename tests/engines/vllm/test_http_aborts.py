@@ -28,8 +28,9 @@ class AbortedAsItEnds(HttpAccess):
         return answer
 
 
-async def abort_two_requests() -> list[list[str]]:
-    """Abort a response that ends, and then one that runs. Return the names in each call of the server."""
+async def abort_two_requests(failing: int = 0) -> list[list[str]]:
+    """Abort a response that ends, and then one that runs. Return the names in each call of the server, of which the
+    first ``failing`` fail."""
     held: dict[str, asyncio.Event] = collections.defaultdict(asyncio.Event)
     asked, aborts = asyncio.Event(), list[list[str]]()
 
@@ -43,6 +44,8 @@ async def abort_two_requests() -> list[list[str]]:
     async def abort(request: web.Request) -> web.Response:
         names = [name.removeprefix("generate-tokens-") for name in (await request.json())["request_ids"]]
         aborts.append([name.partition("-")[2] for name in names])
+        if len(aborts) <= failing:
+            raise web.HTTPServiceUnavailable
         for name in names:
             held[name].set()
         return web.json_response({})
@@ -74,4 +77,9 @@ async def abort_two_requests() -> list[list[str]]:
 
 def test_a_response_that_ends_as_it_is_aborted_delays_no_later_abort() -> None:
     aborts = asyncio.run(abort_two_requests())
-    assert [names for names in aborts if "held-0" in names] == [["held-0"]]
+    assert {tuple(names) for names in aborts if "held-0" in names} == {("held-0",)}
+
+
+def test_an_abort_that_fails_is_repeated() -> None:
+    aborts = asyncio.run(abort_two_requests(failing=3))
+    assert len(aborts) >= 4

@@ -21,8 +21,8 @@ from .lab import Ids, RolloutLab
 MIXTURE = "load_weights: requests that begin during a load are answered from a mixture of two versions"
 HELD_S, ASKED = 0.3, 4
 """Seconds a load is held half-way, and the requests of each of several clients meanwhile."""
-TURNS, SHARE = 24, 0.25
-"""Attempts to meet responses that run: so many, and more within this share of the check's limit."""
+ATTEMPTS, SHARE, WHOLE = 24, 0.25, 0.8
+"""The fewest attempts to hit running responses. There are more until SHARE of the check's limit is over, and none after WHOLE of it."""
 
 
 @check(
@@ -49,7 +49,7 @@ async def versions(lab: RolloutLab) -> None:
     after=("versions", "stale_cache"),
 )  # fmt: skip
 @needs(lambda lab: "in_flight" in lab.engine.capabilities.swap, "it takes no weights while requests run")
-async def update_in_flight(lab: RolloutLab) -> None:
+async def update_in_flight(lab: RolloutLab) -> str:
     """With weights loaded while requests run, each token's span and log-prob are of its own
     version."""
     prompts, mixed, moment = lab.policy.prompts(min(4, lab.rows), seed=28), 0, _Moment(lab)
@@ -59,63 +59,71 @@ async def update_in_flight(lab: RolloutLab) -> None:
         old, new = lab.version, lab.version + 1
         running = asyncio.create_task(lab.answers(requests))
         await moment.wait()
+        lab.doing = "waiting for an update, and for requests that ran meanwhile"
         await lab.update(new)
-        seen: set[int] = set()
+        before, seen = mixed, set[int]()
         for prompt, (got,) in zip(prompts, await running, strict=True):
             versions = {span.version for span in got.spans}
             mixed, seen = mixed + (len(versions) > 1), seen | versions
             _check_mixed(lab, prompt, got, old, new)
         if mixed >= 2:
-            return
-        moment.learn(too_early=seen == {new}, too_late=seen == {old})
+            break
+        moment.learn(hit=mixed > before, too_early=seen == {new}, too_late=seen == {old})
     expect(
         mixed,
-        f"in {moment.turns} updates while requests ran, no response got tokens of both versions: the engine waits"
+        f"in {moment.attempts} updates while requests ran, no response got tokens of both versions: the engine waits"
         " for their end",
     )
+    return moment.told()
 
 
 class _Moment:
-    """When to act while responses are drawn: halfway, then searched by bisection.
+    """When to act while responses are drawn: searches it by bisection.
 
-    The machine may be many times faster or slower than when the responses were timed, or stand
-    still for as long as they take. So each attempt says whether it was too early or too late, and
-    when hardly any times are left, the next responses are longer and timed anew. ``turns``:
-    attempts so far. ``tokens``: the length of the next responses.
+    The machine may be many times faster or slower than when the responses were timed, or its
+    processors may be busy for as long as a response takes. So each attempt says whether it was too
+    early or too late; where that does not help, the next requests ask for more tokens and are timed
+    anew. ``attempts``: so far. ``tokens``: the most of each of the next responses.
     """
 
     def __init__(self, lab: RolloutLab) -> None:
         self._lab, self._longest = lab, min(512, lab.context - 32)
-        self.turns, self._until = 0, time.monotonic() + SHARE * lab.limit_s
+        self.attempts, self._began = 0, time.monotonic()
         self.tokens = min(96, self._longest)
         self._early = self._late = self._whole_s = 0.0
 
     def try_again(self) -> bool:
         """Count one more attempt, or return False if there were enough."""
-        if self.turns >= TURNS and time.monotonic() > self._until:
+        spent = (time.monotonic() - self._began) / self._lab.limit_s
+        if spent > (SHARE if self.attempts >= ATTEMPTS else WHOLE):
             return False
-        self.turns += 1
+        self.attempts += 1
         return True
 
     async def prepare(self, requests: Sequence[Request]) -> None:
-        """Time these requests, if those of their length are not timed."""
+        """Time these requests, if those with as many tokens are not timed."""
         if not self._whole_s:
             self._early, self._late = 0.0, await self._lab.timed(requests)
             self._whole_s = self._late
 
     async def wait(self) -> None:
-        """Return in the middle of the times that are left."""
+        """Sleep until the middle of the interval."""
         await asyncio.sleep((self._early + self._late) / 2)
 
-    def learn(self, *, too_early: bool, too_late: bool) -> None:
-        """Leave out one half of the times."""
+    def learn(self, *, hit: bool, too_early: bool, too_late: bool) -> None:
+        """Halve the interval after a miss. Below an eighth, or without a direction, double the
+        tokens and time the requests anew."""
         middle = (self._early + self._late) / 2
         if too_early:
             self._early = middle
         elif too_late:
             self._late = middle
-        if self._late - self._early <= self._whole_s / 8:
+        if not hit and (too_early == too_late or self._late - self._early <= self._whole_s / 8):
             self.tokens, self._whole_s = min(2 * self.tokens, self._longest), 0.0
+
+    def told(self) -> str:
+        """Return a remark if the first attempt did not do."""
+        return f"running responses were hit in attempt {self.attempts}" if self.attempts > 1 else ""
 
 
 def _check_mixed(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: int) -> None:
@@ -248,7 +256,7 @@ def _check_either(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: 
     after=("company", "logprobs"),
 )  # fmt: skip
 @needs(lambda lab: "partial" in lab.engine.capabilities.swap, "it cannot be interrupted")
-async def interrupted(lab: RolloutLab) -> None:
+async def interrupted(lab: RolloutLab) -> str:
     """Interrupted responses return with their tokens, and continue from there."""
     prompts, cut, empty, moment = lab.policy.prompts(min(4, lab.rows), seed=29), 0, 0, _Moment(lab)
     while moment.try_again():
@@ -259,7 +267,7 @@ async def interrupted(lab: RolloutLab) -> None:
         await moment.wait()
         lab.doing = "waiting for interrupt(), and then for what it ended"
         await lab.engine.interrupt()
-        rests, lengths = [], []
+        rests, lengths, before = [], [], cut
         for prompt, (got,) in zip(prompts, await asyncio.gather(*running), strict=True):
             have, aborted = np.asarray(got.token_ids, np.int32), got.finish_reason == "aborted"
             wanted = lab.policy.greedy(lab.version, prompt, tokens)
@@ -272,14 +280,15 @@ async def interrupted(lab: RolloutLab) -> None:
             cut, empty = cut + (len(have) > 0), empty + (len(have) == 0)
             so_far, left = np.concatenate([prompt, have]), tokens - len(have)
             following = wanted[len(have) :]
-            if not np.array_equal(have, wanted[: len(have)]):  # it had drawn tokens as likely as the wanted ones
+            if not np.array_equal(have, wanted[: len(have)]):  # a tie: it drew other, equally likely tokens
                 following = lab.policy.greedy(lab.version, so_far, left)
             rests.append((lab.request(so_far, max_tokens=left, drawn=len(have)), following))
         for (rest, wanted), (more,) in zip(rests, await lab.answers([rest for rest, _ in rests]), strict=True):
             lab.check_response(rest.prompt_ids, more, wanted, when=" of a response that goes on")
         if cut >= 2:
-            return
-        moment.learn(too_early=not any(lengths), too_late=not rests)
-    times = f"in {moment.turns} interruptions"
+            break
+        moment.learn(hit=cut > before, too_early=not any(lengths), too_late=not rests)
+    times = f"in {moment.attempts} interruptions"
     expect(cut or empty, f"{times} every response ran to its end: interrupt() does not end what runs")
     expect(cut, f"{times} every interrupted response came back empty: the tokens it had are thrown away")
+    return moment.told()
