@@ -9,8 +9,6 @@ from ..check import DoesNotApply, check, expect
 from .lab import RolloutLab
 
 DRAWS, PROMPTS, WHOLE = 320, 16, 16
-TRIES = 4
-"""Requests for each prompt, until a response ends early: an abort may reach a server after its last token."""
 VALUES = {"top_k": 3, "top_p": 0.5, "min_p": 0.3, "repetition_penalty": 1000.0}
 
 
@@ -25,9 +23,9 @@ async def stop_texts(lab: RolloutLab) -> None:
     after."""
     if not lab.engine.capabilities.stop_texts:
         raise DoesNotApply("it declares no stop_texts: the worker cuts its responses")
-    found, early, late = 0, False, ""
+    found, early, late, most = 0, False, "", WHOLE
     for prompt in lab.policy.prompts(PROMPTS, seed=12):
-        whole = lab.policy.greedy(lab.version, prompt, WHOLE)
+        whole = lab.policy.greedy(lab.version, prompt, most)
         texts = [lab.policy.text(whole[:count]) for count in range(len(whole) + 1)]
         if None in texts:
             raise DoesNotApply("this policy has no text")
@@ -36,23 +34,21 @@ async def stop_texts(lab: RolloutLab) -> None:
             continue
         stop = after[len(before) - 1 : len(before) + 1]  # of two tokens
         end = next(count for count, text in enumerate(texts) if stop in str(text))
-        for _ in range(1 if early or end >= len(whole) - 1 else TRIES):
-            (got,) = await lab.answer(lab.request(prompt, max_tokens=WHOLE, stop=(stop,)))
-            tokens = len(got.token_ids)
-            lab.check_response(prompt, got, whole[:tokens], when=f" with stop={stop!r}")
+        (got,) = await lab.answer(lab.request(prompt, max_tokens=most, stop=(stop,)))
+        tokens = len(got.token_ids)
+        lab.check_response(prompt, got, whole[:tokens], when=f" with stop={stop!r}")
+        expect(
+            tokens >= end,
+            f"a response ends after {tokens} tokens, before its stop text {stop!r}, which {end} complete",
+        )
+        if tokens < len(whole):
+            early = True
             expect(
-                tokens >= end,
-                f"a response ends after {tokens} tokens, before its stop text {stop!r}, which {end} complete",
+                got.finish_reason == "stop",
+                f"a response that ends at {stop!r} says it ended for {got.finish_reason!r}",
             )
-            if tokens < len(whole):
-                early = True
-                expect(
-                    got.finish_reason == "stop",
-                    f"a response that ends at {stop!r} says it ended for {got.finish_reason!r}",
-                )
-                break
-            if end < len(whole) - 1:
-                late = stop
+        elif end < len(whole) - 1 and not early:  # the abort may have come after the last token: ask for more of them
+            late, most = stop, min(2 * most, max(lab.context - 32, WHOLE))
         found += 1
     expect(early or not late, f"each response goes on to its end, over its stop text, as {late!r}")
     if not found:
