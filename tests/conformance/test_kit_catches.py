@@ -148,7 +148,7 @@ def test_a_wrong_engine_is_caught(fault: str, policy: NumpyPolicy, monkeypatch: 
         monkeypatch.setattr(swaps, "HELD_S", 30.0)
     limit_s = SLOW_S if fault in SLOW else 600.0 if check in ("memory", "closes") else 100.0  # leaks show late
     (result,) = asked(fault, policy, check, limit_s=limit_s).results
-    if fault in SLOW and not re.search(reason, result.detail):  # a slow machine had not come to where it hangs
+    if fault in SLOW and not re.search(reason, result.detail):  # a slow machine had not come so far
         (result,) = asked(fault, policy, check, limit_s=30 * limit_s).results
 
     assert result.outcome == "failed"
