@@ -47,8 +47,8 @@ class SandboxResult:
 @dataclass(frozen=True, kw_only=True)
 class Sandbox(UserConfig):
     """A place for untrusted programs, by bubblewrap: no network, no files but the system's and the
-    interpreter's, read-only, and an own empty /tmp. Raises ConfigError where bubblewrap is missing or
-    may not make namespaces.
+    interpreter's, read-only, and an own /tmp, empty but for an interpreter that is in /tmp. Raises
+    ConfigError where bubblewrap is missing or may not make namespaces.
 
     ``time_s``: of the clock, with the start of the interpreter; all processes are then killed.
     ``memory_bytes``: address space of each process, not of all together. ``processes``: at once, with
@@ -119,9 +119,9 @@ class Sandbox(UserConfig):
         }  # fmt: skip
         return [
             "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
-            "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", *drop, *shown,
-            "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc", "--dev", "/dev",
-            *own, "/tmp", *own, "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp",
+            "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", *drop,
+            *own, "/tmp", *shown, "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc", "--dev", "/dev",
+            *own, "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp",
             "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8", "--",
             *become, "prlimit", *(f"--{name}={most}:{most}" for name, most in limits.items()), "--",
         ]  # fmt: skip
