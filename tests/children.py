@@ -5,7 +5,8 @@ with Child(consume, address) as child: child.hear(); child.stop(); child.resume(
 subprocess.run([warm_python(), "script.py"])             # or -m MODULE, or -c CODE, as sys.executable takes them
 
 A client sends its arguments, variables, directory and descriptors to the server, which forks the process that runs them.
-The server passes on signals and the exit status, and kills the process if its client is killed.
+The server passes on signals and the exit status, and kills the process if its client is killed. All processes that run tests
+share one server with torch and one without, which import when they are asked first.
 """
 
 from __future__ import annotations
@@ -72,12 +73,14 @@ if status < 0:
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
+_SDK = ["asyncflow_sdk.workflow", "pytest"]
 _TORCH = [
     "torch", "transformers.models.qwen3.modeling_qwen3", "asyncflow_torch.train", "asyncflow_torch.rollout",
     "asyncflow_torch.demo.run", "asyncflow_torch.demo.model", "asyncflow_sdk.workflow.run", "asyncflow_sdk.cli.app",
     "asyncflow_sdk.cli.report.page", "matplotlib.backends.backend_svg", "asyncflow_sdk.testing",
 ]  # fmt: skip
 """What `warm_python` has imported, and the children of tests/adapters; a module that is missing is left out."""
+_IMPORTED = {"SDK": _SDK, "TORCH": _TORCH}
 
 
 def say(value: Any) -> None:
@@ -110,8 +113,8 @@ class Child:
 
     def __init__(self, function: Callable[..., None], *arguments: Any, within: Sequence[str] = ()) -> None:
         path = Path(function.__code__.co_filename)
-        imported = _TORCH if path.parent.name == "adapters" else ["asyncflow_sdk.workflow", "pytest"]
-        start = [*within, sys.executable, "-c", _CALL] if within else [_python(*imported), "-c", _NUMBER + _CALL]
+        server = "TORCH" if path.parent.name == "adapters" else "SDK"
+        start = [*within, sys.executable, "-c", _CALL] if within else [_python(server), "-c", _NUMBER + _CALL]
         folders = json.dumps([str(path.parent), str(Path(__file__).parent)])
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the child
         self._process = subprocess.Popen(
@@ -183,12 +186,25 @@ def warm_python() -> str:
         import pytest
 
         pytest.skip("needs torch")
-    return _python(*_TORCH)
+    return _python("TORCH")
+
+
+def share_servers() -> None:
+    """Start the servers that this process and those below it use. Otherwise each process starts its own."""
+    for name in _IMPORTED:
+        os.environ[f"ASYNCFLOW_TEST_PYTHON_{name}"] = _start_server(name)
 
 
 @functools.cache
-def _python(*modules: str) -> str:
-    """Start a server that has imported ``modules``, once in a test process. Returns the program of its clients."""
+def _python(name: str) -> str:
+    """Return the program of the clients of a server, which has imported its modules."""
+    program = os.environ.get(f"ASYNCFLOW_TEST_PYTHON_{name}") or _start_server(name)
+    subprocess.run([program, "-c", "pass"], check=True)
+    return program
+
+
+def _start_server(name: str) -> str:
+    """Start a server that ends with this process. Returns the program of its clients."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
     program, address = folder / "python", str(folder / "socket")
@@ -198,10 +214,8 @@ def _python(*modules: str) -> str:
         listener.bind(address)
         listener.listen(64)
         number = listener.fileno()
-        command = [sys.executable, __file__, str(number), *modules]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        server = subprocess.Popen(command, **pipes, pass_fds=[number], start_new_session=True)
-    server.stdout.read(1)  # it has imported all: no limit of a test is spent on that
+        command = [sys.executable, __file__, str(number), *_IMPORTED[name]]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True)
     atexit.register(server.communicate)  # it ends, and every forked process with it
     return str(program)
 
@@ -301,13 +315,15 @@ if __name__ == "__main__":
     atexit.register(_end)  # before what is imported registers more
     own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     _libraries = [path for path in sys.path if path not in own]
+    _listener = socket.socket(fileno=int(sys.argv[1]))
+    if 0 in select.select([0, _listener], [], [])[0]:  # nobody asked for a process
+        os._exit(0)
     for _name in sys.argv[2:]:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(_name)
-    os.write(1, b"\n")
     os.dup2(2, 1)
     gc.freeze()  # so that collections in forked processes copy none of its pages
-    _forked = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _forked = _serve(_listener)
     try:
         _run(_libraries, *_forked)
     except SystemExit as end:

@@ -1,12 +1,13 @@
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from children import warm_python
+from children import share_servers, warm_python
 from hypothesis import HealthCheck, settings
 
 from asyncflow_sdk.testing.kit.parse_guard import whole_parses
@@ -14,6 +15,15 @@ from asyncflow_sdk.testing.kit.parse_guard import whole_parses
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes with two threads each would only wait
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # started by nohup or a script's &: children would ignore Ctrl-C, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None):  # xdist's workers are started next
+        share_servers()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,11 +66,22 @@ ASKED = {name: os.environ.get(f"ASYNCFLOW_TEST_{name.upper()}", "") for name in 
 LIMITS_S = {"vllm": 600, "sglang": 900, "deepspeed": 300, "both": 900}
 """They take up to a minute to start."""
 LONG = [
-    "test_attacked_hosts.py", "test_any_order.py", "test_guide.py", "test_torch_dist_transport.py", "test_kit_catches.py",
-    "test_fsdp.py", "test_demo.py", "test_check_apart.py", "test_documents.py", "test_wrong_trainers.py", "test_fsdp_run.py",
-    "test_ranks.py", "test_new_plugin.py", "test_torch_ranks.py", "test_replicas.py", "test_fsdp_stage.py", "test_machine.py",
+    "test_kit_catches.py", "test_guide.py", "test_fsdp.py", "test_attacked_hosts.py", "test_any_order.py", "test_documents.py",
+    "test_torch_several_hosts.py", "test_documented.py", "test_echo_conformance.py", "test_new_plugin.py", "test_demo.py",
+    "test_benchmarks.py", "test_wrong_stores.py", "test_torch_dist_transport.py", "test_wrong_trainers.py",
+    "test_check_apart.py", "test_hosts_attacked.py", "test_replicas.py", "test_torch_swap_runs.py", "test_ranks.py",
+    "test_ssh_launcher.py", "test_schedules.py", "test_homes_on_disk.py", "test_by_hand.py", "test_stage_ranks.py",
+    "test_fsdp_stage.py", "test_machine.py", "test_kit_catches_models.py", "test_fsdp_run.py", "test_survival.py",
+    "test_recovery_kills.py",
 ]  # fmt: skip
-"""They come first: what is long and comes last has a processor for itself."""
+"""Modules of ``make test-long``, the longest first: what is long and comes last has a processor for itself."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only the modules of the tier."""
+    tier = {"long": False, "not long": True}.get(config.option.markexpr)
+    module = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if module and tier is (collection_path.name in LONG) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,6 +90,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for name, asked in ASKED.items():
         assert here[name] or asked != "here", f"{name} is to be tested, and cannot be imported"
     for item in items:
+        if item.path.name in LONG:
+            item.add_marker("long")
         if Path(__file__).parent / "engines" in item.path.parents:
             name = item.path.parent.name
             far = name == "both" or "far" in getattr(item, "fixturenames", ())
