@@ -90,6 +90,7 @@ def test_replicas_in_numbers_are_run_and_further_ones_simulated(tmp_path: Path) 
 
 
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "hosts can be made")
+@pytest.mark.starts("asyncflow store", "docs/queue.md: asyncflow store tcp://10.0.0.1:7000 --key run.key")
 def test_columns_stay_off_the_link_of_the_server(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
     command = [
@@ -135,6 +136,7 @@ def test_weights_leave_their_publisher_once_for_two_hosts(tmp_path: Path) -> Non
         ("in flight", "count", 4),
     ],
 )
+@pytest.mark.starts("train timed")
 def test_a_plan_runs_for_real_and_its_books_balance(mode: str, policy: str, max_staleness: int) -> None:
     plan = Plan(mode=mode, policy=policy, max_staleness=max_staleness, replicas=4, steps=2, warm=1, time_scale=500.0)  # type: ignore[arg-type]
     result = run("benchmarks.overlap.drive", msgspec.json.encode(plan).decode())

@@ -43,6 +43,7 @@ def run(start: Path) -> Path:
     return start.parent / "run"
 
 
+@pytest.mark.starts("asyncflow demo")
 def test_it_learns_and_its_directory_tells_it(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
 
@@ -91,6 +92,7 @@ def test_what_cannot_be_is_told_before_anything_starts(tmp_path: Path, options: 
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.starts("asyncflow resume", "examples/survive_kills.py")
 def test_the_example_whose_processes_are_killed_ends_by_itself(tmp_path: Path, start: Path) -> None:
     script = ROOT / "examples" / "survive_kills.py"
 

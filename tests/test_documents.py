@@ -142,6 +142,7 @@ def test_the_plugin_of_the_readme_is_found_and_runs(tmp_path: Path) -> None:
     assert "consumed=64" in out
 
 
+@pytest.mark.starts("rollout transformers", "train torch", "transport file")
 def test_a_file_of_the_documents_is_a_workflow(tmp_path: Path, start: Path) -> None:
     texts = [text for document in DOCUMENTS for text in re.findall(r"```toml\n(.*?)```", document.read_text(), re.S)]
     texts = [
@@ -241,6 +242,7 @@ def test_each_row_of_the_table_for_users_of_trl_names_a_test() -> None:
         assert f"def {name[2] or 'test_'}" in text, name[0]
 
 
+@pytest.mark.starts("examples/ten_lines.py")
 def test_the_ten_lines_train_evaluate_and_keep_the_best_version(tmp_path: Path, start: Path) -> None:
     out = trained("ten_lines", tmp_path, start, 2)
 
@@ -259,6 +261,14 @@ def test_an_example_that_is_given_too_little_says_what_it_takes(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["own_loop", "streamed_step", "own_parts", "service_loop", "remote_workers"])
+@pytest.mark.starts(
+    "examples/model_and_data.py",
+    "examples/own_loop.py",
+    "examples/streamed_step.py",
+    "examples/own_parts.py",
+    "examples/service_loop.py",
+    "examples/remote_workers.py",
+)
 def test_an_example_with_a_loop_of_its_own(tmp_path: Path, start: Path, name: str) -> None:
     out = trained(name, tmp_path, start)
 
@@ -268,6 +278,7 @@ def test_an_example_with_a_loop_of_its_own(tmp_path: Path, start: Path, name: st
     assert out.count("a worker ended with 0") == (2 if name == "remote_workers" else 0)
 
 
+@pytest.mark.starts("examples/whole_workflow.py")
 def test_example_whole_workflow(tmp_path: Path, start: Path) -> None:
     out = trained("whole_workflow", tmp_path, start, 2)
 
@@ -275,6 +286,7 @@ def test_example_whole_workflow(tmp_path: Path, start: Path) -> None:
     assert "run/report.html" in out
 
 
+@pytest.mark.starts("examples/two_engines.py")
 def test_example_two_engines(tmp_path: Path, start: Path) -> None:
     out = trained("two_engines", tmp_path, start, 3)
 
@@ -283,6 +295,7 @@ def test_example_two_engines(tmp_path: Path, start: Path) -> None:
     assert min(map(int, rows.groups())) > 0
 
 
+@pytest.mark.starts("examples/dapo_refill.py")
 def test_example_dapo_refill(tmp_path: Path, start: Path) -> None:
     out = trained("dapo_refill", tmp_path, start, 2)
 
@@ -294,6 +307,7 @@ def test_example_dapo_refill(tmp_path: Path, start: Path) -> None:
             assert len(set(batch.array("reward")[batch.groups == group])) > 1
 
 
+@pytest.mark.starts("examples/distillation.py")
 def test_example_distillation(tmp_path: Path, start: Path) -> None:
     python(tmp_path, "-c", "from asyncflow_torch.reference import tiny_model as t; t('teacher', ends=True)")
 
@@ -307,6 +321,7 @@ def test_example_distillation(tmp_path: Path, start: Path) -> None:
         np.testing.assert_allclose(batch.array("reward"), means, rtol=1e-5)
 
 
+@pytest.mark.starts("examples/tool_use.py")
 def test_example_tool_use(tmp_path: Path, start: Path) -> None:
     out = trained("tool_use", tmp_path, start, 2)
 
@@ -316,6 +331,7 @@ def test_example_tool_use(tmp_path: Path, start: Path) -> None:
     assert observed > calls  # "none", for the most part
 
 
+@pytest.mark.starts("examples/own_engine.py")
 def test_example_own_engine(tmp_path: Path) -> None:
     out = example("own_engine", tmp_path)
 
@@ -323,6 +339,7 @@ def test_example_own_engine(tmp_path: Path) -> None:
     assert "level reached: full" in out
 
 
+@pytest.mark.starts("examples/queue_alone.py")
 def test_example_queue_alone(tmp_path: Path) -> None:
     out = example("queue_alone", tmp_path)
 

@@ -45,6 +45,7 @@ def started_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.starts("asyncflow new-plugin", "asyncflow check", "asyncflow report")
 def test_the_guide_to_an_own_engine(tmp_path: Path) -> None:
     # given an environment that has what this one has; only pip runs under its own interpreter
     own = tmp_path / "env"

@@ -15,6 +15,7 @@ def test_ranks_of_which_one_is_killed_go_on_together_with_each_row_trained_once(
     run_with_a_rank_killed_in_a_collective("fsdp", tiny, tmp_path)
 
 
+@pytest.mark.starts("train fsdp")
 def test_under_torchrun_each_process_is_the_rank_that_it_says(tiny: str, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from children import warm_python
 from hosts_in_namespaces import network
 from ssh_hosts import ssh_servers
@@ -27,6 +28,7 @@ def curve(directory: Path) -> list[float]:
     return [float(np.mean(batch["reward"])) for _, batch in af.read_steps(directory)]
 
 
+@pytest.mark.starts("launcher ssh", "transport tcp", "train fsdp")
 def test_a_run_on_five_hosts_learns_as_on_one(tiny: str, tmp_path: Path) -> None:
     # given the workflow of the guide, in small, and its run on one host
     rng = np.random.default_rng(0)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from children import warm_python
+from commands import Command
 from waiting import until
 
 import asyncflow_sdk as af
@@ -20,34 +20,10 @@ from asyncflow_sdk.types.events import Event, StepTrained
 PROMPTS = [{"prompt_ids": [1, 2, n]} for n in range(8)]
 
 
-class Command:
-    """A command that runs until it ends, with what it has printed so far. ``within``: what starts it on another host."""
-
-    def __init__(self, *arguments: str, cwd: Path, within: Sequence[str] = ()) -> None:
-        python = sys.executable if within else warm_python()  # its server is a process of this host
-        command = [*within, python, "-m", "asyncflow_sdk.cli", *arguments]
-        self.process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.said = ""
-
-    def until(self, pattern: str) -> re.Match[str]:
-        assert self.process.stdout is not None
-        while not (found := re.search(pattern, self.said)):
-            line = self.process.stdout.readline()
-            assert line, f"it ended without {pattern!r}:\n{self.said}"
-            self.said += line
-        return found
-
-    def end(self) -> int:
-        more, _ = self.process.communicate(timeout=250)  # only ends a test that would hang
-        self.said += more
-        return self.process.returncode
-
-    def __enter__(self) -> Command:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.process.kill()
-        self.process.communicate()
+def asyncflow(*arguments: str, cwd: Path, within: Sequence[str] = ()) -> Command:
+    """``within``: the command that starts it on another host."""
+    python = sys.executable if within else warm_python()  # its server is a process of this host
+    return Command([*within, python, "-m", "asyncflow_sdk.cli", *arguments], cwd)
 
 
 @pytest.fixture
@@ -68,22 +44,23 @@ def module(tmp_path: Path) -> Path:
     ],
     ids=["a copy of the key", "the same user's host", "without keys"],
 )
+@pytest.mark.starts("asyncflow serve", "asyncflow worker rollout", "asyncflow worker stage", "asyncflow worker train")
 def test_a_run_is_served_and_worked_on_by_commands_alone(
     module: Path, served: list[str], shown: str, come: list[str]
 ) -> None:
     options = ["--prompts", "data.jsonl", "--column", "prompt_ids", "--group-size", "4", "--steps", "3"]
-    with Command("serve", "run", *served, *options, cwd=module) as server:
+    with asyncflow("serve", "run", *served, *options, cwd=module) as server:
         # given the commands that it prints
         port = server.until(rf"worker tcp://\S+:(\d+){shown} train.*")[1]
         server.until(rf"asyncflow top tcp://\S+{shown}\n")
         come = ["worker", f"tcp://127.0.0.1:{port}", *come]
         # when
         with (
-            Command(*come, "train", "--engine", "echo", "--batch-size", "16", cwd=module) as train,
-            Command(
+            asyncflow(*come, "train", "--engine", "echo", "--batch-size", "16", cwd=module) as train,
+            asyncflow(
                 *come, "--replicas", "2", "rollout", "--engine", "echo", "--prompt", "prompt_ids", cwd=module
             ) as rollout,
-            Command(*come, "stage", "mine:length", "--task", "reward", "--gives", "reward", cwd=module) as stage,
+            asyncflow(*come, "stage", "mine:length", "--task", "reward", "--gives", "reward", cwd=module) as stage,
         ):
             # then each ends by itself, with the stream
             assert [each.end() for each in (train, rollout, stage)] == [0, 0, 0], (
@@ -99,7 +76,9 @@ def test_a_run_is_served_and_worked_on_by_commands_alone(
 def test_a_worker_that_is_interrupted_finishes_what_it_holds(module: Path) -> None:
     with af.serve(module / "run") as run:
         run.queue.declare("end", needs=["reward"])
-        with Command("worker", str(module / "run"), "stage", "mine:length", "--task", "reward", cwd=module) as worker:
+        with asyncflow(
+            "worker", str(module / "run"), "stage", "mine:length", "--task", "reward", cwd=module
+        ) as worker:
             worker.until("joins")
             run.queue.put({"response_ids": [[1], [2, 3]]})
             with run.queue.get("end", 2, at_least=2, timeout_s=250) as batch:
@@ -120,8 +99,8 @@ def test_who_waits_when_the_run_is_closed_ends_with_the_stream_though_its_proces
         run.queue.put({"response_ids": [[1]]})
         come = ["worker", str(module / "run")]
         with (
-            Command(*come, "rollout", "--engine", "echo", "--prompt", "prompt_ids", cwd=module) as rollout,
-            Command(*come, "stage", "mine:length", "--task", "reward", cwd=module) as stage,
+            asyncflow(*come, "rollout", "--engine", "echo", "--prompt", "prompt_ids", cwd=module) as rollout,
+            asyncflow(*come, "stage", "mine:length", "--task", "reward", cwd=module) as stage,
         ):
             run.queue.declare("end", needs=["reward"])
             run.queue.get("end", timeout_s=250).ack()
@@ -144,7 +123,7 @@ def test_who_works_when_the_run_is_closed_says_so_and_is_not_started_again(modul
     )
     with af.serve(module / "run", address="tcp://127.0.0.1:0") as run:
         run.queue.put({"response_ids": [[1]]})
-        with Command("worker", run.address, "stage", "slow:slow", "--task", "reward", cwd=module) as worker:
+        with asyncflow("worker", run.address, "stage", "slow:slow", "--task", "reward", cwd=module) as worker:
             until(lambda: (module / "calls").exists() and (module / "calls").read_text(), "the call")
             # when the run is closed under it, and this process lives on
             run.close()
@@ -170,9 +149,9 @@ def test_a_role_as_a_workflows_file_has_it(module: Path) -> None:
         run.feed(str(module / "data.jsonl"), group_size=4, column="prompt_ids")
         come = ["worker", str(module / "run"), "--from", "flow.toml"]
         with (
-            Command(*come, "train", cwd=module) as train,
-            Command(*come, "--max-restarts", "0", "rollout", cwd=module) as rollout,
-            Command(*come, "stage", "reward", cwd=module) as stage,
+            asyncflow(*come, "train", cwd=module) as train,
+            asyncflow(*come, "--max-restarts", "0", "rollout", cwd=module) as rollout,
+            asyncflow(*come, "stage", "reward", cwd=module) as stage,
         ):
             assert [each.end() for each in (train, rollout, stage)] == [0, 0, 0], (
                 train.said + rollout.said + stage.said
@@ -188,7 +167,7 @@ def test_a_trainer_by_hand_trains_steps_in_parts(module: Path) -> None:
         run.start(af.Rollout("echo", prompt="prompt_ids", group_size=4, launcher="thread"))
         run.start(af.Stage(lambda response_ids: [1.0 for _ in response_ids], task="reward"))
         train = ["train", "--engine", "echo", "--batch-size", "8", "--part-rows", "4"]
-        with Command("worker", str(module / "run"), *train, cwd=module) as trainer:
+        with asyncflow("worker", str(module / "run"), *train, cwd=module) as trainer:
             assert trainer.end() == 0, trainer.said
     assert [event.metrics["parts"] >= 1 for event in events if isinstance(event, StepTrained)] == [True, True]
 
@@ -206,8 +185,8 @@ def test_what_other_roles_need_where_they_run_is_not_looked_for_here(module: Pat
         come = ["worker", str(module / "run"), "--from", "flow.toml"]
         # when
         with (
-            Command(*come, "--cpus", "0", "stage", "reward", cwd=module) as here,
-            Command(*come, "rollout", cwd=module) as away,
+            asyncflow(*come, "--cpus", "0", "stage", "reward", cwd=module) as here,
+            asyncflow(*come, "rollout", cwd=module) as away,
         ):
             # then each is told of its own alone
             assert here.end() == away.end() == 2
@@ -226,6 +205,6 @@ def test_what_other_roles_need_where_they_run_is_not_looked_for_here(module: Pat
     ],
 )
 def test_what_cannot_join(module: Path, arguments: list[str], what: str) -> None:
-    with af.serve(module / "run"), Command("worker", str(module / "run"), *arguments, cwd=module) as worker:
+    with af.serve(module / "run"), asyncflow("worker", str(module / "run"), *arguments, cwd=module) as worker:
         assert worker.end() == 2
         assert what in " ".join(worker.said.split())

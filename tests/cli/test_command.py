@@ -56,6 +56,7 @@ def given_workflow(tmp_path: Path) -> str:
     return str(tmp_path / "run.toml")
 
 
+@pytest.mark.starts("asyncflow run", "rollout echo", "train echo")
 def test_run_trains_what_a_file_says_and_writes_the_report(tmp_path: Path) -> None:
     done = asyncflow("run", given_workflow(tmp_path), str(tmp_path / "out"), "--set", "steps=3")
 
@@ -153,6 +154,7 @@ def test_plugins_lists_engines_how_to_get_the_missing_ones_and_what_is_broken(si
     assert problem.startswith("plugin 'af_broken' of af_broken 1.0: RuntimeError: broken on purpose")
 
 
+@pytest.mark.starts("asyncflow plugins")
 def test_plugins_as_json_and_without_problems(site: Path) -> None:
     env = {"PYTHONPATH": str(site), "ASYNCFLOW_NO_PLUGINS": "af_broken"}
 

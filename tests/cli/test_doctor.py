@@ -45,6 +45,7 @@ def found(examination: Examination, where: str, *parts: str) -> Finding:
     return fit[0]
 
 
+@pytest.mark.starts("asyncflow doctor")
 def test_this_environment_is_fine_and_says_so() -> None:
     command = [warm_python(), "-m", "asyncflow_sdk.cli", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=os.environ | {"COLUMNS": "200"})

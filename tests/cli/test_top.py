@@ -93,6 +93,7 @@ def test_versions_and_replicas_of_a_real_run(tmp_path: Path) -> None:
     assert re.search(r"● replica v1 2 behind .*(fetching|staged|waits to load|loading) 3", shown)
 
 
+@pytest.mark.starts("asyncflow top")
 def test_a_server_with_keys_asks_for_one(tmp_path: Path) -> None:
     with af.serve(tmp_path / "run", address="tcp://127.0.0.1:0", key=tmp_path / "run" / "server.key") as run:
         address = next(a for a in (tmp_path / "run" / "address").read_text().split() if a.startswith("tcp"))
@@ -166,6 +167,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+@pytest.mark.starts("asyncflow top")
 def test_live_in_a_terminal_that_changes_its_size(tmp_path: Path, served: Child) -> None:
     terminal = Terminal(tmp_path)
     terminal.read("holds 2 rows of work")

@@ -193,6 +193,7 @@ def test_markup_of_a_run_stays_text_in_a_browser(page: PageServer, tmp_path: Pat
     assert "<img" not in dom
 
 
+@pytest.mark.starts("asyncflow web")
 def test_a_running_queue_until_it_and_the_page_end(tmp_path: Path) -> None:
     with Child(serve_held_rows, str(tmp_path / "run")) as child:
         assert child.hear() == 2

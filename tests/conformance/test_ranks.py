@@ -61,6 +61,7 @@ def test_no_rank_stays_when_all_is_asked() -> None:
     until(lambda: children() <= before, "the end of its processes")
 
 
+@pytest.mark.starts("asyncflow check")
 def test_the_command_asks_ranks_and_says_how_many(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     engine = "asyncflow_sdk.testing.echo_ranks:EchoRanks"

@@ -129,6 +129,7 @@ def test_an_extra_resolves(extra: str, wheel: Path, tmp_path: Path) -> None:
     assert "Would install" in said
 
 
+@pytest.mark.starts("asyncflow demo")
 def test_the_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     torch = os.environ.get("TORCH", "torch")
     call(sys.executable, "-m", "venv", "env", cwd=tmp_path)

@@ -41,6 +41,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> af.Result:
     return flow.run(folder / "run")
 
 
+@pytest.mark.starts("launcher process", "store local")
 def test_every_row_is_trained_once_within_its_staleness(ran: af.Result) -> None:
     check_whole(ran, STEPS)
     assert ran.summary["rows_put"] == STEPS * 16
@@ -58,6 +59,7 @@ def test_steps_are_whole_groups_of_one_prompt(ran: af.Result) -> None:
             assert len({tuple(batch.ragged("prompt_ids")[i]) for i in np.flatnonzero(batch.groups == group)}) == 1
 
 
+@pytest.mark.starts("transport shm")
 def test_every_trained_row_was_made_by_the_weights_it_names(ran: af.Result) -> None:
     versions = set()
     for _, batch in af.read_steps(ran.directory):
@@ -92,6 +94,7 @@ def test_the_directory_tells_the_run_again(ran: af.Result) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.starts("launcher thread")
 def test_a_run_in_threads_is_as_whole_and_leaves_no_thread_behind(tmp_path: Path, max_staleness: int) -> None:
     before = set(threading.enumerate())
 

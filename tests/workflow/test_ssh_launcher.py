@@ -78,6 +78,7 @@ def served(server: SshServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield made
 
 
+@pytest.mark.starts("launcher ssh")
 def test_replicas_take_turns_on_the_hosts_and_log_into_the_run(served: Served) -> None:
     served.score(4)
 

@@ -178,6 +178,7 @@ def test_a_workflow_of_ranks_says_so_and_is_read_from_a_file(tmp_path: Path) -> 
         af.load_workflow(file, {"train.launcher": "thread"})
 
 
+@pytest.mark.starts("train echo-ranks")
 def test_by_hand_each_process_finds_its_rank_in_the_environment_that_its_launcher_gave_it(tmp_path: Path) -> None:
     events: list[Event] = []
     with af.serve(tmp_path / "run", steps=3, on_event=events.append) as run:

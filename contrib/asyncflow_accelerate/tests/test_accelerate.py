@@ -35,6 +35,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.starts("train accelerate")
 def test_a_run_with_another_rollout_engine_and_the_options_of_torch(tmp_path: Path) -> None:
     model, events = tiny_model(tmp_path / "model", ends=True), list[Event]()
     workflow = af.Workflow(

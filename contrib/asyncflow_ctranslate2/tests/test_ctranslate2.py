@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.types.events import Loaded
@@ -18,6 +20,7 @@ def test_contract(check: Any) -> None:
     check()
 
 
+@pytest.mark.starts("rollout ctranslate2")
 def test_a_run_in_which_it_generates_and_torch_trains(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", ends=True)
     events: list[Any] = []

@@ -67,6 +67,7 @@ def test_contract(check: Any) -> None:
     check()
 
 
+@pytest.mark.starts("tracker mlflow")
 def test_the_steps_of_a_run_its_samples_and_configuration(tmp_path: Path, server: str) -> None:
     workflow = af.Workflow(
         prompts={"prompt_ids": af.Ragged.of([[1, 2, 3]] * 8)},

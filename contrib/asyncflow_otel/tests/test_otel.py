@@ -97,6 +97,7 @@ def run(directory: Path, *, steps: int = STEPS, groups: int = 8, **options: Any)
     ).run(directory)  # fmt: skip
 
 
+@pytest.mark.starts("tracker otel")
 def test_every_row_of_a_run_has_one_trace_from_its_put_to_its_step(receiver: Receiver, tmp_path: Path) -> None:
     before = time.time_ns()
 

@@ -41,6 +41,7 @@ def test_contract(cluster: RayCluster, check: Any) -> None:
 class TestRay(ClusterContract):
     launcher = "ray"
 
+    @pytest.mark.starts("launcher ray")
     def test_a_worker_without_a_place_and_one_of_another_interpreter(
         self, cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

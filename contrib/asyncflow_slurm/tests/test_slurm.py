@@ -46,6 +46,7 @@ def test_contract(cluster: SlurmCluster, check: Any) -> None:
 class TestSlurm(ClusterContract):
     launcher = "slurm"
 
+    @pytest.mark.starts("launcher slurm")
     def test_a_controller_that_is_away_costs_no_worker(self, cluster: SlurmCluster, tmp_path: Path) -> None:
         events: list[Event] = []
         with af.serve(tmp_path / "run", address=ADDRESS, on_event=events.append) as run:
@@ -85,6 +86,7 @@ class TestSlurm(ClusterContract):
                 run.wait(late)
             assert not worker.lost
 
+    @pytest.mark.starts("launcher slurm")
     def test_a_run_within_a_job_uses_its_nodes_and_ends_with_it(self, cluster: SlurmCluster, tmp_path: Path) -> None:
         command = [sys.executable, "-c", DRIVER, str(tmp_path / "run"), self.launcher]
         (tmp_path / "job.sh").write_text(f"#!/bin/sh\nexec {shlex.join(command)}\n")

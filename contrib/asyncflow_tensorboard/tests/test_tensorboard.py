@@ -26,6 +26,7 @@ def read(directory: Path) -> EventAccumulator:
     return events
 
 
+@pytest.mark.starts("tracker tensorboard")
 def test_the_steps_of_a_run(tmp_path: Path) -> None:
     workflow = af.Workflow(
         prompts={"prompt_ids": af.Ragged.of([[1, 2, 3]] * 8)},

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from asyncflow_sdk.testing import Conformance
 
 kit = Conformance("tracker", "trackio")
@@ -35,6 +37,7 @@ print(SQLiteStorage.get_run_config("mine", "first")["batch_size"])
 """
 
 
+@pytest.mark.starts("tracker trackio")
 def test_the_steps_of_a_run_its_samples_and_configuration(tmp_path: Path) -> None:
     """In a process of its own: Trackio reads TRACKIO_DIR when it is imported."""
     done = subprocess.run(

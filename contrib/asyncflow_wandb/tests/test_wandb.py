@@ -59,6 +59,7 @@ def workflow(**tracker: Any) -> af.Workflow:
     )  # fmt: skip
 
 
+@pytest.mark.starts("tracker wandb")
 def test_the_steps_of_a_run_its_samples_and_configuration(tmp_path: Path) -> None:
     workflow(project="mine", sample_every=2).run(tmp_path / "run")
 

@@ -30,6 +30,7 @@ def test_a_reference_in_shards_gives_one_processs_numbers_though_a_rank_is_kille
     run_with_a_sharded_reference("deepspeed", model, tmp_path, stage=3, device="cpu")
 
 
+@pytest.mark.starts("train deepspeed")
 def test_under_deepspeeds_launcher_each_process_is_the_rank_that_it_says(model: str, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import one_server
+import pytest
 from plain_generation import check_evaluations
 
 import asyncflow_sdk as af
@@ -14,6 +15,7 @@ def odd(response_ids: list[list[int]]) -> list[float]:
     return [sum(token % 2 for token in row) / len(row) for row in response_ids]
 
 
+@pytest.mark.starts("rollout sglang")
 def test_a_run_over_two_environments_proves_every_version_and_evaluates_exact_ones(far: str, tmp_path: Path) -> None:
     from asyncflow_torch.reference import tiny_model
 

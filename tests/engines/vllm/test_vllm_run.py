@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import asyncflow_sdk as af
 
 STEPS = 30
 
 
+@pytest.mark.starts("rollout vllm")
 def test_the_demo_learns_with_vllm_and_proves_each_version(far: str, tmp_path: Path) -> None:
     """As make demo-vllm runs it, in fewer steps."""
     options = ["dtype=float32", "enforce_eager=true", f"kv_cache_memory_bytes={128 << 20}"]

