@@ -19,10 +19,10 @@ help:
 	@echo "make demo-sglang the same with a real SGLang on the CPU generating, in an environment of its own"
 	@echo "make demo-both   the same with vLLM and SGLang generating at once, each in its own environment"
 	@echo "make matrix      every engine that generates with every engine that trains, a few steps each (CELLS=vllm,fsdp for some)"
-	@echo "make test        the tests that need no second environment, but for the long ones, in about 6 minutes on two cores"
-	@echo "make test-fast   those of them that start no process and import no torch, in less than a minute"
+	@echo "make test        the tests that need no second environment, except the long ones"
+	@echo "make test-fast   the tests that start no process and import no torch, in less than a minute"
 	@echo "make test-long   the long ones: the kit against wrong engines, hosts that are attacked, documents, ranks"
-	@echo "make test-documented  lists what the documents and --help say one can start, and runs the tests that start it as written"
+	@echo "make test-documented  lists everything to start, by the documents and --help, and runs the tests that start it as written"
 	@echo "make test-engines  adapters against their real engines and libraries, each in an environment of its own; or one of its parts:"
 	@echo "                 test-vllm (VLLM=... takes another), test-sglang, test-both (both for one trainer), test-deepspeed (stages 0 to 3,"
 	@echo "                 one and two processes), test-ray (its launcher and store), test-contrib (the other packages of contrib/)"
@@ -86,10 +86,10 @@ demo-deepspeed: install .venv-deepspeed/.ready
 	DS_ACCELERATOR=cpu $(BIN)/asyncflow demo --train deepspeed --world-size 2 --train-python .venv-deepspeed/bin/python \
 	  --train-option stage=3 $(ARGS)
 
-# Runs pytest, and each failed test once more, alone: tests/run.py. In five processes also on two processors: many tests wait
+# Runs pytest, and each failed test once more, alone: tests/rerun.py. In five processes also on two processors: many tests wait
 # for what they killed, froze or cut off.
-export OMP_NUM_THREADS = 1
-RUN  := $(CURDIR)/tests/run.py
+test test-% bench-% fidelity matrix fuzz mutants demo-%: export OMP_NUM_THREADS = 1
+RUN  := $(CURDIR)/tests/rerun.py
 MAIN := $(BIN)/python $(RUN) --ignore=tests/engines --ignore=tests/packages -n 5 --dist loadfile --no-loadscope-reorder
 test: install sshd bwrap
 	$(MAIN) -m "not long" $(ARGS)
@@ -116,10 +116,11 @@ bwrap:
 test-fast: install
 	$(BIN)/python $(RUN) -n 2 -m fast $$(grep -rl --include='test_*.py' pytest.mark.fast tests) $(ARGS)
 
-# The longest first, for -j2. Tests that passed only alone are counted over all parts.
-test-engines:
-	rm -f build/passed-alone
-	PASSED_ALONE=$(CURDIR)/build/passed-alone $(MAKE) test-vllm test-sglang test-deepspeed test-contrib test-ray test-both
+# The longest first, for -j2. What failed in any part runs again, alone, after all of them.
+test-engines: install
+	mkdir -p build && rm -f build/failed
+	FAILED=$(CURDIR)/build/failed $(MAKE) test-vllm test-sglang test-deepspeed test-contrib test-ray test-both
+	$(BIN)/python $(RUN) --of build/failed
 
 # All that test-engines needs beside .venv; with -j2 in half the time.
 environments: .venv-contrib/.tests .venv-mooncake/.tests .venv-vllm/.ready .venv-sglang/.ready .venv-deepspeed/.ready

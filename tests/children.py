@@ -6,7 +6,7 @@ subprocess.run([warm_python(), "script.py"])             # or -m MODULE, or -c C
 
 A client sends its arguments, variables, directory and descriptors to the server, which forks the process that runs them.
 The server passes on signals and the exit status, and kills the process if its client is killed. All processes that run tests
-share one server with torch and one without, which import when they are asked first.
+share one server with torch and one without. Each imports its modules at its first request.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def hear() -> Any:
 
 
 def outcome(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What a call returns, or the name and text of its error."""
+    """Return the result of a call, or the name and text of its error."""
     try:
         return call(*arguments)
     except Exception as error:
@@ -164,7 +164,7 @@ class Child:
         return self._process.wait(LIMIT_S)
 
     def errors(self) -> str:
-        """What it wrote to stderr."""
+        """Return the text it wrote to stderr."""
         self._errors.seek(0)
         return self._errors.read()
 
@@ -190,21 +190,21 @@ def warm_python() -> str:
 
 
 def share_servers() -> None:
-    """Start the servers that this process and those below it use. Otherwise each process starts its own."""
+    """Start both servers. xdist's workers find them by variables; without these, each process starts its own."""
     for name in _IMPORTED:
         os.environ[f"ASYNCFLOW_TEST_PYTHON_{name}"] = _start_server(name)
 
 
 @functools.cache
 def _python(name: str) -> str:
-    """Return the program of the clients of a server, which has imported its modules."""
+    """Return the program of the clients of a server. The server has imported its modules."""
     program = os.environ.get(f"ASYNCFLOW_TEST_PYTHON_{name}") or _start_server(name)
     subprocess.run([program, "-c", "pass"], check=True)
     return program
 
 
 def _start_server(name: str) -> str:
-    """Start a server that ends with this process. Returns the program of its clients."""
+    """Start a server, which ends with this process. Return the program of its clients."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
     program, address = folder / "python", str(folder / "socket")
@@ -216,8 +216,17 @@ def _start_server(name: str) -> str:
         number = listener.fileno()
         command = [sys.executable, __file__, str(number), *_IMPORTED[name]]
         server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True)
-    atexit.register(server.communicate)  # it ends, and every forked process with it
+    atexit.register(_end_server, server)
     return str(program)
+
+
+def _end_server(server: subprocess.Popen[bytes]) -> None:
+    """End a server, and every forked process with it."""
+    server.stdin.close()
+    try:
+        server.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
 
 
 # ---- the server
@@ -246,7 +255,13 @@ def _serve(listener: socket.socket) -> tuple[list[int], bytes]:
                         os.killpg(pid, signal.SIGKILL)
         if listener in ready:
             line, _ = listener.accept()
-            request, fds, _, _ = socket.recv_fds(line, 1 << 20, 250)
+            line.settimeout(LIMIT_S)  # a client that was stopped here must not stop all others for ever
+            try:
+                request, fds, _, _ = socket.recv_fds(line, 1 << 20, 250)
+            except OSError:
+                line.close()
+                continue
+            line.settimeout(None)
             if not (pid := os.fork()):
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the server
                 for each in (listener, line, *lines):

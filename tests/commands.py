@@ -1,4 +1,4 @@
-"""A command that a user typed, running in a process of its own."""
+"""A typed command, running in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Command:
-    """A command that runs until it ends, and the text it has printed so far, errors included."""
+    """A running command, and the text it has printed so far, errors included."""
 
     def __init__(self, words: Sequence[str], cwd: Path, variables: Mapping[str, str] | None = None) -> None:
         self.process = subprocess.Popen(

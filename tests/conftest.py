@@ -22,6 +22,9 @@ if (
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    assert set(LONG) <= {path.name for path in Path(__file__).parent.rglob("test_*.py")}, (
+        "a module of LONG has another name"
+    )
     if getattr(config.option, "numprocesses", None):  # xdist's workers are started next
         share_servers()
 
@@ -35,7 +38,7 @@ def _whole_parses() -> Iterator[None]:
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that the test starts with this interpreter have imported torch already."""
+    """Let processes of the test, started with this interpreter, have imported torch already."""
     monkeypatch.setattr(sys, "executable", warm_python())
 
 
@@ -67,7 +70,7 @@ LIMITS_S = {"vllm": 600, "sglang": 900, "deepspeed": 300, "both": 900}
 """They take up to a minute to start."""
 LONG = [
     "test_kit_catches.py", "test_guide.py", "test_fsdp.py", "test_attacked_hosts.py", "test_any_order.py", "test_documents.py",
-    "test_torch_several_hosts.py", "test_documented.py", "test_echo_conformance.py", "test_new_plugin.py", "test_demo.py",
+    "test_torch_several_hosts.py", "test_typed.py", "test_echo_conformance.py", "test_new_plugin.py", "test_demo.py",
     "test_benchmarks.py", "test_wrong_stores.py", "test_torch_dist_transport.py", "test_wrong_trainers.py",
     "test_check_apart.py", "test_hosts_attacked.py", "test_replicas.py", "test_torch_swap_runs.py", "test_ranks.py",
     "test_ssh_launcher.py", "test_schedules.py", "test_homes_on_disk.py", "test_by_hand.py", "test_stage_ranks.py",
@@ -78,7 +81,7 @@ LONG = [
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import only the modules of the tier."""
+    """Import only the modules of the tier: -m long, or -m "not long"."""
     tier = {"long": False, "not long": True}.get(config.option.markexpr)
     module = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return True if module and tier is (collection_path.name in LONG) else None
@@ -104,11 +107,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def far(request: pytest.FixtureRequest) -> str:
-    """The interpreter that has the engine."""
+    """The interpreter with the engine."""
     return ASKED[request.path.parent.name]
 
 
 @pytest.fixture
 def pythons() -> list[str]:
-    """The interpreters that have vLLM and SGLang."""
+    """The interpreters with vLLM and with SGLang."""
     return [ASKED["vllm"], ASKED["sglang"]]

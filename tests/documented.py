@@ -1,4 +1,4 @@
-"""The list of all that README, documents, plugins and ``--help`` say a user can start, and the tests that start it.
+"""The list of everything to start, by README, documents, plugins and ``--help``, with its tests.
 
 python tests/documented.py                       # prints the list: each item with its tests, or the reason for its gap
 @pytest.mark.starts("asyncflow top", "docs/queue.md: asyncflow top runs/x")
@@ -8,19 +8,23 @@ An item is one of
 
 - ``asyncflow COMMAND`` of ``--help``;
 - ``KIND NAME`` of an adapter that a plugin of this project registers, those of contrib/ included;
-- ``FILE: COMMAND``: a command in a console block. With ``$`` in front of commands, other lines are their output;
+- ``FILE: COMMAND``: a command in a block of the console, or indented. With ``$`` in front of commands, other lines of a block
+  are their output;
 - ``FILE: [KIND] FIRST LINE``: a block of Python or TOML, with its number if others begin alike;
 - ``examples/NAME.py``, a program.
 
-``<!-- test: HOW -->`` before a block names its test in RUNNERS. The commands of .ci/run are started by it.
+``<!-- test: HOW -->`` before a block names its test in RUNNERS. .ci/run starts its own commands. Options, commands within a
+sentence, and code in blocks without a kind are not listed.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -36,31 +40,50 @@ DOCUMENTS = [
 TESTS = [
     path for pattern in ("tests/**/test_*.py", "contrib/*/tests/test_*.py") for path in sorted(CLONE.glob(pattern))
 ]
-STARTED_KINDS = ("rollout", "train", "transport", "store", "launcher", "tracker")
+NOT_STARTED = ("sampler", "staleness", "algorithm")
+"""Kinds of adapters that are chosen within a process."""
 PLUGINS = ["asyncflow_sdk.plugins.builtin", "asyncflow_sdk.testing.plugin"]
 RUNNERS = {
-    "run": "test_a_block_runs_as_it_stands",
-    "prints": "test_a_block_prints_what_it_says",
-    "sglang": "test_a_block_for_an_engine_that_is_not_here_makes_what_it_says",
-    "agent": "test_the_agent_of_the_guide_is_imported_and_runs",
-    "plugin": "test_the_plugin_of_the_readme_is_found_and_runs",
-    "plugin_launcher": "test_the_launcher_of_the_documents_is_found_and_starts_workers",
-    "plugin_hook": "test_the_plugin_of_the_reference_has_an_algorithm_and_a_tracker_that_work",
-    "algorithm": "test_the_algorithm_of_the_documents_keeps_its_promises_and_trains",
-    "conformance": "test_the_kit_of_the_documents_runs_under_pytest",
-    "workflow": "test_a_file_of_the_documents_is_a_workflow",
-    "guide": "test_the_guide_to_an_own_engine",  # runs all of docs/your-own-engine.md
-    "": "",
+    ("python", "run"): "test_a_block_runs_as_it_stands",
+    ("python", "prints"): "test_a_block_prints_what_it_says",
+    ("python", "sglang"): "test_a_block_for_an_engine_that_is_not_here_makes_what_it_says",
+    ("python", "agent"): "test_the_agent_of_the_guide_is_imported_and_runs",
+    ("python", "plugin"): "test_the_plugin_of_the_readme_is_found_and_runs",
+    ("python", "plugin_launcher"): "test_the_launcher_of_the_documents_is_found_and_starts_workers",
+    ("python", "plugin_hook"): "test_the_plugin_of_the_reference_has_an_algorithm_and_a_tracker_that_work",
+    ("python", "algorithm"): "test_the_algorithm_of_the_documents_keeps_its_promises_and_trains",
+    ("python", "conformance"): "test_the_kit_of_the_documents_runs_under_pytest",
+    ("toml", "workflow"): "test_a_file_of_the_documents_is_a_workflow",
 }
-"""The test that runs all blocks with this mark."""
-BLOCK = re.compile(
-    r"(?:<!-- (?:test: (?P<how>\w+)|fails) -->\n)?```(?P<kind>console|python|toml)\n(?P<text>.*?)```", re.S
-)
+"""The test in test_documents.py that runs all blocks of a kind with this mark, in README, CONTRIBUTING and docs/."""
+GUIDE = "test_the_guide_to_an_own_engine"
+"""The test that runs all Python and all commands of docs/your-own-engine.md."""
+BLOCK = re.compile(r"(?:<!-- (?:test: (?P<how>\w+)|fails) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```", re.S | re.M)
+COMMAND = re.compile(r"^(?:    )?(?:\$ )?((?:asyncflow|python3?|make|pip|torchrun|deepspeed|vllm) .*)", re.M)
 _NO_WORKER = "each worker started as documented fails: AttributeError: 'Connection' object has no attribute 'store'"
 _FROM_INDEX = "the SDK is on no package index yet; make test-packages installs its wheel with each extra"
-_BENCHMARK = "takes long; tests/test_benchmarks.py starts its program with --quick"
+_BENCHMARK = "takes long; tests/test_benchmarks.py starts programs of benchmarks/ with --quick"
+_BENCHMARKS = """\
+CONTRIBUTING.md: make bench-demo
+CONTRIBUTING.md: make bench-queue
+CONTRIBUTING.md: make bench-scale
+docs/algorithms.md: make bench-trainers ARGS="--markdown --picture docs/images/trainers.svg"
+docs/algorithms.md: make fidelity ARGS="--markdown --picture docs/images/fidelity.svg"
+docs/benchmarks.md: make bench-demo ARGS="--steps 100 --rounds 2"
+docs/benchmarks.md: make bench-demo TRL= ARGS="--seeds 0,1,3 --steps 150 --picture docs/images/seeds.svg"
+docs/benchmarks.md: make bench-queue ARGS="--markdown"
+docs/benchmarks.md: make bench-weights ARGS="--markdown"
+docs/benchmarks.md: make bench-overlap ARGS="--markdown --picture docs/images/overlap.svg"
+docs/benchmarks.md: python -m benchmarks.overlap.swaps --seeds 4 --markdown
+docs/benchmarks.md: make bench-scale
+docs/benchmarks.md: make bench-hosts ARGS=--markdown
+docs/benchmarks.md: python -m benchmarks.hosts.weights
+docs/benchmarks.md: make bench-engines ARGS="--markdown"
+"""
 _RANKS = "needs torchrun or deepspeed on two hosts; tests start both on one"
-GAPS = {
+GAPS = dict.fromkeys(_BENCHMARKS.splitlines(), _BENCHMARK) | {
+    "contrib/asyncflow_mooncake/README.md: asyncflow store tcp://10.0.0.1:7000 --key run.key": _NO_WORKER,
+    "contrib/asyncflow_ray/README.md: asyncflow store tcp://10.0.0.1:7000 --key run.key": _NO_WORKER,
     "asyncflow evict": "tests call run.evict(); none types the command",
     "asyncflow keys rotate": "tests call the command within their process",
     "store hosts": _NO_WORKER,
@@ -78,9 +101,6 @@ GAPS = {
     "CONTRIBUTING.md: make test-cuda": "needs a CUDA device",
     "CONTRIBUTING.md: make mutants": "takes hours",
     "CONTRIBUTING.md: make fuzz": "takes long; its tests are run with fewer examples",
-    "CONTRIBUTING.md: make bench-demo": _BENCHMARK,
-    "CONTRIBUTING.md: make bench-queue": _BENCHMARK,
-    "CONTRIBUTING.md: make bench-scale": _BENCHMARK,
     "CONTRIBUTING.md: ASYNCFLOW_KILLS=24 make test-long ARGS=tests/queue/test_recovery_kills.py": "takes long; runs with fewer kills",
     "docs/deepspeed.md: pip install 'asyncflow-sdk[deepspeed]'": _FROM_INDEX,
     "docs/fsdp.md: pip install 'asyncflow-sdk[fsdp]'": _FROM_INDEX,
@@ -112,24 +132,36 @@ GAPS = {
 """Items that no test starts as written, and why."""
 
 
+@functools.cache
 def items() -> dict[str, str]:
-    """Each item, with the function that runs it by its mark; "" if a test has to name it."""
+    """Each item, with the test of its mark, or ".ci/run"; "" if a test has to name the item."""
     programs = [f"examples/{path.name}" for path in CLONE.glob("examples/*.py") if "__main__" in path.read_text()]
     found = dict.fromkeys((*_commands(), *_adapters(), *programs), "")
-    typed = re.findall(r"^tier (make [\w-]+)", (CLONE / ".ci" / "run").read_text(), re.M)
     for document in DOCUMENTS:
-        name = document.relative_to(CLONE)
-        for block in BLOCK.finditer(document.read_text()):
-            runner = RUNNERS[block["how"] or ("guide" if document.name == "your-own-engine.md" else "")]
+        name, text = document.relative_to(CLONE), document.read_text()
+        firsts: Counter[str] = Counter()
+        for block in BLOCK.finditer(text):
+            runner = (
+                RUNNERS.get((block["kind"], block["how"]), "") if document.parent in (CLONE, CLONE / "docs") else ""
+            )
+            if document.name == "your-own-engine.md" and block["kind"] in ("python", "console"):
+                runner = GUIDE
             if block["kind"] == "console":
-                found |= {
-                    f"{name}: {words}": ".ci/run" if words in typed else runner for words in written(block["text"])
-                }
-            else:
+                found |= {f"{name}: {words}": runner for words in written(block["text"])}
+            elif block["kind"] in ("python", "toml"):
                 item = f"{name}: [{block['kind']}] {block['text'].splitlines()[0]}"
-                alike = sum(each.startswith(item) for each in found)
-                found[f"{item} ({alike + 1})" if alike else item] = runner
-    return found
+                firsts[item] += 1
+                found[f"{item} ({firsts[item]})" if firsts[item] > 1 else item] = runner
+        found |= {f"{name}: {words}": "" for words in COMMAND.findall(BLOCK.sub("", text))}
+    typed = re.findall(r"^tier (make [\w-]+)", (CLONE / ".ci" / "run").read_text(), re.M)
+    return {item: ".ci/run" if item.partition(": ")[2] in typed else runner for item, runner in found.items()}
+
+
+def unmarked() -> list[str]:
+    """Commands in blocks without ```console, and blocks of further kinds."""
+    found = [(block["kind"], block["text"]) for path in DOCUMENTS for block in BLOCK.finditer(path.read_text())]
+    commands = [words for kind, text in found if kind in ("", "text") for words in COMMAND.findall(text)]
+    return commands + [f"```{kind}" for kind, _ in found if kind not in ("", "text", "console", "python", "toml")]
 
 
 def written(block: str) -> list[str]:
@@ -141,7 +173,7 @@ def written(block: str) -> list[str]:
 
 
 def started() -> dict[str, list[str]]:
-    """Each item that a test names, with these tests."""
+    """Each item of a mark ``starts``, with the marked tests."""
     found: dict[str, list[str]] = {}
     for path in TESTS:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -172,11 +204,17 @@ def _adapters() -> Iterator[str]:
         for pattern in ("adapters/*/plugin.py", "contrib/*/*/plugin.py")
         for path in sorted(CLONE.glob(pattern))
     ]
+    path = list(sys.path)
     sys.path[:0] = [str(package.parent) for package in packages]  # a plugin imports no library of its engine
-    for module in [*PLUGINS, *(f"{package.name}.plugin" for package in packages)]:
-        for spec in importlib.import_module(module).asyncflow_adapters():
-            if spec.kind in STARTED_KINDS:
-                yield f"{spec.kind} {spec.name}"
+    try:
+        plugins = [
+            importlib.import_module(name) for name in (*PLUGINS, *(f"{each.name}.plugin" for each in packages))
+        ]
+    finally:
+        sys.path[:] = path
+    for spec in (spec for plugin in plugins for spec in plugin.asyncflow_adapters()):
+        if spec.kind not in NOT_STARTED:
+            yield f"{spec.kind} {spec.name}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Function calls of a put, a lease, a read and a completion of 32 rows: the cost that does not depend on the machine's load."""
+"""Function calls of a put, a lease, a read and a completion of 32 rows: a cost without the machine's load in it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ import asyncflow_sdk as af
 ROWS = 32
 REPEATS = 20
 MAX_CALLS = {"put": (182, 341), "lease": (158, 313), "read": (6, 0), "complete": (177, 357)}
-"""By verb: calls of Python and C functions by the client, and by the server. ADR 70 says when one may rise."""
+"""By verb: calls of Python and C functions by the client, and by the server. Later Pythons make fewer. ADR 70 says when a
+limit may rise."""
 
 
 class Calls:
-    """Calls in the threads that profile by it, but for those that wait for a message."""
+    """Counts of function calls. A call of the server's ``poll`` is not counted."""
 
     def __init__(self) -> None:
         self.client = self.server = 0
@@ -51,8 +53,8 @@ def counted(tmp_path: Path) -> Iterator[tuple[Calls, af.TransferQueue]]:
         yield calls, run.queue
 
 
-def lowest(calls: Calls, verb: Callable[[], object]) -> tuple[int, int]:
-    """Return the fewest calls of client and server for one use of a verb. Others had a timer of the server beside them."""
+def usual(calls: Calls, verb: Callable[[], object]) -> tuple[int, int]:
+    """Return the median numbers of calls of client and server for one use of a verb. Some uses include a timer of the server."""
     client, server = [], []
     for _ in range(REPEATS):
         until(lambda: calls.waits, "a server that waits for a request")
@@ -65,7 +67,7 @@ def lowest(calls: Calls, verb: Callable[[], object]) -> tuple[int, int]:
             sys.setprofile(None)
         until(lambda: calls.waits, "the end of the server's work")
         server.append(calls.server - before[1])
-    return min(client), min(server)
+    return median_low(client), median_low(server)
 
 
 def test_verbs_take_no_more_calls_than_they_did(counted: tuple[Calls, af.TransferQueue]) -> None:
@@ -79,11 +81,11 @@ def test_verbs_take_no_more_calls_than_they_did(counted: tuple[Calls, af.Transfe
         read.append(leased.pop())
 
     found = {
-        "put": lowest(calls, lambda: queue.put(rows)),
-        "lease": lowest(calls, lambda: leased.append(queue.get("score", ROWS, at_least=ROWS))),
-        "read": lowest(calls, read_one),
-        "complete": lowest(calls, lambda: read.pop().complete(scores)),
+        "put": usual(calls, lambda: queue.put(rows)),
+        "lease": usual(calls, lambda: leased.append(queue.get("score", ROWS, at_least=ROWS))),
+        "read": usual(calls, read_one),
+        "complete": usual(calls, lambda: read.pop().complete(scores)),
     }
 
-    print(found, sum(map(sum, found.values())))
-    assert {verb: most for verb, most in found.items() if most > MAX_CALLS[verb]} == {}
+    more = {verb: counts for verb, counts in found.items() if np.greater(counts, MAX_CALLS[verb]).any()}
+    assert more == {}, f"of {MAX_CALLS}"

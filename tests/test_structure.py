@@ -1,6 +1,6 @@
-"""Measures that a reader of the code feels, and their budgets: size, owners, names, chains, circles of imports, sentences.
+"""Budgets for the measures felt by a reader: size, owners, names, chains, circles of imports, sentences.
 
-A change may lower a budget. It may raise one only with a page in docs/adr that names the code that leaves for it.
+A change may lower a budget. To raise one, write a page in docs/adr, and name the code that leaves for it.
 """
 
 import ast
@@ -42,7 +42,7 @@ MAX_SIZE = {  # lines, files
     "contrib/asyncflow_otel": (378, 4), "contrib/asyncflow_prometheus": (342, 4), "contrib/asyncflow_ray": (690, 9),
     "contrib/asyncflow_slurm": (454, 6), "contrib/asyncflow_tensorboard": (158, 4),
     "contrib/asyncflow_trackio": (110, 4), "contrib/asyncflow_wandb": (168, 4), "benchmarks": (6_847, 75),
-    "tests": (57_224, 330),
+    "tests, shared": (7_641, 62),
 }  # fmt: skip
 """By package. The core is the packages of CORE and the files of asyncflow_sdk itself."""
 MAX_COUNT = {
@@ -54,7 +54,7 @@ MAX_COUNT = {
     "notes of parameters without a noun": 344,
     "public functions without a docstring": 88,
     "relative words in 100 of the code": 1.08,
-    "relative words in 100 of the tests": 5.35,
+    "relative words in 100 of the tests": 5.14,
 }
 
 
@@ -77,17 +77,18 @@ def nodes(*kinds: type, under: Path = Path("/")) -> Iterator[ast.AST]:
 
 
 def sizes() -> dict[str, tuple[int, int]]:
-    """Lines and files of each package."""
-    packages = {path.parent: path.parent.rglob("*.py") for path in CLONE.glob("a*/*/__init__.py")}
-    packages |= {
-        folder: folder.rglob("*.py") for folder in (*CLONE.glob("contrib/*/"), CLONE / "benchmarks", CLONE / "tests")
-    }
-    packages[ROOT] = ROOT.glob("*.py")
+    """Lines and files of each package, and of the shared modules of the tests."""
+    folders = (
+        *(path.parent for path in CLONE.glob("a*/*/__init__.py")),
+        *CLONE.glob("contrib/*/"),
+        CLONE / "benchmarks",
+    )
+    packages = {str(folder.relative_to(CLONE)): folder.rglob("*.py") for folder in folders}
+    packages["asyncflow_sdk"] = ROOT.glob("*.py")
+    packages["tests, shared"] = (path for path in CLONE.glob("tests/**/*.py") if not path.name.startswith("test_"))
     lines = {
-        str(package.relative_to(CLONE)): [
-            path.read_text().count("\n") for path in files if "templates" not in path.parts
-        ]
-        for package, files in packages.items()
+        name: [path.read_text().count("\n") for path in files if "templates" not in path.parts]
+        for name, files in packages.items()
     }
     found = {name: (sum(counts), len(counts)) for name, counts in lines.items()}
     core = [found[name] for name in ("asyncflow_sdk", *(f"asyncflow_sdk/{name}" for name in CORE))]
@@ -100,7 +101,7 @@ def parameters(function: ast.AST) -> int:
 
 
 def foreign(target: ast.AST) -> bool:
-    """True for the target of an assignment that is an attribute, or an item of one, of an object other than ``self``."""
+    """True if an assignment writes an attribute, or an item of one, of an object other than ``self``."""
     if isinstance(target, (ast.Tuple, ast.List)):
         return any(map(foreign, target.elts))
     while isinstance(target, ast.Subscript):
@@ -149,11 +150,13 @@ def counts() -> dict[str, float]:
 def test_no_package_grows() -> None:
     found = sizes()
     assert found.keys() == MAX_SIZE.keys(), "each package has a budget"
-    assert {name: size for name, size in found.items() if max(np.subtract(size, MAX_SIZE[name])) > 0} == {}
+    grown = {name: (size, MAX_SIZE[name]) for name, size in found.items() if np.greater(size, MAX_SIZE[name]).any()}
+    assert grown == {}, "see the budgets of this module"
 
 
 def test_the_code_gets_no_harder_to_read() -> None:
-    assert {name: count for name, count in counts().items() if count > MAX_COUNT[name]} == {}
+    more = {name: (count, MAX_COUNT[name]) for name, count in counts().items() if count > MAX_COUNT[name]}
+    assert more == {}, "see the budgets of this module"
 
 
 def test_modules_are_named_by_nouns_and_classes_by_one_name_each() -> None:

@@ -47,8 +47,8 @@ class SandboxResult:
 @dataclass(frozen=True, kw_only=True)
 class Sandbox(UserConfig):
     """A place for untrusted programs, by bubblewrap: no network, no files but the system's and the
-    interpreter's, read-only, and an own /tmp, empty but for an interpreter that is in /tmp. Raises
-    ConfigError where bubblewrap is missing or may not make namespaces.
+    interpreter's, read-only, and a private /tmp. It is empty, except for the interpreter if that is
+    installed below /tmp. Raises ConfigError where bubblewrap is missing or may not make namespaces.
 
     ``time_s``: of the clock, with the start of the interpreter; all processes are then killed.
     ``memory_bytes``: address space of each process, not of all together. ``processes``: at once, with

@@ -1,4 +1,4 @@
-"""Runs by hand on two hosts: the other one is let in by a copy of the run's key. tests/test_documented.py has whole runs."""
+"""Runs by hand on two hosts: the other one is let in by a copy of the run's key. tests/test_typed.py has whole runs."""
 
 from __future__ import annotations
 
