@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
+from children import warm_python
 from commands import Command
 from documented import CLONE, items
 from hosts_in_namespaces import network
@@ -59,12 +60,15 @@ SMALL_WORKERS = {
 def typed(
     words: str, folder: Path, more: str = "", replaced: Sequence[tuple[str, str]] = (), within: Sequence[str] = ()
 ) -> Command:
-    """Type words of the documents. ``more``: further words, to end sooner. ``replaced``: placeholders and their values."""
+    """Type words of the documents. ``more``: further words, to end sooner. ``replaced``: placeholders and their values.
+
+    On this host, programs of ``folder``/bin fork from a process with torch; on other hosts, the installed ones start anew.
+    """
     for placeholder, value in replaced:
         assert placeholder in words
         words = words.replace(placeholder, value)
     words = words if "&&" in words else f"exec {words}"  # bash is then that process, which gets the signals
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{Path(sys.executable).parent if within else folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return Command([*within, "bash", "-c", f"{words} {more}"], folder, {"PATH": path, "COLUMNS": "150"})
 
 
@@ -96,6 +100,11 @@ def block(document: str, kind: str, number: int = 0) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder: the examples, a model and data as examples/README.md says, rewards, and the file of the quickstart."""
     folder = tmp_path_factory.mktemp("user")
+    (folder / "bin").mkdir()
+    for name, words in (("python", ""), ("asyncflow", "-m asyncflow_sdk.cli")):
+        program = folder / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {warm_python()} {words} "$@"\n')
+        program.chmod(0o755)
     (folder / "examples").symlink_to(CLONE / "examples")
     ended(typed("python examples/model_and_data.py runs/start", folder))
     for name in ("model", "data.jsonl"):
@@ -322,6 +331,7 @@ def test_a_run_starts_its_workers_on_other_hosts_and_others_join_it(
     words = command("docs/several-hosts.md: asyncflow run run.toml runs/first")
     with typed(words, folder, "--set rollout.replicas=0", joined, hosts.within(1)) as run:
         run.until("--from run.toml rollout")
+        until((folder / "runs" / "joined" / "run.key").exists, "the key", 250.0)
         copy = [("scp head:", "cp "), *joined]
         type_("docs/several-hosts.md: scp head:runs/first/run.key . && chmod 600 run.key", replaced=copy)
         worker = "docs/several-hosts.md: asyncflow worker tcp://head:7000 --key run.key --from run.toml rollout"
