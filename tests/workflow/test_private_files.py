@@ -16,7 +16,8 @@ from asyncflow_sdk.memory import make_private_directory
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o277], ids=oct)
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+def umask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
+    """An umask of the test, not of its folder: only root could use one that its owner may not write."""
     before = os.umask(request.param)
     yield request.param
     os.umask(before)
