@@ -119,8 +119,8 @@ class Sandbox(UserConfig):
         }  # fmt: skip
         return [
             "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
-            "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", *drop,
-            *own, "/tmp", *shown, "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc", "--dev", "/dev",
+            "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", *drop, *own, "/tmp", *shown,
+            "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc", "--dev", "/dev",
             *own, "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp",
             "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8", "--",
             *become, "prlimit", *(f"--{name}={most}:{most}" for name, most in limits.items()), "--",
