@@ -29,7 +29,7 @@ class Command:
 
     def end(self) -> int:
         """Wait for its end. Return its exit status."""
-        more, _ = self.process.communicate(timeout=250)  # only ends a test that would hang
+        more, _ = self.process.communicate(timeout=600)  # only ends a test that would hang
         self.said += more
         return self.process.returncode
 

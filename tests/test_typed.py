@@ -24,6 +24,7 @@ from waiting import until
 import asyncflow_sdk as af
 from benchmarks.hosts.network import Network
 
+pytestmark = pytest.mark.timeout(900)  # each command starts processes, and each of these imports torch
 REWARDS = """\
 import pathlib, time
 
