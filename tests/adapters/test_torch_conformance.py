@@ -98,7 +98,8 @@ class DrawsFromAll(TransformersEngine):  # type: ignore[misc]
     ],
 )
 def test_stops_and_draws_other_than_asked_for_are_caught(engine: type[Any], check: str, message: str) -> None:
-    (result,) = Conformance("rollout", engine, options={"threads": 1, "max_rows": 16}, only=[check]).run().results
+    options = {"threads": 1, "max_rows": 16}
+    (result,) = Conformance("rollout", engine, options=options, only=[check], limit_s=250.0).run().results
 
     assert (result.outcome, message in result.detail) == ("failed", True), result.detail
 

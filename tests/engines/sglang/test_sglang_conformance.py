@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import one_server
+import pytest
 
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.testing.kit.conformance import BoundCheck, checks_of
@@ -29,6 +30,7 @@ def test_an_attached_engine_conforms_in_any_order(check: BoundCheck) -> None:
     check()
 
 
+@pytest.mark.timeout(2000)  # five checks of at most 300 s, and a server for each replica
 def test_an_engine_with_a_server_of_its_own_conforms_and_leaves_nothing() -> None:
     """In a process that knows nothing of the shared server, which is still there when an engine is closed. Also where replicas are killed."""
     code = (
@@ -44,7 +46,7 @@ def test_an_engine_with_a_server_of_its_own_conforms_and_leaves_nothing() -> Non
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=1900,
         check=False,
     )
 
