@@ -15,9 +15,8 @@ from asyncflow_sdk.testing.kit.parse_guard import whole_parses
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes with two threads each would only wait
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # started by nohup or a script's &: children would ignore Ctrl-C, too
+# nohup and a script's & make a process ignore Ctrl-C; the children of the tests would ignore it, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -69,8 +68,8 @@ ASKED = {name: os.environ.get(f"ASYNCFLOW_TEST_{name.upper()}", "") for name in 
 LIMITS_S = {"vllm": 600, "sglang": 900, "deepspeed": 300, "both": 900}
 """They take up to a minute to start."""
 LONG = [
-    "test_typed.py", "test_kit_catches.py", "test_guide.py", "test_fsdp.py", "test_attacked_hosts.py", "test_any_order.py", "test_documents.py",
-    "test_torch_several_hosts.py", "test_echo_conformance.py", "test_new_plugin.py", "test_demo.py",
+    "test_typed.py", "test_kit_catches.py", "test_guide.py", "test_fsdp.py", "test_attacked_hosts.py", "test_any_order.py",
+    "test_documents.py", "test_torch_several_hosts.py", "test_echo_conformance.py", "test_new_plugin.py", "test_demo.py",
     "test_benchmarks.py", "test_wrong_stores.py", "test_torch_dist_transport.py", "test_wrong_trainers.py",
     "test_check_apart.py", "test_hosts_attacked.py", "test_replicas.py", "test_torch_swap_runs.py", "test_ranks.py",
     "test_ssh_launcher.py", "test_schedules.py", "test_homes_on_disk.py", "test_by_hand.py", "test_stage_ranks.py",
