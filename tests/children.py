@@ -73,14 +73,13 @@ if status < 0:
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
-_SDK = ["asyncflow_sdk.workflow", "pytest"]
 _TORCH = [
     "torch", "transformers.models.qwen3.modeling_qwen3", "asyncflow_torch.train", "asyncflow_torch.rollout",
     "asyncflow_torch.demo.run", "asyncflow_torch.demo.model", "asyncflow_sdk.workflow.run", "asyncflow_sdk.cli.app",
     "asyncflow_sdk.cli.report.page", "matplotlib.backends.backend_svg", "asyncflow_sdk.testing",
 ]  # fmt: skip
 """What `warm_python` has imported, and the children of tests/adapters; a module that is missing is left out."""
-_IMPORTED = {"SDK": _SDK, "TORCH": _TORCH}
+_IMPORTED = {"SDK": ["asyncflow_sdk.workflow", "pytest"], "TORCH": _TORCH}
 
 
 def say(value: Any) -> None:

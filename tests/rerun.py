@@ -76,6 +76,7 @@ class Recorder:
         if exitstatus == pytest.ExitCode.TESTS_FAILED and self._reports and self._whole and not stopped:
             failures = [_failure(session.config, name, reports) for name, reports in self._reports.items()]
             if path := os.environ.get("FAILED"):
+                Path(path).touch(0o600)  # the variables of a test may hold a token
                 with Path(path).open("a") as file:
                     file.write("".join(f"{json.dumps(asdict(failure))}\n" for failure in failures))
                 session.exitstatus = pytest.ExitCode.OK
@@ -134,6 +135,7 @@ def _list(passed_alone: Sequence[Failure]) -> None:
 def _rerun_of(path: Path) -> int:
     """Run the tests of a file again. Return the exit status."""
     failures = [Failure(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    path.unlink(missing_ok=True)
     passed_alone = _rerun(failures)
     if passed_alone:
         _list(passed_alone)

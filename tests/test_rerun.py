@@ -114,11 +114,15 @@ def test_any_id_is_found_again(tmp_path: Path) -> None:
 def test_parts_of_a_command_are_run_again_after_all_of_them(tmp_path: Path) -> None:
     failed = tmp_path / "failed"
     firsts = [run(tmp_path / name, LOADED.replace("COUNT", "2"), FAILED=str(failed))[0] for name in ("a", "b")]
+    lines = failed.read_text().splitlines(keepends=True)
+    mode = failed.stat().st_mode & 0o777
     four, said = rerun(tmp_path, "--of", str(failed))
-    failed.write_text("".join(failed.read_text().splitlines(keepends=True)[:3]))
+    removed = not failed.exists()
+    failed.write_text("".join(lines[:3]))
     three, _ = rerun(tmp_path, "--of", str(failed))
 
     assert firsts == [0, 0]
+    assert (mode, removed) == (0o600, True), "the variables of a test are for its owner only"
     assert (four, three) == (1, 0)
     assert said.count("PASSED ONLY ALONE") == 4
     assert rerun(tmp_path, "--of", "missing")[0] == 0
