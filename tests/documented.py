@@ -86,7 +86,6 @@ GAPS = dict.fromkeys(_BENCHMARKS.splitlines(), _BENCHMARK) | {
     "contrib/asyncflow_ray/README.md: asyncflow store tcp://10.0.0.1:7000 --key run.key": _NO_WORKER,
     "asyncflow evict": "tests call run.evict(); none types the command",
     "asyncflow keys rotate": "tests call the command within their process",
-    "store hosts": _NO_WORKER,
     "store ray": _NO_WORKER,
     "store mooncake": _NO_WORKER,
     "rollout timed": "tests run it in threads",

@@ -37,6 +37,9 @@ async def politeness(response):
 def ones(response):
     return [float(text.count("1")) for text in response]
 
+def notes(response):
+    return [[float(len(text))] * 16_384 for text in response]
+
 def held(response, answer):
     while pathlib.Path("hold").exists() and len(list(pathlib.Path("runs/first/steps").glob("*"))) > 1:
         time.sleep(0.01)
@@ -339,3 +342,30 @@ def test_a_run_starts_its_workers_on_other_hosts_and_others_join_it(
         type_(worker, replaced=[("head", hosts.address(1))], within=hosts.within(3))
         # then
         assert "2 steps of" in ended(run)
+
+
+@pytest.mark.starts("store hosts")
+def test_columns_stay_on_the_hosts_that_make_them(type_: Callable[..., str], folder: Path, hosts: Network) -> None:
+    # given a stage on gpu1 with 128 KiB for each row, a trainer on gpu2 that reads them, and a run on the third host
+    stage = """
+[[stages]]
+work = "rewards:notes"
+hosts = ["gpu1"]
+launcher = "ssh"
+launcher_options = { config = "./ssh_config" }
+"""
+    more = 'needs = ["notes"]\nhosts = ["gpu2"]\nlauncher = "ssh"\nlauncher_options = { config = "./ssh_config" }\n'
+    file = folder / "run.toml"
+    file.write_text(f'store = "hosts"\ncheckpoint = {{ every = 1 }}\n{file.read_text()}{more}{stage}')
+    before = hosts.link_bytes(1)
+    # when
+    words = "docs/several-hosts.md: asyncflow run run.toml runs/first"
+    said = type_(words, replaced=[("runs/first", "runs/stored")], within=hosts.within(1))
+    # then
+    assert "2 steps of" in said
+    steps = dict(af.read_steps(folder / "runs" / "stored"))
+    payload = 2 * 32 * 16_384 * 8
+    received, sent = (now - then for now, then in zip(hosts.link_bytes(1), before, strict=True))
+    assert received < payload / 2, "the sample is one group of four"
+    assert sent < payload / 2
+    assert [len(batch.ids) for batch in steps.values()] == [8, 8]

@@ -417,8 +417,8 @@ class CallExecutor:
 
     def _report_step(self, step: TrainedStep) -> None:
         try:
-            read = self.payloads.read_step(step.ids, step.groups, step.completed_at)
+            rows = self.payloads.read_step(step.ids, step.groups, step.completed_at)
         except Exception:  # later effects must still be executed
             _log.exception("the rows of step %d cannot be read for the listener", step.number)
         else:
-            self._listeners.step(step.number, read, read.elsewhere)
+            self._listeners.step(step.number, rows)

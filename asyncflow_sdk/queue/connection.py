@@ -47,12 +47,12 @@ from ..types.config import LOCAL
 from ..types.defaults import CALL_S
 from ..wire import Client, Member, RunKey, WireReply, await_key, own_address, own_key, process_key, same_host
 from .checks import check_arguments
-from .coroutines import run_blocking
 from .home_catalog import LedgerCatalog
 from .journal import DISK_RETRY_S
 from .measures import measures_of
 from .protocol import (
     Call,
+    CallCommand,
     CallResult,
     ClientHello,
     CurrentKey,
@@ -184,7 +184,7 @@ class Connection:
 
     def homes(self) -> HomeCatalog:
         """Return the catalog of the run's homes."""
-        return LedgerCatalog(lambda command: run_blocking(BlockingPort(self).send(command)))
+        return LedgerCatalog(lambda command: self._ask(command, CALL_S))
 
     def ping_home(self, home: StorageHome, timeout_s: float) -> float:
         """Reach the storage unit of a home from here. Return the seconds it took to connect and to be
@@ -240,7 +240,8 @@ class Connection:
             done = "the sessions were evicted, and the key" if evict else "the key"
             raise ConfigError(f"{done} was replaced, but not saved: {reply.unsaved}")
 
-    def _ask(self, request: MemberQuery | KeyRequest | RotateKey, timeout_s: float) -> object:
+    def _ask(self, request: CallCommand, timeout_s: float) -> Any:
+        """Send a request without columns, also before the store is open. Raises the server's error."""
         return self.unpack_or_raise(self.wire.exchange(encode(PlainCall(request)), timeout_s, grace_s=0.0)).reply
 
     def report(self, *events: Event) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ..types import Batch, Event
+from ..types import Event
 from .error_text import error_text, user_trace
+from .payload_manager import StepRows
 
 _log = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ class Listeners:
     def __init__(
         self,
         on_event: Callable[[Event], None] | None,
-        on_step: Callable[[int, Callable[[], Batch], bool], None] | None,
+        on_step: Callable[[int, StepRows], None] | None,
         on_final: Callable[[int], None] | None,
     ) -> None:
         self._on_event, self._on_step, self._on_final = on_event, on_step, on_final
@@ -37,9 +38,9 @@ class Listeners:
         """Call the listener for events."""
         self._call(self._on_event, event)
 
-    def step(self, step: int, read: Callable[[], Batch], elsewhere: bool) -> None:
+    def step(self, step: int, rows: StepRows) -> None:
         """Call the listener for rows of acknowledged steps."""
-        self._call(self._on_step, step, read, elsewhere)
+        self._call(self._on_step, step, rows)
 
     @property
     def finals(self) -> bool:

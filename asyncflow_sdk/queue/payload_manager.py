@@ -37,6 +37,8 @@ from .stores.replica_choice import choose_server_memory
 Report = TypeVar("Report", Audit, StatusReport)
 MOST_UNREAD = 16
 """Steps that may hold descriptors of their segments until read. Further steps are read at once."""
+GROUPS_PER_SAMPLE = 16
+"""One group in so many is sampled for the record of a step, if columns are on other hosts."""
 
 
 class CallPayload(NamedTuple):
@@ -87,7 +89,7 @@ class PayloadManager:
         self._schemas: dict[tuple[tuple[str, ...], int], dict[str, ColumnSpec]] = {}
         self.read_homes: Callable[[Sequence[BlockSlices], Mapping[str, ColumnSpec]], dict[str, Column]]
         """Reads rows with columns in other homes, from any thread but the server's. Set if the run has a store with homes."""
-        self._step_reads: weakref.WeakSet[DeferredStepRead] = weakref.WeakSet()
+        self._step_reads: weakref.WeakSet[StepRows] = weakref.WeakSet()
 
     # ---- sessions
 
@@ -263,31 +265,41 @@ class PayloadManager:
             schema = self._schemas[columns, common] = {name: specs[name] for name in here}
         return self.index.locate(ids, tuple(schema)), schema
 
-    def read_step(self, ids: Ids, groups: Ids, completed_at: Ids) -> DeferredStepRead:
-        """Return a function that reads all columns of rows, from any thread, at any time.
+    def read_step(self, ids: Ids, groups: Ids, completed_at: Ids) -> StepRows:
+        """Return a step's rows, to be read from any thread, at any time.
 
-        It holds their blocks and mappings until then. Call this before the rows are retired; the
+        They hold their blocks and mappings until then. Call this before the rows are retired; the
         ledger may have forgotten them.
         """
         columns_of = self.index.columns_of(ids)
+        schema = {name: self._columns.specs[name] for name in columns_of}
+        version_step_offsets = self._versions.lineage.offsets
+
+        def batch_of(at: Ids | slice, columns: dict[str, Column]) -> Batch:
+            """Return some rows of the step with these columns."""
+            batch = Batch(ids[at], groups[at], columns)
+            batch.completed_at, batch.version_step_offsets = completed_at[at], version_step_offsets
+            return batch
+
         slices = self.index.locate(ids, columns_of)
         in_memory = tuple(map(choose_server_memory, slices))
-        schema = {name: self._columns.specs[name] for name in columns_of}
-        here = all(home_of(segment) == SERVER_MEMORY for part in in_memory for segment in part.segments)
+        if not all(home_of(segment) == SERVER_MEMORY for part in in_memory for segment in part.segments):
+            # the rows stay until a checkpoint covers them, and this thread must not wait for other hosts
+            at = sampled(groups)
+            some = self.index.locate(ids[at], columns_of)
+            return StepRows(
+                lambda: batch_of(slice(None), self.read_homes(slices, schema)),
+                lambda: batch_of(at, self.read_homes(some, schema)),
+            )
         held: list[BlockHold] = []
-        version_step_offsets = self._versions.lineage.offsets
 
         def read() -> Batch:
             """Read the rows."""
-            columns = remote_payload.read(self.reader, in_memory, schema) if here else self.read_homes(slices, schema)
+            columns = remote_payload.read(self.reader, in_memory, schema)
             held.clear()  # columns that are views hold their blocks themselves
-            batch = Batch(ids, groups, columns)
-            batch.completed_at, batch.version_step_offsets = completed_at, version_step_offsets
-            return batch
+            return batch_of(slice(None), columns)
 
-        step = DeferredStepRead(read, elsewhere=not here)
-        if not here:  # the rows stay until a checkpoint covers them, and this thread must not wait for other hosts
-            return step
+        step = StepRows(read)
         try:
             if sum(each.unread for each in self._step_reads) >= MOST_UNREAD:
                 step.now()
@@ -424,12 +436,20 @@ class SegmentFiles:
             path.unlink(missing_ok=True)
 
 
-class DeferredStepRead:
-    """A step's rows, read once, at the first call. Thread-safe. ``unread``: True until then.
-    ``elsewhere``: True if that may wait for other hosts; never in the server's thread."""
+def sampled(groups: Ids) -> Ids:
+    """Return the positions of a sample of a step's rows: every GROUPS_PER_SAMPLE-th group, whole, and
+    at least one. ``groups``: int64 (rows,), the group of each row."""
+    known = np.unique(groups)
+    return np.flatnonzero(np.isin(groups, known[::GROUPS_PER_SAMPLE]))
 
-    def __init__(self, read: Callable[[], Batch], *, elsewhere: bool) -> None:
-        self.unread, self.elsewhere = True, elsewhere
+
+class StepRows:
+    """A step's rows, read once, at the first call. Thread-safe. ``unread``: True until then. ``sample``:
+    reads some of them, if columns are on other hosts; then both reads may wait for these hosts, and
+    must not run in the server's thread."""
+
+    def __init__(self, read: Callable[[], Batch], sample: Callable[[], Batch] | None = None) -> None:
+        self.unread, self.sample = True, sample
         self._read: Callable[[], Batch] | None = read
         self._lock = threading.Lock()
 

@@ -22,7 +22,7 @@ from ..interfaces.store import PayloadStore, StoreContext
 from ..ledger import Audit, Ledger, StatusReport
 from ..ledger import commands as cmd
 from ..ledger.factory import make_policy, make_sampler
-from ..types import Batch, Event
+from ..types import Event
 from ..types import events as ev
 from ..types.config import LOCAL
 from ..wire import MAX_BYTES, KeyPair, PayloadSink, Server, has_ended, offer_key, own_key, process_key, rotated
@@ -32,7 +32,7 @@ from .durability import Durability
 from .home_catalog import ServerCatalog
 from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
 from .listeners import Listeners
-from .payload_manager import PayloadManager
+from .payload_manager import PayloadManager, StepRows
 from .protocol import (
     UNRECORDED,
     Call,
@@ -74,8 +74,7 @@ class QueueServer:
 
     ``on_event`` and ``on_step`` run in the server's thread and must return at once; ``on_final`` runs
     in a thread of its own, and the checkpoint waits for it. Their exceptions are logged. ``on_step``
-    gets the number of an acknowledged step, a function to read its rows (all their columns; from any
-    thread, once), and True if some are on other hosts. A restarted server reports the steps not
+    gets the number of an acknowledged step, and its rows. A restarted server reports the steps not
     covered by a checkpoint again. ``on_final`` gets a number before a checkpoint makes the steps below
     it final; they are not reported again, so it returns only when they are no longer needed.
 
@@ -97,7 +96,7 @@ class QueueServer:
         self,
         addresses: list[str],
         on_event: Callable[[Event], None] | None = None,
-        on_step: Callable[[int, Callable[[], Batch], bool], None] | None = None,
+        on_step: Callable[[int, StepRows], None] | None = None,
         *,
         on_final: Callable[[int], None] | None = None,
         journal: Path | None = None,

@@ -6,6 +6,7 @@ python -m asyncflow_sdk.testing.store_client ADDRESS put|square|use ROWS [KEY]
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +21,17 @@ def put(queue: TransferQueue, rows: int, key: str) -> None:
     queue.put({"x": np.arange(float(rows))}, key=key)
 
 
+def squares(x: Any) -> Any:
+    """Return the squares of a column."""
+    return np.square(x)
+
+
 def square(queue: TransferQueue, rows: int, key: str) -> None:
     """Add the column y, the square of x, to rows of the task "square"."""
     while rows:
         with queue.get("square", rows, timeout_s=WAIT_S) as batch:
             rows -= batch.rows
-            batch.complete({"y": batch.array("x") ** 2})
+            batch.complete({"y": squares(batch.array("x"))})
 
 
 def use(queue: TransferQueue, rows: int, key: str) -> None:

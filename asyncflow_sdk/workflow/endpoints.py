@@ -136,15 +136,11 @@ def serve(
             " set checkpoints=True"
         )
 
-    def of_user(step: int, read: Callable[[], Batch], elsewhere: bool) -> None:
-        if on_step is not None:
-            on_step(step, read)
-
     policy, own = find_policy(staleness_policy)
     earlier = None if path is None else EventFile.of_now(path / EVENTS)
     server = QueueServer(
         [address] if address else [], on_event=call_all([*(sink.event for sink in receiving), on_event]),
-        on_step=call_all([*(sink.step for sink in recording), None if on_step is None else of_user]),
+        on_step=call_all([*(sink.step for sink in recording), on_step]),
         on_final=call_all([*(sink.settle for sink in recording), on_final]), journal=journal, durability=durability,
         keys=keys, save_keys=(lambda new: save_keys(*files, new)) if files else (lambda new: None), insecure=insecure,
         max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history, store=store.kind,

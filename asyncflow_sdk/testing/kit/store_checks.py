@@ -28,6 +28,8 @@ from ...queue.stores.homes import SERVER_MEMORY, home_of
 from ...queue.stores.sealed import sealed_bytes
 from ...types.blocks import Block
 from ...types.config import Store
+from ...workflow import Stage
+from ..store_client import squares
 from ..stored_run import LIMIT_S, StoredRun, connection_of, store_of, until
 from .check import DoesNotApply, check, expect
 from .plain_lab import PlainLab
@@ -157,11 +159,10 @@ def homes(lab: PlainLab) -> None:
     after=("values",),
 )
 def processes(lab: PlainLab) -> None:
-    """Rows are read by other processes, also after the process that put them has ended."""
+    """Rows are read by workers of the run, also after the process that put them has ended."""
     with _stored(lab, "y") as stored:
-        stored.run.queue.declare("square", needs=["x"], gives=["y"])
-        for action in ("put", "square"):
-            stored.process(action, 8)
+        stored.run.start(Stage(squares, task="square", gives=["y"]))
+        stored.process("put", 8)
         with _get(stored.queue(far=True), 8) as batch:
             found = np.sort(batch.array("y")).tolist()
             batch.ack()

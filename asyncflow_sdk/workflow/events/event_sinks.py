@@ -11,9 +11,10 @@ import abc
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
-from ...types import Batch, Event
+from ...queue.payload_manager import StepRows
+from ...types import Event
 from ...types import events as ev
 
 GATHER_S = 0.25
@@ -21,7 +22,6 @@ GATHER_S = 0.25
 MOST_EVENTS = 200_000
 """Most events that wait for the disk, or for a listener as on a held terminal."""
 LISTENER_CLOSE_S = 60.0
-ReadRows: TypeAlias = Callable[[], Batch]
 
 
 class EventSink(abc.ABC):
@@ -36,9 +36,8 @@ class EventSink(abc.ABC):
     def event(self, event: Event) -> None:
         """Called for each event."""
 
-    def step(self, step: int, read: ReadRows, elsewhere: bool) -> None:
-        """Called for each acknowledged step. ``read`` returns its rows, once, in any thread, at any
-        time; if rows are ``elsewhere``, on other hosts, it may wait for these."""
+    def step(self, step: int, rows: StepRows) -> None:
+        """Called for each acknowledged step."""
 
     def settle(self, before: int) -> None:
         """Called in a thread of its own before a checkpoint makes the steps below ``before`` final: a

@@ -25,11 +25,12 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...memory import make_private_directory, private_opener
+from ...queue.payload_manager import GROUPS_PER_SAMPLE, StepRows
 from ...types import LOSS_MASK, VERSION_SPANS, Event
 from ...types import events as ev
 from ...types.row_spans import TRACED_SHARE
 from .event_file import EVENTS
-from .event_sinks import MOST_EVENTS, EventThread, ReadRows
+from .event_sinks import MOST_EVENTS, EventThread
 from .statistics import RunStatistics
 from .step_files import STEP_FILE, read_batch, step_path, write_batch
 
@@ -38,6 +39,10 @@ MOST_WAITING = 256
 waits; not in a run with rows on other hosts, for which that thread must not wait: there, checkpoints wait."""
 CLOSE_S = 60.0
 PUBLISH_LAG = "publish_lag"
+SAMPLED = (
+    f"steps/ has a sample of each step's rows, one group in {GROUPS_PER_SAMPLE}, and so has the staleness of the summary:"
+    " the rows are on other hosts"
+)
 
 _counted = msgspec.json.Decoder(ev.Begun | ev.RowsEnded | ev.Published | ev.Loaded)
 _COUNTED = re.compile(rb'{"event":"(begun|rows|published|loaded)"')
@@ -72,8 +77,8 @@ class Recorder(EventThread):
         self._directory = directory
         self._torn = False  # events.jsonl is not written any more
         self._log = open(directory / EVENTS, "ab", opener=private_opener)  # noqa: SIM115 - closed by close
-        self._steps: deque[tuple[int, ReadRows]] = deque()  # waiting for the disk, the oldest first
-        self._elsewhere = False  # True if rows of a step were on other hosts
+        self._steps: deque[tuple[int, StepRows]] = deque()  # waiting for the disk, the oldest first
+        self._sampled = False  # True if rows of a step were on other hosts
         self._writing = threading.Lock()  # steps are written one by one, in order
         self._counting = threading.Lock()  # guards ``statistics``, rewards and staleness
         self._rewards: dict[int, float] = {}  # by step: a step trained again counts once
@@ -103,12 +108,14 @@ class Recorder(EventThread):
             self._write(event, at_once=True)
         self.put(event)
 
-    def step(self, step: int, read: ReadRows, elsewhere: bool) -> None:
+    def step(self, step: int, rows: StepRows) -> None:
         """Have the rows of a step written by the recorder's thread; by this one if ``MOST_WAITING``
         wait."""
-        self._steps.append((step, read))
-        self._elsewhere |= elsewhere
-        while len(self._steps) > MOST_WAITING and not self._elsewhere:
+        self._steps.append((step, rows))
+        if rows.sample is not None and not self._sampled:
+            self._sampled = True
+            self.event(ev.Note(time_s=time.monotonic(), text=SAMPLED))
+        while len(self._steps) > MOST_WAITING and not self._sampled:
             with self._writing:
                 self._record()
         self.put(step)
@@ -219,9 +226,9 @@ class Recorder(EventThread):
         """Write the oldest waiting step, if any. The caller holds ``_writing``."""
         if not self._steps:
             return
-        step, read = self._steps.popleft()
+        step, rows = self._steps.popleft()
         try:
-            batch = read()
+            batch = (rows.sample or rows)()
             ages = batch.ages(step) if VERSION_SPANS in batch else None
             with self._counting:
                 if ages is not None:
