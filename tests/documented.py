@@ -60,7 +60,6 @@ GUIDE = "test_the_guide_to_an_own_engine"
 """The test that runs all Python and all commands of docs/your-own-engine.md."""
 BLOCK = re.compile(r"(?:<!-- (?:test: (?P<how>\w+)|fails) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```", re.S | re.M)
 COMMAND = re.compile(r"^(?:    )?(?:\$ )?((?:asyncflow|python3?|make|pip|torchrun|deepspeed|vllm) .*)", re.M)
-_NO_WORKER = "each worker started as documented fails: AttributeError: 'Connection' object has no attribute 'store'"
 _FROM_INDEX = "the SDK is on no package index yet; make test-packages installs its wheel with each extra"
 _BENCHMARK = "takes long; tests/test_benchmarks.py starts programs of benchmarks/ with --quick"
 _BENCHMARKS = """\
@@ -82,12 +81,6 @@ docs/benchmarks.md: make bench-engines ARGS="--markdown"
 """
 _RANKS = "needs torchrun or deepspeed on two hosts; tests start both on one"
 GAPS = dict.fromkeys(_BENCHMARKS.splitlines(), _BENCHMARK) | {
-    "contrib/asyncflow_mooncake/README.md: asyncflow store tcp://10.0.0.1:7000 --key run.key": _NO_WORKER,
-    "contrib/asyncflow_ray/README.md: asyncflow store tcp://10.0.0.1:7000 --key run.key": _NO_WORKER,
-    "asyncflow evict": "tests call run.evict(); none types the command",
-    "asyncflow keys rotate": "tests call the command within their process",
-    "store ray": _NO_WORKER,
-    "store mooncake": _NO_WORKER,
     "rollout timed": "tests run it in threads",
     "rollout sglang-engine": "the kit checks it; no run uses it",
     "transport dist": "its publisher and replicas are clients of the tests",
@@ -106,14 +99,8 @@ GAPS = dict.fromkeys(_BENCHMARKS.splitlines(), _BENCHMARK) | {
     "docs/gpu.md: pip install torch --index-url https://download.pytorch.org/whl/cu128": "needs a CUDA device",
     "docs/gpu.md: pip install 'asyncflow-sdk[torch]'": _FROM_INDEX,
     "docs/plugins.md: asyncflow run FILE.toml --set train.algorithm.baseline=0.5": "needs the page's plugin; a test runs it in a Workflow",
-    "docs/running.md: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29500 --no-python"
-    " asyncflow worker tcp://head:7000 --key run.key train --engine fsdp --model PATH --batch-size 256": _RANKS,
-    "docs/running.md: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29501 --no-python"
-    " asyncflow worker tcp://head:7000 --key run.key --from run.toml stage ref_logprobs": _RANKS,
     "docs/running.md: deepspeed --hostfile hosts --no_python --no_local_rank"
     " asyncflow worker tcp://head:7000 --key run.key train --engine deepspeed --model PATH --batch-size 256": _RANKS,
-    'docs/several-hosts.md: asyncflow resume runs/first --set \'rollout.hosts=["gpu2", "gpu3"]\' --set rollout.replicas=4'
-    " --set train.world_size=2": "tests resume with other workers on one host",
     'docs/several-hosts.md: [toml] address = "tcp://0.0.0.0:7000"': "needs Ray and GPUs; contrib/asyncflow_ray runs workflows of its own",
     'docs/several-hosts.md: [toml] address = "tcp://0.0.0.0:7000" (2)': "needs SLURM and GPUs; contrib/asyncflow_slurm runs its own",
     "docs/sglang.md: python -m venv .venv-sglang": "make environments types it",

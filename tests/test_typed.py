@@ -41,7 +41,7 @@ def notes(response):
     return [[float(len(text))] * 16_384 for text in response]
 
 def held(response, answer):
-    while pathlib.Path("hold").exists() and len(list(pathlib.Path("runs/first/steps").glob("*"))) > 1:
+    while len(list(pathlib.Path("hold/steps").glob("*"))) > 1:
         time.sleep(0.01)
     return exact_match(response, answer)
 """
@@ -187,7 +187,7 @@ def test_a_file_is_shown_and_run_with_other_values(type_: Callable[..., str], fo
 )  # fmt: skip
 def test_an_interrupted_run_is_shown_resumed_and_replayed(type_: Callable[..., str], folder: Path) -> None:
     # given a run with checkpoints that goes no further than two steps, and its page
-    (folder / "hold").touch()
+    (folder / "hold").symlink_to("runs/first")
     steps = folder / "runs" / "first" / "steps"
     changes = "--set steps=8 --set 'checkpoint={ every = 1, history = true }' --set reward=rewards:held"
     with typed("asyncflow run train.toml runs/first", folder, changes) as run:
@@ -271,16 +271,27 @@ def test_adapters_are_checked(
     "docs/running.md: asyncflow serve runs/x --address tcp://0.0.0.0:7000 --prompts data.jsonl --group-size 8 --steps 200",
     "docs/queue.md: asyncflow top runs/x",
     "docs/queue.md: asyncflow top tcp://10.0.0.1:7000 --key run.key",
+    "docs/queue.md: asyncflow store tcp://10.0.0.1:7000 --key run.key",
+    "asyncflow keys rotate",
+    "asyncflow evict",
 )
 def test_each_host_joins_by_the_command_that_the_server_prints(folder: Path, tmp_path: Path) -> None:
     with network(3) as net, contextlib.ExitStack() as running:
-        # given the server, and a copy of the key on each host
+        # given the server, and a copy of a key for new clients on each host
         head = net.address(1)
-        server = typed(command(SERVE), folder, "--steps 3", [(" --steps 200", "")], net.within(1))
+        server = typed(command(SERVE), folder, "--steps 3 --store hosts", [(" --steps 200", "")], net.within(1))
         running.enter_context(server)
         server.until(r"asyncflow top")
         there = tmp_path / "there"
         there.mkdir()
+        shutil.copy(folder / "runs" / "x" / "run.key", there)
+        store = command("docs/queue.md: asyncflow store tcp://10.0.0.1:7000 --key run.key")
+        unit = running.enter_context(typed(store, there, "", [("10.0.0.1", head)], net.within(2)))
+        unit.until("serv")
+        top = json.loads(ended(typed("asyncflow top runs/x --once --json", folder, within=net.within(1))))
+        (evicted,) = (each["id"] for each in top["sessions"] if each["name"] == "store")
+        ended(typed(f"asyncflow evict runs/x {evicted}", folder, within=net.within(1)))
+        ended(typed("asyncflow keys rotate runs/x", folder, within=net.within(1)))
         shutil.copy(folder / "runs" / "x" / "run.key", there)
         shutil.copy(folder / "rewards.py", there)
         (there / "model").symlink_to(folder / "model")
@@ -298,7 +309,7 @@ def test_each_host_joins_by_the_command_that_the_server_prints(folder: Path, tmp
         for worker in workers:
             assert worker.end() == 0, worker.said
         assert "live=0" in ended(server)
-    assert [index for index, _ in af.read_steps(folder / "runs" / "x")] == [0, 1, 2]
+    assert (folder / "runs" / "x" / "events.jsonl").read_text().count('"event":"step"') == 3
 
 
 @pytest.fixture
@@ -369,3 +380,72 @@ launcher_options = { config = "./ssh_config" }
     assert received < payload / 2, "the sample is one group of four"
     assert sent < payload / 2
     assert [len(batch.ids) for batch in steps.values()] == [8, 8]
+
+
+@pytest.mark.starts(
+    "docs/running.md: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29500 --no-python"
+    " asyncflow worker tcp://head:7000 --key run.key train --engine fsdp --model PATH --batch-size 256",
+    "docs/running.md: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29501 --no-python"
+    " asyncflow worker tcp://head:7000 --key run.key --from run.toml stage ref_logprobs",
+)
+def test_torchrun_starts_ranks_of_a_trainer_and_of_a_stage_on_two_hosts(folder: Path, hosts: Network) -> None:
+    # given a served run, with a rollout and a reward on the third host
+    file = folder / "run.toml"
+    stage = (
+        '\n[[stages]]\nwork = { logprobs = "fsdp", model = "./model", world_size = 2 }\ngives = ["ref_logprobs"]\n'
+    )
+    file.write_text(file.read_text() + stage)
+    head = hosts.address(1)
+    with contextlib.ExitStack() as running:
+        serve = [("runs/x", "runs/ranks"), (" --steps 200", "")]
+        server = running.enter_context(typed(command(SERVE), folder, "--steps 2", serve, hosts.within(1)))
+        server.until(r"asyncflow top")
+        shutil.copy(folder / "runs" / "ranks" / "run.key", folder)
+        worker = f"asyncflow worker tcp://{head}:7000 --key run.key"
+        for words in (
+            "rollout --engine transformers --model model --max-tokens 7",
+            "stage rewards:ones --task reward --needs response --gives reward",
+        ):
+            running.enter_context(typed(f"{worker} {words}", folder, within=hosts.within(3)))
+        # when torchrun is typed on both hosts
+        small = [
+            ("--nproc-per-node 8", "--nproc-per-node 1"),
+            ("head:29", f"{head}:29"),
+            ("tcp://head", f"tcp://{head}"),
+        ]
+        model = [("PATH", "model"), ("--batch-size 256", "--batch-size 32")]
+        train, ref = (item for item in items() if item.startswith("docs/running.md: torchrun"))
+        events = folder / "runs" / "ranks" / "events.jsonl"
+        for item, more, task in ((ref, [], "ref_logprobs"), (train, model, "train")):
+            for host in (1, 2):
+                ranks = typed(command(item), folder, replaced=[*small, *more], within=hosts.within(host))
+                running.enter_context(ranks)
+            work = re.compile(rf'"event":"span"[^\n]*"{task}')
+            until(lambda work=work: work.search(events.read_text()), f"work of {task}", 600.0)
+        # then
+        assert "live=0" in ended(server)
+    assert [len(batch.ids) for _, batch in af.read_steps(folder / "runs" / "ranks")] == [32, 32]
+
+
+@pytest.mark.starts(
+    'docs/several-hosts.md: asyncflow resume runs/first --set \'rollout.hosts=["gpu2", "gpu3"]\' --set rollout.replicas=4'
+    " --set train.world_size=2"
+)
+def test_an_interrupted_run_goes_on_with_other_workers(
+    type_: Callable[..., str], folder: Path, hosts: Network
+) -> None:
+    # given a run that goes no further than two steps
+    (folder / "hold").symlink_to("runs/elsewhere")
+    changes = "--set steps=4 --set checkpoint.every=1 --set reward=rewards:held --set train.engine=fsdp"
+    words = command("docs/several-hosts.md: asyncflow run run.toml runs/first")
+    steps = folder / "runs" / "elsewhere" / "steps"
+    moved = [("runs/first", "runs/elsewhere")]
+    with typed(words, folder, changes, moved, hosts.within(1)) as run:
+        until(lambda: len(list(steps.glob("*"))) > 1, "two steps", 600.0)
+        interrupted(run, (folder / "hold").unlink)
+    # when
+    resume = next(item for item in items() if item.startswith("docs/several-hosts.md: asyncflow resume"))
+    fewer = [*moved, ('"gpu2", "gpu3"', '"gpu2"'), ("replicas=4", "replicas=2")]
+    said = type_(resume, replaced=fewer, within=hosts.within(1))
+    # then
+    assert "4 of 4 steps" in said

@@ -20,7 +20,7 @@ from typing import IO
 
 NET = "10.78.0"
 MOUNT = """\
-mount --bind "$1" /dev/shm; mkdir -p /dev/shm/ray /tmp/ray; mount --bind /dev/shm/ray /tmp/ray
+mount --bind "$1" /dev/shm; mount --bind "$1/../hosts" /etc/hosts; mkdir -p /dev/shm/ray /tmp/ray; mount --bind /dev/shm/ray /tmp/ray
 hostname "$2"; shift 2; exec "$@"
 """
 
@@ -49,6 +49,8 @@ class Network:
         self.switch = ["ip", "netns", "exec", self._switch]  # the command that runs another one beside the bridge
         self._folder = Path(tempfile.mkdtemp(prefix="asyncflow-hosts-"))
         self._hosts = [f"{self._prefix}{number}" for number in range(1, count + 1)]
+        names = ["127.0.0.1 localhost", *(f"{NET}.{number} host{number}" for number in range(1, count + 1))]
+        (self._folder / "hosts").write_text("\n".join([*names, ""]))
         try:
             self._make(rate)
         except BaseException:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, MemoryFull
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.testing import Conformance
+from asyncflow_sdk.testing.store_client import squares
 from asyncflow_sdk.testing.stored_run import StoredRun, until
 from asyncflow_sdk.workflow.workers.ranks import free_port
 
@@ -144,6 +147,25 @@ def test_columns_made_in_lost_memory_are_made_again(master: Master) -> None:
         stored.process("use", 6)
         audit = run.audit()
         assert (audit.put, audit.expired, audit.consumed, audit.live, audit.balanced) == (10, 4, 6, 0, True)
+
+
+@pytest.mark.starts(
+    "contrib/asyncflow_mooncake/README.md: asyncflow store tcp://10.0.0.1:7000 --key run.key", "store mooncake"
+)
+def test_a_unit_typed_by_hand_serves_workers_of_the_run(shared_master: Master, tmp_path: Path) -> None:
+    store = af.Store(kind="mooncake", options={"master": shared_master.address, "segment_bytes": 64 << 20})
+    with af.serve(tmp_path, address="tcp://127.0.0.1:0", store=store) as run:
+        typed = [sys.executable, "-m", "asyncflow_sdk.cli", "store", run.addresses[-1], "--key", tmp_path / "run.key"]
+        with contextlib.ExitStack() as ends:
+            ends.callback(ends.enter_context(subprocess.Popen(typed)).terminate)
+            until(lambda: [home for home in run.homes() if home.address], "the unit")
+            run.start(af.Stage(squares, task="square", gives=["y"]))
+            run.queue.declare("use", needs=["y"])
+            run.queue.put({"x": np.arange(3.0)})
+            with run.queue.get("use", 3, at_least=3, timeout_s=120.0) as batch:
+                assert batch.array("y").tolist() == [0, 1, 4]
+                assert run.audit().homes[-1].payload_bytes > 0
+                batch.ack()
 
 
 @kit.parametrize

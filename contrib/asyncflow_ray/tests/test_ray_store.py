@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import MemoryFull
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.testing import Conformance
+from asyncflow_sdk.testing.store_client import squares
 from asyncflow_sdk.testing.stored_run import StoredRun, until
 
 kit = Conformance("store", "ray", options={"memory_bytes": 64 << 20})
@@ -103,3 +106,20 @@ def test_a_unit_that_dies_loses_nothing(cluster: str) -> None:
         with stored.queue().get("read", 4) as batch:
             assert batch.array("x").tolist() == [0, 1, 2, 3]
             batch.ack()
+
+
+@pytest.mark.starts("contrib/asyncflow_ray/README.md: asyncflow store tcp://10.0.0.1:7000 --key run.key", "store ray")
+def test_a_unit_typed_by_hand_serves_workers_of_the_run(cluster: str, tmp_path: Path) -> None:
+    store = af.Store(kind="ray", options={"address": cluster, "memory_bytes": 64 << 20})
+    with af.serve(tmp_path, address="tcp://127.0.0.1:0", store=store) as run:
+        typed = [sys.executable, "-m", "asyncflow_sdk.cli", "store", run.addresses[-1], "--key", tmp_path / "run.key"]
+        with contextlib.ExitStack() as ends:
+            ends.callback(ends.enter_context(subprocess.Popen(typed)).terminate)
+            until(lambda: [home for home in run.homes() if home.address], "the unit")
+            run.start(af.Stage(squares, task="square", gives=["y"]))
+            run.queue.declare("use", needs=["y"])
+            run.queue.put({"x": np.arange(3.0)})
+            with run.queue.get("use", 3, at_least=3, timeout_s=120.0) as batch:
+                assert batch.array("y").tolist() == [0, 1, 4]
+                assert run.audit().homes[-1].payload_bytes > 0
+                batch.ack()
