@@ -436,7 +436,7 @@ def test_an_interrupted_run_goes_on_with_other_workers(
 ) -> None:
     # given a run that goes no further than two steps
     (folder / "hold").symlink_to("runs/elsewhere")
-    changes = "--set steps=4 --set checkpoint.every=1 --set reward=rewards:held --set train.engine=fsdp"
+    changes = "--set steps=8 --set checkpoint.every=1 --set reward=rewards:held --set train.engine=fsdp"
     words = command("docs/several-hosts.md: asyncflow run run.toml runs/first")
     steps = folder / "runs" / "elsewhere" / "steps"
     moved = [("runs/first", "runs/elsewhere")]
@@ -448,4 +448,4 @@ def test_an_interrupted_run_goes_on_with_other_workers(
     fewer = [*moved, ('"gpu2", "gpu3"', '"gpu2"'), ("replicas=4", "replicas=2")]
     said = type_(resume, replaced=fewer, within=hosts.within(1))
     # then
-    assert "4 of 4 steps" in said
+    assert "8 of 8 steps" in said

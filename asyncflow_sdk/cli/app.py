@@ -230,7 +230,7 @@ def serve(
     ] = None,
     store: Annotated[str, option("Where payload stays: local, hosts, ...", "NAME", "--store")] = LOCAL,
     store_options: Annotated[
-        Texts, repeatable("Store option, for example replicas=2.", "NAME=VALUE", "--store-option")
+        Texts, repeatable("Store option, for example fetch_s=60.", "NAME=VALUE", "--store-option")
     ] = None,
     home_silence: Annotated[
         float, option("Seconds without a storage unit after which a host is lost.", min=0.0)

@@ -25,19 +25,17 @@ from typing import Any
 import msgspec
 
 from ..types import Column, ColumnSpec
-from ..types.blocks import Block, BlockImage, BlockPlace, BlockSlices
+from ..types.blocks import Block, BlockImage, BlockSlices
 from ..types.ragged import Array
 
 
 class StoredBlock(msgspec.Struct, frozen=True):
     """Written columns whose call is not sent yet: ``block``, their location, or ``image``, the bytes
-    to send beside the call. ``space``: the store's own handle of a block. ``replica``: its second
-    place. With ``block`` and ``image``, the image is sent as the replica."""
+    to send beside the call. ``space``: the store's own handle of a block."""
 
     block: Block | None = None
     image: BlockImage | None = None
     space: Any = None
-    replica: BlockPlace | None = None
 
 
 class PayloadStore(ABC):
@@ -45,14 +43,12 @@ class PayloadStore(ABC):
 
     ``inline``: True if the server sends the columns of rows in its own memory beside its answers.
     ``synced``: True if payload is on disk before its call counts. ``may_wait``: True if ``read`` may
-    wait for other hosts; event loops then read in a thread. ``replicates``: True if ``replicate`` does
-    anything.
+    wait for other hosts; event loops then read in a thread.
     """
 
     inline: bool = False
     synced: bool = False
     may_wait: bool = False
-    replicates: bool = False
 
     @abstractmethod
     def write(self, columns: Mapping[str, Column], *, copy: bool, grow: bool = True) -> StoredBlock:
@@ -65,11 +61,6 @@ class PayloadStore(ABC):
     def rewrite(self, stored: StoredBlock) -> StoredBlock | None:
         """Return the same columns, stored again, for a call that failed with PayloadLost. None if
         the block is still there: a repeated call would fail again. Raises MemoryFull."""
-
-    def replicate(self, stored: StoredBlock) -> StoredBlock:
-        """Return the same columns, also written to a second home, before their call is sent. May wait
-        for other hosts. Without a second home, return them unchanged."""
-        return stored
 
     @abstractmethod
     def discard(self, stored: StoredBlock) -> None:
@@ -146,7 +137,7 @@ class HomeCatalog(ABC):
         further ones. Raises ServerLost."""
 
     def needed_blocks(self, home: int, epoch: int) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-        """Return (start, serial, bytes) of the blocks and replicas in a home that rows or calls need, by
+        """Return (start, serial, bytes) of the blocks in a home that rows or calls need, by
         segment. A unit of segments requests them. Raises ServerLost."""
         raise NotImplementedError
 

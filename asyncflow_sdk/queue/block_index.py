@@ -10,13 +10,11 @@ import struct
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..ledger.commands import Ids
-from ..types.blocks import Block, BlockPlace, BlockSlices
-from .block_replicas import BlockReplicas
+from ..types.blocks import Block, BlockSlices
 from .stores.blocks import BLOCK, RUN
 
 _NOWHERE = -1
@@ -35,13 +33,6 @@ class FreedBlocks(NamedTuple):
     serials: bytes  # packed int64
 
 
-class OwnedPlace(NamedTuple):
-    """The place of a replica, and the owner of its memory."""
-
-    owner: str
-    place: BlockPlace
-
-
 class BlockIndex:
     """Not thread-safe: only the server's thread uses it."""
 
@@ -55,16 +46,14 @@ class BlockIndex:
         self._blocks = np.zeros((1024, 6), np.int64)
         self._free = list(range(1023, -1, -1))  # slots; the lowest is used first
         self._segments = _Segments()
-        self._replicas = BlockReplicas()
         self.live_bytes = 0  # of blocks in use, each counted once
-        self.replicated_bytes = 0  # of blocks in use with a replica
         self.written_bytes = 0  # of all blocks so far
 
-    def put(self, first: int, block: Block, owner: str, group_size: int, replica: OwnedPlace | None = None) -> None:
+    def put(self, first: int, block: Block, owner: str, group_size: int) -> None:
         """Assign ``block`` to rows from ``first`` on, ``group_size`` rows for each entry."""
         count = block.rows * group_size
         self._reserve(first, first + count - 1)
-        place = self._enter(block, owner, count, replica) << _SHIFT
+        place = self._enter(block, owner, count) << _SHIFT
         at = first - self._base
         if count == 1:
             self._families[block.columns][at] = place
@@ -74,21 +63,14 @@ class BlockIndex:
                 entries if group_size == 1 else entries.repeat(group_size)
             )
 
-    def add(
-        self,
-        ids: Ids,
-        block: Block,
-        owner: str,
-        entries: npt.NDArray[np.int64],
-        replica: OwnedPlace | None = None,
-    ) -> None:
+    def add(self, ids: Ids, block: Block, owner: str, entries: npt.NDArray[np.int64]) -> None:
         """Assign entry entries[i] of ``block`` to row ids[i]."""
         if len(ids):
             self._reserve(int(ids.min()), int(ids.max()))
-            place = self._enter(block, owner, len(ids), replica) << _SHIFT
+            place = self._enter(block, owner, len(ids)) << _SHIFT
             self._families[block.columns][ids - self._base] = place + entries
 
-    def _enter(self, block: Block, owner: str, rows: int, replica: OwnedPlace | None) -> int:
+    def _enter(self, block: Block, owner: str, rows: int) -> int:
         """Add a block needed by ``rows`` rows, and return its slot."""
         family = block.columns
         if family not in self._families:
@@ -105,14 +87,10 @@ class BlockIndex:
         self._blocks[slot] = segment, block.start, block.serial, block.rows, block.nbytes, rows
         self.live_bytes += block.nbytes
         self.written_bytes += block.nbytes
-        if replica is not None:
-            place = replica.place
-            self._replicas.add(slot, self._segments.enter(replica.owner, place.segment), place.start, place.serial)
-            self.replicated_bytes += block.nbytes
         return slot
 
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[BlockSlices, ...]:
-        """Return the slices of columns for these rows, with replicas; every row must have them."""
+        """Return the slices of columns for these rows; every row must have them."""
         if not len(ids):
             return ()
         at = ids - self._base
@@ -183,14 +161,8 @@ class BlockIndex:
             wanted = np.zeros_like(used)
             wanted[theirs[theirs >= 0] >> _SHIFT] = True
             used &= wanted
-        slots = np.flatnonzero(used)
-        slots = self._missing(exist, slots, self._blocks[slots, :3])
-        if self._replicas:
-            second = self._replicas.having(slots)
-            here = np.setdiff1d(second, self._missing(exist, second, self._replicas.at(second)))
-            slots = np.setdiff1d(slots, here)
         gone = np.zeros(len(self._blocks), np.bool_)
-        gone[slots] = True
+        gone[self._missing(exist, np.flatnonzero(used))] = True
         if not gone.any():
             return np.empty(0, np.int64)
         found = [np.flatnonzero((a >= 0) & gone[np.maximum(a, 0) >> _SHIFT]) for a in self._families.values()]
@@ -203,13 +175,14 @@ class BlockIndex:
         used[self._free] = False
         return used
 
-    def _missing(self, exist: BlockCheck, slots: Ids, places: Ids) -> Ids:
-        """Return the slots with a missing place. ``places``: segment, start and serial of each."""
+    def _missing(self, exist: BlockCheck, slots: Ids) -> Ids:
+        """Return the slots with a missing block."""
         missing = np.zeros(len(slots), np.bool_)
-        for number in np.unique(places[:, 0]).tolist():
-            mine = places[:, 0] == number
-            _, starts, serials = places[mine].T
-            missing[mine] = ~exist(self._segments.names[number], starts, serials, self._blocks[slots[mine], 4])
+        blocks = self._blocks[slots]
+        for number in np.unique(blocks[:, 0]).tolist():
+            mine = blocks[:, 0] == number
+            _, starts, serials, _, sizes, _ = blocks[mine].T
+            missing[mine] = ~exist(self._segments.names[number], starts, serials, sizes)
         return slots[missing]
 
     def copy(self, parents: Ids, children: Ids, columns: tuple[str, ...]) -> None:
@@ -226,54 +199,31 @@ class BlockIndex:
     def drop(
         self, gone: Callable[[str], bool], serials: Ids | None = None
     ) -> tuple[list[tuple[Ids, Family]], list[FreedBlocks]]:
-        """Forget all places in segments for which ``gone`` is true, or those of ``serials`` there. Return
-        the rows of each family that had a block without another place; and the places."""
+        """Forget all blocks in segments for which ``gone`` is true, or those of ``serials`` there. Return
+        the rows of each family that had one, and the blocks."""
         numbers = [number for number, name in self._segments.used() if gone(name)]
         lost = self._used() & np.isin(self._blocks[:, 0], numbers)
         if serials is not None:
             lost &= np.isin(self._blocks[:, 2], serials)
-        freed: list[FreedBlocks] = []
-        if self._replicas:
-            second = self._replicas.in_segments(numbers)
-            if serials is not None:
-                second = second[np.isin(self._replicas.at(second)[:, 2], serials)]
-            freed += self._free_replicas(second)
-            again = self._replicas.having(np.flatnonzero(lost))
-            freed += self._promote(again)
-            lost[again] = False
         dropped = []
         for family, array in self._families.items():
             at = np.flatnonzero((array >= 0) & lost[np.maximum(array, 0) >> _SHIFT])
             if len(at):
                 array[at] = _NOWHERE
                 dropped.append((at + self._base, family))
-        if lost.any():
-            freed += self._forget(np.flatnonzero(lost))
-        return dropped, freed
-
-    def _promote(self, slots: Ids) -> list[FreedBlocks]:
-        """Let replicas take the place of lost blocks. Return the places of these."""
-        if not len(slots):
-            return []
-        freed = self._leave(self._blocks[slots, 0], self._blocks[slots, 2])
-        self._blocks[slots, :3] = self._replicas.take(slots)
-        self.replicated_bytes -= int(self._blocks[slots, 4].sum())
-        return freed
+        return dropped, self._forget(np.flatnonzero(lost)) if lost.any() else []
 
     def segments(self) -> set[str]:
         """Return the segments that rows need."""
         return self._segments.of()
 
     def places_in(self, wanted: Callable[[str], bool]) -> dict[str, Ids]:
-        """Return start, serial and bytes (n, 3) of all places in segments for which ``wanted`` is true."""
+        """Return start, serial and bytes (n, 3) of all blocks in segments for which ``wanted`` is true."""
         names = {number: name for number, name in self._segments.used() if wanted(name)}
-        first = self._blocks[self._used() & np.isin(self._blocks[:, 0], list(names))]
-        slots = self._replicas.in_segments(list(names))
-        second = np.column_stack([self._replicas.at(slots), self._blocks[slots, 4]])
-        places = np.concatenate([first[:, [0, 1, 2, 4]], second])
+        blocks = self._blocks[self._used() & np.isin(self._blocks[:, 0], list(names))]
         found: dict[str, Ids] = {}
         for number, name in names.items():  # a segment of several owners has several numbers
-            mine = places[places[:, 0] == number, 1:]
+            mine = blocks[blocks[:, 0] == number][:, [1, 2, 4]]
             found[name] = np.concatenate([found.get(name, mine[:0]), mine])
         return found
 
@@ -296,14 +246,7 @@ class BlockIndex:
         self.live_bytes -= nbytes
         freed = FreedBlocks(self._segments.owners[segment], self._segments.names[segment], _SERIAL.pack(serial))
         self._segments.leave(segment, 1)
-        return [freed, *self._free_replicas(np.array([slot]))] if self._replicas else [freed]
-
-    def _free_replicas(self, slots: Ids) -> list[FreedBlocks]:
-        """Forget the replicas of blocks, and return them."""
-        slots = self._replicas.having(slots)
-        self.replicated_bytes -= int(self._blocks[slots, 4].sum())
-        numbers, _, serials = self._replicas.take(slots).T
-        return self._leave(numbers, serials) if len(slots) else []
+        return [freed]
 
     def segments_of(self, owner: str) -> Collection[str]:
         """Return the segments of an owner that rows need."""
@@ -341,7 +284,7 @@ class BlockIndex:
         count = len(places)
         if count == 1 or (int(places[-1]) - first == count - 1 and (places[1:] - places[:-1] == 1).all()):
             segment, *block, _ = self._blocks[first >> _SHIFT].tolist()
-            slices = BlockSlices(
+            return BlockSlices(
                 names,
                 fields if isinstance(fields, bytes) else fields[:1].tobytes(),
                 (self._segments.names[segment],),
@@ -349,14 +292,13 @@ class BlockIndex:
                 RUN.pack(first & _ENTRY),
                 RUN.pack(count),
             )
-            return slices if not self._replicas else self._with_replicas(slices, np.array([first >> _SHIFT]))
         run = np.flatnonzero(_steps(places, first - 2) != 1)  # starts of runs
         slots = places[run] >> _SHIFT
         new = np.flatnonzero(_steps(slots, -1))  # the first run of each block
         blocks = self._blocks[slots[new]]
         blocks[:, 5] = _sizes(new, len(run))
         segments, blocks[:, 0] = _numbered(blocks[:, 0])
-        slices = BlockSlices(
+        return BlockSlices(
             names,
             fields if isinstance(fields, bytes) else fields[run[new]].tobytes(),
             tuple(self._segments.names[segment] for segment in segments),
@@ -364,27 +306,12 @@ class BlockIndex:
             (places[run] & _ENTRY).astype(np.int32).tobytes(),
             _sizes(run, count).astype(np.int32).tobytes(),
         )
-        return slices if not self._replicas else self._with_replicas(slices, slots[new])
-
-    def _with_replicas(self, slices: BlockSlices, slots: Ids) -> BlockSlices:
-        """Add the replicas of its blocks to slices: see ``BlockSlices``."""
-        places = self._replicas.at(slots)
-        here = places[:, 0] >= 0
-        if not here.any():
-            return slices
-        blocks = np.zeros((len(slots), 6), np.int64)
-        blocks[:, :3] = places
-        segments, which = _numbered(places[here, 0])
-        blocks[here, 0] = which + len(slices.segments)
-        names = (*slices.segments, *(self._segments.names[segment] for segment in segments))
-        return msgspec.structs.replace(slices, segments=names, blocks=slices.blocks + blocks.tobytes())
 
     def _forget(self, slots: Ids) -> list[FreedBlocks]:
         self._free.extend(slots.tolist())
         blocks = self._blocks[slots]
         self.live_bytes -= int(blocks[:, 4].sum())
-        freed = self._leave(blocks[:, 0], blocks[:, 2])
-        return freed + self._free_replicas(slots) if self._replicas else freed
+        return self._leave(blocks[:, 0], blocks[:, 2])
 
     def _leave(self, numbers: Ids, serials: Ids) -> list[FreedBlocks]:
         """Return freed blocks by segment, given the segment's number and the serial of each."""

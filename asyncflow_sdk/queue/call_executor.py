@@ -25,16 +25,14 @@ from ..ledger.payload_loss import LOST_REASON
 from ..ledger.state.grants import Grant
 from ..ledger.state.homes import HomeLoss
 from ..types import ColumnSpec, Event
-from ..types.blocks import Block, BlockPlace, BlockSlices
+from ..types.blocks import Block, BlockSlices
 from . import remote_payload
-from .block_index import OwnedPlace
-from .checks import check_call, check_replica, completed, owns
+from .checks import check_call, completed, owns
 from .clients import ClientProcess, ClientTable
 from .listeners import Listeners
 from .measures import Measures
 from .payload_manager import CallPayload, PayloadManager
 from .protocol import UNRECORDED, Call, CallResult, ClientHello, Unrecorded, Welcome, decode_result, encode, failure
-from .stores.homes import SERVER_MEMORY, home_of
 
 _log = logging.getLogger(__name__)
 
@@ -214,11 +212,12 @@ class CallExecutor:
         if isinstance(command, cmd.OpenSession):
             raise ProtocolError("sessions are opened by hello, not by join")
         number = self.clients.number(session)
-        owner, writer = self._owner(session, call, block)
+        owner, writer = session, number
+        if call.payload is not None:  # the block was sent beside the call
+            owner, writer = remote_payload.OWNER, remote_payload.NUMBER
         held = False
         try:
             ids, step = self._check(writer, command, block)
-            replica = None if call.replica is None else self._replica(session, call, call.replica)
             if isinstance(command, (cmd.AddRows, cmd.Complete)):
                 command = msgspec.structs.replace(command, nbytes=block.nbytes if block else 0)
             command = self._measures.fill(command, block)
@@ -230,7 +229,7 @@ class CallExecutor:
                 raise ProtocolError("`then` needs a completion or a return of rows")
             self._pending[ticket] = PendingCall(session, command, ids, call.inline, call.then)
             if block is not None:
-                self.payloads.hold(ticket, CallPayload(owner, block, replica))
+                self.payloads.hold(ticket, CallPayload(owner, block))
                 held = True
             self.ledger.apply(number, command, now, ticket)
             if len(unread):
@@ -238,33 +237,14 @@ class CallExecutor:
         except Exception:
             self._pending.pop(ticket, None)
             self.payloads.discard(ticket)
-            if not held:
-                self._free_unused(session, call)
+            if not held and block is not None and owns(writer, block.segment):
+                self.payloads.free(CallPayload(owner, block))
             raise
         if lease is not None and lease.shards is not None and len(lease.shards.done) < lease.shards.size:
             trained = None  # other ranks have to acknowledge it, too
         self._flush(trained)
         if isinstance(command, (cmd.CloseSession, cmd.Dismiss)):
             self._close_left()
-
-    def _owner(self, session: str, call: Call, place: Block | BlockPlace | None) -> tuple[str, int]:
-        """Return the session, and its number, with the memory of a place: the server's if it was sent
-        beside the call."""
-        uploaded = call.payload is not None and place is not None and home_of(place.segment) == SERVER_MEMORY
-        return (remote_payload.OWNER, remote_payload.NUMBER) if uploaded else (session, self.clients.number(session))
-
-    def _replica(self, session: str, call: Call, place: BlockPlace) -> OwnedPlace | None:
-        """Return the replica of a call's block; None if its home is lost. Raises SchemaError."""
-        owner, writer = self._owner(session, call, place)
-        check_replica(writer, call.block, place)
-        return OwnedPlace(owner, place) if self._state.homes.is_live(*home_of(place.segment)) else None
-
-    def _free_unused(self, session: str, call: Call) -> None:
-        """Free the payload of a refused call."""
-        for place in (call.block, call.replica):
-            owner, writer = self._owner(session, call, place)
-            if place is not None and owns(writer, place.segment):
-                self.payloads.free_place(owner, place)
 
     def _close_left(self) -> None:
         """Remove sessions that the ledger has closed."""

@@ -22,10 +22,9 @@ from ..ledger import Ledger
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..types import ColumnSpec, check_column_name
-from ..types.blocks import Block, BlockPlace
-from .remote_payload import NUMBER as SERVER
+from ..types.blocks import Block
 from .stores.blocks import ALIGN, kind_of
-from .stores.homes import SERVER_MEMORY, home_of, is_replica_segment, segment_prefix
+from .stores.homes import SERVER_MEMORY, home_of, segment_prefix
 
 _LARGEST = 1 << 63
 _EXACT: dict[Any, tuple[type, ...]] = {
@@ -153,22 +152,6 @@ def check_call(
             )
         return None, -1
     return completed(ledger, command, block)
-
-
-def check_replica(writer: int, block: Block | None, replica: BlockPlace) -> None:
-    """Raises SchemaError unless ``replica`` may be the second place of a block. ``writer``: the
-    session of its segment. In the server's memory, only the server writes replicas."""
-    where = home_of(replica.segment)
-    if block is None or where == home_of(block.segment):
-        raise SchemaError("a replica needs a block in another home")
-    if (
-        not owns(writer, replica.segment)
-        or not (writer == SERVER if where == SERVER_MEMORY else is_replica_segment(replica.segment))
-        or replica.start < 0
-        or replica.start % ALIGN
-        or not 0 < replica.serial < 1 << 63
-    ):
-        raise SchemaError(f"this session has no such replica in segment {replica.segment!r}")
 
 
 def completed(ledger: Ledger, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:

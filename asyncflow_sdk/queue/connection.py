@@ -42,7 +42,7 @@ from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import GrowthNeeded
 from ..types import Column, Event, digest_of
-from ..types.blocks import Block, BlockPlace
+from ..types.blocks import Block
 from ..types.config import LOCAL
 from ..types.defaults import CALL_S
 from ..wire import Client, Member, RunKey, WireReply, await_key, own_address, own_key, process_key, same_host
@@ -59,7 +59,6 @@ from .protocol import (
     KeyRequest,
     MemberQuery,
     Members,
-    PlainCall,
     ResultWithPayload,
     RotateKey,
     Welcome,
@@ -201,7 +200,7 @@ class Connection:
 
     def fetch(self, request: FetchRequest, timeout_s: float) -> tuple[FetchReply, Any]:
         """Fetch columns of rows in the server's memory. Return the reply, and the bytes of its blocks."""
-        received = self.wire.exchange(encode(PlainCall(request)), timeout_s, grace_s=0.0)
+        received = self.wire.exchange(encode(Call(request)), timeout_s, grace_s=0.0)
         answer = decode_result(received.body)
         answer.raise_error()
         if not isinstance(answer.reply, FetchReply) or received.payload is None:
@@ -211,7 +210,7 @@ class Connection:
     def _hello(self, timeout_s: float) -> Welcome:
         pid, host = os.getpid(), socket.gethostname()
         hello = ClientHello(self.name, pid, process_key(pid), __version__, host, self.key.public)
-        answer = decode_result(self.wire.request(encode(PlainCall(hello)), timeout_s, grace_s=0.0))
+        answer = decode_result(self.wire.request(encode(Call(hello)), timeout_s, grace_s=0.0))
         answer.raise_error()
         assert isinstance(answer.reply, Welcome)
         return answer.reply
@@ -242,7 +241,7 @@ class Connection:
 
     def _ask(self, request: CallCommand, timeout_s: float) -> Any:
         """Send a request without columns, also before the store is open. Raises the server's error."""
-        return self.unpack_or_raise(self.wire.exchange(encode(PlainCall(request)), timeout_s, grace_s=0.0)).reply
+        return self.unpack_or_raise(self.wire.exchange(encode(Call(request)), timeout_s, grace_s=0.0)).reply
 
     def report(self, *events: Event) -> None:
         """Send events with the next call. An event that cannot be encoded is logged and dropped."""
@@ -262,7 +261,6 @@ class Connection:
         block: Block | None = None,
         then: cmd.LeaseRows | None = None,
         payload: int | None = None,
-        replica: BlockPlace | None = None,
     ) -> bytes:
         """Return the encoded call, with waiting events. Raises TypeError, SchemaError."""
         for each in (command, then):
@@ -270,10 +268,7 @@ class Connection:
                 check_arguments(each)
         with self._lock:
             events, inline = tuple(self._events), self.store.inline
-            if replica is None:
-                body = encode(PlainCall(command, block, events, then, payload, inline))
-            else:
-                body = encode(Call(command, block, events, then, payload, inline, replica))
+            body = encode(Call(command, block, events, then, payload, inline))
             self._events.clear()
         return body
 
@@ -387,13 +382,10 @@ class Port(ABC):
         began = time.monotonic()
         for left in reversed(range(SEND_TRIES)):
             try:
-                if self.connection.store.replicates and pending.stored is not _NOTHING:
-                    stored = await self.in_thread(self.connection.store.replicate, pending.stored)
-                    pending = PendingWrite(pending.command, stored)
                 stored = pending.stored
                 image = stored.image
                 body = self.connection.encode_call(
-                    pending.command, stored.block, then, None if image is None else image.rows, stored.replica
+                    pending.command, stored.block, then, None if image is None else image.rows
                 )
             except BaseException:
                 self.discard(pending)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -25,14 +25,13 @@ from ..ledger.state import LedgerState
 from ..ledger.state.homes import HomeLoss, LostColumns, Replacement
 from ..memory import BlockHold, Mapper, find_blocks
 from ..types import Batch, Column, ColumnSpec
-from ..types.blocks import Block, BlockPlace, BlockSlices
+from ..types.blocks import Block, BlockSlices
 from . import remote_payload
-from .block_index import BlockCheck, BlockIndex, OwnedPlace
+from .block_index import BlockCheck, BlockIndex
 from .protocol import Call
 from .remote_payload import RemotePayload
 from .stores.homes import SERVER_MEMORY, HomeId, home_of
 from .stores.reader import ColumnReader
-from .stores.replica_choice import choose_server_memory
 
 Report = TypeVar("Report", Audit, StatusReport)
 MOST_UNREAD = 16
@@ -46,26 +45,6 @@ class CallPayload(NamedTuple):
 
     owner: str
     block: Block
-    replica: OwnedPlace | None = None
-
-    def segments(self) -> Iterator[str]:
-        """Yield the segments of its places."""
-        yield self.block.segment
-        if self.replica is not None:
-            yield self.replica.place.segment
-
-    def without(self, lost: Callable[[Block | BlockPlace], bool]) -> CallPayload | None:
-        """Return the payload without its lost places; None if there is no other place."""
-        replica = self.replica
-        if replica is not None and lost(replica.place):
-            return self._replace(replica=None)
-        if not lost(self.block):
-            return self
-        if replica is None:
-            return None
-        place = replica.place
-        block = msgspec.structs.replace(self.block, segment=place.segment, start=place.start, serial=place.serial)
-        return CallPayload(replica.owner, block)
 
 
 class PayloadManager:
@@ -131,27 +110,27 @@ class PayloadManager:
         if ticket not in self._pending_blocks:
             return
         payload = self._pending_blocks.pop(ticket)
-        owner, block, replica = payload
+        owner, block = payload
         if done.again:
             self.free(payload)
         elif done.groups:
             ids = np.arange(done.first, done.first + done.count)
-            self.index.add(ids, block, owner, groups.repeat(command.group_size), replica)
+            self.index.add(ids, block, owner, groups.repeat(command.group_size))
         else:
-            self.index.put(done.first, block, owner, command.group_size, replica)
+            self.index.put(done.first, block, owner, command.group_size)
 
     def complete(self, ticket: int, ids: Ids, revoked: Ids) -> None:
         """Place columns of rows, in the order of the block's entries, except for revoked rows."""
         if ticket not in self._pending_blocks:
             return
         payload = self._pending_blocks.pop(ticket)
-        owner, block, replica = payload
+        owner, block = payload
         entries = np.arange(block.rows)
         if not len(revoked):
-            self.index.add(ids, block, owner, entries, replica)
+            self.index.add(ids, block, owner, entries)
             return
         kept = ~np.isin(ids, revoked)
-        self.index.add(ids[kept], block, owner, entries[kept], replica)
+        self.index.add(ids[kept], block, owner, entries[kept])
         if not kept.any():
             self.free(payload)
 
@@ -163,20 +142,13 @@ class PayloadManager:
     def forget(self, ticket: int) -> None:
         """Forget the call of an ended session. Only uploads are freed: others go with its segments."""
         if ticket in self._pending_blocks:
-            owner, block, replica = self._pending_blocks.pop(ticket)
-            for each, place in ((owner, block), *(() if replica is None else (replica,))):
-                if each == remote_payload.OWNER:
-                    self.free_place(each, place)
+            payload = self._pending_blocks.pop(ticket)
+            if payload.owner == remote_payload.OWNER:
+                self.free(payload)
 
     def free(self, payload: CallPayload) -> None:
-        """Free the block of a call, and its replica."""
-        self.free_place(payload.owner, payload.block)
-        if payload.replica is not None:
-            self.free_place(*payload.replica)
-
-    def free_place(self, owner: str, place: Block | BlockPlace) -> None:
-        """Free one place of a block."""
-        self._free(owner, place.segment, place.packed_serial)
+        """Free the block of a call."""
+        self._free(payload.owner, payload.block.segment, payload.block.packed_serial)
 
     def retire(self, ids: Ids) -> None:
         """Free the blocks that no row needs once these rows have ended."""
@@ -194,7 +166,7 @@ class PayloadManager:
     def _pending_segments(self) -> Iterator[str]:
         """Yield the segments of waiting calls."""
         for payload in self._pending_blocks.values():
-            yield from payload.segments()
+            yield payload.block.segment
 
     def remove_old_weights(self) -> None:
         """Remove weights of versions that cannot be fetched any more."""
@@ -212,18 +184,16 @@ class PayloadManager:
         self.index.copy(remade.parents, remade.children, remade.columns)
 
     def drop_lost(self, lost: HomeLoss) -> tuple[list[LostColumns], list[int]]:
-        """Forget the places in a lost home, or its lost blocks. Return the columns of rows without
-        another place, and the tickets of waiting puts without one."""
+        """Forget the blocks in a lost home, or its lost ones. Return the lost columns of rows, and the
+        tickets of waiting puts with lost payload."""
         where = HomeId(lost.home, lost.epoch)
         serials = None if lost.serials is None else unpack_ids(lost.serials)
         among = None if serials is None else set(serials.tolist())
-        waiting = []
-        for ticket, payload in self._pending_blocks.items():
-            left = payload.without(lambda place: home_of(place.segment) == where and _is_in(place.serial, among))
-            if left is None:
-                waiting.append(ticket)
-            else:
-                self._pending_blocks[ticket] = left
+        waiting = [
+            ticket
+            for ticket, (_, block) in self._pending_blocks.items()
+            if home_of(block.segment) == where and (among is None or block.serial in among)
+        ]
         dropped, freed = self.index.drop(lambda segment: home_of(segment) == where, serials)
         if serials is not None:  # the writers go on in this epoch
             for each in freed:
@@ -239,15 +209,10 @@ class PayloadManager:
         """Return the places in a home that rows or calls need: see ``NeededBlocks``. ``calls``: further
         ones, which are not executed yet."""
         found = self.index.places_in(lambda segment: home_of(segment) == where)
-        pending = [
-            (payload.block, None if payload.replica is None else payload.replica.place)
-            for payload in self._pending_blocks.values()
-        ]
-        for block, replica in (*pending, *((call.block, call.replica) for call in calls)):
-            for place in (block, replica):
-                if block is not None and place is not None and home_of(place.segment) == where:
-                    one = np.array([[place.start, place.serial, block.nbytes]])
-                    found[place.segment] = np.concatenate([found.get(place.segment, one[:0]), one])
+        for block in (*(pending.block for pending in self._pending_blocks.values()), *(call.block for call in calls)):
+            if block is not None and home_of(block.segment) == where:
+                one = np.array([[block.start, block.serial, block.nbytes]])
+                found[block.segment] = np.concatenate([found.get(block.segment, one[:0]), one])
         return {segment: places.astype(np.int64).tobytes() for segment, places in found.items()}
 
     # ---- reading rows
@@ -282,8 +247,7 @@ class PayloadManager:
             return batch
 
         slices = self.index.locate(ids, columns_of)
-        in_memory = tuple(map(choose_server_memory, slices))
-        if not all(home_of(segment) == SERVER_MEMORY for part in in_memory for segment in part.segments):
+        if not all(home_of(segment) == SERVER_MEMORY for part in slices for segment in part.segments):
             # the rows stay until a checkpoint covers them, and this thread must not wait for other hosts
             at = sampled(groups)
             some = self.index.locate(ids[at], columns_of)
@@ -295,7 +259,7 @@ class PayloadManager:
 
         def read() -> Batch:
             """Read the rows."""
-            columns = remote_payload.read(self.reader, in_memory, schema)
+            columns = remote_payload.read(self.reader, slices, schema)
             held.clear()  # columns that are views hold their blocks themselves
             return batch_of(slice(None), columns)
 
@@ -304,7 +268,7 @@ class PayloadManager:
             if sum(each.unread for each in self._step_reads) >= MOST_UNREAD:
                 step.now()
             else:
-                held += [hold for part in in_memory for hold in self.reader.hold(part)]
+                held += [hold for part in slices for hold in self.reader.hold(part)]
         except (AsyncFlowError, OSError):  # no descriptor is left, or a segment is gone: reading raises the error
             step.now()
         self._step_reads.add(step)
@@ -359,7 +323,7 @@ class PayloadManager:
         """Return the report with the bytes of payload."""
         return msgspec.structs.replace(
             self.fill_homes(report), payload_bytes=self.index.live_bytes, held_bytes=self.held_bytes(),
-            written_bytes=self.index.written_bytes, replicated_bytes=self.index.replicated_bytes,
+            written_bytes=self.index.written_bytes,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -371,15 +335,8 @@ class PayloadManager:
 
 
 def _exists(payload: CallPayload, exist: BlockCheck) -> bool:
-    _, block, replica = payload
-    places = (block,) if replica is None else (block, replica.place)
-    return any(
-        exist(place.segment, *np.array([[place.start], [place.serial], [block.nbytes]])).all() for place in places
-    )
-
-
-def _is_in(serial: int, among: Set[int] | None) -> bool:
-    return among is None or serial in among
+    block = payload.block
+    return bool(exist(block.segment, *np.array([[block.start], [block.serial], [block.nbytes]])).all())
 
 
 class SegmentFiles:

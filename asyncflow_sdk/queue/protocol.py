@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import AsyncFlowError, error_from_name
 from ..ledger.commands import AnyCommand, AnyReply, LeaseRows
 from ..types import ColumnSpec, Event
-from ..types.blocks import Block, BlockPlace, BlockSlices
+from ..types.blocks import Block, BlockSlices
 from ..wire import MAX_BYTES, RunKey
 from .stores.fetch import FetchReply, FetchRequest, Needed, NeededBlocks, NeededBlocksRequest, NeededRequest
 
@@ -92,8 +92,8 @@ UNRECORDED = get_args(Unrecorded)
 CallCommand: TypeAlias = AnyCommand | ClientHello | Unrecorded
 
 
-class PlainCall(msgspec.Struct, frozen=True, array_like=True):
-    """A request as it is sent without a replica. ``command`` None only delivers ``events``.
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """A request. ``command`` None only delivers ``events``.
 
     ``block``: payload of a put or a completion. ``then``: a lease to request once ``command`` (a
     completion or a return of rows) has succeeded; if it fails, nothing is leased. ``payload``:
@@ -108,18 +108,10 @@ class PlainCall(msgspec.Struct, frozen=True, array_like=True):
     payload: int | None = None
     inline: bool = False
 
-
-class Call(PlainCall, frozen=True, array_like=True):
-    """A request as it is read. ``replica``: the second place of its payload, in another home. With
-    ``block`` and ``payload``, the columns sent beside the call are the replica."""
-
-    replica: BlockPlace | None = None
-
     @property
     def client_serials(self) -> bytes:
-        """The serials of the client's own places, as in ``CallResult.freed``. Before an upload of this
-        call is stored."""
-        return b"".join(place.packed_serial for place in (self.block, self.replica) if place is not None)
+        """The serial of the client's own block, as in ``CallResult.freed``; b"" without one."""
+        return b"" if self.block is None else self.block.packed_serial
 
 
 class CallResult(msgspec.Struct, frozen=True, array_like=True):

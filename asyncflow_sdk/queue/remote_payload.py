@@ -20,13 +20,12 @@ from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena
 from ..types import Column, ColumnSpec
-from ..types.blocks import Block, BlockPlace, BlockSlices
+from ..types.blocks import Block, BlockSlices
 from .protocol import Call, CallResult, decode_call, encode, failure
 from .stores.blocks import to_image
 from .stores.fetch import FetchRequest, check_parts, read_parts
 from .stores.homes import SERVER_MEMORY, home_of
 from .stores.reader import ColumnReader, from_image
-from .stores.replica_choice import choose_server_memory
 
 OWNER, NUMBER = "", 0
 """Who owns blocks that the server wrote: no session."""
@@ -88,11 +87,8 @@ class RemotePayload:
         """Return a sink for the payload of a call."""
         try:
             call = decode_call(body)
-            if (
-                call.payload is None
-                or not isinstance(call.command, (cmd.AddRows, cmd.Complete))
-                or (call.block is not None and not _sends_replica(call))
-            ):
+            uploads = isinstance(call.command, (cmd.AddRows, cmd.Complete)) and call.block is None
+            if call.payload is None or not uploads:
                 raise SchemaError("this command takes no payload")
             return IncomingBlock(self.arena, nbytes)
         except AsyncFlowError as error:
@@ -101,7 +97,7 @@ class RemotePayload:
             return RefusedUpload(ProtocolError(f"the server cannot read this call: {error}"))
 
     def store(self, call: Call, incoming: IncomingBlock | RefusedUpload | None) -> Call:
-        """Return the call with ``block`` or ``replica`` set to its complete upload.
+        """Return the call with ``block`` set to its complete upload.
 
         Raises SchemaError if it does not fit the call, MemoryFull; then its memory is free again.
         """
@@ -113,15 +109,12 @@ class RemotePayload:
         assert call.payload is not None
         space = incoming.space
         try:
-            _check_replica(call, space.nbytes)
             columns = from_image(space.memory, call.payload, call.command.columns)
         except BaseException:
             incoming.release()
             raise
         if self._synced:
             self.arena.sync(space)
-        if call.block is not None:
-            return msgspec.structs.replace(call, replica=BlockPlace(space.segment, space.start, space.serial))
         block = Block(space.segment, space.start, space.serial, call.payload, space.nbytes, tuple(columns))
         return msgspec.structs.replace(call, block=block)
 
@@ -144,12 +137,11 @@ class RemotePayload:
         The lease keeps the rows in place. If they have ended, the result has no payload. If some are
         in another home, the result is unchanged: the client reads all of them where they are.
         """
-        slices = tuple(map(choose_server_memory, answer.slices))
-        if any(home_of(segment) != SERVER_MEMORY for part in slices for segment in part.segments):
+        if any(home_of(segment) != SERVER_MEMORY for part in answer.slices for segment in part.segments):
             return encode(answer), ()
         rows, parts = 0, list[Any]()
         try:
-            image = to_image(read(self._reader, slices, answer.schema))
+            image = to_image(read(self._reader, answer.slices, answer.schema))
             rows, parts = image.rows, list[Any](image.parts)
         except AsyncFlowError as error:
             _log.warning("rows leased to a client without shared memory cannot be read: %s", error)
@@ -168,20 +160,6 @@ class RemotePayload:
         """Unmap the server's segments."""
         if self._arena is not None:
             self._arena.close(unlink=False)
-
-
-def _sends_replica(call: Call) -> bool:
-    """True if the columns beside a call may be the replica of its block."""
-    return call.block is not None and call.replica is None and home_of(call.block.segment) != SERVER_MEMORY
-
-
-def _check_replica(call: Call, nbytes: int) -> None:
-    """Raises SchemaError for a replica in memory of the server that the client has not sent now, and
-    for a replica of another size than its block."""
-    if call.replica is not None and home_of(call.replica.segment) == SERVER_MEMORY:
-        raise SchemaError("a replica in the server's memory is sent beside its call")
-    if call.block is not None and (call.block.rows, call.block.nbytes) != (call.payload, nbytes):
-        raise SchemaError(f"a block of {call.block.nbytes} bytes has a replica of {nbytes} bytes")
 
 
 def read(reader: ColumnReader, slices: Sequence[BlockSlices], schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:

@@ -168,9 +168,7 @@ class StatusReport(Reply, frozen=True, tag="status"):
     of ``batch_rows`` rows; -1 without steps. ``over``: True once the stream has ended.
     ``charged_bytes``, of ``capacity_bytes``: of live rows, with the reserve for their missing
     columns. Known only to a server, else 0 or "": ``payload_bytes`` of live rows, ``held_bytes`` of
-    shared memory, ``written_bytes`` since the start, ``replicated_bytes`` of live rows with a replica,
-    ``garbage`` messages, ``sdk``. ``versions``:
-    kept versions, oldest first. ``publisher``: the session in this role, or "". ``announced``: the
+    shared memory, ``written_bytes`` since the start, ``garbage`` messages, ``sdk``. ``versions``: kept versions, oldest first. ``publisher``: the session in this role, or "". ``announced``: the
     version being written since ``announced_s``, or -1. ``committed``: decided by quorum, or -1.
     ``held``: trained live rows not covered by a checkpoint. ``checkpoint``: the next step after the
     newest checkpoint, or -1. ``staleness``: the policy's name, with its ``promise``.
@@ -222,4 +220,3 @@ class StatusReport(Reply, frozen=True, tag="status"):
     ages: StepAges | None = None
     in_parts: tuple[tuple[int, int], ...] = ()
     homes: tuple[HomeStatus, ...] = ()
-    replicated_bytes: int = 0

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attacked import FAR, NEAR, Attacked, values_of
+from attacked import NEAR, Attacked, values_of
 from children import Child
 from hosts import Cluster
 from small_disk import small_disk
-from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded
@@ -81,25 +80,6 @@ def test_a_host_that_loses_power_loses_no_row_but_those_with_damaged_bytes(attac
     assert again(f"put({sorted(block)}, key='{min(block)}')") == len(lost)
     assert sorted(far(f"score({len(lost)})")) == sorted(again(f"train({len(lost)})")) == lost
     attacked.ended(consumed=13, failed=len(lost))
-
-
-@on_hosts
-def test_replicas_are_on_two_disks(attacked: Attacked) -> None:
-    near, far = begin(attacked, replicas=2)
-    near(f"put({list(range(6))})")
-    far("score(6)")
-    # when both hosts lose power, and one disk a byte
-    for host in (NEAR, FAR):
-        attacked.network.kill(host)
-    damage(attacked, NEAR, 3)
-    until(lambda: attacked.absent(NEAR) and attacked.absent(FAR), "the units' silence")
-    restart(attacked, NEAR, FAR)
-    # then the other place has the row
-    reader = attacked.client(FAR)
-    assert reader.hear() == "connected"
-    assert sorted(reader("train(6)")) == list(range(6))
-    attacked.ended(consumed=6)
-    assert len(attacked.server("events")) == 1
 
 
 @on_hosts

@@ -19,7 +19,7 @@ from asyncflow_sdk.errors import AccessDenied, ConfigError, ProtocolError
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection
 from asyncflow_sdk.queue import server as WAITS
-from asyncflow_sdk.queue.protocol import ClientHello, PlainCall, decode_result, encode
+from asyncflow_sdk.queue.protocol import Call, ClientHello, decode_result, encode
 from asyncflow_sdk.queue.unit_process import run_unit
 from asyncflow_sdk.queue.unit_start import UnitConfig
 from asyncflow_sdk.wire import (
@@ -103,9 +103,7 @@ def test_an_evicted_client_is_shut_out_of_every_socket(
                 assert next(iter(updates)).version == 0
                 where, own = weights_service(good), bad.link.key
                 still_there = Client(run.address, own)
-                assert "send hello first" in str(
-                    decode_result(still_there.request(encode(PlainCall(None)), 20)).error
-                )
+                assert "send hello first" in str(decode_result(still_there.request(encode(Call(None)), 20)).error)
                 bad.queue.put({"x": np.zeros(1)})
                 reads, others = ServiceClient(where, own), ServiceClient(where, good.link.key)
                 reads.greet(20, "weights")
@@ -127,7 +125,7 @@ def test_an_evicted_client_is_shut_out_of_every_socket(
                     ServiceClient(where, own).greet(20, "weights")
                 # and over a connection that it still has, it cannot join again
                 hello = ClientHello("again", 0, "", af.__version__, "", generate_keys().run.public)
-                answer = decode_result(still_there.request(encode(PlainCall(hello)), 20))
+                answer = decode_result(still_there.request(encode(Call(hello)), 20))
                 assert answer.error is not None and answer.error[0] == "AccessDenied"
                 still_there.close()
             # and the other client goes on

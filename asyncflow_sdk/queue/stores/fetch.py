@@ -61,7 +61,7 @@ class Needed(msgspec.Struct, frozen=True, array_like=True, tag="segments"):
 
 
 class NeededBlocksRequest(msgspec.Struct, frozen=True, array_like=True, tag="needed_blocks"):
-    """Request for the blocks and replicas in a home that are needed."""
+    """Request for the blocks in a home that are needed."""
 
     home: int
     epoch: int

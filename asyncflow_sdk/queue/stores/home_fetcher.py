@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 class HomeFetcher:
     """``key``: the run's key. ``server``: sends a request for columns in home 0; see
-    ``StoreContext.fetch``. ``clients``: its connections. Thread-safe."""
+    ``StoreContext.fetch``. Thread-safe."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class HomeFetcher:
         timeout_s: float = FETCH_S,
     ) -> None:
         self._homes, self._server, self._timeout_s = homes, server, timeout_s
-        self.clients = HomeClients(homes, key)
+        self._clients = HomeClients(homes, key)
         self._lock = threading.Lock()
         self._closed = False
         self._threads: dict[HomeId, ThreadPoolExecutor] = {}
@@ -66,14 +66,7 @@ class HomeFetcher:
         StoreUnavailable, LeaseLost, SchemaError, ProtocolError, AccessDenied."""
         if len(wanted) == 1:  # in this thread: handing over costs more than a small transfer
             ((where, parts),) = wanted.items()
-            return {where: self._fetch(where, parts, self._timeout_s)}
-        waiting = self.begin(wanted, self._timeout_s)
-        return {where: future.result() for where, future in waiting.items()}  # each ends at its own deadline
-
-    def begin(
-        self, wanted: Mapping[HomeId, Sequence[FetchPart]], timeout_s: float
-    ) -> dict[HomeId, Future[list[Columns]]]:
-        """Begin to fetch. ``timeout_s``: longest wait for one home. Raises LeaseLost after ``close``."""
+            return {where: self._fetch(where, parts)}
         with self._lock:
             if self._closed:
                 raise LeaseLost("the connection that reads these rows is closed")
@@ -81,20 +74,20 @@ class HomeFetcher:
             for where, parts in wanted.items():  # threads for each: a lost host must not delay others
                 if where not in self._threads:
                     self._threads[where] = ThreadPoolExecutor(THREADS, f"asyncflow-home-{where.home}")
-                waiting[where] = self._threads[where].submit(self._fetch, where, parts, timeout_s)
-        return waiting
+                waiting[where] = self._threads[where].submit(self._fetch, where, parts)
+        return {where: future.result() for where, future in waiting.items()}  # each ends at its own deadline
 
     def close(self) -> None:
         """End all fetches and connections. Idempotent."""
         with self._lock:
             self._closed = True
             pools, self._threads = list(self._threads.values()), {}
-        self.clients.close()
+        self._clients.close()
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _fetch(self, where: HomeId, parts: Sequence[FetchPart], timeout_s: float) -> list[Columns]:
-        request = FetchRequest(tuple(parts))
+    def _fetch(self, where: HomeId, parts: Sequence[FetchPart]) -> list[Columns]:
+        request, timeout_s = FetchRequest(tuple(parts)), self._timeout_s
         began, damaged, attempt_s = time.monotonic(), 0, ATTEMPT_S
         while True:
             left = timeout_s - (time.monotonic() - began)
@@ -130,7 +123,7 @@ class HomeFetcher:
             if self._server is None:
                 raise ProtocolError("rows are in memory of the server that this client neither sees nor may request")
             return self._server(request, timeout_s)
-        answer = self.clients.client(where).call(encode(request), timeout_s, f"rows in {self._named(where)}")
+        answer = self._clients.client(where).call(encode(request), timeout_s, f"rows in {self._named(where)}")
         return decode_reply(answer.body), answer.payload
 
     def _moved(self, where: HomeId) -> bool:

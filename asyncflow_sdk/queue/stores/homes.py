@@ -1,8 +1,7 @@
 """Homes of blocks: names of their segments, and the homes that this client knows.
 
 A segment of session 7 in the server's memory (home 0) is named ``s7-1``; in epoch 1 of home 2,
-``h2.1!s7-1``; one with replicas of its blocks there ``h2.1!s7-1a2b3c4d-1``. The name is that of the
-file, too. The ledger and the journal carry names unchanged.
+``h2.1!s7-1``. The name is that of the file, too. The ledger and the journal carry names unchanged.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import secrets
 import socket
 import threading
 import time
@@ -23,11 +21,8 @@ from ...wire import boot_id
 
 REFRESH_S = 0.5
 """Unknown homes are looked up at most this often."""
-AVOID_S = 15.0
-"""A home that did not answer is used only if there is no other choice, for this long."""
 _ROWS = re.compile(r"(h[0-9]+\.[0-9]+!)?s[0-9]+-[0-9a-f-]{1,60}")
 _SESSION = re.compile(r"(?:h[0-9]+\.[0-9]+!)?s([0-9]{1,18})-[0-9a-f-]{1,60}")
-_REPLICAS = re.compile(r"h[0-9]+\.[0-9]+!s[0-9]+-[0-9a-f]{8}-[0-9]+")
 _NAME = re.compile(r"h([1-9][0-9]{0,17})\.([1-9][0-9]{0,17})!s[0-9]")
 
 
@@ -44,18 +39,6 @@ SERVER_MEMORY = HomeId(0, 0)
 def segment_prefix(where: HomeId, session: int) -> str:
     """Return the beginning of the names of a session's segments in a home."""
     return f"s{session}-" if where == SERVER_MEMORY else f"h{where.home}.{where.epoch}!s{session}-"
-
-
-def replica_prefix(where: HomeId, session: int) -> str:
-    """Return the beginning of the names of segments in which a unit keeps replicas for a session.
-    No two calls return the same one: a unit may have died before."""
-    return f"{segment_prefix(where, session)}{secrets.token_hex(4)}-"
-
-
-@functools.lru_cache(4096)
-def is_replica_segment(segment: str) -> bool:
-    """True if a unit writes the segment, with replicas of blocks in other homes."""
-    return _REPLICAS.fullmatch(segment) is not None
 
 
 @functools.lru_cache(4096)
@@ -95,7 +78,6 @@ class KnownHomes:
         self._catalog = catalog
         self._by_number: dict[int, StorageHome] = {}
         self._visible: dict[tuple[str, str], bool] = {}
-        self._avoided_until_s: dict[HomeId, float] = {}
         self._lock = threading.Lock()
         self._read_s = -REFRESH_S
 
@@ -165,14 +147,6 @@ class KnownHomes:
             except OSError:
                 self._visible[key] = False
         return self._visible[key]
-
-    def avoid(self, where: HomeId) -> None:
-        """Prefer other homes for AVOID_S."""
-        self._avoided_until_s[where] = time.monotonic() + AVOID_S
-
-    def is_avoided(self, where: HomeId) -> bool:
-        """True if another home is preferred now."""
-        return self._avoided_until_s.get(where, 0.0) > time.monotonic()
 
     def forget_directory(self, where: HomeId) -> None:
         """Check again whether the memory of a home is visible."""

@@ -3,9 +3,6 @@ fetch from its storage unit.
 
 Writes go to the memory that this client sees: the server's on its host, else that of a unit, which
 is started if there is none. A client that sees neither sends its columns to the server.
-
-With ``replicas=2`` each block is sent to a second home before its call: to another host's unit, else
-to the server. Readers choose a place that they see, and read the other one if that fails.
 """
 
 from __future__ import annotations
@@ -14,21 +11,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
-
-import msgspec
-import numpy as np
 
 from ...errors import (
     AsyncFlowError,
     ConfigError,
     LeaseLost,
-    ProtocolError,
-    SchemaError,
     ServerLost,
-    StoreUnavailable,
 )
 from ...interfaces.store import PayloadStore, StoreContext, StoredBlock
 from ...memory import DISK, Mapper
@@ -40,36 +30,25 @@ from .home_fetcher import FETCH_S, HomeFetcher
 from .homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
 from .inline import InlineStore
 from .reader import ColumnReader
-from .replica_choice import choose, has_replicas
-from .replicator import Replicator
 from .shared import SharedStore
 
 LOOK_AGAIN_S = 30.0
 """A client without visible memory looks for a storage unit, or starts one, at this interval."""
-FIRST_S = 2.0
-"""Longest wait for one place of blocks with two, before the other one is tried."""
 _log = logging.getLogger(__name__)
-Fetched: TypeAlias = Mapping[HomeId, Sequence[dict[str, Column]]]
-Fetch: TypeAlias = Callable[[Mapping[HomeId, Sequence[FetchPart]]], Fetched]
 
 
 class HostsStore(PayloadStore):
-    """``fetch_s``: longest wait for rows of another host. ``replicas``: 1, or 2 for two places of each
-    block. ``directory``: where units keep their files; default: shared memory, or a folder of the
-    host's disk if the payload has to be there. Raises ConfigError. See ``PayloadStore``."""
+    """``fetch_s``: longest wait for rows of another host. ``directory``: where units keep their files;
+    default: shared memory, or a folder of the host's disk if the payload has to be there. Raises
+    ConfigError. See ``PayloadStore``."""
 
     may_wait = True
 
-    def __init__(
-        self, context: StoreContext, *, fetch_s: float = FETCH_S, replicas: int = 1, directory: str = ""
-    ) -> None:
+    def __init__(self, context: StoreContext, *, fetch_s: float = FETCH_S, directory: str = "") -> None:
         if context.homes is None:
             raise ConfigError("the store 'hosts' needs a server that keeps a list of homes")
-        if replicas not in (1, 2):
-            raise ConfigError(f"the store 'hosts' keeps 1 or 2 replicas of columns, not {replicas!r}")
         if directory and not Path(directory).is_absolute():
             raise ConfigError(f"the directory of the store 'hosts' is an absolute path, not {directory!r}")
-        self.replicates, self._fetch_s = replicas == 2, fetch_s
         self.directory = Path(directory) if directory else DISK if context.synced else None
         self._context = context
         self.synced, self.inline = context.synced, context.rows is None
@@ -77,8 +56,6 @@ class HostsStore(PayloadStore):
         self._mapper = Mapper(self._directory_of)
         self._reader = ColumnReader(self._mapper)
         self._fetcher = HomeFetcher(self._homes, context.key, context.fetch, timeout_s=fetch_s)
-        self._replicator = Replicator(self._homes, self._fetcher.clients, context.session, synced=context.synced)
-        self._warned = False  # that blocks have one place only
         self._inline = InlineStore(context.check_size, synced=context.synced)
         self._stores: dict[HomeId, SharedStore] = {}  # the newest is written to; the others still have blocks
         self._own: HomeId | None = None
@@ -119,34 +96,7 @@ class HostsStore(PayloadStore):
             return store.copy_of(stored.block, stored.space)
         return self._inline.image_of(stored.block, stored.space)
 
-    def replicate(self, stored: StoredBlock) -> StoredBlock:
-        """See ``PayloadStore.replicate``. Without another unit, the server keeps the replica."""
-        first = SERVER_MEMORY if stored.block is None else home_of(stored.block.segment)
-        if stored.image is not None:
-            memory = np.concatenate(stored.image.parts)
-        else:
-            memory = stored.space.memory
-        stored = msgspec.structs.replace(stored, replica=None)  # it may be sent again
-        place = self._replicator.keep(memory, first)
-        if place is not None:
-            self._warned = False
-            return msgspec.structs.replace(stored, replica=place)
-        if stored.block is not None and first != SERVER_MEMORY:
-            with contextlib.suppress(ProtocolError):  # too large for one call
-                image = self._inline.image_of(stored.block, stored.space).image
-                return msgspec.structs.replace(stored, image=image)
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "columns are written to %s only: no other host has a storage unit that keeps a replica now;"
-                " replicated_bytes in the queue's status counts the bytes with one",
-                "the server's memory" if first == SERVER_MEMORY else f"home {first.home}",
-            )
-        return stored
-
     def discard(self, stored: StoredBlock) -> None:
-        if stored.replica is not None:
-            self._replicator.free([stored.replica.serial])
         if stored.block is not None:
             self._stores[home_of(stored.block.segment)].discard(stored)
 
@@ -154,8 +104,6 @@ class HostsStore(PayloadStore):
         serials = list(serials)
         for store in list(self._stores.values()):  # a serial is of one of them
             store.free(serials)
-        if self.replicates:
-            self._replicator.free(serials)
 
     def _find_memory(self, but: HomeId | None = None) -> SharedStore | InlineStore:
         """Choose the home to write to. ``but``: the home that is lost."""
@@ -196,59 +144,6 @@ class HostsStore(PayloadStore):
     # ---- reading
 
     def read(self, slices: Sequence[BlockSlices], schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
-        if not any(map(has_replicas, slices)):
-            return self._read(slices, schema, self._fetcher.fetch)
-        failed = set[HomeId]()
-        chosen, timeout_s = self._choose(slices, failed), min(FIRST_S, self._fetch_s)
-        while True:
-            known = len(failed)
-            try:
-                return self._read(chosen, schema, lambda wanted: self._fetch(wanted, timeout_s, failed))  # noqa: B023
-            except (StoreUnavailable, LeaseLost, SchemaError) as error:
-                if len(failed) == known:  # memory visible here
-                    failed |= {home_of(segment) for part in chosen for segment in part.segments}
-                again = self._choose(slices, failed)
-                if again == chosen:
-                    if timeout_s == self._fetch_s or not isinstance(error, StoreUnavailable):
-                        raise
-                    timeout_s = self._fetch_s
-                chosen = again
-
-    def _choose(self, slices: Sequence[BlockSlices], failed: Set[HomeId]) -> list[BlockSlices]:
-        return [choose(part, lambda segment: self._cost(segment, failed)) for part in slices]
-
-    def _cost(self, segment: str, failed: Set[HomeId]) -> int:
-        """Return a lower number for the place that is read first."""
-        where = home_of(segment)
-        if where in failed:
-            return 4
-        if self._directory_of(segment) is not None:
-            return 0
-        if where == SERVER_MEMORY:
-            return 2  # its link is used by all clients
-        home = self._homes.find(where)
-        here = home is not None and home.epoch == where.epoch and home.address and not home.lost
-        return 1 if here and not self._homes.is_avoided(where) else 3
-
-    def _fetch(self, wanted: Mapping[HomeId, Sequence[FetchPart]], timeout_s: float, failed: set[HomeId]) -> Fetched:
-        """Fetch from each home. Add the homes that fail to ``failed``, and raise the first error."""
-        found: dict[HomeId, Sequence[dict[str, Column]]] = {}
-        errors: list[AsyncFlowError] = []
-        for where, future in self._fetcher.begin(wanted, timeout_s).items():
-            try:
-                found[where] = future.result()
-            except AsyncFlowError as error:
-                failed.add(where)
-                errors.append(error)
-                if isinstance(error, StoreUnavailable):
-                    self._homes.avoid(where)
-        if errors:
-            raise errors[0]
-        return found
-
-    def _read(
-        self, slices: Sequence[BlockSlices], schema: Mapping[str, ColumnSpec], fetch: Fetch
-    ) -> dict[str, Column]:
         columns: dict[str, Column] = {}
         split_parts: list[dict[HomeId | None, SlicesOfHome]] = []
         wanted: dict[HomeId, list[FetchPart]] = {}
@@ -264,7 +159,7 @@ class HostsStore(PayloadStore):
                     wanted.setdefault(where, []).append(FetchPart(mine.slices, types))
         if not split_parts:
             return columns
-        fetched = {where: iter(found) for where, found in fetch(wanted).items()}
+        fetched = {where: iter(found) for where, found in self._fetcher.fetch(wanted).items()}
         for homes in split_parts:
             found = [
                 (mine.rows, self._reader.read(mine.slices, schema) if where is None else next(fetched[where]))
@@ -275,7 +170,6 @@ class HostsStore(PayloadStore):
         return columns
 
     def writable(self, slices: BlockSlices, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
-        slices = choose(slices, lambda segment: self._cost(segment, frozenset()))
         with contextlib.suppress(LeaseLost):
             if all(self._directory_of(segment) is not None for segment in slices.segments):
                 return self._reader.writable(slices, name, schema)

@@ -15,10 +15,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,12 +28,10 @@ from ...interfaces.store import HomeCatalog, HomeOffer
 from ...memory import KEEP_S, HomeDirectory, Mapper
 from ...wire import Frames, Member, Service
 from .blocks import is_intact
-from .fetch import FetchRequest, check_parts, encode, read_parts
+from .fetch import FetchReply, FetchRequest, check_parts, encode, read_parts
 from .home_clients import MAX_REQUEST_BYTES
 from .homes import HomeId, home_of, owner_of, session_of, this_host
 from .reader import ColumnReader
-from .replica_arenas import ReplicaArenas
-from .replica_chunks import KeptReplica, ReplicaChunk
 
 BEAT_S = 5.0
 """Interval of signs of life."""
@@ -45,7 +43,7 @@ THREADS = 2
 SMALL_BYTES = 1 << 20
 """Blocks of up to this size are read in the service's thread."""
 STORE = "hosts"
-_decode = msgspec.msgpack.Decoder(FetchRequest | ReplicaChunk).decode
+_decode = msgspec.msgpack.Decoder(FetchRequest).decode
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _log = logging.getLogger(__name__)
 
@@ -84,7 +82,6 @@ class StorageUnit:
         self.directory = self._directory.path
         self._mapper = Mapper(self.directory)
         self._reader = ColumnReader(self._mapper)
-        self._replicas = ReplicaArenas(self.directory)
         self._threads = ThreadPoolExecutor(THREADS, "asyncflow-unit")
         self._service: Service | None = None
         self._closed = self._ready = False
@@ -143,19 +140,17 @@ class StorageUnit:
         blocks without a file. Raises ServerLost, ConfigError, FileNotFoundError if its directory is
         gone."""
         self._directory.touch()
-        # before the server is asked: later segments may be of sessions that it does not list
-        there, held = self._directory.segments(), self._replicas.held()
+        there = self._directory.segments()  # later ones may be of sessions that the server does not list
         self.where = where = HomeId(*self._catalog.open(self._offer))
         needed, sessions = self._catalog.needed(*where)
         for path in there:
-            writable = session_of(path.name) in sessions and not self._replicas.abandoned(path.name)
-            if home_of(path.name) != where or not (path.name in needed or writable):
+            if home_of(path.name) != where or not (path.name in needed or session_of(path.name) in sessions):
                 path.unlink(missing_ok=True)
-        self._replicas.sweep(held, where, sessions, lambda: _serials(self._catalog.needed_blocks(*where)))
         if missing := {name for name in needed if not (self.directory / name).exists()}:
             blocks = self._catalog.needed_blocks(*where)  # without those whose rows ended meanwhile
             gone = {name: places for name, places in blocks.items() if name in missing}
-            self._lose(_serials(gone), f"files were removed: {', '.join(sorted(gone))}")
+            serials = {serial for places in gone.values() for _, serial, _ in places}
+            self._lose(serials, f"files were removed: {', '.join(sorted(gone))}")
 
     def serve(self, ended: Callable[[], bool], stop: threading.Event, *, beat_s: float = BEAT_S) -> bool:
         """Serve until the run has ended, its server was silent for ALONE_S, or ``stop`` is set. Return True
@@ -183,24 +178,18 @@ class StorageUnit:
             self._service.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._mapper.close()
-        self._replicas.close()
         self._directory.close(keep=keep)
 
     # ---- called by the service
 
     def request(self, peer: str, ticket: int, body: bytes, frames: Frames) -> None:
-        """See ``ServiceHandler.request``. Columns are read, and replicas written, in other threads."""
+        """See ``ServiceHandler.request``. Large columns are read in other threads."""
         try:
             request = _decode(body)
         except _BAD as error:
             raise ProtocolError(f"this request to a storage unit cannot be read: {error}") from None
         if not self._ready:
             raise ServerLost("this storage unit checks the files of an earlier one first")
-        if isinstance(request, ReplicaChunk):
-            if len(frames) != 1:
-                raise ProtocolError(f"{len(frames)} frames came with a chunk of a block")
-            self._threads.submit(self._answer, ticket, lambda: self._keep(request, frames[0]))
-            return
         check_parts(request.parts)
         for part in request.parts:
             for segment in part.slices.segments:
@@ -212,10 +201,7 @@ class StorageUnit:
         run = self._threads.submit if nbytes > SMALL_BYTES else lambda do, *arguments: do(*arguments)
         run(self._answer, ticket, lambda: read_parts(self._reader, request.parts))
 
-    def _keep(self, chunk: ReplicaChunk, data: Any) -> tuple[KeptReplica, Frames]:
-        return KeptReplica(self._replicas.write(self.where, chunk, data)), ()
-
-    def _answer(self, ticket: int, make: Callable[[], tuple[Any, Frames]]) -> None:
+    def _answer(self, ticket: int, make: Callable[[], tuple[FetchReply, Frames]]) -> None:
         assert self._service is not None
         try:
             reply, frames = make()
@@ -229,7 +215,3 @@ class StorageUnit:
 
     def gone(self, peer: str) -> None:
         """See ``ServiceHandler.gone``. Nothing is kept for a peer."""
-
-
-def _serials(blocks: Mapping[str, Iterable[tuple[int, int, int]]]) -> set[int]:
-    return {serial for places in blocks.values() for _, serial, _ in places}
