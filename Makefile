@@ -91,13 +91,13 @@ demo-deepspeed: install .venv-deepspeed/.ready
 test test-% bench-% fidelity matrix fuzz mutants demo-%: export OMP_NUM_THREADS = 1
 RUN  := $(CURDIR)/tests/rerun.py
 MAIN := $(BIN)/python $(RUN) --ignore=tests/engines --ignore=tests/packages -n 5 --dist loadfile --no-loadscope-reorder
-test: install sshd bwrap
+test: install sshd
 	$(MAIN) -m "not long" $(ARGS)
 
-test-long: install sshd bwrap
+test-long: install sshd
 	$(MAIN) -m long $(ARGS)
 
-test-documented: install sshd bwrap
+test-documented: install sshd
 	$(BIN)/python tests/documented.py
 	$(MAIN) -m starts $(ARGS)
 
@@ -217,7 +217,7 @@ RAY ?= .venv-ray/.ready
 	touch $@
 
 # The packages of contrib, each with the library it is for.
-CONTRIB := asyncflow_ctranslate2 asyncflow_accelerate asyncflow_tensorboard
+CONTRIB := asyncflow_ctranslate2 asyncflow_accelerate asyncflow_sandbox asyncflow_tensorboard
 CLUSTERS := asyncflow_ray asyncflow_slurm
 MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
 .venv-contrib/.tests: pyproject.toml $(CONTRIB:%=contrib/%/pyproject.toml) $(CLUSTERS:%=contrib/%/pyproject.toml)
@@ -226,7 +226,7 @@ MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
 	.venv-contrib/bin/python -m $(PIP) -e '.[torch]' $(CONTRIB:%=-e contrib/%) $(CLUSTERS:%=-e contrib/%) tensorboard 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
-test-contrib: .venv-contrib/.tests test-mooncake
+test-contrib: .venv-contrib/.tests test-mooncake bwrap
 	for package in $(CONTRIB); do (cd contrib/$$package && ../../.venv-contrib/bin/python $(RUN) $(ARGS)) || exit 1; done
 
 test-ray: .venv-contrib/.tests

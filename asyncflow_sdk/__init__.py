@@ -139,8 +139,6 @@ if TYPE_CHECKING:
     from .workflow import Result as Result
     from .workflow import Rollout as Rollout
     from .workflow import Run as Run
-    from .workflow import Sandbox as Sandbox
-    from .workflow import SandboxResult as SandboxResult
     from .workflow import Stage as Stage
     from .workflow import Train as Train
     from .workflow import Turn as Turn
@@ -182,8 +180,8 @@ _NAMES = {
     "types": "Batch Chat Checkpoint Manifest Probe Ragged Sampling Staleness Store TokenAges VersionSpan Weights",
     "weights": "Restoration TransportPublisher",
     "workflow": (
-        "Agent CommandLauncher EngineProducer Evaluation Generate HttpReward Logprobs Result Rollout Run Sandbox"
-        " SandboxResult Stage Train Turn Turns Workflow ages_of connect load_prompts load_workflow read_steps resume"
+        "Agent CommandLauncher EngineProducer Evaluation Generate HttpReward Logprobs Result Rollout Run"
+        " Stage Train Turn Turns Workflow ages_of connect load_prompts load_workflow read_steps resume"
         " run_worker serve staleness_of"
     ),
 }

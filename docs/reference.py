@@ -64,8 +64,6 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
             workflow.Logprobs,
             workflow.Generate,
             workflow.HttpReward,
-            workflow.Sandbox,
-            workflow.SandboxResult,
             workflow.Agent,
             workflow.Turns,
             workflow.Turn,

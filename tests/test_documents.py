@@ -234,7 +234,7 @@ def test_the_algorithm_of_the_documents_keeps_its_promises_and_trains(tmp_path: 
 def test_each_row_of_the_table_for_users_of_trl_names_a_test() -> None:
     rows = (REPOSITORY / "docs" / "from-trl.md").read_text().splitlines()
     table = [row for row in rows if row.startswith("| ") and "LoRA" not in row][1:]
-    named = [re.search(r"\| `(tests/[\w/]+\.py)(?:::(test_\w+))?` \|$", row) for row in table]
+    named = [re.search(r"\| `((?:contrib/\w+/)?tests/[\w/]+\.py)(?:::(test_\w+))?` \|$", row) for row in table]
 
     assert all(named), [row for row, name in zip(table, named, strict=True) if not name]
     for name in filter(None, named):

@@ -9,7 +9,6 @@ from .rewards import HttpReward
 from .rollout.agent import Agent, Turn, Turns
 from .rollout.producer import EngineProducer
 from .run import Run
-from .sandbox import Sandbox, SandboxResult
 from .specs import Rollout, Stage, Train
 from .work import Generate, Logprobs
 from .workers.command_launcher import CommandLauncher
@@ -27,8 +26,6 @@ __all__ = [
     "Result",
     "Rollout",
     "Run",
-    "Sandbox",
-    "SandboxResult",
     "Stage",
     "Train",
     "Turn",
