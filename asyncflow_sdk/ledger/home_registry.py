@@ -33,14 +33,14 @@ class HomeRegistry:
         if not (command.store and command.name and command.identity):
             raise ConfigError("a home needs the name of its store, a name, and the identity of its contents")
         home = homes.find(command.store, command.name, command.identity)
-        same = home is not None and home.identity == command.identity and not home.lost
+        begins = home is not None and (home.identity != command.identity or home.lost != "")
         if session.home != NONE and (home is None or session.home != home.number):
             raise ConfigError(f"{session.name} is the unit of {_named(homes[session.home])}; a unit serves one home")
         if home is None:
             home = Home(len(homes.by_number) + 1, command.store, command.name, command.identity, "", "", "", "")
             homes.add(home)
-        elif not same:
-            self._begin_epoch(session, home, command.identity)
+        elif begins:
+            self._end_epoch(session, home)
         described = command.address, command.key, command.directory, command.owner
         repeated = home.unit == session.id and described == (home.address, home.key, home.directory, home.owner)
         home.address, home.key, home.directory, home.owner = described
@@ -48,6 +48,9 @@ class HomeRegistry:
             before.home = NONE
         homes.serve(home, session.id)
         session.home = home.number
+        if begins:
+            home.identity, home.lost = command.identity, ""
+            home.epoch += 1  # last: see ``listed``
         if not repeated:
             self._publish(home, "opened", f"{session.name} at {command.address}")
         return cmd.HomeOpened(home=home.number, epoch=home.epoch)
@@ -82,7 +85,8 @@ class HomeRegistry:
         return home
 
     def listed(self) -> cmd.Reply:
-        """Return all homes."""
+        """Return all homes. May be called in any thread: an epoch is listed with its own fields or those of
+        a later one, because it is written last and read first."""
         now = self._state.context.now
         return cmd.HomeList(
             homes=tuple(
@@ -91,7 +95,7 @@ class HomeRegistry:
                     directory=home.directory, owner=home.owner, lost=home.lost,
                     absent_s=-1.0 if home.lost or home.unit != NONE else now - home.absent_since,
                 )
-                for home in self._state.homes.by_number.values()
+                for home in list(self._state.homes.by_number.values())
             )
         )  # fmt: skip
 
@@ -124,9 +128,9 @@ class HomeRegistry:
         for home in self._state.homes.deadlines.due(now):
             self._lose(home, f"silent for {now - home.absent_since:g} s")
 
-    def _begin_epoch(self, session: Session, home: Home, identity: str) -> None:
-        """Begin a new epoch with other contents. Raises ConfigError if another unit serves the old
-        ones: two hosts may have the same name."""
+    def _end_epoch(self, session: Session, home: Home) -> None:
+        """Give up an epoch before one with other contents. Raises ConfigError if another unit serves the
+        old ones: two hosts may have the same name."""
         unit = self._state.sessions.by_id.get(home.unit)
         if unit is not None and unit is not session:
             raise ConfigError(
@@ -135,8 +139,6 @@ class HomeRegistry:
             )
         if not home.lost:
             self._lose(home, "its contents are gone: it was opened with others")
-        home.identity, home.lost = identity, ""
-        home.epoch += 1
 
     def _lose(self, home: Home, reason: str) -> None:
         if (unit := self._state.sessions.by_id.get(home.unit)) is not None:

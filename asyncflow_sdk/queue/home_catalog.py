@@ -48,21 +48,14 @@ class LedgerCatalog(HomeCatalog):
 
 
 class ServerCatalog(HomeCatalog):
-    """The homes as the server's own process reads them. ``call``: runs a function in the server's
-    thread. Thread-safe."""
+    """The homes as the server's own process reads them. ``listed``: ``HomeRegistry.listed``.
+    Thread-safe. No call waits for the server's thread."""
 
-    def __init__(self, call: Callable[[Callable[[], None]], None], listed: Callable[[], Any]) -> None:
-        self._call, self._listed = call, listed
-        self._known: tuple[StorageHome, ...] = ()
+    def __init__(self, listed: Callable[[], Any]) -> None:
+        self._listed = listed
 
     def homes(self) -> Sequence[StorageHome]:
-        """Return the homes as of an earlier call, and read them for the next one: who reads rows looks
-        homes up again after each failure, and must not wait for the server's thread."""
-        self._call(self._read)
-        return self._known
-
-    def _read(self) -> None:
-        self._known = storage_homes(self._listed())
+        return storage_homes(self._listed())
 
     def open(self, offer: HomeOffer) -> tuple[int, int]:
         raise ConfigError("the queue server serves home 0 only")

@@ -197,7 +197,7 @@ class QueueServer:
 
     def _open_home_reader(self, store: str, options: Mapping[str, Any]) -> PayloadStore:
         """Return the store by which this process reads rows of other homes for its listeners."""
-        catalog = ServerCatalog(self._wire.call, self._ledger.home_registry.listed)
+        catalog = ServerCatalog(self._ledger.home_registry.listed)
         context = StoreContext(
             run=self.directory.path.name, session=0, rows=self.rows, check_size=lambda nbytes: None, homes=catalog,
             key=self._key,

@@ -3,6 +3,7 @@ of their own host only."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from asyncflow_sdk.cli.findings import Finding
 from asyncflow_sdk.errors import ConfigError, StoreUnavailable
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue.connection import Port
+from asyncflow_sdk.queue.home_catalog import LedgerCatalog
 from asyncflow_sdk.queue.protocol import CallResult
-from asyncflow_sdk.queue.stores.homes import KnownHomes
+from asyncflow_sdk.queue.stores.homes import HomeId, KnownHomes
 from asyncflow_sdk.queue.stores.hosts import HostsStore
 from asyncflow_sdk.types import Batch
 from asyncflow_sdk.wire import ensure_keys
@@ -347,6 +349,43 @@ def test_a_step_is_read_for_its_listener_from_the_host_that_has_it(tmp_path: Pat
         until(lambda: reads, "the step")
         steps.append(reads[0]())
         assert steps[0]["x"].tolist() == [0, 1]
+
+
+def test_a_step_in_a_home_that_came_back_is_recorded(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "record")
+    recorded = (tmp_path / "record" / "steps").glob
+    cluster = Cluster(tmp_path, sinks=[recorder], checkpoints=True)
+    with cluster.ends:
+        queue, home = cluster.run.queue, cluster.unit("a")
+        queue.declare("train", needs=["x"], batch_rows=2)
+        for step in range(3):
+            # when a step of rows in a home is trained, as soon as its epoch has begun
+            cluster.client("a").put({"x": np.arange(2) + step})
+            queue.get("train").ack()
+            until(lambda: recorder.errors or len(list(recorded("*.safetensors"))) > step, "the record")  # noqa: B023
+            cluster.run.evict_home(home, "evicted by a test")
+            until(lambda: cluster.home("a").epoch > home.epoch, "the next epoch")  # noqa: B023
+            home = cluster.home("a")
+        queue.send(cmd.AddCheckpoint(step=3, covers=3))
+    recorder.close()
+    # then it is recorded
+    assert recorder.errors == []
+    assert [batch["x"].tolist() for _, batch in read_steps(tmp_path / "record")] == [[0, 1], [1, 2], [2, 3]]
+
+
+def test_a_question_for_a_newer_epoch_is_answered_by_a_read_that_began_after_it() -> None:
+    # given a home that begins an epoch between any two reads
+    reads = itertools.count(1)
+    made = {"home": 1, "store": "hosts", "name": "a", "address": "tcp://127.0.0.1:1"}
+    homes = KnownHomes(LedgerCatalog(lambda asked: cmd.HomeList(homes=(cmd.HomeInfo(**made, epoch=next(reads)),))))
+    # when it is looked for, at once after the read before
+    for epoch in (1, 2, 3):
+        found = homes.find(HomeId(1, epoch))
+        # then it is there
+        assert found is not None
+        assert found.epoch == epoch
+        assert homes.is_live(HomeId(1, epoch))
+    assert next(reads) == 4, "a known epoch was read again"
 
 
 def test_a_checkpoint_waits_for_rows_of_a_slow_host_and_the_server_does_not(

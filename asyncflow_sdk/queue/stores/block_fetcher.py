@@ -16,7 +16,7 @@ from ...interfaces.store import BlockRead, BlockStore, StorageHome
 from ...types import Column, ColumnSpec
 from ...types.blocks import BlockSlices
 from .blocks import MOST_BYTES, damaged
-from .homes import REFRESH_S, HomeId, KnownHomes
+from .homes import HomeId, KnownHomes
 from .reader import FetchedBlocks
 from .sealed import PieceReader, Range
 
@@ -50,7 +50,7 @@ class BlockFetcher:
         except (FutureTimeout, StoreUnavailable) as error:
             reading.cancel()
             with contextlib.suppress(WireError):
-                self._homes.refresh(after_s=REFRESH_S)
+                self._homes.refresh()
             self._find(where)  # raises LeaseLost if the home is given up meanwhile
             reason = f"no answer in {self._timeout_s:g} s" if isinstance(error, FutureTimeout) else error
             raise StoreUnavailable(f"home {where.home} ({home.name}): {reason}") from None
@@ -71,8 +71,6 @@ class BlockFetcher:
         if home is None:
             raise StoreUnavailable(f"home {where.home} is unknown to this run's server")
         if not home.address:
-            with contextlib.suppress(WireError):
-                self._homes.refresh(after_s=REFRESH_S)
             raise StoreUnavailable(f"home {where.home} ({home.name}) has no storage unit now")
         return home
 

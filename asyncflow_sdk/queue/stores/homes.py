@@ -7,6 +7,7 @@ A segment of session 7 in the server's memory (home 0) is named ``s7-1``; in epo
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import socket
@@ -19,8 +20,6 @@ from ...errors import LeaseLost
 from ...interfaces.store import HomeCatalog, StorageHome
 from ...wire import boot_id
 
-REFRESH_S = 0.5
-"""Unknown homes are looked up at most this often."""
 _ROWS = re.compile(r"(h[0-9]+\.[0-9]+!)?s[0-9]+-[0-9a-f-]{1,60}")
 _SESSION = re.compile(r"(?:h[0-9]+\.[0-9]+!)?s([0-9]{1,18})-[0-9a-f-]{1,60}")
 _NAME = re.compile(r"h([1-9][0-9]{0,17})\.([1-9][0-9]{0,17})!s[0-9]")
@@ -79,30 +78,34 @@ class KnownHomes:
         self._by_number: dict[int, StorageHome] = {}
         self._visible: dict[tuple[str, str], bool] = {}
         self._lock = threading.Lock()
-        self._read_s = -REFRESH_S
+        self._read_s = -math.inf  # when the newest read began
 
     def refresh(self, *, after_s: float = 0.0) -> None:
-        """Read the homes again, unless they were read less than ``after_s`` seconds ago. Raises
-        ServerLost."""
+        """Read the homes again, unless a read began less than ``after_s`` seconds before this call. One
+        read serves all callers that wait for it to begin. Raises ServerLost."""
+        since_s = time.monotonic() - after_s
         with self._lock:
-            if time.monotonic() - self._read_s < after_s:
-                return
-            self._by_number = {each.home: each for each in self._catalog.homes()}
-            self._read_s = time.monotonic()
+            began_s = time.monotonic()
+            if self._read_s <= since_s:
+                self._by_number = {each.home: each for each in self._catalog.homes()}
+                self._read_s = began_s
 
     def find(self, where: HomeId) -> StorageHome | None:
         """Return a home, also a lost one or one in another epoch; None if it is unknown. Raises
         ServerLost."""
         found = self._by_number.get(where.home)
         if found is None or found.epoch < where.epoch:
-            self.refresh(after_s=REFRESH_S)
+            self.refresh()  # rows are located in an epoch only once the catalog has it
             found = self._by_number.get(where.home)
         return found
 
     def in_epoch(self, where: HomeId) -> StorageHome | None:
-        """Return a home in this epoch; None if it is unknown. Raises LeaseLost if the epoch is lost,
-        ServerLost."""
+        """Return a home in this epoch; None if it is unknown. One without a storage unit is looked up
+        again. Raises LeaseLost if the epoch is lost, ServerLost."""
         home = self.find(where)
+        if home is not None and home.epoch == where.epoch and not (home.lost or home.address):
+            self.refresh()
+            home = self.find(where)
         if home is not None and (home.epoch != where.epoch or home.lost):
             raise LeaseLost(
                 f"epoch {where.epoch} of home {where.home} ({home.name}) is lost: {home.lost or 'another one has begun'}"
