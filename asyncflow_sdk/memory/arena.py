@@ -178,19 +178,20 @@ class Arena:
 
     def sync(self, block: Allocation) -> None:
         """Write a block to its disk, if any. Raises MemoryFull, and frees the block."""
-        with self._lock:
-            segment = self._blocks[block.serial].segment
-            fd = os.dup(segment.fd)
         try:
-            os.fdatasync(fd)
-            if not segment.named:
-                sync_directory(self._directory)
-                segment.named = True
+            with self._lock:
+                segment = self._blocks[block.serial].segment
+                fd = os.dup(segment.fd)
+            try:
+                os.fdatasync(fd)
+                if not segment.named:
+                    sync_directory(self._directory)
+                    segment.named = True
+            finally:
+                os.close(fd)
         except OSError as error:
             self.free([block.serial])
             raise MemoryFull(f"{segment.path} cannot be synced: {os.strerror(error.errno or 0)}") from None
-        finally:
-            os.close(fd)
 
     def close(self, *, unlink: bool) -> None:
         """Stop writing. ``unlink``: remove the files; else the directory's owner does."""

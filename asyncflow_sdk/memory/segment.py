@@ -64,7 +64,7 @@ def sync_directory(path: Path) -> None:
 class Segment:
     """A file of ``size`` bytes with its first ``filled`` allocated. A page is *present* once
     allocated (posix_fallocate) and populated; blocks lie in present pages. ``missing``: bytes of
-    other pages. Raises MemoryFull, and ServerLost if the directory is gone."""
+    other pages. Raises MemoryFull, and ServerLost if the directory cannot be used."""
 
     def __init__(self, path: Path, number: int, size: int, filled: int) -> None:
         self.path, self.name, self.number, self.size = path, path.name, number, size
@@ -73,10 +73,8 @@ class Segment:
         self.lost = False  # True if its file was found deleted: no block is allocated in it
         try:
             self.fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        except FileNotFoundError:
-            raise ServerLost(f"{path.parent} is gone: its run has ended, or the directory was deleted") from None
         except OSError as error:
-            raise self._no_room(error, filled) from None
+            raise self._failure(error, filled) from None
         try:
             self._check_room(filled)
             self._present = bytearray(size // PAGE)
@@ -86,7 +84,7 @@ class Segment:
         except BaseException as error:
             os.close(self.fd)
             path.unlink(missing_ok=True)
-            raise self._no_room(error, filled) from None
+            raise self._failure(error, filled) from None
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)
 
     @property
@@ -105,7 +103,7 @@ class Segment:
 
     def fill(self, start: int, stop: int) -> None:
         """Allocate the missing pages of a range, so that a full file system is no SIGBUS later.
-        Raises MemoryFull."""
+        Raises MemoryFull, ServerLost."""
         low, high = start // PAGE, -(-stop // PAGE)
         lacking = self.lacks(start, stop)
         if not lacking:
@@ -114,7 +112,7 @@ class Segment:
             self._check_room(lacking)
             os.posix_fallocate(self.fd, low * PAGE, (high - low) * PAGE)
         except OSError as error:
-            raise self._no_room(error, lacking) from None
+            raise self._failure(error, lacking) from None
         try:
             self.map.madvise(_POPULATE_WRITE, low * PAGE, (high - low) * PAGE)
         except (OSError, ValueError):  # a kernel before 5.14: touch the missing pages
@@ -172,10 +170,15 @@ class Segment:
         with contextlib.suppress(BufferError):  # blocks keep the mapping while referenced
             self.map.close()
 
-    def _no_room(self, error: BaseException, nbytes: int) -> BaseException:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM and not isinstance(error, MemoryFull):
+    def _failure(self, error: BaseException, nbytes: int) -> BaseException:
+        if not isinstance(error, OSError):
+            return error
+        why = os.strerror(error.errno or 0)
+        if error.errno in _NO_ROOM:
             return MemoryFull(
-                f"no room for {nbytes} more bytes in {self.path.parent}: {os.strerror(error.errno or 0)}. Free"
-                " space there, or enlarge it (a container: --shm-size)"
+                f"no room for {nbytes} more bytes in {self.path.parent}: {why}. Free space there, or enlarge it (a"
+                " container: --shm-size)"
             )
-        return error
+        if error.errno == errno.ENOENT:
+            return ServerLost(f"{self.path.parent} is gone: its run has ended, or the directory was deleted")
+        return ServerLost(f"{self.path.parent} takes no file: {why}")

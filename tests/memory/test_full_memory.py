@@ -1,12 +1,13 @@
 """A full file system is an error, and its message names remedies."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from small_disk import on_disk, small_disk
 
-from asyncflow_sdk.errors import MemoryFull
+from asyncflow_sdk.errors import MemoryFull, ServerLost
 from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena
 
 MB = 1 << 20
@@ -75,3 +76,21 @@ def test_a_block_larger_than_the_file_system_is_refused_at_once(tiny: Path) -> N
     assert arena.nbytes <= 2 * MB
     free(arena, block)
     assert len(arena.allocate(2_000_000).memory) == 2_000_000
+
+
+def test_a_directory_that_is_gone_is_an_error_of_the_sdk_also_where_a_file_has_room(tmp_path: Path) -> None:
+    # given an arena with free ranges, the pages of which are returned
+    arena, nbytes = Arena(tmp_path / "run", "s1-", 1 << 20), 1 << 15
+    (tmp_path / "run").mkdir()
+    blocks = [arena.allocate(nbytes) for _ in range(256)]
+    free(arena, *[block for number, block in enumerate(blocks) if number % 16])
+    arena.shrink()
+    # when
+    shutil.rmtree(tmp_path / "run")
+    # then
+    with pytest.raises(ServerLost, match="is gone"):
+        [arena.allocate(nbytes) for _ in range(256)]
+    # and it goes on once that is there again
+    (tmp_path / "run").mkdir()
+    assert (tmp_path / "run" / arena.allocate(nbytes).segment).exists()
+    arena.close(unlink=True)
