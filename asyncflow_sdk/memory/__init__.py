@@ -4,6 +4,7 @@ from .arena import Allocation, Arena, GrowthNeeded
 from .buffer_pool import BufferPool
 from .directory import (
     DISK,
+    SIGN_S,
     SharedDirectory,
     directory_at,
     is_served,
@@ -23,6 +24,7 @@ __all__ = [
     "DISK",
     "HEADER_BYTES",
     "KEEP_S",
+    "SIGN_S",
     "Allocation",
     "Arena",
     "BlockHold",

@@ -5,9 +5,12 @@ All segments of a run are files of one directory below /dev/shm, or below the te
 /dev/shm is small. The server holds a lock on the file ``owner``. A directory with a free lock
 belongs to a dead run, and the next server removes it.
 
-The file ``journal`` names the journal that owns a directory. While this journal exists, the rows
-may still be needed, and only a server that continues it removes the directory. The file ``home``
-does the same for the directory of a storage unit, for a limited time: see ``home_directory``.
+The file ``journal`` names the journal that owns a directory, and ``owner`` the device and inode of the
+folder of the run's directory: another container may have another journal of this path. While this journal exists, the rows
+may still be needed, and only a server that continues it removes the directory. A process unable to
+see the journal, for example in another container, removes the directory UNSEEN_S after the last sign
+of life of its server. The file ``home`` does the same for the directory of a storage unit: see
+``home_directory``.
 """
 
 from __future__ import annotations
@@ -33,13 +36,16 @@ DISK = Path("/var/tmp")
 """Files here outlive a restart of the host."""
 SMALL_BYTES = 256 << 20
 LEFTOVER_S = 60.0
+UNSEEN_S = 7 * 24 * 3600.0
+SIGN_S = 5.0
+"""Interval of an owner's signs of life."""
 
 
 class SharedDirectory:
     """Makes and owns a directory for segments. ``warning``: why it is not below /dev/shm, else "".
 
     ``journal``: path of the journal that owns it. ``path``: the journal's earlier directory,
-    reused, or made again. Raises ConfigError if ``path`` belongs to another user.
+    reused, or made again. Raises ConfigError if ``path`` belongs to another user. Not thread-safe.
     """
 
     def __init__(self, base: Path | None = None, *, journal: Path | None = None, path: Path | None = None) -> None:
@@ -52,9 +58,32 @@ class SharedDirectory:
             base, self.warning = _choose_base()
         sweep(base)
         self.path, self._lock = _make(base) if path is None else _reuse(path)
-        if journal is not None:
-            (self.path / MARK).write_text(str(journal))
-            _remove_abandoned(base, journal, self.path)
+        self._mark = None if journal is None else (str(journal), _identity(journal.parent.parent))
+        self._next_sign_s = 0.0
+        if self._mark is not None:
+            self._write_mark(*self._mark)
+            _remove_abandoned(base, self._mark, self.path)
+
+    def keep(self) -> bool:
+        """Give a sign of life, and make the directory again if it was removed. Return True if it was.
+        Call at least every SIGN_S. Raises OSError, ConfigError."""
+        removed = os.fstat(self._lock).st_nlink == 0
+        if not removed and time.monotonic() < self._next_sign_s:
+            return False
+        self._next_sign_s = time.monotonic() + SIGN_S
+        if removed:
+            lost, (_, self._lock) = self._lock, _reuse(self.path)
+            os.close(lost)
+        if self._mark is not None:
+            try:
+                os.utime(self.path / MARK)
+            except FileNotFoundError:
+                self._write_mark(*self._mark)
+        return removed
+
+    def _write_mark(self, journal: str, folder: str) -> None:
+        os.pwrite(self._lock, folder.encode(), 0)
+        (self.path / MARK).write_text(journal)
 
     def close(self, *, keep: bool = False) -> None:
         """Remove the directory, unless ``keep``. Existing views stay valid. Idempotent."""
@@ -91,12 +120,17 @@ def _lock(path: Path) -> int:
     return lock
 
 
-def _remove_abandoned(base: Path, journal: Path, but: Path) -> None:
+def _remove_abandoned(base: Path, mark: tuple[str, str], but: Path) -> None:
     """Remove other directories of this journal, left by servers that failed to start."""
     for path in user_directories(base):
         with contextlib.suppress(OSError):
-            if path != but and (path / MARK).read_text() == str(journal):
+            if path != but and ((path / MARK).read_text(), (path / "owner").read_text()) == mark:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _identity(folder: Path) -> str:
+    found = os.stat(folder)
+    return f"{found.st_dev} {found.st_ino}"
 
 
 class HomeMark(msgspec.Struct, frozen=True):
@@ -119,11 +153,18 @@ def is_kept_home(path: Path) -> bool:
 
 
 def journal_owns(path: Path) -> bool:
-    """True if the journal that owns a directory exists: its next server may reuse the directory."""
+    """True if the next server of a journal may reuse a directory: the journal exists, or it cannot be
+    seen from here and its server was alive less than UNSEEN_S ago."""
     try:
-        return Path((path / MARK).read_text()).exists()
+        journal, age_s = Path((path / MARK).read_text()), time.time() - (path / MARK).stat().st_mtime
     except OSError:
         return False
+    with contextlib.suppress(OSError):  # in another container, or on a disk that is not mounted
+        if journal.exists():
+            return True
+        if _identity(journal.parent.parent) == (path / "owner").read_text():
+            return False
+    return age_s < UNSEEN_S
 
 
 def sweep(base: Path) -> list[Path]:

@@ -69,6 +69,7 @@ from .stores.factory import make_store
 from .stores.fetch import FetchReply, FetchRequest
 from .stores.home_clients import open_unit
 from .stores.homes import SERVER_MEMORY, KnownHomes, home_of
+from .stores.inline import InlineStore
 from .stores.reader import from_image
 from .unit_start import UnitConfig, ensure_unit
 
@@ -367,7 +368,11 @@ class Port(ABC):
             command = msgspec.structs.replace(command, lengths=np.diff(response.offsets).astype("<i4").tobytes())
         if isinstance(command, cmd.AddRows) and command.key:
             command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
-        stored = self.connection.store.write(columns, copy=keep or self._must_copy, grow=grow)
+        store, copy = self.connection.store, keep or self._must_copy
+        try:
+            stored = store.write(columns, copy=copy, grow=grow)
+        except ServerLost:  # its memory was removed: the server makes it again
+            stored = InlineStore(self.connection.wire.check_size, synced=store.synced).write(columns, copy=copy)
         if stored.block is not None and home_of(stored.block.segment) != SERVER_MEMORY:
             command = msgspec.structs.replace(command, measures=measures_of(columns))
         return PendingWrite(msgspec.structs.replace(command, columns=specs), stored)
@@ -394,7 +399,7 @@ class Port(ABC):
             answer = self.connection.unpack(await self.request(body, timeout_s, () if image is None else image.parts))
             if not left or answer.error is None or answer.error[0] != PayloadLost.__name__:
                 break
-            again = stored if stored is _NOTHING else self.connection.store.rewrite(stored)
+            again = stored if stored.block is None else self.connection.store.rewrite(stored)
             if again is None:
                 break
             command = pending.command
@@ -406,7 +411,7 @@ class Port(ABC):
 
     def discard(self, pending: PendingWrite) -> None:
         """Free the memory of a write that was never sent."""
-        if pending.stored is not _NOTHING:
+        if pending.stored.block is not None or pending.stored.replica is not None:
             self.connection.store.discard(pending.stored)
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
@@ -440,10 +445,7 @@ class Port(ABC):
         """Write columns; if memory is full, get freed blocks first. Raises MemoryFull."""
         try:
             return self.write(command, columns, keep=False, grow=False)
-        except (
-            GrowthNeeded,
-            ServerLost,
-        ):  # ended rows may have left room; a restarted server recreates its directory
+        except GrowthNeeded:  # ended rows may have left room
             check_arguments(command)
         timeout_s: float = getattr(command, "timeout_s", CALL_S)
         self.connection.unpack_or_raise(await self.request(self.connection.encode_call(None), timeout_s))

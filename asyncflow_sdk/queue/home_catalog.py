@@ -49,12 +49,13 @@ class LedgerCatalog(HomeCatalog):
 
 class ServerCatalog(HomeCatalog):
     """The homes as the server's own process reads them. ``listed``: ``HomeRegistry.listed``.
-    Thread-safe. No call waits for the server's thread."""
+    Thread-safe."""
 
     def __init__(self, listed: Callable[[], Any]) -> None:
         self._listed = listed
 
     def homes(self) -> Sequence[StorageHome]:
+        """Return the homes as of now, without waiting for the server's thread."""
         return storage_homes(self._listed())
 
     def open(self, offer: HomeOffer) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from ..interfaces.store import PayloadStore, StoreContext
 from ..ledger import Audit, Ledger, StatusReport
 from ..ledger import commands as cmd
 from ..ledger.factory import make_policy, make_sampler
+from ..memory import SIGN_S
 from ..types import Event
 from ..types import events as ev
 from ..types.config import LOCAL
@@ -134,6 +135,7 @@ class QueueServer:
         self._deferred = DeferredRequests()
         self._clock = Clock()
         self._next_status = 0.0
+        self._directory_error = ""
         self._ledger = Ledger(
             make_sampler=functools.partial(make_sampler, own=samplers),
             make_policy=functools.partial(make_policy, own=policies),
@@ -236,6 +238,7 @@ class QueueServer:
         """Return the sink for a call's payload."""
         if session not in self._clients:
             return RefusedUpload(ProtocolError("unknown session: send hello first"))
+        self._keep_directory()
         return self._payloads.remote.sink(body, nbytes)
 
     def request(self, session: str, ticket: int, body: bytes, payload: IncomingBlock | RefusedUpload | None) -> None:
@@ -292,8 +295,9 @@ class QueueServer:
         self._executor.close_session(session, reason, now, blame=blame)
         self._record(SessionEndRecord(now, session, reason, blame))
 
-    def idle(self) -> float | None:
-        """Run what is due. Return the seconds until the next call; None without a deadline."""
+    def idle(self) -> float:
+        """Run what is due. Return the seconds until the next call."""
+        self._keep_directory()
         now = self._clock()
         due = self._ledger.next_deadline()
         if due is not None and due <= now:
@@ -303,7 +307,7 @@ class QueueServer:
             self._try_deferred(now)
         self._expire_deferred(now)
         self._end_silent_units(now)
-        deadlines = [self._ledger.next_deadline(), self._deferred.next_due()]
+        deadlines = [self._ledger.next_deadline(), self._deferred.next_due(), now + SIGN_S]
         if self._units:
             deadlines.append(min(self._units.values()) + UNIT_SILENCE_S)
         if self._listeners.events:
@@ -313,7 +317,24 @@ class QueueServer:
             deadlines.append(self._next_status)
         if self._durability.try_again_s is not None:
             deadlines.append(now + self._durability.try_again_s)
-        return min((d - now for d in deadlines if d is not None), default=None)
+        return min(d - now for d in deadlines if d is not None)
+
+    def _keep_directory(self) -> None:
+        """Make the directory of shared memory again if somebody removed it: clients go on there."""
+        try:
+            if not self.directory.keep():
+                return
+            self._wire.renew_ipc()
+            if self._keys is not None:
+                offer_key(self.directory.path, self.addresses, self._keys.run, bound=True)
+        except (OSError, ConfigError) as error:
+            if str(error) != self._directory_error:
+                self._directory_error = str(error)
+                self._note_or_log(f"the removed directory of shared memory cannot be made again: {error}", "error")
+        else:
+            self._note_or_log(
+                f"{self.directory.path} was removed, and is made again; the rows in it are lost", "warning"
+            )
 
     def _end_silent_units(self, now: float) -> None:
         for session, heard in list(self._units.items()):

@@ -104,6 +104,12 @@ class ConnectionLimiter:
         self._ipc.append(listener := IpcListener(router, path))
         self._register(listener)
 
+    def renew_ipc(self) -> None:
+        """Replace removed socket files. Raises OSError."""
+        for listener in self._ipc:
+            listener.renew()
+            self._register(listener)
+
     def update(self) -> None:
         """Process connection events; pause, resume or admit."""
         now = time.monotonic()

@@ -140,7 +140,7 @@ class IpcListener:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the socket; changed by ``admit``, -1 once its directory is gone."""
+        """Descriptor of the socket; changed by ``admit`` and ``renew``, -1 while its directory is gone."""
         return -1 if self._socket is None else self._socket.fileno()
 
     def admit(self) -> None:
@@ -153,7 +153,7 @@ class IpcListener:
             if error.errno != errno.ENOENT:
                 queue.close()
                 raise
-            self._socket = None  # the directory is gone: no more peers can connect
+            self._socket = None  # the directory is gone: no more peers can connect before ``renew``
         self._router.setsockopt(zmq.USE_FD, descriptor := admitted.detach())
         try:
             self._router.bind(f"ipc://{self._path}")
@@ -165,6 +165,12 @@ class IpcListener:
             self._router.setsockopt(zmq.USE_FD, -1)
         self._queue = queue
         self._admitted[self._router.get_string(zmq.LAST_ENDPOINT)] = [0, 0]
+
+    def renew(self) -> None:
+        """Listen at a new socket file in place of a removed one. Raises OSError."""
+        removed, self._socket = self._socket, self._listen()
+        if removed is not None:
+            removed.close()
 
     def refuse(self) -> None:
         """Disconnect the waiting peers; they try again until their deadline. Raises OSError."""

@@ -101,6 +101,10 @@ class Server:
         """Accept new connections by these keys only. In the server's thread."""
         self._sockets.keys = keys
 
+    def renew_ipc(self) -> None:
+        """Replace removed socket files. In the server's thread. Raises OSError."""
+        self._limiter.renew_ipc()
+
     def key_of(self, session: str) -> str:
         """Return the public key of the connection of a session's first message; "" without keys."""
         state = self.requests.sessions.get(session)

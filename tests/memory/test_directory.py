@@ -1,6 +1,7 @@
 """The segments of a run lie in one directory, removed with the run, or by the next start after a kill -9."""
 
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -12,9 +13,9 @@ from asyncflow_sdk.memory import SharedDirectory, remove_if_ownerless, sweep
 from asyncflow_sdk.memory import directory as rules
 
 
-def own(base: str) -> None:
+def own(base: str, journal: str = "") -> None:
     """Own a run's directory until killed."""
-    directory = SharedDirectory(Path(base))
+    directory = SharedDirectory(Path(base), journal=Path(journal) if journal else None)
     (directory.path / "s1-1").write_bytes(b"payload")
     say(str(directory.path))
     hear()
@@ -98,6 +99,58 @@ def test_a_directory_without_an_owner_goes_when_it_is_old(tmp_path: Path) -> Non
     os.utime(path, (0, 0))
     assert sweep(tmp_path) == [path]
     assert not path.exists()
+
+
+def test_payload_of_a_journal_that_cannot_be_seen_is_removed_when_it_is_old(tmp_path: Path) -> None:
+    # given a killed server whose journal is on a disk
+    base, disk, elsewhere = tmp_path / "shm", tmp_path / "disk", tmp_path / "elsewhere"
+    base.mkdir()
+    (disk / "run" / "journal").mkdir(parents=True)
+    with Child(own, str(base), str(disk / "run" / "journal")) as server:
+        path = Path(server.hear())
+        server.kill()
+    # when the disk is not there, as in another container, or another one is in its place
+    disk.rename(elsewhere)
+    assert sweep(base) == []
+    disk.mkdir()
+    assert sweep(base) == []
+    # and another run has a journal of the same path there
+    (disk / "run" / "journal").mkdir(parents=True)
+    SharedDirectory(base, journal=disk / "run" / "journal").close()
+    # then nothing is removed
+    assert (path / "s1-1").read_bytes() == b"payload"
+    # until its server was alive a stated time ago
+    shutil.rmtree(disk)
+    os.utime(path / rules.MARK, (0, time.time() - rules.UNSEEN_S + 100))
+    assert sweep(base) == []
+    os.utime(path / rules.MARK, (0, time.time() - rules.UNSEEN_S))
+    assert sweep(base) == [path]
+
+
+def test_payload_of_a_journal_that_is_known_to_be_gone_is_removed(tmp_path: Path) -> None:
+    base, journal = tmp_path / "shm", tmp_path / "run" / "journal"
+    base.mkdir()
+    journal.mkdir(parents=True)
+    SharedDirectory(base, journal=journal).close(keep=True)
+    assert sweep(base) == []
+    shutil.rmtree(journal.parent)
+    assert len(sweep(base)) == 1
+
+
+def test_a_directory_that_is_removed_is_made_again_by_its_owner(tmp_path: Path) -> None:
+    # given
+    base, journal = tmp_path / "shm", tmp_path / "run" / "journal"
+    base.mkdir()
+    directory = SharedDirectory(base, journal=journal.parent)
+    assert not directory.keep()
+    # when
+    shutil.rmtree(directory.path)
+    # then it is there, still its owner's and its journal's, and is removed with it
+    assert directory.keep()
+    assert not directory.keep()
+    assert not remove_if_ownerless(directory.path)
+    directory.close(keep=True)
+    assert (directory.path / rules.MARK).exists()
 
 
 def test_other_users_and_other_files_are_left_alone(tmp_path: Path) -> None:

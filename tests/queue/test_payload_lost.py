@@ -121,6 +121,42 @@ def test_what_was_written_before_the_loss_and_is_sent_after_it_arrives(run: Dura
         assert queue.get("end", 4).array("y").tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("ipc", {}), ("remote", {}), ("ipc", {"durability": "process"}), ("tcp", {"store": "hosts"})],
+    ids=["ipc", "remote", "durable", "hosts"],
+)
+def test_clients_go_on_in_new_memory_if_that_of_a_served_run_is_removed(
+    tmp_path: Path, kind: str, options: dict[str, str]
+) -> None:
+    with running(kind, tmp_path / "run", **options) as run:
+        # given clients of a run, one of which holds rows
+        queue, far = run.queue(), run.queue("far", shared_memory=False)
+        queue.declare("work", needs=["x"], gives=["y"])
+        queue.declare("end", needs=["x", "y"])
+        for each in (queue, far):
+            each.put({"x": np.arange(5.0)})
+        with queue.get("work", 5) as held:
+            # when its memory is removed while its server lives
+            shutil.rmtree(run.memory)
+            # then what they send is stored, whatever it is
+            held.finish({"y": np.zeros(5)})
+        for each in (far, queue, queue):
+            assert each.put({"x": np.arange(7.0)}, timeout_s=60).count == 7
+        assert list(run.memory.glob("s*-*"))
+        # and clients that come later read it; what was there is lost and counted, unless it is still mapped
+        later, read = run.queue("later"), []
+        queue.end()
+        for batch in later.stream("work", count=31, at_least=1):
+            batch.complete({"y": batch.array("x") + 1})
+        for batch in later.stream("end", count=31, at_least=1):
+            read += batch["y"].tolist()
+            batch.ack()
+        audit = queue.audit()
+        assert read[-21:] == [*range(1, 8)] * 3
+        assert (audit.consumed, audit.failed, audit.live) == (len(read), 31 - len(read), 0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_cannot_be_read_fail_once_and_are_given_to_nobody_again(kind: str) -> None:
     # given rows of one client whose memory somebody removes, and a row of another

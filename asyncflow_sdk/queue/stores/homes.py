@@ -82,7 +82,7 @@ class KnownHomes:
 
     def refresh(self, *, after_s: float = 0.0) -> None:
         """Read the homes again, unless a read began less than ``after_s`` seconds before this call. One
-        read serves all callers that wait for it to begin. Raises ServerLost."""
+        read serves all waiting callers. Raises ServerLost."""
         since_s = time.monotonic() - after_s
         with self._lock:
             began_s = time.monotonic()

@@ -109,6 +109,7 @@ class VersionMemory:
             if room is None:
                 if all(len(room.memory) != nbytes for room in self._still_read):  # a model of other sizes
                     self._free(self._idle)
+                self._keep_directory()
                 room = SharedRoom(self._arena, nbytes)
             self._writing.append(room)
         return room
@@ -116,6 +117,7 @@ class VersionMemory:
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
         """Allocate memory for such chunks, one at each ``next``. Raises MemoryFull."""
         with self._lock:
+            self._keep_directory()
             there = Counter(len(room.memory) for room in (*self._idle, *self._still_read))
         for size, count in (Counter(sizes) - there).items():
             for _ in range(count):
@@ -180,6 +182,10 @@ class VersionMemory:
             self._own.close()
 
     # ---- with the lock held
+
+    def _keep_directory(self) -> None:
+        if self._own is not None:  # else its server does
+            self._own.keep()
 
     def _retire(self, rooms: Sequence[SharedRoom]) -> None:
         """Free rooms, or note them as still read."""
