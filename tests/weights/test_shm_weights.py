@@ -1,6 +1,8 @@
 """Weights through shared memory: receivers map them, and no receiver holds up the sender."""
 
+import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.memory import SharedDirectory
 from asyncflow_sdk.testing.transport_harness import Sent, TransportHarness
 from asyncflow_sdk.weights import make_transport
+from asyncflow_sdk.weights.transports.version_memory import VersionMemory
 
 pytestmark = pytest.mark.fast
 SLACK = 1 << 20
@@ -116,6 +119,16 @@ def test_memory_for_the_next_version_is_there_before_it_comes(ends: TransportHar
     ends.publish(2, model)
     assert ends.sender.nbytes == held
     assert list(ends.sender.prepare([])) == []
+
+
+def test_a_publisher_makes_its_own_memory_again_if_it_is_removed() -> None:
+    with contextlib.closing(VersionMemory.private("test")) as memory:
+        for version in (1, 2):
+            memory.room(1000).memory[:] = version
+            memory.seal(version)
+            memory.keep([version])
+            assert memory.chunks(version)[0].tolist() == [version] * 1000
+            shutil.rmtree(memory.directory)
 
 
 def test_a_successor_keeps_what_is_kept_and_removes_the_rest() -> None:
