@@ -81,11 +81,8 @@ def serve_run(
     steps = limits.get("steps")
     show = LiveView(steps, f"asyncflow serve {directory}", console) if steps else EventPrinter(console)
     relay = EventRelay(show)
-    with (
-        sigterm_as_interrupt(),
-        _recorded(directory, limits["store"].kind == LOCAL, console) as recorder,
-        serve(directory, address=address, insecure=insecure, on_event=relay, sinks=[recorder], **limits) as run,
-    ):
+    options = {"address": address, "insecure": insecure, "on_event": relay, **limits}
+    with sigterm_as_interrupt(), _recorded(directory, console, options) as run:
         if feed is not None:
             run.feed(**feed)
         served = next((each for each in run.addresses if each.startswith("tcp:")), run.address)
@@ -97,18 +94,25 @@ def serve_run(
 
 
 @contextlib.contextmanager
-def _recorded(directory: Path, steps: bool, console: Console) -> Iterator[Recorder]:
-    """Record the run in its directory, as a workflow does; with the rows of steps if ``steps``. Raises
-    ConfigError if another process serves the directory."""
-    with RunDirectory(directory).lock():
+def _recorded(directory: Path, console: Console, options: dict[str, Any]) -> Iterator[Run]:
+    """Serve a run with ``options``, and record it in its directory, as a workflow does; rows of steps
+    only from the store "local". Raises the errors of ``serve``, and leaves no record then."""
+    place = RunDirectory(directory)
+    place.check_record(continues=True)
+    with place.lock():
         again = (directory / EVENTS).exists()
         recorder = Recorder(directory, again=again)
-        recorder.records_steps = steps
+        recorder.records_steps = options["store"].kind == LOCAL
         recorder.event(Begun(time_s=time.monotonic(), again=again))
+        served = False
         try:
-            yield recorder
+            with serve(directory, sinks=[recorder], **options) as run:
+                served = True
+                yield run
         finally:
             recorder.close()
+            if not (served or again):
+                (directory / EVENTS).unlink()
             for error in recorder.errors:
                 console.print(f"warning: {error}", markup=False, soft_wrap=True, highlight=False)
 

@@ -77,6 +77,19 @@ def find_address(directory: Path, timeout_s: float) -> str:
         time.sleep(RETRY_S)
 
 
+def check_unserved(directory: Path) -> None:
+    """Raise ConfigError if a server of this host answers at an address of the directory."""
+    try:
+        addresses = (directory / FILE).read_text().split()
+    except OSError:
+        return
+    for address in addresses:
+        with contextlib.suppress(ServerLost):
+            if address.startswith("ipc:"):  # a port may be another program's by now
+                probe(address)
+                raise ConfigError(f"{directory} is being served at {address}; connect to it, or end its server")
+
+
 def _served_at(directory: Path) -> str:
     """Return the first address with a server. Raises ConfigError, ServerLost."""
     try:

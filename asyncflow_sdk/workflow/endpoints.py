@@ -27,6 +27,7 @@ from .events.event_sinks import EventSink, call_all
 from .events.trackers import Tracked, Trackers, make_trackers
 from .plan.policy import Policy, find_policy
 from .run import Run
+from .run_directory import RunDirectory
 from .workers.worker_pool import Endpoint
 
 RUN_KEY = "run.key"
@@ -107,11 +108,13 @@ def serve(
     (("mine", {"project": "x"})), or ``Tracker`` objects; they need a directory. ``description``: the
     run's configuration for them, in JSON types.
 
-    Raises ConfigError, also while another process serves the directory.
+    Raises ConfigError, also for a directory that another process serves, or with the record of an ended run.
     """
     check_on_failure(on_failure)
     path = Path(directory) if directory is not None else None
     if path is not None:
+        if not sinks:  # else their owner has begun the record
+            RunDirectory(path).check_record(continues=True)
         make_private_directory(path)
     if durability not in (None, "process", "host"):
         raise ConfigError(f'durability is "process" or "host", not {durability!r}')

@@ -24,8 +24,11 @@ import msgspec
 from ..errors import ConfigError
 from ..interfaces import Placement
 from ..memory import make_private_directory, private_opener
+from ..queue import is_unfinished
 from ..types import Batch
-from .events.step_files import read_batch, write_batch
+from .address import JOURNAL, check_unserved
+from .events.event_file import EVENTS
+from .events.step_files import STEP_FILE, read_batch, write_batch
 from .serialization import Serializable, from_json, to_json
 
 OF_RUNS = ("address", "advertise", "on_failure", "stall_timeout_s")
@@ -38,6 +41,24 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def check_record(self, *, continues: bool, trained: bool = False) -> None:
+        """Raise ConfigError if a run here would overwrite the record of another one, or if a server of
+        this host serves the directory. Writes nothing. ``continues``: an unfinished durable run goes
+        on. ``trained``: a record without a trained step may be overwritten."""
+        if is_unfinished(self.path / JOURNAL):  # a live server holds its lock
+            if not continues:
+                verb = "resume" if (self.path / "workflow.json").exists() else "serve"
+                raise ConfigError(
+                    f"{self.path} already holds a run that is not over: continue it by `asyncflow {verb} {self.path}`,"
+                    " or choose another directory"
+                )
+            return
+        check_unserved(self.path)
+        if next((self.path / "steps").glob(STEP_FILE), None) if trained else (self.path / EVENTS).exists():
+            raise ConfigError(
+                f"{self.path} already holds a run, which has ended; choose another directory, or move it away"
+            )
 
     def write_description(
         self, description: dict[str, Any], resumable: Serializable | None, data: Batch | None,

@@ -234,6 +234,7 @@ class Workflow(Serializable):
 
     def _run_in(self, directory: RunDirectory, on_event: Callable[[Event], None] | None, *, again: bool) -> Result:
         resumable = self.plan.checkpoint is not None
+        directory.check_record(continues=again, trained=again)
         with contextlib.ExitStack() as held:
             if resumable:
                 held.enter_context(directory.lock())

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -259,6 +260,50 @@ def test_many_workers_stay_legible_and_small(tmp_path: Path) -> None:
     page = report(tmp_path / "run", events, None)
     assert (tmp_path / "run" / "report.html").stat().st_size < 1_500_000
     assert page.text.index("rollout-2 ") < page.text.index("rollout-10 ")
+
+
+def moved(events: list[Event], by_s: float) -> list[Event]:
+    return [msgspec.structs.replace(event, time_s=event.time_s + by_s) for event in events]
+
+
+STRANGE: dict[str, Callable[[], list[Event]]] = {
+    "an earlier run's step trained again, later": lambda: [
+        *synthetic_run(3, None), *moved(synthetic_run(1, None), 47.0)
+    ],
+    "a clock that went back": lambda: [*moved(synthetic_run(2, None), 9_000.0), *(
+        msgspec.structs.replace(e, step=e.step + 2) if isinstance(e, StepTrained) else e for e in synthetic_run(9, None)
+    )],
+    "all steps at once": lambda: [
+        StepTrained(time_s=START_S, worker="t", step=k, version=k, metrics={f"m{k % 40}": 1.0}) for k in range(9_000)
+    ],
+    "many workers with many kinds of work": lambda: [
+        *synthetic_run(2, None),
+        *(Span(time_s=START_S + k % 7, worker=f"w-{k % 900}", kind=f"k{k % 1_300}", seconds=0.1 + k) for k in range(4_000)),
+    ],
+    "one step of a great deal of work": lambda: [
+        *synthetic_run(2, None),
+        *(Span(time_s=START_S + 2 + k / 4_000, worker="w", kind=("load", "train")[k % 2], seconds=1 / 4_000) for k in range(9_000)),
+    ],
+    "a worker that only fails": lambda: [
+        *synthetic_run(9, None),
+        *(WorkerState(time_s=START_S + k / 2_000, worker="rollout-0", state="failed") for k in range(20_000)),
+    ],
+    "more evaluations than pixels": lambda: [
+        *synthetic_run(9, None),
+        *(Evaluated(time_s=START_S + k, version=k, score=k % 3, rows=1) for k in range(20_000)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("events", STRANGE.values(), ids=STRANGE)
+def test_a_picture_has_no_more_than_a_reader_sees_however_strange_the_record(
+    tmp_path: Path, events: Callable[[], list[Event]]
+) -> None:
+    report(tmp_path / "run", events(), None)
+    for picture in re.findall(r"<svg.*?</svg>", (tmp_path / "run" / "report.html").read_text(), re.DOTALL):
+        drawn = Counter(re.findall(r"<(use|path|text)|[xy]tick_\d+\"", picture))
+        assert drawn[""] <= 100, "ticks, of twelve small charts or of 64 lanes"
+        assert sum(drawn.values()) < 2_000
 
 
 def test_a_directory_that_is_no_run(tmp_path: Path) -> None:

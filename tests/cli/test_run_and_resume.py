@@ -50,18 +50,30 @@ def said(*args: object) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_a_run_into_the_directory_of_another_says_nothing_of_that(file: Path) -> None:
-    code, out, err = said("run", file, file.parent / "one")
+def files(directory: Path) -> dict[Path, tuple[int, int]]:
+    return {path: ((found := path.stat()).st_mtime_ns, found.st_size) for path in directory.rglob("*")}
+
+
+def test_a_run_in_the_directory_of_another_is_refused_and_writes_nothing(file: Path) -> None:
+    one = file.parent / "one"
+    code, out, err = said("run", file, one)
     assert (code, err) == (0, "")
     assert "steps trained" in out
-    page = (file.parent / "one" / "report.html").stat()
+    (one / "summary.json").unlink()  # as if it had been killed after its last step: a resume would train it all again
+    before = files(one)
 
-    code, out, err = said("run", file, file.parent / "one")
+    for again in (["run", file, one], ["resume", one], ["serve", one]):
+        code, out, err = said(*again)
 
-    assert code == 2
-    assert "already holds a run" in err
-    assert "steps trained" not in out
-    assert (file.parent / "one" / "report.html").stat() == page
+        assert (code, "steps trained" in out) == (2, False), out
+        assert "one already holds a run, which has ended; choose another directory, or move it away" in err
+        assert files(one) == before
+
+
+def test_a_run_that_cannot_be_served_leaves_no_record(tmp_path: Path) -> None:
+    code, _, err = said("serve", tmp_path / "run", "--address", "tcp://nowhere.invalid:1")
+    assert (code, "nowhere.invalid" in err) == (2, True)
+    assert not (tmp_path / "run" / "events.jsonl").exists(), "the next one would be refused"
 
 
 def test_a_run_that_is_resumed_is_shown_as_it_is_when_it_is_run(file: Path) -> None:

@@ -221,6 +221,30 @@ def engine_of_the_test(model: str = "", *, algorithm: Any = None) -> Any:
     return engines.pop()
 
 
+def test_a_run_begins_in_no_directory_with_another_one(tmp_path: Path) -> None:
+    # given a run that is served
+    with af.serve(tmp_path / "live"):
+        for begin in (af.serve, echo_workflow().run):
+            with pytest.raises(af.ConfigError, match="live is being served at ipc:"):
+                begin(tmp_path / "live")
+    # and one that is durable
+    with af.serve(tmp_path / "own", durability="process") as run:
+        run.queue.declare("later", needs=["x"])
+        run.queue.put({"x": [1]})
+    # when it is not over, only a server goes on with it
+    with pytest.raises(af.ConfigError, match="not over: continue it by `asyncflow serve"):
+        echo_workflow(checkpoint=af.Checkpoint()).run(tmp_path / "own")
+    with af.serve(tmp_path / "own") as run:
+        assert run.recovered is not None
+        run.finish()
+    # and when it has ended and left a record, nothing does
+    echo_workflow(steps=1).run(tmp_path / "ended")
+    before = set((tmp_path / "ended").rglob("*"))
+    with pytest.raises(af.ConfigError, match="already holds a run, which has ended"):
+        af.serve(tmp_path / "ended")
+    assert set((tmp_path / "ended").rglob("*")) == before
+
+
 def test_a_note_of_a_client_is_recorded_with_its_text(tmp_path: Path) -> None:
     def tells(response_ids: Any) -> Any:
         with af.connect(tmp_path / "run", name="judge") as judge:

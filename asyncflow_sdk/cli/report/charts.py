@@ -5,6 +5,7 @@ Each function returns one ``<svg>`` element, or "" if the run has no data for it
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,9 @@ _COLOURS = {
     WAIT: IDLE,
 }
 _OTHERS = ("#56b4e9", "#f0e442", "#8c6bb1", "#7f5539", "#2a9d8f")  # beside the Okabe-Ito colours above
+_OTHER = "other"
+LANES = 64
+"""Most workers in a picture."""
 _INTERVALS = 1500
 _CELLS = 3600
 _SMALL = {
@@ -66,9 +70,8 @@ def reward_curve(record: RunRecord) -> str:
         axes.set(xlabel="step", ylabel="mean reward")
         step_axis(axes, steps)
         if scored := {each.version: each.score for each in record.evaluations}:
-            axes.plot(
-                [*scored], [*scored.values()], "s-", color=_ORANGE, lw=1.1, ms=4, label="evaluation of a version"
-            )
+            curve = thin(np.array([*scored], float), np.array([*scored.values()]))
+            axes.plot(*curve, "s-", color=_ORANGE, lw=1.1, ms=4, label="evaluation of a version")
             axes.set_xlim(right=max(axes.get_xlim()[1], max(scored) + 0.5))
         axes.legend(loc="best")
 
@@ -162,7 +165,8 @@ def whole_run(record: RunRecord) -> str:
                 top = base - 0.8 * share
                 axes.stairs(top, edges - start, baseline=base, fill=True, color=_colour(kind, intervals), lw=0)
                 base = top
-            for time_s in record.failures.get(worker, ()):
+            failures = record.failures.get(worker, [])
+            for time_s in dict(zip(np.digitize(failures, edges), failures, strict=True)).values():  # one a slice
                 axes.plot([time_s - start] * 2, [lane - 0.46, lane + 0.46], color=_RED, lw=1.6)
                 axes.plot(time_s - start, lane - 0.46, "v", color=_RED, ms=5, clip_on=False)
         failed = any(worker in record.failures for worker in intervals)
@@ -187,8 +191,13 @@ def zoom(record: RunRecord) -> tuple[str, int]:
         }
         if sum(map(len, intervals.values())) <= _INTERVALS:
             break
+    else:
+        most = _INTERVALS // len(intervals)
+        intervals = {
+            worker: heapq.nlargest(most, mine, lambda p: p.end - p.start) for worker, mine in intervals.items()
+        }
     origin = _bounds(record)[0]
-    steps = [step for step in record.steps if start <= step.time_s <= end]
+    steps = [step for step in record.steps if start <= step.time_s <= end][: count + 1]
 
     def _draw(figure: Figure) -> None:
         axes = figure.add_subplot()
@@ -247,7 +256,7 @@ def small_multiples(record: RunRecord) -> str:
             axes = figure.add_subplot(rows, columns, i + 1)
             axes.plot(*thin(steps, values), color=ACCENT, lw=0.6, alpha=0.45)
             axes.plot(*thin(steps, trailing(values, TRAILING)), color=ACCENT, lw=1.5)
-            axes.set_title(_SMALL.get(name, name.replace("_", " ")))
+            axes.set_title(_SMALL.get(name, _cut(name.replace("_", " "))))
             step_axis(axes, steps, most=5)
             axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
             axes.yaxis.set_major_formatter(FuncFormatter(short))
@@ -256,7 +265,19 @@ def small_multiples(record: RunRecord) -> str:
 
 
 def _intervals(record: RunRecord) -> dict[str, list[Interval]]:
-    return {worker: intervals for worker, spans in record.spans.items() if (intervals := flatten(spans))}
+    """The work of the first workers. Kinds of work without a colour of their own are one kind."""
+    lanes = itertools.islice(record.spans.items(), LANES)
+    found = {worker: intervals for worker, spans in lanes if (intervals := flatten(spans))}
+    others = set(_uncoloured(found)[len(_OTHERS) - 1 :])
+    if len(others) < 2:
+        return found
+    return {
+        worker: [p._replace(kind=_OTHER) if p.kind in others else p for p in mine] for worker, mine in found.items()
+    }
+
+
+def _uncoloured(intervals: Mapping[str, Sequence[Interval]]) -> list[str]:
+    return [kind for kind in order(p.kind for mine in intervals.values() for p in mine) if kind not in _COLOURS]
 
 
 def _bounds(record: RunRecord) -> tuple[float, float]:
@@ -275,8 +296,7 @@ def _height(lanes: Mapping[str, object]) -> float:
 def _colour(kind: str, intervals: Mapping[str, Sequence[Interval]]) -> str:
     if kind in _COLOURS:
         return _COLOURS[kind]
-    others = [k for k in order(p.kind for mine in intervals.values() for p in mine) if k not in _COLOURS]
-    return _OTHERS[others.index(kind) % len(_OTHERS)]
+    return _OTHERS[_uncoloured(intervals).index(kind) % len(_OTHERS)]
 
 
 def _lanes(axes: Axes, intervals: Mapping[str, Sequence[Interval]], extra: Sequence[Line2D]) -> None:

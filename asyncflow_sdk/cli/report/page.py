@@ -88,7 +88,9 @@ def _page(record: RunRecord) -> str:
     status, tone, sentence = outcome(record.summary)
     balance, balance_tone, _ = accounting(record.summary)
     zoomed, zoom_steps = charts.zoom(record)
-    log = list(_log(record))
+    log, remarks = list(_log(record)), record.remarks
+    if len(record.spans) > charts.LANES:
+        remarks = [*remarks, f"Pictures show {charts.LANES} of {len(record.spans):,} workers; the table has all."]
     drawn = {
         "reward": charts.reward_curve(record), "staleness": charts.staleness_and_lag(record),
         "lengths": charts.length_histograms(record), "whole_run": charts.whole_run(record), "zoom": zoomed,
@@ -96,7 +98,7 @@ def _page(record: RunRecord) -> str:
     }  # fmt: skip
     return environment.from_string(template).render(
         style=style, name=record.name, status=status, tone=tone, sentence=sentence, error=record.summary.get("error"),
-        remarks=record.remarks, tiles=_tiles(record), charts=drawn, zoom_steps=zoom_steps,
+        remarks=remarks, tiles=_tiles(record), charts=drawn, zoom_steps=zoom_steps,
         length_bias=record.progress.lengths.bias, lengths=_lengths(record), balance=balance, balance_tone=balance_tone,
         rows=_rows(record), workers=_workers(record), facts=_Table(["", ""], facts(record.summary), names=(0,)),
         log=_Table(["at", "worker", "event"], log[:_LOG_LINES], numbers=(0,), names=(1,)),

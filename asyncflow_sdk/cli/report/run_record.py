@@ -38,8 +38,13 @@ class RunRecord:
 
     @cached_property
     def steps(self) -> list[StepTrained]:
-        """One event per step, in order; the later one if a resume trained a step again."""
-        latest = {event.step: event for event in self.events if isinstance(event, StepTrained)}
+        """One event per step, in order. A step trained again replaces itself and all later ones."""
+        latest: dict[int, StepTrained] = {}
+        for event in self.events:
+            if isinstance(event, StepTrained):
+                if event.step in latest:
+                    latest = {step: known for step, known in latest.items() if step < event.step}
+                latest[event.step] = event
         return [latest[step] for step in sorted(latest)]
 
     @cached_property

@@ -84,7 +84,7 @@ def shares(intervals: Sequence[Interval], edges: npt.NDArray[np.float64]) -> dic
 
 def steady_window(steps: Sequence[StepTrained], count: int = 10) -> tuple[float, float] | None:
     """Return the start and end of ``count`` typical steps in the middle of the run; None for fewer
-    than two steps.
+    than two steps, and for steps without a duration.
 
     In the middle half, take the window with a duration nearest to the median; of equals the most
     central.
@@ -96,7 +96,9 @@ def steady_window(steps: Sequence[StepTrained], count: int = 10) -> tuple[float,
     starts = range(len(times) - count)
     quarter = len(starts) // 4
     middle = starts[quarter : len(starts) - quarter] or starts
-    spans = {i: times[i + count] - times[i] for i in middle}
+    spans = {i: times[i + count] - times[i] for i in middle if times[i + count] > times[i]}
+    if not spans:
+        return None
     typical = float(np.median(list(spans.values())))
     centre = (len(times) - count) / 2
     best = min(spans, key=lambda i: (round(abs(spans[i] - typical) / max(typical, 1e-9), 2), abs(i - centre)))

@@ -23,7 +23,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ...errors import ConfigError
 from ...memory import make_private_directory, private_opener
 from ...queue.payload_manager import GROUPS_PER_SAMPLE, StepRows
 from ...types import LOSS_MASK, VERSION_SPANS, Event
@@ -61,7 +60,7 @@ class Recorder(EventThread):
     the disk. Only ``StepTrained`` is written before the step's acknowledgement, so that a killed
     and resumed run has every step.
 
-    ``again``: continue the files of an earlier process. After an error of the disk a file is not
+    ``again``: continue the files of an earlier process; else FileExistsError is raised for them. After an error of the disk a file is not
     written any more; ``errors`` names it once.
     """
 
@@ -69,14 +68,13 @@ class Recorder(EventThread):
     trace_share = TRACED_SHARE
 
     def __init__(self, directory: Path, *, again: bool = False) -> None:
-        if (directory / EVENTS).exists() and not again:
-            raise ConfigError(f"{directory} already holds a run; choose another directory, or move it away")
         super().__init__("recorder", MOST_EVENTS)
         make_private_directory(directory)
         make_private_directory(directory / "steps")
         self._directory = directory
         self._torn = False  # events.jsonl is not written any more
-        self._log = open(directory / EVENTS, "ab", opener=private_opener)  # noqa: SIM115 - closed by close
+        mode = "ab" if again else "xb"
+        self._log = open(directory / EVENTS, mode, opener=private_opener)  # noqa: SIM115 - closed by close
         self._steps: deque[tuple[int, StepRows]] = deque()  # waiting for the disk, the oldest first
         self._sampled = False  # True if rows of a step were on other hosts
         self._writing = threading.Lock()  # steps are written one by one, in order
