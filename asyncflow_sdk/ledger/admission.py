@@ -114,7 +114,8 @@ class LeaseAdmission:
         else:
             self._step_versions.lease(step)
         if version is not None:
-            session.claimed = False
+            if session.claimed:
+                session.claimed, self._state.versions.own_zero = False, True
         else:
             version = NONE if step == NONE else self._step_versions.version_of(step)
         lineage = self._state.versions.lineage
@@ -157,7 +158,7 @@ class LeaseAdmission:
                 reply = reply or self._lease_apart(session, task, loaded, partition, count)
         if reply is not None:
             return reply
-        if self._is_behind(session, loaded):
+        if self._is_behind(loaded):
             if loaded == versions.current:
                 return None  # lost with its trainer; the next one is not published yet
             return cmd.LoadFirst(version=versions.committed if loaded < versions.committed else versions.current)
@@ -189,12 +190,11 @@ class LeaseAdmission:
         if starved:
             self._state.context.wake("swap")
 
-    def _is_behind(self, session: Session, loaded: int) -> bool:
+    def _is_behind(self, loaded: int) -> bool:
         """True if a replica gets no rows with its loaded version, whatever the policy: the version
-        was given up, a newer one is committed, or it is a late replica's own version 0."""
+        was given up, or a newer one is committed."""
         versions = self._state.versions
-        claimed = session.claimed and versions.current > 0
-        return loaded < versions.committed or claimed or versions.lineage.given_up(loaded)
+        return loaded < versions.committed or versions.lineage.given_up(loaded)
 
     def _lease_in_window(
         self, session: Session, task: Task, loaded: int, partition: int, count: int

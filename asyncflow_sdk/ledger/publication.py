@@ -86,7 +86,8 @@ class VersionPublication:
     def announce(self, session: Session, command: cmd.Announce) -> cmd.Reply | None:
         """Let a rank write a version. None until all parts of the version before are published."""
         rank, version, announced = self._rank(session), command.version, self.announced
-        to_restore = self._state.versions.to_restore
+        versions = self._state.versions
+        to_restore = versions.to_restore
         self._check_number(version)
         if to_restore != NONE:
             raise ConfigError(
@@ -113,6 +114,9 @@ class VersionPublication:
                 before = f"; {why}" if number == announced.version else ""
                 self.discard(f"was withdrawn: rank {rank} ({session.name}) announced {version} in its place{before}")
             announced = self.announced = AnnouncedVersion(version, self._state.context.now)
+            if version == 0:
+                versions.own_zero = False
+                self._replicas.unclaim()
         announced.ranks.add(rank)
         return self._published(self.lost.pop(rank, ""))
 
@@ -155,6 +159,8 @@ class VersionPublication:
         """Make a version current. Keep the newest ``keep_versions``, and pinned ones."""
         versions = self._state.versions
         lost = versions.lineage.given_up(versions.current)
+        if versions.current == NONE:
+            self._replicas.unclaim()
         versions.current, versions.since, versions.unavailable = kept.version, self._state.context.now, ""
         versions.kept[kept.version] = kept
         self._pins.published()
@@ -201,6 +207,11 @@ class VersionPublication:
             raise ConfigError(
                 f"version {version} cannot be published: {current} is already current, and a number is never used"
                 f" again{self._why_taken(version)}"
+            )
+        if version == 0 and self._state.versions.own_zero:
+            raise ConfigError(
+                "version 0 cannot be published: rows were leased for the engines' own weights, which are version 0 until"
+                " one is published. Publish it before prompts are put, or publish version 1 first"
             )
         if version < last.first and last.lost:
             raise ConfigError(f"version {version} cannot be published{self._why_taken(version)}")

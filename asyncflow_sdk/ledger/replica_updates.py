@@ -95,8 +95,9 @@ class ReplicaUpdates:
         """Note that a replica generates with a version from now on."""
         version, versions = command.version, self._state.versions
         self._check_published(version, least=0)
-        session.loaded = version
-        session.claimed = version == 0 != versions.current
+        if command.own and (versions.current != NONE or versions.own_zero is False):
+            return cmd.Done()  # version 0 is not this: it loads a published version first
+        session.loaded, session.claimed = version, command.own
         replica = session.replica
         if replica is not None:
             replica.starved = False

@@ -66,6 +66,12 @@ class Replicas:
             self._state.context.wake("swap")
             self._state.tasks.wake_replicas()
 
+    def unclaim(self) -> None:
+        """Give no rows to replicas with weights of their own before they have loaded a version."""
+        for session in self._state.sessions.by_id.values():
+            if session.claimed:
+                session.loaded, session.claimed = None, False
+
     def quorum_changed(self) -> None:
         """Apply a changed quorum. Without a quorum no version is committed."""
         if not self._state.limits.quorum:

@@ -84,7 +84,8 @@ class ReplicaSubscriber:
     """Fetches the newest version in the background, asks the ledger for permission to load it, and
     reports the result.
 
-    ``loaded``: the engine's version; None for none. ``changed`` is set on each change of ``state``,
+    ``loaded``: the engine's version; None for none. ``own``: True if it names the weights that the
+    engine began with; a published version of that number is loaded all the same. ``changed`` is set on each change of ``state``,
     on a ``failure``, and when the run has ``ended``. ``rename``: from published names to the
     engine's. ``slices``: see VersionFetcher. ``task``: of its rows. From ``open`` to ``close`` it
     is the connection's only replica. Not thread-safe.
@@ -100,6 +101,7 @@ class ReplicaSubscriber:
         loaded: int | None,
         changed: asyncio.Event,
         *,
+        own: bool = False,
         rename: Callable[[str], str] | None = None,
         fetch_timeout_s: float = FETCH_S,
         slices: SliceOf | None = None,
@@ -111,7 +113,7 @@ class ReplicaSubscriber:
         self._changed = changed
         self._role = object()
         self._tasks: list[asyncio.Task[None]] = []
-        self.loaded = loaded
+        self.loaded, self._own = loaded, own
         self.failure: Exception | None = None
         """An error that no retry can help."""
         self.ended = False
@@ -119,7 +121,9 @@ class ReplicaSubscriber:
         # the newest version that the ledger announced, and its fetch
         self._announced: cmd.Version | None = None
         self._announced_newer = asyncio.Event()
-        self._handled = -1 if loaded is None else loaded  # the newest version that was staged or needs no fetch
+        self._handled = (
+            -1 if loaded is None or own else loaded
+        )  # the newest version that was staged or needs no fetch
         self._last_staged = -1
         self._fetching = self._interrupted = False
         self._failed_version = self._without_base = -1
@@ -165,7 +169,7 @@ class ReplicaSubscriber:
                     " replica: close those first, or connect again for this one"
                 )
         if self.loaded is not None:
-            await self._port.send(cmd.ReportLoaded(version=self.loaded))
+            await self._port.send(cmd.ReportLoaded(version=self.loaded, own=self._own))
         self._tasks = [asyncio.create_task(self._guard(each)) for each in (self._watch, self._keep_staged)]
 
     async def close(self) -> None:

@@ -109,8 +109,8 @@ class Queue(CheckedLedger):
         assert isinstance(done, cmd.Completed | cmd.Done), done
         return True
 
-    def load(self, session: int, version: int) -> None:
-        self.do(session, cmd.ReportLoaded(version=version))
+    def load(self, session: int, version: int, *, own: bool = False) -> None:
+        self.do(session, cmd.ReportLoaded(version=version, own=own))
 
 
 def publishing(version: int) -> list[Any]:

@@ -385,7 +385,7 @@ def test_a_replica_with_a_version_0_of_its_own_loads_the_newest_before_its_first
     queue.put(8)
     queue.publish(1)
     late = queue.join("late")
-    queue.load(late, 0)
+    queue.load(late, 0, own=True)
     assert queue.lease(late, "rollout", 1) == cmd.LoadFirst(version=1)
     assert ids(queue.lease(replica, "rollout", 1)) == [0]  # who had version 0 when it was current goes on with it
     queue.load(late, 1)
@@ -395,13 +395,33 @@ def test_a_replica_with_a_version_0_of_its_own_loads_the_newest_before_its_first
 def test_a_replica_that_begins_before_the_first_version_goes_on() -> None:
     queue = Queue(ROLLOUT, TRAIN, max_staleness=4)
     early, idle = queue.join("early"), queue.join("idle")
-    queue.load(early, 0)
-    queue.load(idle, 0)
+    queue.load(early, 0, own=True)
+    queue.load(idle, 0, own=True)
     queue.put(8)
     queue.lease(early, "rollout", 1)
+    with pytest.raises(ConfigError, match="rows were leased for the engines' own weights, which are version 0"):
+        queue.publish(0)
     queue.publish(1)  # nobody ever published 0
     assert ids(queue.lease(early, "rollout", 1)) == [1]  # the staleness rule admits it
     assert queue.lease(idle, "rollout", 1) == cmd.LoadFirst(version=1)  # it has not begun
+
+
+def test_version_0_is_loaded_where_engines_have_begun_with_weights_of_their_own() -> None:
+    queue = Queue(ROLLOUT, TRAIN, max_staleness=4)
+    early, between, late = queue.join("early"), queue.join("between"), queue.join("late")
+    queue.load(early, 0, own=True)
+    queue.do(queue.admin, cmd.OpenPublisher())
+    queue.do(queue.admin, cmd.Announce(version=0))  # from here on, 0 is the name of what is being published
+    queue.put(8)
+    queue.load(between, 0, own=True)
+    waiting = queue.ask(early, cmd.LeaseRows(task="rollout", count=1, most=1, timeout_s=60))
+    queue.do(queue.admin, cmd.Publish(version=0, part=part(0)))
+    queue.load(late, 0, own=True)
+    assert waiting not in queue.answers
+    for session in (early, between, late):
+        assert queue.lease(session, "rollout", 1) == cmd.LoadFirst(version=0)
+    queue.load(late, 0)
+    assert ids(queue.lease(late, "rollout", 1)) == [0]
 
 
 def test_a_replica_without_a_version_loads_the_newest() -> None:

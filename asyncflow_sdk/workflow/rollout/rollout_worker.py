@@ -98,7 +98,9 @@ class RolloutWorker:
         self._loader = EngineLoader(engine, verify, running=swap == "in_flight")
         self._replica: ReplicaSubscriber | None = None
         if swap is not None:
-            self._replica = ReplicaSubscriber(queue, self._gateway.loaded, wake, rename=engine.weight_name, task=task)
+            self._replica = ReplicaSubscriber(
+                queue, self._gateway.loaded, wake, own=True, rename=engine.weight_name, task=task
+            )
         self._lease: asyncio.Task[AsyncLeasedBatch] | None = None  # the request for prompts
         self._ended = False
         self._failure: BaseException | None = None
