@@ -211,6 +211,26 @@ def test_a_replica_whose_loads_fail_one_after_another_ends(
     producer.fails(WeightError, "2 loads failed one after another, the last of version 2: WeightError")
 
 
+def test_failed_loads_count_only_one_after_another(
+    run: Served, producing: Callable[..., Producing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "GIVE_UP_AFTER", 2)
+
+    class FailsNowAndThen(EchoRollout):
+        async def load_weights(self, update: af.WeightUpdate) -> Set[str]:
+            if update.version in failing:
+                failing.remove(update.version)
+                raise EngineError(f"version {update.version} would not load")
+            return await super().load_weights(update)
+
+    failing = [2, 3, 4]
+    producer = producing(FailsNowAndThen)
+    for version in (2, 3, 4):
+        publish(run, version)
+        producer.on(version)
+    assert failing == []
+
+
 class Hasty(EchoRollout):
     """Ends all requests while it loads version 2 for the first time, with tokens of its weights; then the load fails."""
 

@@ -81,6 +81,9 @@ def test_each_evaluation_is_of_one_version_and_the_last_version_is_evaluated(tmp
     assert {each.rows for each in result.evaluations} == {12}
     assert result.best is not None
     assert result.best.version == result.summary["best_version"] == min(versions)
+    assert [each.best for each in result.evaluations] == [True] + [False] * (len(versions) - 1), (
+        "as good is not better"
+    )
     assert result.best.pass_at == {"1": 1.0, "2": 1.0, "4": 1.0}
     check_model(tmp_path / "run" / "best", result.best.version)
     assert (result.summary["status"], result.summary["balanced"]) == ("completed", True)
