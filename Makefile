@@ -76,7 +76,7 @@ demo-sglang: install .venv-sglang/.ready
 	$(SGLANG_ON_CPU) $(BIN)/asyncflow demo --rollout sglang --python .venv-sglang/bin/python --option max_rows=32 --option 'server=$(SGLANG_SERVER)' $(ARGS)
 
 demo-both: install .venv-vllm/.ready .venv-sglang/.ready
-	$(ON_CPU) $(SGLANG_ON_CPU) $(BIN)/python examples/vllm_and_sglang.py .venv-vllm/bin/python .venv-sglang/bin/python runs/both-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+	$(ON_CPU) $(SGLANG_ON_CPU) $(BIN)/python examples/vllm_and_sglang.py .venv-vllm/bin/python .venv-sglang/bin/python $(ARGS)
 
 # With two processes that train.
 demo-fsdp: install

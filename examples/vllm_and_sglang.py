@@ -1,13 +1,14 @@
 """vLLM and SGLang at once: neither can be installed beside the other, both generate for one trainer.
 
-python examples/vllm_and_sglang.py VLLM_PYTHON SGLANG_PYTHON OUT_DIRECTORY [STEPS] [MODEL_FOLDER]
+python examples/vllm_and_sglang.py VLLM_PYTHON SGLANG_PYTHON --steps 200      # --out, --model, ... as `asyncflow demo`
 
 Each rollout runs under the interpreter that has its engine. Both answer the same task, so whoever is free takes the next prompts;
 what either of them computes from a version is compared with the trainer before it generates. Without a model folder, one is warmed up for
 the task: reversing five digits.
 """
 
-import sys
+import argparse
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -31,13 +32,15 @@ if not torch.cuda.is_available():
     }  # fmt: skip
 
 
-def main(vllm: str, sglang: str, out: str, steps: int = 200, model: str = "") -> None:
-    if not model:
-        model = str(Path(out) / "start")
-        warm_up(Path(model), seed=0)
+def main(
+    vllm: str, sglang: str, out: Path, steps: int, seed: int, max_staleness: int, staleness_policy: str, model: Path | None
+) -> None:  # fmt: skip
+    if model is None:
+        model = out / "start"
+        warm_up(model, seed=seed)
     common = {"model": model, "group_size": 8, "sampling": af.Sampling(max_tokens=7), "env": {"OMP_NUM_THREADS": "1"}}
     workflow = af.Workflow(
-        prompts=prompts(8 * steps, seed=0),
+        prompts=prompts(8 * steps, seed=seed),
         rollout=[
             af.Rollout("vllm", python=vllm, **common, **VLLM),
             af.Rollout("sglang", python=sglang, **common, **SGLANG),
@@ -49,6 +52,8 @@ def main(vllm: str, sglang: str, out: str, steps: int = 200, model: str = "") ->
         ),  # no version is loaded before both engines have it
         batch_size=64,
         steps=steps,
+        staleness=af.Staleness(max_staleness=max_staleness, policy=staleness_policy),
+        seed=seed,
     )
     print(workflow)
     rows: Counter[str] = Counter()
@@ -69,6 +74,13 @@ def main(vllm: str, sglang: str, out: str, steps: int = 200, model: str = "") ->
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 4:
-        sys.exit(__doc__)
-    main(*sys.argv[1:4], *map(int, sys.argv[4:5]), *sys.argv[5:6])
+    given = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    given.add_argument("vllm", help="interpreter of vLLM")
+    given.add_argument("sglang", help="interpreter of SGLang")
+    given.add_argument("--out", type=Path, default=Path("runs") / time.strftime("both-%Y%m%d-%H%M%S"))
+    given.add_argument("--steps", type=int, default=200)
+    given.add_argument("--seed", type=int, default=0)
+    given.add_argument("--max-staleness", type=int, default=1)
+    given.add_argument("--staleness-policy", default="wait")
+    given.add_argument("--model", type=Path, help="Hugging Face folder to start from, without warm-up")
+    main(**vars(given.parse_args()))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,17 @@ def test_a_cell_of_the_matrix_is_green_when_each_version_was_proven_and_names_wh
     assert "| SGLang | not run | not run | not run |" in text
     assert matrix.chosen("vllm,fsdp") == [(vllm, matrix.TRAINS[1])]
     assert len(matrix.chosen("")) == 9
+
+
+def test_make_demo_both_takes_the_arguments_of_the_demo(tmp_path: Path) -> None:
+    given = "--steps 40 --seed 1 --max-staleness 0 --staleness-policy drop --out run --model nowhere"
+    made = subprocess.run(
+        ["make", "-n", "demo-both", f"ARGS={given}"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    words = shlex.split(made.stdout.splitlines()[-1])
+    script = words.index("examples/vllm_and_sglang.py")
+
+    done = python(tmp_path, ROOT / words[script], "no-vllm", "no-sglang", *words[script + 3 :])
+
+    assert "cannot start 'no-vllm'" in done.stderr, done.stderr
+    assert "cannot start 'no-sglang'" in done.stderr

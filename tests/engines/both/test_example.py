@@ -16,7 +16,7 @@ STEPS = 100
 @pytest.mark.starts("examples/vllm_and_sglang.py")
 def test_vllm_and_sglang_feed_one_trainer(pythons: list[str], tmp_path: Path) -> None:
     script = Path(__file__).parents[3] / "examples" / "vllm_and_sglang.py"
-    command = [sys.executable, str(script), *(os.path.abspath(each) for each in pythons), "run", str(STEPS)]
+    command = [sys.executable, str(script), *(os.path.abspath(each) for each in pythons), "--steps", str(STEPS)]
 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False)
 
