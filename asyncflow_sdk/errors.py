@@ -126,13 +126,14 @@ class StepAborted(EngineError):
 
 
 class WorkerFailed(AsyncFlowError):
-    """Raised when a worker ended for good.
+    """Raised when a worker ended for good. The first line of its message has the cause.
 
-    ``worker``: its name. ``detail``: its traceback or the last lines of its output.
+    ``worker``: its name. ``detail``: the cause, and its traceback or the last lines of its output.
     """
 
     def __init__(self, message: str, worker: str = "", detail: str = "") -> None:
-        super().__init__(f"{message}\n{detail}" if detail else message)
+        cause, _, more = detail.partition("\n")
+        super().__init__("\n".join(filter(None, ("; ".join(filter(None, (cause, message))), more))))
         self.worker = worker
         self.detail = detail
 

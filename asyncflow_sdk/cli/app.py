@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import time
 import traceback
 from pathlib import Path
@@ -82,12 +83,9 @@ def _fail(ctx: Any, error: BaseException, text: str, code: int) -> NoReturn:
 
 
 def _message(error: BaseException) -> str:
-    """Return the message of an error; only the last line of a worker's traceback."""
+    """Return the message of an error; of a worker's, only the first line, without the traceback."""
     text = str(error).strip() or type(error).__name__
-    if isinstance(error, WorkerFailed):
-        lines = text.splitlines()
-        return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1].strip()}"
-    return text
+    return text.partition("\n")[0] if isinstance(error, WorkerFailed) else text
 
 
 def _version(value: bool) -> None:
@@ -118,7 +116,7 @@ def _common(
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:
-    pass
+    logging.getLogger("asyncflow").addHandler(logging.NullHandler())  # commands show warnings themselves
 
 
 @app.command()

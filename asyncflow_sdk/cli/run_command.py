@@ -110,7 +110,7 @@ def show_outcome(out: Path, console: Console, page: bool = True) -> None:
     except KeyboardInterrupt:
         _print_no_page(console, _SKIPPED.format(out))
         raise
-    console.print(summary_table(summary))
+    console.print(summary_table({**summary, "error": None}))  # the command ends with it
     if summary["report"]:
         console.print(f"report: {summary['report']}", soft_wrap=True, markup=False, highlight=False)
 

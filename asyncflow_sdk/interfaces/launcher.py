@@ -148,7 +148,8 @@ class WorkerSpec:
 @dataclass(frozen=True)
 class WorkerExit:
     """The end of a worker. ``status``: 0: finished; 3: an error that would recur; -N: killed by
-    signal N; other: an error. ``text``: its traceback or another explanation."""
+    signal N; other: an error. ``text``: its cause in the first line, empty if unknown, then its
+    traceback or log."""
 
     status: int
     text: str = ""

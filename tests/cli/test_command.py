@@ -273,9 +273,9 @@ def test_demo_without_torch_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     [
         (ConfigError("bad [red] option"), 2, "error: bad [red] option"),
         (
-            WorkerFailed("worker a failed", "a", "Traceback\n  x\nValueError: y"),
+            WorkerFailed("worker a failed", "a", "ValueError: y\nTraceback\n  x"),
             2,
-            "error: worker a failed: ValueError: y",
+            "error: ValueError: y; worker a failed",
         ),
         (Interrupted("stopped after 12 steps"), 130, "interrupted: stopped after 12 steps"),
         (KeyboardInterrupt(), 130, "interrupted"),

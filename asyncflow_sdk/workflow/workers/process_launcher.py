@@ -89,7 +89,7 @@ class LogEnd:
         if lacks:  # a worker with the SDK sends a report
             how = f"{python} -m pip install asyncflow-sdk=={__version__}"
             return WorkerExit(FATAL_STATUS, f"{python} cannot load the AsyncFlow SDK: {lacks[0]}; run: {how}")
-        return WorkerExit(status, f"the end of its log {self.path}:\n{lines}" if lines else "")
+        return WorkerExit(status, f"\nthe end of its log {self.path}:\n{lines}" if lines else "")
 
 
 def start_process(spec: WorkerSpec, log: LogEnd | None) -> ProcessHandle:

@@ -168,8 +168,9 @@ class Worker:
 
     def _fail(self, how: str, text: str) -> None:
         self.lost = True
-        self._report("failed", f"{how}\n{text}".strip())
-        self._observer.failed(self, WorkerFailed(f"worker {self.name!r} {how}", self.name, text))
+        error = WorkerFailed(f"worker {self.name!r} {how}", self.name, text)
+        self._report("failed", str(error))
+        self._observer.failed(self, error)
 
     def _report(self, state: str, detail: str = "") -> None:
         for name, pid in self.pids.items():

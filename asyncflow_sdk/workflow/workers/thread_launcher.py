@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import traceback
 from collections.abc import Sequence
 
 from ...errors import ConfigError
 from ...interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
+from ...queue.error_text import error_text
 from ..specs import Stage
+from .user_code import user_error_text
 from .worker import WorkerRuntime
 
 
@@ -54,7 +55,7 @@ class _ThreadHandle(WorkerHandle):
         try:
             self._exit = self._worker.run()
         except BaseException as error:  # a user's function may raise KeyboardInterrupt: it ends this thread only
-            self._exit = WorkerExit(1, "".join(traceback.format_exception(error)))
+            self._exit = WorkerExit(1, user_error_text(error_text(error), error))
         finally:
             self._ended.set()
 

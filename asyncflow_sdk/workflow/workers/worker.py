@@ -22,7 +22,7 @@ from ...interfaces import FATAL_STATUS, WorkerExit, WorkerSettings, WorkerSpec
 from ...ledger import commands as cmd
 from ...memory import directory_at
 from ...queue import Connection, LeaseRenewer, QueueClient, open_queue
-from ...queue.error_text import plain_text
+from ...queue.error_text import error_text, plain_text, trace_text
 from ...types import Weights
 from ...types import events as ev
 from ...weights import AUTO, check_fetching
@@ -197,7 +197,7 @@ def _exit_of(error: BaseException) -> WorkerExit:
         whole = text = str(error)
     else:
         whole = "".join(traceback.format_exception(error))
-        text = "".join(traceback.format_exception(error, limit=-12))
+        text = f"{error_text(error)}\n{trace_text(error, error.__traceback__, 12)}"
     text = plain_text(text, TRACEBACK_BYTES)
     with contextlib.suppress(OSError):  # the disk may be full
         print(plain_text(whole, len(whole)).rstrip(), file=sys.stderr)

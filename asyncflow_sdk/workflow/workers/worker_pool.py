@@ -184,8 +184,7 @@ class WorkerPool(WorkerObserver):
             text = f"{first}; the run goes on with {', '.join(w.name for w in left)}"
             self.report(ev.Note(time_s=time.monotonic(), worker=worker.name, text=text, level="warning"))
             return
-        last = f"worker {worker.name!r} failed for good, and it was the last of {worker.role!r}: {error}"
-        self._fail(WorkerFailed(last, worker.name))
+        self._fail(WorkerFailed(f"it was the last of {worker.role!r}", worker.name, str(error)))
 
     def ended(self, worker: Worker) -> None:
         """Wake the threads waiting for a worker."""
