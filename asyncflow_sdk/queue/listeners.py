@@ -1,4 +1,5 @@
-"""Listeners: functions called by the queue server for its owner. Their exceptions are logged."""
+"""Listeners: functions called by the queue server for its owner. Their exceptions are logged, and so
+are the run's notes."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import logging
 from collections.abc import Callable
 
 from ..types import Event
+from ..types import events as ev
 from .error_text import error_text, user_trace
 from .payload_manager import StepRows
 
 _log = logging.getLogger(__name__)
+_run_log = logging.getLogger("asyncflow")
+_LEVELS = {"warning": logging.WARNING, "error": logging.ERROR}
 
 
 class Listeners:
@@ -35,7 +39,12 @@ class Listeners:
         return self._on_step is not None and not self.muted
 
     def event(self, event: Event) -> None:
-        """Call the listener for events."""
+        """Log a note or the restart of a worker, and call the listener for events."""
+        if isinstance(event, ev.Note) and not self.muted:
+            worker = f" ({event.worker})" if event.worker else ""
+            _run_log.log(_LEVELS.get(event.level, logging.INFO), "%s%s", event.text, worker)
+        elif isinstance(event, ev.WorkerState) and event.state == "restarting" and not self.muted:
+            _run_log.warning("worker %s %s", event.worker, event.detail)
         self._call(self._on_event, event)
 
     def step(self, step: int, rows: StepRows) -> None:

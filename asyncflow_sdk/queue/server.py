@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import secrets
 import socket
@@ -66,7 +65,6 @@ READ_ONLY = (
 """Commands that change nothing. They are not recorded."""
 UNIT_SILENCE_S = 20.0
 """The session of a storage unit ends after this long without a sign of life. Its home is then absent."""
-_log = logging.getLogger(__name__)
 
 
 class QueueServer:
@@ -148,9 +146,9 @@ class QueueServer:
         )
         self._clients = self._executor.clients
         self._recoverable = RecoverableState(self._executor, self._wire, self._listeners)
-        self._wire.on_note(self._note_or_log)
+        self._wire.on_note(self._note)
         if self.directory.warning:
-            self._note_or_log(self.directory.warning, "warning")
+            self._note(self.directory.warning, "warning")
         self.recovered: Recovered | None = None
         try:
             self.recovered = self._durability.recover(self._recoverable)
@@ -208,11 +206,6 @@ class QueueServer:
 
     def _note(self, text: str, level: str) -> None:
         self._listeners.event(ev.Note(time_s=time.monotonic(), text=text, level=level))
-
-    def _note_or_log(self, text: str, level: str) -> None:
-        self._note(text, level)
-        if not self._listeners.events:
-            _log.log(logging.WARNING if level == "warning" else logging.INFO, text)
 
     def close(self) -> None:
         """Stop serving, and remove the run's segments, unless a journal needs them: until the
@@ -463,7 +456,7 @@ class QueueServer:
                 f"{error}. Until it is replaced again and saved, no new client can connect over tcp, and a"
                 " restarted server accepts the old key: make room, and run `asyncflow keys rotate`"
             )
-            self._note_or_log(f"the new key was not saved: {unsaved}", "warning")
+            self._note(f"the new key was not saved: {unsaved}", "warning")
             return unsaved
         return ""
 

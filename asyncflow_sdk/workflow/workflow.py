@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from ..errors import AsyncFlowError, ConfigError, Interrupted, MemoryFull, Worke
 from ..interfaces import OnFailure, Placement
 from ..ledger import Audit
 from ..plugins import registry
+from ..queue.error_text import error_text
 from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Store, Weights
 from ..types import events as ev
 from ..types.config import LOCAL
@@ -37,6 +38,7 @@ from .evaluation import EVALUATION, SCORES, Evaluation
 from .evaluator import Evaluator, TrainerState, read_evaluations
 from .events.event_file import EVENTS
 from .events.event_sinks import EventSink, Listener
+from .events.progress_line import ProgressLine
 from .events.recorder import Recorder
 from .events.trackers import Tracked, tracker_list
 from .events.waits import StallTimer
@@ -52,18 +54,24 @@ from .specs import TRAINED, Rollout, Stage, Train, declare_task
 from .workers.signals import StopSignals
 from .workers.supervisor import Worker
 
+_OnEvent: TypeAlias = Callable[[Event], None]
 REWARD_STEPS = 20
 """Most steps in the mean of the first and of the last reward of a summary."""
 FINISH_S = 30.0
 """Workers may take this long to end after the last step, an export included (seconds)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """The outcome of a run. ``summary``: the content of summary.json."""
 
     directory: Path
     summary: dict[str, Any]
+
+    def __repr__(self) -> str:
+        did = "{status}, {steps} of {steps_wanted} steps".format_map(self.summary)
+        rewards = " to ".join("none" if each is None else f"{each:.3f}" for each in self.rewards)
+        return f"Result({str(self.directory)!r}: {did}, reward {rewards})"
 
     @property
     def rewards(self) -> tuple[float, float]:
@@ -192,14 +200,22 @@ class Workflow(Serializable):
     def __str__(self) -> str:
         return plan_text(self.plan)
 
-    def run(self, directory: str | Path, *, on_event: Callable[[Event], None] | None = None) -> Result:
-        """Run to the last step. ``on_event`` receives every event, in a thread of its own.
+    def __repr__(self) -> str:
+        plan = self.plan
+        engines = ", ".join(each.engine for each in (*plan.rollouts, plan.train))
+        return f"Workflow({engines}: {plan.steps} steps of {plan.batch_size} rows)"
+
+    def run(
+        self, directory: str | Path, *, on_event: Callable[[Event], None] | None = None, progress: bool | None = None
+    ) -> Result:
+        """Run to the last step. ``on_event`` receives every event, in a thread of its own. ``progress``:
+        show a line of it on the terminal, or else log it; None: unless ``on_event`` is given.
 
         After any end the directory holds the results so far, and no process and no shared memory is
         left. Raises WorkerFailed with the worker and its traceback; Interrupted after Ctrl-C, which
         stops the workers in the middle of their work (a second one kills them); ConfigError.
         """
-        return self._run_in(RunDirectory(Path(directory)), on_event, again=False)
+        return self._run_in(RunDirectory(Path(directory)), on_event, progress, again=False)
 
     @classmethod
     def load(cls, directory: str | Path, changes: Mapping[str, Any] | None = None) -> Workflow:
@@ -217,22 +233,26 @@ class Workflow(Serializable):
         *,
         changes: Mapping[str, Any] | None = None,
         on_event: Callable[[Event], None] | None = None,
+        progress: bool | None = None,
     ) -> Result:
         """Continue a run with a ``checkpoint`` that was killed, failed or interrupted: the queue as it
         was, training from the newest checkpoint. ``changes``: new numbers and places of workers by
         dotted key, as {"rollout.replicas": 4, "train.world_size": 2, "train.hosts": ["gpu3"]}. Returns
-        the result of a completed run. Raises the errors of ``run``; ConfigError if another process runs
-        the directory, if a part of the workflow is gone, and for other changes."""
-        return cls.load(directory, changes).resume_in(Path(directory), on_event)
+        the result of a completed run. ``on_event``, ``progress``: arguments of ``run``. Raises its errors;
+        ConfigError if another process runs the directory, if a part of the workflow is gone, and for
+        other changes."""
+        return cls.load(directory, changes).resume_in(Path(directory), on_event, progress)
 
-    def resume_in(self, directory: Path, on_event: Callable[[Event], None] | None) -> Result:
+    def resume_in(self, directory: Path, on_event: _OnEvent | None, progress: bool | None = None) -> Result:
         """Continue the run of ``directory`` with this workflow; see ``resume``."""
         summary = RunDirectory(directory).read_summary()
         if summary.get("status") == "completed":
             return Result(directory, summary)
-        return self._run_in(RunDirectory(directory), on_event, again=True)
+        return self._run_in(RunDirectory(directory), on_event, progress, again=True)
 
-    def _run_in(self, directory: RunDirectory, on_event: Callable[[Event], None] | None, *, again: bool) -> Result:
+    def _run_in(
+        self, directory: RunDirectory, on_event: _OnEvent | None, progress: bool | None, *, again: bool
+    ) -> Result:
         resumable = self.plan.checkpoint is not None
         directory.check_record(continues=again, trained=again)
         with contextlib.ExitStack() as held:
@@ -248,22 +268,26 @@ class Workflow(Serializable):
                 if not again:
                     (directory.path / EVENTS).unlink()
                 raise
-            return _Execution(self.plan, directory, recorder, Listener(on_event) if on_event else None).run(again)
+            line = ProgressLine(self.plan.steps) if (on_event is None if progress is None else progress) else None
+            return _Execution(self.plan, directory, recorder, line, on_event).run(again)
 
 
 class _Execution:
     """One process's run of a plan in a directory."""
 
-    def __init__(self, plan: Plan, directory: RunDirectory, recorder: Recorder, listener: Listener | None) -> None:
-        self._plan, self._directory, self._recorder, self._listener = plan, directory, recorder, listener
+    def __init__(
+        self,
+        plan: Plan,
+        directory: RunDirectory,
+        recorder: Recorder,
+        line: ProgressLine | None,
+        on_event: _OnEvent | None,
+    ) -> None:
+        self._plan, self._directory, self._recorder, self._line = plan, directory, recorder, line
         self._stall = StallTimer(plan.stall_timeout_s)
         self._trainer = TrainerState()
-        self._sinks: list[EventSink] = [
-            self._stall,
-            self._trainer,
-            recorder,
-            *([listener] if listener is not None else []),
-        ]
+        self._listeners = [Listener(each) for each in (line, on_event) if each is not None]
+        self._sinks: list[EventSink] = [self._stall, self._trainer, recorder, *self._listeners]
         self._status = "completed"
         self._error: AsyncFlowError | None = None
         self._audit: Audit | None = None
@@ -283,7 +307,7 @@ class _Execution:
             except AsyncFlowError as error:
                 self._status, self._error = "failed", error
             except Exception as error:
-                self._status, self._error = "failed", WorkerFailed(f"the driver failed: {error!r}", "driver")
+                self._status, self._error = "failed", WorkerFailed("the driver failed", "driver", error_text(error))
                 self._error.__cause__ = error
             signals.closing()
             self._close_sinks()
@@ -302,11 +326,13 @@ class _Execution:
 
     def _close_sinks(self) -> None:
         self._recorder.close()
-        if self._listener is not None:
+        for listener in self._listeners:
             for note in self._recorder.notes:
-                self._listener.event(note)
-            self._listener.close()
-            self._recorder.errors += self._listener.problems
+                listener.event(note)
+            listener.close()
+            self._recorder.errors += listener.problems
+        if self._line is not None:
+            self._line.end()
 
     def _serve(self, signals: StopSignals) -> None:
         plan, resumable = self._plan, self._plan.checkpoint is not None
@@ -412,6 +438,7 @@ def resume(
     *,
     changes: Mapping[str, Any] | None = None,
     on_event: Callable[[Event], None] | None = None,
+    progress: bool | None = None,
 ) -> Result:
     """``Workflow.resume``."""
-    return Workflow.resume(directory, changes=changes, on_event=on_event)
+    return Workflow.resume(directory, changes=changes, on_event=on_event, progress=progress)

@@ -10,6 +10,7 @@ in ten seconds. Warnings, errors and changes of workers are printed at once in b
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -59,6 +60,7 @@ class LiveView:
         self._thread: threading.Thread | None = None
         self._live: Live | None = None
         self._muted = False
+        self._handler = logging.NullHandler()  # warnings are shown here; without a handler, Python shows them, too
 
     def __call__(self, event: Event) -> None:
         """Add one event."""
@@ -76,6 +78,7 @@ class LiveView:
                 self._progress_line()
 
     def __enter__(self) -> LiveView:
+        logging.getLogger("asyncflow").addHandler(self._handler)
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
             try:
@@ -93,6 +96,7 @@ class LiveView:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        logging.getLogger("asyncflow").removeHandler(self._handler)
         if self._live is None:
             with self._lock:
                 if self.progress.done > self._line_step:
