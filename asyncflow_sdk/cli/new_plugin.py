@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from importlib import resources
+from importlib import resources, util
 from pathlib import Path
 from string import Template
 from typing import Annotated
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from ..errors import ConfigError
+from ..plugins import registry
 
 _TORCH = '"asyncflow-sdk[torch]"'
 KINDS: dict[str, dict[str, str]] = {
@@ -68,8 +69,13 @@ def write_plugin(name: str, kind: str, folder: Path) -> list[Path]:
             " my-engine"
         )
     module = name.replace("-", "_")
-    if keyword.iskeyword(module) or module in ("tests", "asyncflow_sdk"):
+    if keyword.iskeyword(module) or module == "tests":
         raise ConfigError(f"{name!r} cannot be imported under that name; use another one, for example my-{name}")
+    taken = util.find_spec(module)
+    if taken is not None and taken.origin is not None:  # None: a mere folder
+        raise ConfigError(f"{name!r} would shadow the module {taken.origin}; use another name, for example my-{name}")
+    if any((each.spec.kind, each.spec.name) == (kind, name) for each in registry().adapters):
+        raise ConfigError(f"a {kind} adapter is named {name!r} already; use another name, for example my-{name}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: name a new directory with --into")
     words = _PLAIN | KINDS[kind] | {"name": name, "module": module, "kind": kind, "cls": _class_name(name)}
@@ -94,7 +100,7 @@ def new_plugin(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Name of the package and of its adapter, for example my-engine.")
     ],
-    kind: Annotated[str, typer.Option(help=f"Kind of adapter: {', '.join(KINDS)}.", show_default=False)],
+    kind: Annotated[str, typer.Option(help=f"Kind of adapter: {', '.join(KINDS)}.")] = "rollout",
     into: Annotated[Path | None, typer.Option(help="New directory.", show_default="./NAME", metavar="DIR")] = None,
 ) -> None:
     """Write a new plugin package.

@@ -76,7 +76,10 @@ def test_what_is_written_is_typed_and_formatted(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["My Engine", "--kind", "rollout"], "no name for a package"),
-        (["class", "--kind", "rollout"], "cannot be imported"),
+        (["class"], "cannot be imported"),
+        (["numpy"], "would shadow the module"),
+        (["random"], "would shadow the module"),
+        (["shm", "--kind", "transport"], "a transport adapter is named 'shm' already"),
         (["mine", "--kind", "engine"], "there are rollout, train"),
     ],
 )
@@ -105,7 +108,7 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
 def test_it_says_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
-    result = CliRunner().invoke(app, ["new-plugin", "my-engine", "--kind", "rollout"])
+    result = CliRunner().invoke(app, ["new-plugin", "my-engine"])
 
     assert result.exit_code == 0, result.output
     assert "asyncflow check my-engine --kind rollout" in result.output
