@@ -48,7 +48,6 @@ RUNNERS = {
     ("python", "prints"): "test_a_block_prints_what_it_says",
     ("python", "sglang"): "test_a_block_for_an_engine_that_is_not_here_makes_what_it_says",
     ("python", "agent"): "test_the_agent_of_the_guide_is_imported_and_runs",
-    ("python", "plugin"): "test_the_plugin_of_the_readme_is_found_and_runs",
     ("python", "plugin_launcher"): "test_the_launcher_of_the_documents_is_found_and_starts_workers",
     ("python", "plugin_hook"): "test_the_plugin_of_the_reference_has_an_algorithm_and_a_tracker_that_work",
     ("python", "algorithm"): "test_the_algorithm_of_the_documents_keeps_its_promises_and_trains",
@@ -56,9 +55,13 @@ RUNNERS = {
     ("toml", "workflow"): "test_a_file_of_the_documents_is_a_workflow",
 }
 """The test in test_documents.py that runs all blocks of a kind with this mark, in README, CONTRIBUTING and docs/."""
-GUIDE = "test_the_guide_to_an_own_engine"
-"""The test that runs all Python and all commands of docs/your-own-engine.md."""
-BLOCK = re.compile(r"(?:<!-- (?:test: (?P<how>\w+)|fails) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```", re.S | re.M)
+PAGES = [CLONE / "README.md", CLONE / "docs" / "quickstart.md", CLONE / "docs" / "your-own-engine.md"]
+PAGE = "test_page_runs_as_it_stands"
+"""The test that runs all blocks of each of PAGES, in order, in an empty folder. Commands in a clone need another test."""
+IN_CLONE = ("make ", "pip install '.[")
+BLOCK = re.compile(
+    r"(?:<!-- (?:test: (?P<how>\w+)|(?P<fails>fails)) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```", re.S | re.M
+)
 COMMAND = re.compile(r"^(?:    )?(?:\$ )?((?:asyncflow|python3?|make|pip|torchrun|deepspeed|vllm) .*)", re.M)
 _FROM_INDEX = "the SDK is on no package index yet; make test-packages installs its wheel with each extra"
 _BENCHMARK = "takes long; tests/test_benchmarks.py starts programs of benchmarks/ with --quick"
@@ -130,10 +133,12 @@ def items() -> dict[str, str]:
             runner = (
                 RUNNERS.get((block["kind"], block["how"]), "") if document.parent in (CLONE, CLONE / "docs") else ""
             )
-            if document.name == "your-own-engine.md" and block["kind"] in ("python", "console"):
-                runner = GUIDE
+            runner = PAGE if document in PAGES else runner
             if block["kind"] == "console":
-                found |= {f"{name}: {words}": runner for words in written(block["text"])}
+                found |= {
+                    f"{name}: {words}": "" if words.startswith(IN_CLONE) else runner
+                    for words in written(block["text"])
+                }
             elif block["kind"] in ("python", "toml"):
                 item = f"{name}: [{block['kind']}] {block['text'].splitlines()[0]}"
                 firsts[item] += 1

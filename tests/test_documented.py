@@ -2,7 +2,7 @@
 
 import documented
 import pytest
-from documented import GAPS, GUIDE, RUNNERS
+from documented import GAPS, PAGE, RUNNERS
 
 pytestmark = pytest.mark.fast
 
@@ -14,4 +14,4 @@ def test_each_item_has_a_test_or_is_a_gap_with_its_reason() -> None:
     assert [item for item in named if item not in found] == [], "no document has these any more"
     assert documented.unmarked() == [], "say ```console"
     assert started.keys() & GAPS.keys() == set(), "these are no gaps any more"
-    assert {*RUNNERS.values(), GUIDE} <= documented.functions()
+    assert {*RUNNERS.values(), PAGE} <= documented.functions()

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from children import warm_python
+from documented import PAGES
 
 import asyncflow_sdk as af
 
 REPOSITORY = Path(__file__).parent.parent
 BLOCK = re.compile(r"(?:<!-- test: (?P<how>\w+) -->\n)?```python\n(?P<code>.*?)```", re.S)
 DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+MARKED = [document for document in DOCUMENTS if document not in PAGES]
 
 
 EXACT_MATCH = "def exact_match(response, answer):\n    return [float(a == b) for a, b in zip(response, answer)]\n"
@@ -24,9 +26,9 @@ EXACT_MATCH = "def exact_match(response, answer):\n    return [float(a == b) for
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, warmed up for a few steps, and data for 16 prompts, as examples/README.md says."""
+    """A model, warmed up for a few steps, and data for 16 prompts."""
     folder = tmp_path_factory.mktemp("start")
-    example("model_and_data", folder, ".", "0", "16")
+    python(folder, "-m", "asyncflow_torch.demo.model", ".", "0", "16")
     return folder
 
 
@@ -65,7 +67,7 @@ def trained(name: str, directory: Path, start: Path, *arguments: object) -> str:
 
 
 def blocks(how: str) -> list[str]:
-    found = [match for document in DOCUMENTS for match in BLOCK.finditer(document.read_text())]
+    found = [match for document in MARKED for match in BLOCK.finditer(document.read_text())]
     assert all(match["how"] for match in found), "every block says how it is tested"
     return [match["code"] for match in found if match["how"] == how]
 
@@ -116,35 +118,16 @@ def installed_as_mine(path: Path, code: str) -> None:
     (info / "entry_points.txt").write_text("[asyncflow_sdk]\nmine = mine\n")
 
 
-def test_the_plugin_of_the_readme_is_found_and_runs(tmp_path: Path) -> None:
-    (code,) = blocks("plugin")
-    assert len(code.splitlines()) <= 40
+def test_the_plugin_of_the_readme_is_found(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(# mine\.py\n.*?)```", PAGES[0].read_text(), re.S)
     installed_as_mine(tmp_path, code)
 
-    listed = asyncflow(tmp_path, "plugins", "--json")
-    out = script(
-        tmp_path,
-        "import asyncflow_sdk as af\n"
-        "with af.serve('run', max_staleness=1) as run:\n"
-        "    run.queue.put({'prompt_ids': [[1, 2], [3]] * 8}, group_size=4)\n"
-        "    run.queue.end()\n"
-        "    run.start(af.Rollout('mine', prompt='prompt_ids', group_size=4, sampling=af.Sampling(max_tokens=5), vocabulary=9))\n"
-        "    run.start(af.Stage(lambda response_ids: [float(len(r)) for r in response_ids], task='reward'))\n"
-        "    weights = run.weight_publisher('shm')\n"
-        "    for step in run.consumer('train', batch_size=16):\n"
-        "        assert step.array('reward').tolist() == [5.0] * 16\n"
-        "        weights.publish(step.version + 1, {'w': step.array('reward')}.items())\n"
-        "        step.ack()\n"
-        "    print(run.audit())\n",
-    )
-
-    assert "mine 1.0" in listed
-    assert "consumed=64" in out
+    assert "mine 1.0" in asyncflow(tmp_path, "plugins", "--json")
 
 
 @pytest.mark.starts("rollout transformers", "train torch", "transport file")
 def test_a_file_of_the_documents_is_a_workflow(tmp_path: Path, start: Path) -> None:
-    texts = [text for document in DOCUMENTS for text in re.findall(r"```toml\n(.*?)```", document.read_text(), re.S)]
+    texts = [text for document in MARKED for text in re.findall(r"```toml\n(.*?)```", document.read_text(), re.S)]
     texts = [
         text for text in texts if "address = " not in text
     ]  # test_torch_several_hosts runs a run of several hosts
@@ -262,7 +245,6 @@ def test_an_example_that_is_given_too_little_says_what_it_takes(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["own_loop", "streamed_step", "own_parts", "service_loop", "remote_workers"])
 @pytest.mark.starts(
-    "examples/model_and_data.py",
     "examples/own_loop.py",
     "examples/streamed_step.py",
     "examples/own_parts.py",

@@ -1,4 +1,4 @@
-"""The guide to an engine of one's own, followed to the letter: its commands and files, in order, in a fresh environment."""
+"""README, quickstart and guide, followed to the letter: files and commands, in order, in an empty folder and a fresh environment."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from pathlib import Path
 
 import pytest
 from children import warm_python
+from documented import BLOCK, IN_CLONE, PAGES, written
 from waiting import until
 
-GUIDE = Path(__file__).parent.parent / "docs" / "your-own-engine.md"
-PART = re.compile(r"(?:<!-- (?P<mark>fails|test: guide) -->\n)?```(?P<kind>console|python)\n(?P<text>.*?)```", re.S)
+SAYS = {
+    "README": ["live=0", "level reached: basic"],
+    "quickstart": ["20 steps of"],
+    "your-own-engine": ["those are of version", "balanced: True", "level reached: full", "Created wheel"],
+}
 
 
-def script() -> str:
-    """The guide as one script."""
+def script(page: Path) -> str:
+    """The page as one script. A block of Python is a file: its first line may be its name."""
     lines = ["set -euo pipefail"]
-    for part in PART.finditer(GUIDE.read_text()):
-        mark, text = part["mark"] or "", part["text"]
-        if part["kind"] == "python":
-            assert mark == "test: guide", f"nobody runs this block: {text}"
-            name = text.splitlines()[0].removeprefix("# ")
-            lines.append(f"cat > {name} <<'END'\n{text}END")
-        elif mark == "fails":
+    for block in BLOCK.finditer(page.read_text()):
+        text, named = block["text"], re.match(r"# (\S+\.\w+)\n", block["text"])
+        if block["kind"] in ("python", "toml"):
+            assert named or block["kind"] == "python", f"this block has no name: {text}"
+            lines.append(f"cat > {named[1] if named else 'block.py'} <<'END'\n{text}END")
+            lines += [] if named else ["python block.py"]
+        elif block["fails"]:
             lines.append(f'if ({text.strip()}); then echo "this should have failed"; exit 9; fi')
-        else:
+        elif not all(words.startswith(IN_CLONE) for words in written(text)):
             lines.append(text)
     return "\n".join(lines)
 
@@ -45,8 +49,9 @@ def started_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.starts("asyncflow new-plugin", "asyncflow check", "asyncflow report")
-def test_the_guide_to_an_own_engine(tmp_path: Path) -> None:
+def test_page_runs_as_it_stands(tmp_path: Path, page: Path) -> None:
     # given an environment that has what this one has; only pip runs under its own interpreter
     own = tmp_path / "env"
     venv.create(own)
@@ -67,17 +72,16 @@ def test_the_guide_to_an_own_engine(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }  # fmt: skip
 
-    # when
+    folder = tmp_path / "user"
+    folder.mkdir()
 
+    # when
     done = subprocess.run(
-        ["bash", "-c", script()], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1100, check=False
+        ["bash", "-c", script(page)], cwd=folder, env=env, capture_output=True, text=True, timeout=1100, check=False
     )
 
     # then
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-6000:]
-    assert "those are of version" in said, "the fault that the guide makes was not named"
-    assert "balanced: True" in said
-    assert said.count("level reached: full") == 2
+    assert [text for text in SAYS[page.stem] if text not in said] == []
     until(lambda: not started_in(tmp_path), "the end of servers whose workers were killed")
-    assert list((tmp_path / "my-engine" / "dist").glob("my_engine-*.whl"))

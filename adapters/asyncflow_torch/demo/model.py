@@ -2,11 +2,17 @@
 zero.
 
 steps, accuracy = warm_up(Path("runs/demo/model"), seed=0)     # a Hugging Face folder, in about 10 s
+
+python -m asyncflow_torch.demo.model FOLDER [ACCURACY] [ROWS]
+
+writes FOLDER/model, warmed up to ACCURACY (0.15), and FOLDER/data.jsonl with ROWS (256) prompts and answers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -147,3 +153,17 @@ def _seeded(seed: int, threads: int) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
+
+
+def main(out: str, accuracy: str = "0.15", rows: str = "256") -> None:
+    """Write a model and its data."""
+    folder = Path(out)
+    step, reached = warm_up(folder / "model", seed=0, target=float(accuracy))
+    columns = prompts(int(rows), seed=0)
+    records = (json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
+    (folder / "data.jsonl").write_text("".join(f"{record}\n" for record in records))
+    print(f"{folder / 'model'}: {step} steps, right with {reached:.2f}; {folder / 'data.jsonl'}: {rows} lines")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:]) if sys.argv[1:] else sys.exit(__doc__)
