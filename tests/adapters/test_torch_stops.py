@@ -25,10 +25,15 @@ def text_of(folder: str, ids: Any) -> str:
     return text
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
 def test_a_response_ends_with_the_token_that_completes_a_stop_text(
-    endless: str, rollout: Callable[..., Any], generate: Generate, prompts: list[np.ndarray[Any, Any]]
+    endless: str,
+    rollout: Callable[..., Any],
+    generate: Generate,
+    prompts: list[np.ndarray[Any, Any]],
+    interrupted: bool,
 ) -> None:
-    # given responses, and a text over two of their tokens each
+    # given responses, and a text over two of their tokens each, between which they may have been interrupted
     engine = rollout(endless)
     assert engine.capabilities.stop_texts
     wholes = [
@@ -39,9 +44,11 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(
         text = text_of(endless, whole.token_ids)
         stop = text[5:7]
         count = next(n for n in range(25) if stop in text_of(endless, whole.token_ids[:n]))
+        had = count - 1 if interrupted else 0
         sampling = Sampling(max_tokens=24, temperature=0, stop=("no such text", stop))
-        requests.append(Request(prompt, sampling, decode=functools.partial(text_of, endless)))
-        wanted.append(np.asarray(whole.token_ids[:count]))
+        so_far = np.append(prompt, whole.token_ids[:had]).astype(np.int32)
+        requests.append(Request(so_far, sampling, drawn=had, decode=functools.partial(text_of, endless)))
+        wanted.append(np.asarray(whole.token_ids[had:count]))
     # when they are generated together, beside one without a stop
     groups = generate(engine, [*requests, Request(prompts[0], Sampling(max_tokens=24, temperature=0))])
     # then

@@ -32,6 +32,12 @@ class DecodeWork:
     first: int = 0
     stops: StopTexts | None = None
 
+    @property
+    def begun(self) -> list[int]:
+        """The last response tokens in the prompt: a stop text may begin in them."""
+        past = self.prompt[len(self.prompt) - self.past :].tolist()
+        return [] if self.stops is None else past[-self.stops.window :]
+
 
 @dataclass(frozen=True)
 class FinishedBatch:
@@ -96,6 +102,7 @@ class SequenceSlots:
     token_ids: Any  # int32 (rows, longest limit)
     logprobs: Any  # float32 (rows, longest limit)
     stops: Any  # int64 (rows, most stop ids): id + 1, 0 is none
+    begun: Any  # int64 (rows, longest): id + 1 of the last response tokens in the prompt; 0 is none
     stop_texts: Any  # int64: by StopNumbers
 
     @classmethod
@@ -107,12 +114,8 @@ class SequenceSlots:
         counts = np.array([work.n for work in works])
         ends = counts.cumsum()
         rows, longest = int(ends[-1]), max(work.sampling.max_tokens for work in works)
-        most = max(len(work.sampling.stop_ids) for work in works)
-        stops = np.zeros((len(works), most), np.int64)
-        for number, work in enumerate(works):
-            stops[number, : len(work.sampling.stop_ids)] = work.sampling.stop_ids
-            stops[number, : len(work.sampling.stop_ids)] += 1
-
+        stops = _padded([work.sampling.stop_ids for work in works])
+        begun = _padded([work.begun for work in works])
         penalised = any(work.sampling.repetition_penalty != 1 for work in works)
         seen = np.zeros((len(works), vocabulary if penalised else 0), np.bool_)
         for number, work in enumerate(works if penalised else ()):
@@ -142,6 +145,7 @@ class SequenceSlots:
             token_ids=torch.zeros(rows, longest, dtype=torch.int32, device=device),
             logprobs=torch.zeros(rows, longest, dtype=torch.float32, device=device),
             stops=torch.from_numpy(np.repeat(stops, counts, 0)).to(device),
+            begun=torch.from_numpy(np.repeat(begun, counts, 0)).to(device),
             stop_texts=per_row(stop_texts),
         )
 
@@ -203,3 +207,11 @@ class SequenceSlots:
             stopped=np.zeros(len(sizes), np.bool_) if stop is None else stop[rows].cpu().numpy(),
             aborted=stop is None,
         )
+
+
+def _padded(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """Return ids + 1, one row a list, padded with 0."""
+    table = np.zeros((len(lists), max(map(len, lists))), np.int64)
+    for number, ids in enumerate(lists):
+        table[number, : len(ids)] = np.asarray(ids, np.int64) + 1
+    return table

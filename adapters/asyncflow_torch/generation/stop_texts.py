@@ -32,10 +32,13 @@ class StopNumbers:
             return found
         known = list(self._numbers)
         ended = []
-        for number, ids, drawn in zip(
-            slots.stop_texts[rows].tolist(), slots.token_ids[rows].cpu(), slots.drawn[rows].tolist(), strict=True
+        each = (slots.stop_texts, slots.begun, slots.drawn)
+        for number, begun, drawn, ids in zip(
+            *(field[rows].tolist() for field in each), slots.token_ids[rows].cpu(), strict=True
         ):
             stops = known[number]
-            ended.append(stops is not None and stops.inside(ids[max(0, drawn - stops.window) : drawn].tolist()))
+            assert stops is not None
+            whole = [token - 1 for token in begun if token] + ids[max(0, drawn - stops.window) : drawn].tolist()
+            ended.append(stops.inside(whole[-stops.window :]))
         found[rows] = torch.tensor(ended, device=found.device)
         return found
