@@ -68,6 +68,16 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return config | next((config[key] for key in ("text_config", "llm_config") if key in config), {})
 
 
+def end_tokens(folder: str) -> list[int]:
+    """Return the end tokens by the model folder's configuration, not by its tokenizer."""
+    for file in ("generation_config.json", "config.json"):
+        path = Path(folder, file)
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return [found] if isinstance(found, int) else list(found)
+    return []
+
+
 def check_version(
     update: WeightUpdate, tensors: Mapping[str, TensorType], dtypes: Callable[[str], tuple[str, ...]], *,
     holder: str = "the model", tied: Callable[[str], bool] = lambda name: False, shown: int = _SHOWN,

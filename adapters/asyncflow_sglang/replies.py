@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -51,10 +52,12 @@ NOTHING = SGLangReply(Meta(Reason("abort", "before it began")), [])
 """Answer of a request aborted before it was sent."""
 
 
-def completion(reply: SGLangReply, index: int, *, interrupted: bool, watch: StopWatch | None) -> Completion:
-    """Return the response in a reply. ``watch``: finds its stop text, for which it was aborted. Raises
-    EngineError for a response aborted by others, and for tokens without log-probs or without a known
-    version."""
+def completion(
+    reply: SGLangReply, index: int, ends: Collection[int], *, interrupted: bool, watch: StopWatch | None
+) -> Completion:
+    """Return the response in a reply. ``ends``: end and stop tokens; SGLang looks first at the
+    length and for an abort. ``watch``: finds its stop text, for which it was aborted. Raises EngineError
+    for a response aborted by others, and for tokens without log-probs or without a known version."""
     reason, meta = reply.meta_info.finish_reason, reply.meta_info
     scored = meta.output_token_logprobs or []
     tokens = len(scored)
@@ -71,7 +74,8 @@ def completion(reply: SGLangReply, index: int, *, interrupted: bool, watch: Stop
         raise EngineError("SGLang returned log-probs of other tokens than the returned ones")
     logprobs = np.array([value for value, _, _ in scored[:tokens]], np.float32)
     spans = _spans(meta.weight_versions or [], tokens)
-    return Completion(index, np.array(ids, np.int32), logprobs, "stop" if stopped else _REASONS[reason.type], spans)
+    ended = "stop" if stopped or (tokens and ids[-1] in ends) else _REASONS[reason.type]
+    return Completion(index, np.array(ids, np.int32), logprobs, ended, spans)
 
 
 _REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}

@@ -87,6 +87,7 @@ class SGLangRollout(RolloutEngine):
             seed, watch = self._seed(request, index), request.watch()
             body = generate_body(prompt, request.sampling, seed=seed, stream=watch is not None)
             sent.append(self._tracker.send(body, most, watch))
+        ends = {*self._folder.ends, *request.sampling.stop_ids}
         answers = {each.answer: (index, each) for index, each in enumerate(sent)}
         try:
             while answers:
@@ -94,7 +95,7 @@ class SGLangRollout(RolloutEngine):
                 for task in done:
                     index, each = answers.pop(task)
                     reply = await self._reply(each)
-                    yield completion(reply, index, interrupted=each.interrupted, watch=each.watch)
+                    yield completion(reply, index, ends, interrupted=each.interrupted, watch=each.watch)
         finally:
             for _, each in answers.values():
                 self._tracker.abort(each)

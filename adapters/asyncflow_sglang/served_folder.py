@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncflow_http.model_folder import ModelFolder, check_version, listed, text_config
+from asyncflow_http.model_folder import ModelFolder, check_version, end_tokens, listed, text_config
 from asyncflow_sdk.errors import ConfigError, WeightMismatch
 from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.types.dtypes import SAFETENSORS_CODES
@@ -21,12 +21,13 @@ class ServedFolder:
     SGLang; None: the folder's. Raises ConfigError.
 
     ``context``: maximum of tokens of prompt and response, None if the model has no limit.
-    ``vocabulary``: token ids are below it.
+    ``vocabulary``: token ids are below it. ``ends``: the model's end tokens.
     """
 
     def __init__(self, folder: str, dtype: str | None = None) -> None:
         self._model = ModelFolder(folder)
         text, self.vocabulary = text_config(self._model.config), self._model.vocabulary
+        self.ends = end_tokens(folder)
         context = text.get("max_position_embeddings")
         self.context = int(context) if context else None
         self._saved = str(text.get("dtype") or text.get("torch_dtype") or "float32")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,16 +37,6 @@ class Limits(RequestLimits):
                 "this vLLM does not give log-probs under the whole vocabulary where top_k or top_p cut the draw"
             )
         return prompt
-
-
-def end_tokens(folder: str) -> list[int]:
-    """Return the end tokens by the model folder's configuration, not by its tokenizer."""
-    for file in ("generation_config.json", "config.json"):
-        path = Path(folder, file)
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return [found] if isinstance(found, int) else list(found)
-    return []
 
 
 def drawing(request: Request, ends: Sequence[int]) -> dict[str, Any]:

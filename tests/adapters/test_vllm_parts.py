@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow_http.model_folder import ModelFolder
+from asyncflow_http.model_folder import ModelFolder, end_tokens
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import Request
 from asyncflow_sdk.types import Sampling
 from asyncflow_sdk.weights import Handover, map_handover
 from asyncflow_vllm.folder import FolderWeights
-from asyncflow_vllm.requests import Limits, drawing, end_tokens
+from asyncflow_vllm.requests import Limits, drawing
 
 torch = pytest.importorskip("torch")
 
