@@ -151,14 +151,17 @@ class BigramTrain(TrainEngine):
         worth = np.repeat(self.advantages(batch), responses.lengths)
         trained = (worth != 0) & (True if mask is None else mask.values)
         ratio = np.exp(scores[each, responses.values] - batch.ragged("logprobs").values)
-        beyond = np.where(worth > 0, ratio > 1 + self.algorithm.clip_high, ratio < 1 - self.algorithm.clip_low)
         count = self.summed(np.array(trained.sum(), np.float64))
-        coefficients = np.where(trained & ~beyond, ratio * worth, 0.0) / max(count, 1.0)
+        coefficients = np.where(trained & ~self.beyond(ratio, worth), ratio * worth, 0.0) / max(count, 1.0)
         by_logit = -np.exp(scores) * coefficients[:, None]
         by_logit[each, responses.values] += coefficients
         table = np.zeros((VOCABULARY, VOCABULARY))
         np.add.at(table, before(batch), by_logit)
         return {"table.weight": table, "bias": by_logit.sum(0)}
+
+    def beyond(self, ratio: Any, worth: Any) -> Any:
+        """True for tokens that are clipped."""
+        return np.where(worth > 0, ratio > 1 + self.algorithm.clip_high, ratio < 1 - self.algorithm.clip_low)
 
     def descend(self, gradient: dict[str, Any]) -> None:
         for name, array in self.weights.items():

@@ -33,7 +33,10 @@ CAUGHT = {
     "memory": ["leaks"],
     "names": ["gives tied weights twice", "keeps the wrapper's prefix"],
     "no_gradient": ["trains equal rewards", "filters what it trains"],
-    "off_policy": ["recomputes behaviour"],
+    "off_policy": [
+        "recomputes behaviour", "clips above by clip_low", "clips below by clip_high", "swaps the clips",
+        "clips on both sides",
+    ],
     "resume": ["forgets the optimizer"],
     "row_order": ["takes groups as they lie"],
     "save_is_whole": ["starts anew without a checkpoint", "keeps the first save", "writes down its folder"],

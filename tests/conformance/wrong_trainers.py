@@ -57,6 +57,16 @@ def leaves(name: str) -> Fault:
     return {"check": check}
 
 
+def clips(above: str, below: str) -> Fault:
+    """Clip by these options."""
+
+    def beyond(self: Any, right: Any, ratio: Any, worth: Any) -> Any:
+        high, low = 1 + getattr(self.algorithm, above), 1 - getattr(self.algorithm, below)
+        return np.where(worth > 0, ratio > high, ratio < low)
+
+    return {"beyond": beyond}
+
+
 def gather(self: Any, right: Any) -> Any:
     """Give each tensor in the same memory."""
     room = np.empty(VOCABULARY**2, np.float32)
@@ -112,6 +122,10 @@ FAULTS: dict[str, Fault] = {
         "advantages": lambda self, right, batch: right(batch) / batch.ragged("response_ids").lengths.max()
     },
     "recomputes behaviour": trains(lambda self, batch: changed(batch, logprobs=self.logprobs(batch))),
+    "clips above by clip_low": clips("clip_low", "clip_low"),
+    "clips below by clip_high": clips("clip_high", "clip_high"),
+    "swaps the clips": clips("clip_low", "clip_high"),
+    "clips on both sides": {"beyond": lambda self, right, ratio, worth: right(ratio, 1) | right(ratio, -1)},
     "steps in bfloat16": {"descend": lambda self, right, gradient: (right(gradient), vars(self).update(
         weights={name: array.astype(np.float32) for name, array in self.named_weights()}
     ))},

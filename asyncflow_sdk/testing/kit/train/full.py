@@ -12,13 +12,14 @@ import numpy.typing as npt
 from ....algorithms import GRPO
 from ....interfaces import Algorithm, PackedTokens
 from ....types import Batch, Ragged
-from ....types.dtypes import from_torch, is_torch
 from ..check import CheckFailed, DoesNotApply, check, expect, needs
 from ..resources import Growth, Held
 from ..updates import HeldUpdate
 from .basic import SEEN, train_until_seen
-from .lab import NOTHING, TrainLab, changed, copied, masked, unlike
+from .lab import NOTHING, TrainLab, changed, copied, masked, plain, unlike
 
+LOW, HIGH, WITHIN, FAR = 0.01, 3.0, 0.8, 3.0
+"""A clip_low and a clip_high; a log-ratio between the two, and one beyond both."""
 _learns = needs(lambda lab: lab.policy.learns, "this policy does not learn")
 _grpo = needs(
     lambda lab: isinstance(lab.options["algorithm"], GRPO),
@@ -123,18 +124,42 @@ def loss_mask(lab: TrainLab) -> None:
 @_learns
 @_grpo
 def off_policy(lab: TrainLab) -> None:
-    """The ratio is to the log-probs in the rows: a clipped token is not trained."""
+    """The ratio is to the log-probs in the rows: a token beyond clip_low or clip_high is not
+    trained, and all others are."""
     batch = lab.batch((4, 4), seed=6)
     behaviour = batch.ragged("logprobs")
     rewarded = np.repeat(batch.array("reward") > 0, behaviour.lengths)
-    # more likely than they were and rewarded, or less likely and not: the policy has gone there already
-    far = behaviour.values + np.where(rewarded, -3.0, 3.0)
     normal = lab.stride(batch)
-    clipped = lab.moved(lab.trained(changed(batch, logprobs=Ragged(far.astype(np.float32), behaviour.offsets))))
+
+    def went(up: float, down: float, clip_high: float = HIGH) -> float:
+        """The part of a step on policy that is done with these log-ratios, of rewarded tokens and of others."""
+        logprobs = (behaviour.values - np.where(rewarded, up, down)).astype(np.float32)
+        shifted = changed(batch, logprobs=Ragged(logprobs, behaviour.offsets))
+        return lab.moved(lab.trained(shifted, algorithm=GRPO(clip_low=LOW, clip_high=clip_high))) / normal
+
+    # more likely than they were and rewarded, or less likely and not: the policy has gone there already
+    below = -max(WITHIN, 1.1 * lab.tolerance)
+    clipped = went(FAR, below)
+    if clipped > NOTHING:
+        lower = went(FAR, below, clip_high=LOW) <= NOTHING
+        cause = "loss: the lower bound of the clip uses clip_high" if lower else ""
+        raise CheckFailed(
+            "rows whose ratio to their own log-probs is far beyond the clip range moved the weights by"
+            f" {clipped:.2g} of what the same rows do when they are on policy"
+            f"{': the lower bound uses clip_high, not clip_low' if lower else ''}",
+            cause,
+        )
     expect(
-        clipped <= NOTHING * normal,
-        "rows whose ratio to their own log-probs is far beyond the clip range moved the weights by"
-        f" {clipped / normal:.2g} of what the same rows do when they are on policy",
+        went(WITHIN, -FAR) > NOTHING,
+        f"with clip_low={LOW:g} and clip_high={HIGH:g} rewarded tokens with a ratio of {np.exp(WITHIN):.2g} are not"
+        " trained: the upper bound of the clip uses clip_low, not clip_high",
+        "loss: the upper bound of the clip uses clip_low",
+    )
+    expect(
+        went(-FAR, FAR) > NOTHING,
+        "rewarded tokens that have become less likely, and others that have become likelier, are not trained: the loss"
+        " clips on both sides, and not only where the policy has gone already",
+        "loss: the clip is applied on both sides",
     )
 
 
@@ -221,10 +246,10 @@ def _packed(lab: TrainLab, batch: Batch, mask: npt.NDArray[np.bool_], asked: Opp
     while asked.given and sum(len(part.advantages) for part in parts) < len(wanted):
         parts.append(asked.given.pop(0))
     given = {
-        name: np.concatenate([_plain(getattr(part, name)) for part in parts])
+        name: np.concatenate([plain(getattr(part, name)) for part in parts])
         for name in ("advantages", "behaviour", "logprobs")
     }
-    given["weight"] = np.concatenate([_plain(part.columns["weight"]) for part in parts])
+    given["weight"] = np.concatenate([plain(part.columns["weight"]) for part in parts])
     all_advantages = asked.advantages(batch).values
     order = np.argsort(given["advantages"])
     want = wanted[np.argsort(all_advantages[wanted])]
@@ -392,10 +417,6 @@ def memory(lab: TrainLab) -> None:
         if not growth.look(before):
             return
     raise CheckFailed(growth.said("steps", steps, nbytes))
-
-
-def _plain(values: Any) -> npt.NDArray[Any]:
-    return from_torch(values.detach()) if is_torch(values) else np.asarray(values)
 
 
 @check(

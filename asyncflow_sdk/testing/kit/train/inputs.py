@@ -12,9 +12,8 @@ import numpy as np
 
 from ....interfaces import Algorithm, PackedTokens
 from ....types import LOSS_MASK, Batch, Ragged
-from ....types.dtypes import from_torch, is_torch
 from ..check import CheckFailed, DoesNotApply, check, expect
-from .lab import FIRST_ROW, ROWS_APART, TrainLab, masked
+from .lab import FIRST_ROW, ROWS_APART, TrainLab, masked, plain
 
 LONGEST = 64
 """A bound for the tokens of a response."""
@@ -88,12 +87,12 @@ class InputRecorder(Algorithm):
 
 def _given(tokens: PackedTokens, asks: Sequence[str]) -> dict[str, Any]:
     """Return the inputs as arrays, and whether each has a gradient."""
-    found: dict[str, Any] = {f"column {name}": _plain(column) for name, column in tokens.columns.items()}
+    found: dict[str, Any] = {f"column {name}": plain(column) for name, column in tokens.columns.items()}
     for name in ("entropy", "values"):
         if name in asks:
-            found[name] = _plain(getattr(tokens, name))
+            found[name] = plain(getattr(tokens, name))
             found[f"{name} learns"] = np.bool_(getattr(getattr(tokens, name), "requires_grad", True))
-    return {**found, "advantages": _plain(tokens.advantages)}
+    return {**found, "advantages": plain(tokens.advantages)}
 
 
 def _looked_at(
@@ -145,7 +144,3 @@ def _standardised(numbers: np.ndarray[Any, Any], drawn: np.ndarray[Any, Any]) ->
     """Return the drawn ones with mean 0 and spread 1, others 0."""
     known = numbers[drawn.astype(np.bool_)].astype(np.float64)
     return np.where(drawn, (numbers - known.mean()) / (known.std() + 0.5), 0.0).astype(np.float32)
-
-
-def _plain(values: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(from_torch(values.detach()) if is_torch(values) else values)

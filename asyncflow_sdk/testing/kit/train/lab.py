@@ -304,9 +304,14 @@ def distance(one: Mapping[str, npt.NDArray[Any]], other: Mapping[str, npt.NDArra
     return float(np.sqrt(sum(squares)))
 
 
+def plain(tensor: Any) -> npt.NDArray[Any]:
+    """Return a tensor of any framework as an array."""
+    return np.asarray(from_torch(tensor.detach()) if is_torch(tensor) else tensor)
+
+
 def copied(tensor: Any) -> npt.NDArray[Any]:
     """Copy a tensor of any framework to an array."""
-    return np.array(from_torch(tensor) if is_torch(tensor) else tensor)
+    return np.array(plain(tensor))
 
 
 def unlike(one: Mapping[str, npt.NDArray[Any]], other: Mapping[str, npt.NDArray[Any]]) -> list[str]:
