@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from ..._guard import adopt_orphans, descendants, living_below
 from ...memory.directory import PREFIX
@@ -107,14 +108,14 @@ def check_given_back(start: Callable[[], None], close: Callable[[], None], *, li
     these.
     """
     until = time.monotonic() + limit_s / 2
-    with _adopting():
+    with _adopting(), _starters() as starters:
         before, threads, processes = set(_segments(_all())), set(threading.enumerate()), set(living_below())
         opened = _open()
         start()
         segments = {key for key in _segments(_all()) if key[0].startswith(SHM)}
         close()
         wait_s = min(GONE_S, limit_s)
-        _check_left(segments - before, threads, processes, wait_s)
+        _check_left(segments - before, threads, processes, wait_s, starters)
         kept = new = _kept(_open() - opened, _SETTLE_S)
         for settle_s in (_SETTLE_S,) * (CYCLES - 2) + (wait_s,):
             if not new or time.monotonic() > until:
@@ -132,19 +133,58 @@ def check_given_back(start: Callable[[], None], close: Callable[[], None], *, li
     names = sorted({name for kind, _, name in kept if kind == "descriptors"})[-8:]
     said = ", ".join(f"{count} {_COUNTED[kind]}" for kind, count in sorted(counts.items()))
     opened_names = f"; open are {', '.join(names)}" if names else ""
-    raise CheckFailed(f"each engine that was made and closed left {said}{opened_names}")
+    running = sorted(_thread_of(number, starters) for kind, number, _ in kept if kind == "threads")[-8:]
+    running_names = f"; running are {', '.join(running)}" if running else ""
+    raise CheckFailed(f"each engine that was made and closed left {said}{opened_names}{running_names}")
 
 
-def _check_left(segments: set[Segment], threads: set[threading.Thread], processes: set[int], wait_s: float) -> None:
+Starters = dict[threading.Thread, str]
+
+
+@contextlib.contextmanager
+def _starters() -> Iterator[Starters]:
+    """Describe each thread started meanwhile: its name, its target, and the module and line of its
+    start, past the standard library."""
+    found: Starters = {}
+    start = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        """Find the nearest frame of another module, and start the thread."""
+        frame, target = sys._getframe(1), getattr(thread, "_target", None) or thread.run
+        while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names:
+            frame = frame.f_back
+        runs = f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', repr(target))}"
+        starter = f"{frame.f_globals.get('__name__')} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        found[thread] = f"{thread.name!r} (runs {runs}; started by {starter})"
+        start(thread)
+
+    with mock.patch.object(threading.Thread, "start", noted):
+        yield found
+
+
+def _thread_of(number: str, starters: Starters) -> str:
+    """Describe a thread by its number in the system. One of a library in C has a name only."""
+    for thread, said in starters.items():
+        if thread.is_alive() and str(thread.native_id) == number:
+            return said
+    with contextlib.suppress(OSError):
+        return repr(Path(f"/proc/self/task/{number}/comm").read_text().strip())
+    return number
+
+
+def _check_left(
+    segments: set[Segment], threads: set[threading.Thread], processes: set[int], wait_s: float, starters: Starters
+) -> None:
     deadline = time.monotonic() + wait_s
     while True:
-        alive = [t.name for t in threading.enumerate() if t not in threads and not t.daemon and t.is_alive()]
+        alive = [t for t in threading.enumerate() if t not in threads and not t.daemon and t.is_alive()]
         running = {pid: command for pid, command in living_below().items() if pid not in processes}
         kept = sorted(path for path, inode in segments if _inode(path) == inode)
         if not (alive or running or kept) or time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    expect(not alive, f"threads {alive} are still alive after close(), and keep the process from ending")
+    said = ", ".join(starters.get(thread, thread.name) for thread in alive)
+    expect(not alive, f"threads are still alive after close(), and keep the process from ending: {said}")
     said = ", ".join(f"{pid} ({command})" for pid, command in sorted(running.items()))
     expect(not running, f"processes are still alive after close(): {said}")
     expect(not kept, f"segments of shared memory are still there after close(): {', '.join(kept)}")
