@@ -80,11 +80,11 @@ class Request:
     with a seed.
 
     ``drawn``: number of tokens at the end of the prompt that belong to an interrupted response;
-    ``sampling.max_tokens`` is the rest. ``first``: index of the first response under this seed. An
-    engine with random numbers per response and token uses both to continue the sequence; other
-    engines ignore them. ``sampling.stop``: only for engines with ``stop_texts``. They end a response
-    at or soon after the token with the end of one of the texts, found by ``watch``. ``decode``:
-    returns the text of token ids, by the run's tokenizer.
+    ``sampling.max_tokens`` is the rest. ``first``: index of the first response under this seed. A
+    continued response draws by random numbers other than its first ones, and than those of other
+    responses: an engine with seeds uses both. ``sampling.stop``: only for engines with ``stop_texts``.
+    They end a response at or soon after the token with the end of one of the texts, found by
+    ``watch``. ``decode``: returns the text of token ids, by the run's tokenizer.
     """
 
     prompt_ids: npt.NDArray[np.int32]
@@ -115,8 +115,8 @@ class Completion:
     ``logprobs``: float32 (length,), natural log of each token's softmax(logits / temperature) over
     the whole vocabulary, at the request's temperature, or at 1 for a greedy response (temperature
     0). top_k, top_p, min_p and penalties must change neither the logits nor the denominator: the
-    trainer computes its ratio without them. ``finish_reason``: stop, length, or aborted for an interrupted
-    response of 0 or more tokens. ``spans``: only from engines with ``token_versions``.
+    trainer computes its ratio without them. ``finish_reason``: stop (also of a stop token at max_tokens),
+    length, or aborted (interrupted, 0 or more tokens). ``spans``: only from engines with ``token_versions``.
     """
 
     index: int

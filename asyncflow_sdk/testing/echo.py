@@ -106,8 +106,8 @@ class EchoRollout(RolloutEngine):
         for index in np.argsort(delays, kind="stable").tolist():
             await asyncio.sleep(max(0.0, delays[index] - waited))
             waited = max(waited, float(delays[index]))
-            ids = _answer(request)
-            yield Completion(index, ids, np.full(len(ids), -self._held, np.float32), "stop")
+            ids, reason = _answer(request)
+            yield Completion(index, ids, np.full(len(ids), -self._held, np.float32), reason)
 
     async def interrupt(self) -> None:
         """End running responses with the tokens drawn so far."""
@@ -128,14 +128,15 @@ class EchoRollout(RolloutEngine):
                 task.cancel()
 
     async def _draw(self, request: Request, index: int, slower: float, interrupted: asyncio.Event) -> Completion:
-        ids = _answer(request)
+        ids, reason = _answer(request)
         drawn: list[tuple[int, float]] = []
         await asyncio.sleep(self._delay_s * slower)
         while len(drawn) < len(ids) and not interrupted.is_set():
             await asyncio.sleep(self._token_s * slower)
             await self._between.wait()
             drawn.append((self._version, -self._held))
-        reason, ids = ("stop", ids) if len(drawn) == len(ids) else ("aborted", ids[: len(drawn)])
+        if len(drawn) < len(ids):
+            reason, ids = "aborted", ids[: len(drawn)]
         spans, start = [], 0
         for version, tokens in itertools.groupby(version for version, _ in drawn):
             spans.append(VersionSpan(version, start, start + len(list(tokens))))
@@ -204,14 +205,15 @@ def _same(one: np.ndarray[Any, Any] | None, other: np.ndarray[Any, Any]) -> bool
     return one.tobytes() == other.tobytes()
 
 
-def _answer(request: Request) -> npt.NDArray[np.int32]:
-    """Return the rest of the response: the prompt up to a stop token or the limit, without tokens
-    drawn before."""
+def _answer(request: Request) -> tuple[npt.NDArray[np.int32], str]:
+    """Return the rest of the response, and the reason for its end: the prompt up to a stop token or
+    the limit, without tokens drawn before."""
     ids = request.prompt_ids[: len(request.prompt_ids) - request.drawn]
     if request.sampling.stop_ids:
         ends = np.flatnonzero(np.isin(ids, request.sampling.stop_ids))
         ids = ids[: ends[0] + 1 if len(ends) else None]
-    return ids[request.drawn :][: request.sampling.max_tokens]
+    left, most = ids[request.drawn :], request.sampling.max_tokens
+    return left[:most], "stop" if len(left) <= most else "length"
 
 
 @dataclass

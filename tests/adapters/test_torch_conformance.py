@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ import asyncflow_sdk as af
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing.kit.conformance import BoundCheck, Conformance, checks_of
 from asyncflow_sdk.testing.kit.precision import follows
+from asyncflow_torch.generation.sequence_slots import SequenceSlots
 from asyncflow_torch.reference import HuggingFacePolicy
 
+ACCEPT = SequenceSlots.accept
 TransformersEngine: Any = registry().get("rollout", "transformers").load()
 
 CHECKS = [each.name for each in checks_of("rollout") if each.tier in ("basic", "full") or each.name == "any_order"]
@@ -82,6 +85,30 @@ class IgnoresStopTexts(TransformersEngine):  # type: ignore[misc]
             yield got
 
 
+class LooksFromTheSecondTokenOn(TransformersEngine):  # type: ignore[misc]
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        async for got in super().generate(replace(request, decode=lambda ids: request.decode(ids[1:]))):
+            yield got
+
+
+class ForgetsWhatWasDrawn(TransformersEngine):  # type: ignore[misc]
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        async for got in super().generate(replace(request, drawn=0)):
+            yield got
+
+
+class PenalisesThePromptOnly(TransformersEngine):  # type: ignore[misc]
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        def accept(slots: SequenceSlots, *drawn: Any) -> None:
+            seen = slots.seen.clone()
+            ACCEPT(slots, *drawn)
+            slots.seen.copy_(seen)
+
+        with mock.patch.object(SequenceSlots, "accept", accept):
+            async for got in super().generate(request):
+                yield got
+
+
 class DrawsFromAll(TransformersEngine):  # type: ignore[misc]
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
         plain = replace(request.sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
@@ -93,7 +120,11 @@ class DrawsFromAll(TransformersEngine):  # type: ignore[misc]
     ("engine", "check", "message"),
     [
         (StopsATokenEarly, "stop_texts", "before its stop text"),
-        (IgnoresStopTexts, "stop_texts", "over its stop text"),
+        (IgnoresStopTexts, "stop_texts", "goes on over its stop text"),
+        (LooksFromTheSecondTokenOn, "stop_texts", "over its stop text, drawn as its first token"),
+        (ForgetsWhatWasDrawn, "stop_texts", "over its stop text, begun before it was interrupted"),
+        (ForgetsWhatWasDrawn, "continued", "drawn=0 and drawn=1 (`drawn` is ignored)"),
+        (PenalisesThePromptOnly, "restricted", "with repetition_penalty=1000 come twice"),
         (DrawsFromAll, "restricted", "some are not allowed"),
     ],
 )

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,8 @@ class WrongModel(TransformersEngine):
                 path = Path(model, "generation_config.json")
                 path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ends}))
             super().__init__(model, threads=1, max_rows=32)
+        self.decoder: dict[str, Any] = vars(vars(self._thread)["_decoder"])
+        self.ends = self.decoder["_ends"]
         self.defaults = GenerationConfig.from_pretrained(self.model)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
 
@@ -53,6 +56,8 @@ class WrongModel(TransformersEngine):
     def _asked(self, request: af.Request) -> af.Request:
         if self.fault == "prompts as text":
             return replace(request, prompt_ids=np.array(self._retokenised(request.prompt_ids), np.int32))
+        if self.fault == "knows stop_ids or end tokens":
+            self.decoder["_ends"] = self.ends[: 0 if request.sampling.stop_ids else None]
         default = self.fault.removeprefix("default ")
         if default not in NEUTRAL or getattr(request.sampling, default) != NEUTRAL[default]:
             return request
@@ -74,7 +79,8 @@ class WrongModel(TransformersEngine):
 CAUGHT = {
     "default top_k": ("draws", r"none was beyond the (49|50) likeliest, and \d+\.\d% should be: the draw is cut"),
     "default temperature": ("logprobs", r"at temperature 1 "),
-    "knows one end token": ("ends", rf"is \[{END_OF_TURN}\], which ends a response, and it goes on to \d+ tokens"),
+    "knows one end token": ("ends", rf"goes on after stop token \[{END_OF_TURN}\], its token \[\d+\]"),
+    "knows stop_ids or end tokens": ("ends", r"goes on after stop token \[\d+\]"),
     "drops the end token": ("ends", r"says that it ended at a stop token, and its last one is \[\d+\]"),
     "prompts as text": ("retokenised", r"(those after|the answer to) the prompt decoded to text and encoded again"),
     "responses as text": ("retokenised", r"are decoded to text and encoded again"),

@@ -99,7 +99,29 @@ def without_stop(got: af.Completion) -> list[af.Completion]:
     return [replace(got, token_ids=got.token_ids[:end], logprobs=got.logprobs[:end], spans=spans)]
 
 
+async def length_first(self: WrongRollout, right: Any, request: af.Request) -> AsyncIterator[af.Completion]:
+    """Look at the length, and only then at the token."""
+    async for got in right(request):
+        full = len(got.token_ids) == request.sampling.max_tokens
+        yield replace(got, finish_reason="length") if full else got
+
+
+def draws_as(change: Callable[[af.Request], dict[str, int]]) -> Fault:
+    """Take the random numbers of another request."""
+    return {"_random": lambda self, right, request, index: right(replace(request, **change(request)), index)}
+
+
 # ---- decode wrongly
+
+
+def late_stops(self: WrongRollout, right: Any) -> None:
+    """Look for stop tokens from the second token on."""
+    new = {row: row.request for row in [*self._running, *self._waiting] if not row.ids}
+    for row, request in new.items():
+        row.request = replace(request, sampling=replace(request.sampling, stop_ids=()))
+    right()
+    for row, request in new.items():
+        row.request = request
 
 
 async def slow(self: WrongRollout, right: Any, *args: Any) -> Any:
@@ -216,6 +238,11 @@ FAULTS: dict[str, Fault] = {
         lambda self, request: len(request.prompt_ids) + request.sampling.max_tokens == CONTEXT
     )},
     "ignores stops": asks(lambda request: replace(request, sampling=replace(request.sampling, stop_ids=()))),
+    "looks at the first of stop_ids": asks(lambda request: replace(
+        request, sampling=replace(request.sampling, stop_ids=request.sampling.stop_ids[:1])
+    )),
+    "looks for stops from the second token on": {"_token": late_stops},
+    "looks at the length first": {"generate": length_first},
     "cuts long prompts": asks(lambda request: replace(
         request, prompt_ids=request.prompt_ids[request.sampling.max_tokens - CONTEXT :]
     )),
@@ -270,6 +297,9 @@ FAULTS: dict[str, Fault] = {
     )},
     "one seed for all": {"_random": lambda self, right, request, index: np.random.default_rng(index)},
     "one seed for a group": {"_random": lambda self, right, request, index: right(request, 0)},
+    "ignores first": draws_as(lambda request: {"first": 0}),
+    "ignores drawn": draws_as(lambda request: {"drawn": 0}),
+    "adds drawn to first": draws_as(lambda request: {"first": request.first + request.drawn, "drawn": 0}),
     "goes on without what it had drawn": {"_read_row": lambda self, right, row: self._read(
         row.request.prompt_ids[: len(row.request.prompt_ids) - row.request.drawn]
     )},

@@ -14,8 +14,9 @@ from ....errors import EngineError
 from ....interfaces import RolloutEngine
 from ..chance import FALSE_ALARM, chance, chance_of_no_more
 from ..check import CheckFailed, DoesNotApply, check, expect
+from ..policy import Logprobs
 from ..resources import check_given_back
-from .lab import RolloutLab
+from .lab import Ids, RolloutLab, first_tokens
 
 DRAWS, TRIED = 640, 16
 NAMED = 64
@@ -127,52 +128,30 @@ async def logprobs(lab: RolloutLab) -> None:
 async def draws(lab: RolloutLab) -> str:
     """Tokens are drawn from the whole distribution of their log-probs, independently in each
     response."""
-    prompt = _telling_prompt(lab)
+    prompt, _ = telling_prompt(lab)
     for temperature in (1.0, 1.3):
-        groups = []
-        for seed in range(-(-DRAWS // lab.rows)):
-            group = await lab.answer(
-                lab.request(prompt, lab.rows, temperature=temperature, max_tokens=1, seed=1000 + seed)
-            )
-            groups.append([int(np.asarray(got.token_ids)[0]) for got in group])
-        _check_drawn(lab, prompt, temperature, np.array(groups))
+        groups = await lab.draw(prompt, DRAWS, temperature=temperature, seed=1000)
+        _check_drawn(lab, prompt, temperature, first_tokens(groups))
     return f"{DRAWS} tokens at each of two temperatures"
 
 
-def _telling_prompt(lab: RolloutLab) -> np.ndarray[Any, Any]:
-    """Return a prompt with likely repetitions of its own tokens, to expose penalties."""
+def telling_prompt(lab: RolloutLab) -> tuple[Ids, Logprobs]:
+    """Return a prompt with its own tokens about as likely as the others, to expose penalties, and the
+    log-probs after it."""
     prompts = lab.policy.prompts(TRIED, longest=min(96, lab.context // 2), seed=5)
-    scored = [lab.policy.next_logprobs(lab.version, prompt) for prompt in prompts]
-    read = [
-        float(np.exp(row[np.unique(prompt)]).sum())
-        for prompt, row in zip(prompts, scored, strict=True)
-        if row is not None
-    ]
-    if not read:
-        raise DoesNotApply("this policy's answers are not drawn")
-    return prompts[int(np.argmin(np.abs(np.array(read) - 0.5)))]
+    scored = [(prompt, lab.next_logprobs(prompt)) for prompt in prompts]
+    return min(scored, key=lambda each: abs(float(np.exp(each[1][np.unique(each[0])]).sum()) - 0.5))
 
 
-def _check_drawn(
-    lab: RolloutLab, prompt: np.ndarray[Any, Any], temperature: float, drawn: np.ndarray[Any, Any]
-) -> None:
+def _check_drawn(lab: RolloutLab, prompt: Ids, temperature: float, drawn: Ids) -> None:
     """Test first tokens after ``prompt``, (groups, responses of a group)."""
-    wanted = lab.policy.next_logprobs(lab.version, prompt, temperature)
-    assert wanted is not None
+    wanted = lab.next_logprobs(prompt, temperature)
     share = np.exp(wanted)
     same = float((share**2).sum())
     half, most = len(drawn) // 2 * 2, drawn.shape[1] // 2 * 2
-    for what, pairs in (  # no response is in two pairs
-        ("responses of one place in groups of different seeds", drawn[:half:2] == drawn[1:half:2]),
-        ("neighbours of one group", drawn[:, :most:2] == drawn[:, 1:most:2]),
-    ):
-        alike = float(pairs.mean()) if pairs.size else 0.0
-        expect(
-            alike <= same or _by_chance([0, 1], [1 - same, same], pairs),
-            f"{alike:.0%} of {what} begin with the same token, {same:.0%} would by chance:"
-            " they are drawn with the same random numbers",
-            "draws: several responses use the same random numbers",
-        )
+    # no response is in two pairs
+    check_apart("responses of one place in groups of different seeds", drawn[:half:2] == drawn[1:half:2], same)
+    check_apart("neighbours of one group", drawn[:, :most:2] == drawn[:, 1:most:2], same)
     said = f"of {drawn.size} tokens drawn at temperature {temperature:g}"
     likely, rank, beyond = chance_of_no_more(share, drawn)
     expect(
@@ -199,6 +178,17 @@ def _check_drawn(
     )
 
 
+def check_apart(what: str, pairs: np.ndarray[Any, Any], same: float) -> None:
+    """Test ``pairs``, True for two equal tokens; those of independent draws are equal at the rate ``same``."""
+    alike = float(pairs.mean()) if pairs.size else 0.0
+    expect(
+        alike <= same or _by_chance([0, 1], [1 - same, same], pairs),
+        f"{alike:.0%} of {what} begin with the same token, {same:.0%} would by chance:"
+        " they are drawn with the same random numbers",
+        "draws: several responses use the same random numbers",
+    )
+
+
 def _by_chance(values: Any, shares: Any, drawn: np.ndarray[Any, Any]) -> bool:
     return chance(values, shares, float(drawn.mean()), drawn.size) > FALSE_ALARM
 
@@ -216,26 +206,23 @@ async def stops(lab: RolloutLab) -> None:
         whole = lab.policy.greedy(lab.version, prompt, 8)
         (short,) = await lab.answer(lab.request(prompt, max_tokens=1))
         lab.check_response(prompt, short, whole[:1], when=" with max_tokens=1")
-        if len(whole) == 8:
+        if len(whole) == 8 and whole[-1] not in (lab.policy.ends or ()):
             (full,) = await lab.answer(lab.request(prompt, max_tokens=8))
             expect(
                 full.finish_reason == "length",
                 f"a response of max_tokens tokens says it ended for {full.finish_reason!r}, not length",
             )
-        stop = int(whole[len(whole) // 2])
-        wanted = whole[: whole.tolist().index(stop) + 1]
-        (ended,) = await lab.answer(lab.request(prompt, max_tokens=8, stop_ids=(stop,)))
-        ids = np.asarray(ended.token_ids).tolist()
-        expect(
-            ids != wanted[:-1].tolist(),
-            f"a response that ends at stop token {stop} leaves it out: {ids}, not {wanted.tolist()}",
-        )
-        expect(stop not in ids[:-1], f"a response goes on after stop token {stop}: {ids}")
-        lab.check_response(prompt, ended, wanted, when=f" with stop_ids=({stop},)")
-        expect(
-            ended.finish_reason == "stop" or stop not in ids,
-            f"a response that ends at stop token {stop} says it ended for {ended.finish_reason!r}, not stop",
-        )
+        other = next(token for token in range(lab.policy.vocabulary) if token not in whole)
+        for stop in (int(whole[len(whole) // 2]), int(whole[0])):
+            wanted = whole[: whole.tolist().index(stop) + 1]
+            for most in (8, len(wanted)):
+                (ended,) = await lab.answer(lab.request(prompt, max_tokens=most, stop_ids=(other, stop)))
+                ids = np.asarray(ended.token_ids).tolist()
+                expect(
+                    ids != wanted[:-1].tolist(),
+                    f"a response that ends at stop token {stop} leaves it out: {ids}, not {wanted.tolist()}",
+                )
+                lab.check_response(prompt, ended, wanted, when=f" with stop_ids=({other}, {stop})")
 
 
 @check(
@@ -261,12 +248,10 @@ async def ends(lab: RolloutLab) -> None:
     if not found:
         raise DoesNotApply(f"no response to {ENDED} prompts comes to an end token within 24 tokens")
     for prompt, wanted in found:
-        (got,) = await lab.answer(lab.request(prompt, max_tokens=len(wanted) + 8))
-        lab.check_response(prompt, got, wanted, when=f", which come to end token {wanted[-1]},")
-        expect(
-            got.finish_reason == "stop" or not np.array_equal(got.token_ids, wanted),  # rounding may lead elsewhere
-            f"a response that comes to end token {wanted[-1]} says it ended for {got.finish_reason!r}, not stop",
-        )
+        other = next(token for token in range(lab.policy.vocabulary) if token not in wanted)
+        for most, stop_ids in ((len(wanted) + 8, ()), (len(wanted) + 8, (other,)), (len(wanted), ())):
+            (got,) = await lab.answer(lab.request(prompt, max_tokens=most, stop_ids=stop_ids))
+            lab.check_response(prompt, got, wanted, when=f", which come to end token {wanted[-1]},")
 
 
 @check(

@@ -16,10 +16,10 @@ import numpy.typing as npt
 from ....errors import EngineError
 from ....interfaces import Completion, Completions, Request, RolloutEngine, WeightUpdate
 from ....types import Ragged, Sampling
-from ..check import CheckFailed, expect
+from ..check import CheckFailed, DoesNotApply, expect
 from ..diagnosis import CACHE, CACHE_HINT, Diagnosis, diagnose_form, diagnose_logprobs, diagnose_tokens
 from ..loop import LoopThread
-from ..policy import Policy
+from ..policy import Logprobs, Policy
 from ..precision import SHARE, follows, too_far
 from ..updates import HeldUpdate
 
@@ -202,6 +202,18 @@ class RolloutLab:
             got += await asyncio.gather(*(self.answer(request) for request in left[:count]))
         return got
 
+    async def draw(self, prompt: Ids, count: int, *, seed: int, **more: Any) -> list[list[Completion]]:
+        """Return ``count`` responses of one token or more, in groups with seeds from ``seed`` on."""
+        seeds = range(seed, seed - (-count // self.rows))
+        return [await self.answer(self.request(prompt, self.rows, max_tokens=1, seed=each, **more)) for each in seeds]
+
+    def next_logprobs(self, prompt: Ids, temperature: float = 1.0) -> Logprobs:
+        """Return the log-prob of each possible next token. Raises DoesNotApply if answers are not drawn."""
+        found = self.policy.next_logprobs(self.version, prompt, temperature)
+        if found is None:
+            raise DoesNotApply("this policy's answers are not drawn")
+        return found
+
     async def update(self, version: int | None = None) -> int:
         """Load a version, by default a new one. Return its number."""
         version = self.version + 1 if version is None else version
@@ -289,6 +301,12 @@ class RolloutLab:
             found.hint,
         )
 
+    def off(self, version: int, prompt: Ids, got: Completion, start: int, end: int) -> str:
+        """Describe the distance of these tokens' log-probs from a version's; "" within the tolerance."""
+        ids = np.asarray(got.token_ids, np.int32)
+        wanted = self.policy.logprobs(version, np.concatenate([prompt, ids[:start]]), ids[start:end])
+        return too_far(np.abs(np.asarray(got.logprobs, np.float64)[start:end] - wanted), self.tolerance)
+
     def diagnose_logprobs(self, prompt: Ids, ids: Ids, have: Any, temperature: float = 1.0) -> Diagnosis:
         """Explain log-probs other than the policy's for the loaded version."""
         return diagnose_logprobs(
@@ -312,6 +330,11 @@ def _each(completed: Any) -> Iterable[Any]:
         " reason each",
     )
     return completed.each()
+
+
+def first_tokens(groups: Sequence[Sequence[Completion]]) -> Ids:
+    """Return the first token of each response: (groups, responses of a group)."""
+    return np.array([[np.asarray(got.token_ids)[0] for got in group] for group in groups], np.int32)
 
 
 def check_form(lab: RolloutLab, request: Request, got: Completion, *, aborted: bool = False) -> None:
@@ -348,22 +371,27 @@ def check_form(lab: RolloutLab, request: Request, got: Completion, *, aborted: b
         text = f"{said}: a log-prob is {wrong[:1].tolist()}; they are natural logs of probabilities, 0 or less"
         raise CheckFailed(text, found.cause, found.hint)
     check_spans(lab, said, got)
-    if lab.policy.ends is not None:
-        check_end(said, request, got, [*lab.policy.ends, *request.sampling.stop_ids])
+    check_end(said, request, got, lab.policy.ends)
 
 
-def check_end(said: str, request: Request, got: Completion, ends: Sequence[int]) -> None:
-    """Verify the finish reason, and the absence of tokens after an end token."""
+def check_end(said: str, request: Request, got: Completion, model_ends: Sequence[int] | None) -> None:
+    """Verify the finish reason, and the absence of tokens after a stop or end token."""
     ids, most = np.asarray(got.token_ids), request.sampling.max_tokens
+    ends = [*(model_ends or ()), *request.sampling.stop_ids]
     at = np.flatnonzero(np.isin(ids, ends))
     expect(
         not len(at) or at[0] == len(ids) - 1,
-        f"{said}: its token {at[:1].tolist()} is {ids[at[:1]].tolist()}, which ends a response, and it goes on to"
-        f" {len(ids)} tokens",
+        f"{said}: it goes on after stop token {ids[at[:1]].tolist()}, its token {at[:1].tolist()}, to {len(ids)} tokens",
     )
     expect(
-        got.finish_reason != "stop" or len(at) or request.sampling.stop,
-        f"{said}: it says that it ended at a stop token, and its last one is {ids[-1:].tolist()}; {list(ends)} end"
+        got.finish_reason == "stop" or not len(at),
+        f"{said}: it ends at stop token {ids[-1:].tolist()}, as token {len(ids)} of {most}, and says"
+        f" {got.finish_reason!r}, not stop: the token decides, also at max_tokens",
+        "stops: a stop token at max_tokens is not told as stop",
+    )
+    expect(
+        model_ends is None or got.finish_reason != "stop" or len(at) or request.sampling.stop,
+        f"{said}: it says that it ended at a stop token, and its last one is {ids[-1:].tolist()}; {ends} end"
         " a response, and belong to it",
     )
     expect(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from ..chance import FALSE_ALARM, chance
 from ..check import DoesNotApply, check, expect
-from .lab import RolloutLab
+from .basic import telling_prompt
+from .lab import RolloutLab, first_tokens
 
-DRAWS, PROMPTS, WHOLE = 320, 16, 16
+DRAWS, PROMPTS, WHOLE = 320, 8, 16
+NEVER = "\x00 never drawn"
 VALUES = {"top_k": 3, "top_p": 0.5, "min_p": 0.3, "repetition_penalty": 1000.0}
 
 
@@ -19,13 +23,14 @@ VALUES = {"top_k": 3, "top_p": 0.5, "min_p": 0.3, "repetition_penalty": 1000.0}
     after=("greedy", "logprobs", "stops"),
 )  # fmt: skip
 async def stop_texts(lab: RolloutLab) -> None:
-    """A response with stop texts reaches the token that completes one, and ends there or soon
-    after."""
-    if not lab.engine.capabilities.stop_texts:
+    """A response with stop texts reaches the token that completes one, also its first token, and
+    ends there or soon after."""
+    can = lab.engine.capabilities
+    if not can.stop_texts:
         raise DoesNotApply("it declares no stop_texts: the worker cuts its responses")
-    found, early, late, most = 0, False, "", WHOLE
+    early, late, most = set[str](), dict[str, str](), WHOLE
     for prompt in lab.policy.prompts(PROMPTS, seed=12):
-        whole = lab.policy.greedy(lab.version, prompt, most)
+        limit, whole = most, lab.policy.greedy(lab.version, prompt, most)
         texts = [lab.policy.text(whole[:count]) for count in range(len(whole) + 1)]
         if None in texts:
             raise DoesNotApply("this policy has no text")
@@ -33,25 +38,35 @@ async def stop_texts(lab: RolloutLab) -> None:
         if not before or len(after) == len(before) or not after.startswith(before):
             continue
         stop = after[len(before) - 1 : len(before) + 1]  # of two tokens
-        end = next(count for count, text in enumerate(texts) if stop in str(text))
-        (got,) = await lab.answer(lab.request(prompt, max_tokens=most, stop=(stop,)))
-        tokens = len(got.token_ids)
-        lab.check_response(prompt, got, whole[:tokens], when=f" with stop={stop!r}")
-        expect(
-            tokens >= end,
-            f"a response ends after {tokens} tokens, before its stop text {stop!r}, which {end} complete",
-        )
-        if tokens < len(whole):
-            early = True
+        kinds = {"": (0, stop), ", drawn as its first token": (0, str(texts[1]))}
+        if "partial" in can.swap:
+            kinds[", begun before it was interrupted"] = (4, stop)
+        for kind, (had, stop) in kinds.items():
+            if not stop or stop in str(texts[had]):
+                continue
+            counts = [str(text).count(stop) for text in texts]
+            end = next(count for count, times in enumerate(counts) if times) - had
+            again = next((count for count, times in enumerate(counts) if times > 1), len(whole)) - had
+            so_far = np.concatenate([prompt, whole[:had]])
+            asked = lab.request(so_far, max_tokens=limit - had, stop=(NEVER, stop), drawn=had)
+            (got,) = await lab.answer(asked)
+            tokens = len(got.token_ids)
+            lab.check_response(so_far, got, whole[had:][:tokens], when=f" with stop={stop!r}")
             expect(
-                got.finish_reason == "stop",
-                f"a response that ends at {stop!r} says it ended for {got.finish_reason!r}",
+                tokens >= end,
+                f"a response ends after {tokens} tokens, before its stop text {stop!r}{kind}, which {end} complete",
             )
-        elif end < len(whole) - 1 and not early:  # the abort may have come after the last token: ask for more of them
-            late, most = stop, min(2 * most, max(lab.context - 32, WHOLE))
-        found += 1
-    expect(early or not late, f"each response goes on to its end, over its stop text, as {late!r}")
-    if not found:
+            if tokens < again:
+                early.add(kind)
+                expect(
+                    got.finish_reason == "stop",
+                    f"a response that ends at {stop!r} says it ended for {got.finish_reason!r}",
+                )
+            elif end < again - 1 and kind not in early:  # the abort may have come after the last token: ask for more
+                late[kind], most = stop, min(2 * limit, max(lab.context - 32, WHOLE))
+    for kind in late.keys() - early:
+        expect(False, f"each response goes on over its stop text{kind}, as {late[kind]!r}")
+    if not early:
         raise DoesNotApply(f"no response to {PROMPTS} prompts has a text over two tokens")
 
 
@@ -71,15 +86,12 @@ async def restricted(lab: RolloutLab) -> str:
 
 
 async def _check_restriction(lab: RolloutLab, name: str, value: float) -> None:
-    prompt, logprobs = _prompt(lab)
+    prompt, logprobs = telling_prompt(lab)
     share = np.exp(logprobs)
-    drawn = []
-    for seed in range(-(-DRAWS // lab.rows)):
-        more = {name: value}
-        request = lab.request(prompt, lab.rows, temperature=1.0, max_tokens=1, seed=2000 + seed, **more)
-        for got in await lab.answer(request):
-            lab.check_logprobs(prompt, got, when=f" with {name}={value:g}")
-            drawn.append(int(np.asarray(got.token_ids)[0]))
+    groups = await lab.draw(prompt, DRAWS, temperature=1.0, seed=2000, **{name: value})
+    for got in itertools.chain(*groups):
+        lab.check_logprobs(prompt, got, when=f" with {name}={value:g}")
+    drawn = first_tokens(groups).ravel()
     said = f"of {len(drawn)} tokens drawn with {name}={value:g}"
     if name == "repetition_penalty":
         read = np.isin(np.arange(len(share)), prompt)
@@ -88,6 +100,11 @@ async def _check_restriction(lab: RolloutLab, name: str, value: float) -> None:
             part < share[read].sum() and chance(read, share, part, len(drawn)) < FALSE_ALARM,
             f"{said} {part:.1%} are tokens of the prompt, and without it {share[read].sum():.1%} would be",
         )
+        (got,) = await lab.answer(
+            lab.request(lab.policy.prompts(1, seed=13)[0], max_tokens=WHOLE, repetition_penalty=value)
+        )
+        ids = np.asarray(got.token_ids).tolist()
+        expect(len({*ids}) == len(ids), f"tokens with {name}={value:g} come twice: {ids}; drawn ones count, too")
         return
     order = np.argsort(-share, kind="stable")
     mass = share[order].cumsum() - share[order]
@@ -99,18 +116,8 @@ async def _check_restriction(lab: RolloutLab, name: str, value: float) -> None:
     allowed = np.zeros(len(share))
     allowed[order] = share[order] * kept[name]
     most = share[np.flatnonzero(allowed)].min() - lab.tolerance  # a token as likely as the last one may replace it
-    outside = sorted({token for token in drawn if share[token] < most})
+    outside = sorted({token for token in drawn.tolist() if share[token] < most})
     expect(not outside, f"{said} some are not allowed: {outside}; allowed are {np.flatnonzero(allowed).tolist()}")
     mean = float(logprobs[drawn].mean())
     by_chance = chance(logprobs, allowed / allowed.sum(), mean, len(drawn))
     expect(by_chance > FALSE_ALARM, f"{said} the mean log-prob is {mean:.4f}: the draw is cut more than asked for")
-
-
-def _prompt(lab: RolloutLab) -> tuple[np.ndarray, np.ndarray]:
-    """Return a prompt whose own tokens are about as likely as the others, and the log-probs after it."""
-    prompts = lab.policy.prompts(PROMPTS, longest=min(96, lab.context // 2), seed=5)
-    found = [(prompt, lab.policy.next_logprobs(lab.version, prompt)) for prompt in prompts]
-    scored = [(prompt, row) for prompt, row in found if row is not None]
-    if not scored:
-        raise DoesNotApply("this policy's answers are not drawn")
-    return min(scored, key=lambda each: abs(float(np.exp(each[1][np.unique(each[0])]).sum()) - 0.5))

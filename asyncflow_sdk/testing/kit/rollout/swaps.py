@@ -13,14 +13,16 @@ import numpy as np
 
 from ....errors import EngineError
 from ....interfaces import Completion, Request
-from ..check import check, expect, needs
-from ..diagnosis import Diagnosis, diagnose_logprobs
-from ..precision import too_far
-from .lab import Ids, RolloutLab
+from ..check import CheckFailed, check, expect, needs
+from ..diagnosis import diagnose_logprobs
+from .basic import check_apart
+from .lab import Ids, RolloutLab, first_tokens
 
 MIXTURE = "load_weights: requests that begin during a load are answered from a mixture of two versions"
 HELD_S, ASKED = 0.3, 4
 """Seconds a load is held half-way, and the requests of each of several clients meanwhile."""
+HOT, PAIRS = 1000.0, 16
+"""A temperature with all tokens about equally likely, and the pairs of draws compared at it."""
 ATTEMPTS, SHARE, WHOLE = 24, 0.25, 0.8
 """The fewest attempts to hit running responses. There are more until SHARE of the check's limit is over, and none after WHOLE of it."""
 
@@ -130,15 +132,13 @@ def _check_mixed(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: i
     ids = np.asarray(got.token_ids, np.int32)
     for version, start, end in got.spans:
         expect(version in (old, new), f"a span names version {version}; {old} and {new} were held")
-        wanted = lab.policy.logprobs(version, np.concatenate([prompt, ids[:start]]), ids[start:end])
-        have = np.asarray(got.logprobs, np.float64)[start:end]
-        far = too_far(np.abs(have - wanted), lab.tolerance)
-        found = diagnose_logprobs(
-            lab.policy, version, np.concatenate([prompt, ids[:start]]), ids[start:end], have, 1.0, lab.tolerance
-        ) if far else Diagnosis()  # fmt: skip
+        far = lab.off(version, prompt, got, start, end)
+        if not far:
+            continue
+        before, have = np.concatenate([prompt, ids[:start]]), np.asarray(got.logprobs, np.float64)[start:end]
+        found = diagnose_logprobs(lab.policy, version, before, ids[start:end], have, 1.0, lab.tolerance)
         why = "drawn after it came: what was read before is not read anew by it (old keys and values)"
-        expect(
-            not far,
+        raise CheckFailed(
             f"tokens {start} to {end} are said to be of version {version}, and their log-probs are {far}"
             f" from its; they are {why if start else 'the first, before or after it came'}",
             found.or_else(
@@ -224,23 +224,16 @@ async def _ask_during(
 
 def _check_either(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: int) -> None:
     """Verify a response against one of two versions, or each part against its span."""
-    ids, have = np.asarray(got.token_ids, np.int32), np.asarray(got.logprobs, np.float64)
-
-    def off(version: int, start: int, end: int) -> str:
-        """Describe the distance of these tokens' log-probs from a version."""
-        wanted = lab.policy.logprobs(version, np.concatenate([prompt, ids[:start]]), ids[start:end])
-        return too_far(np.abs(have[start:end] - wanted), lab.tolerance)
-
     for version, start, end in got.spans:
         expect(version in (old, new), f"a span names version {version}; {old} and {new} were held")
-        far = off(version, start, end)
+        far = lab.off(version, prompt, got, start, end)
         expect(
             not far,
             f"of a response that began while version {new} came, tokens {start} to {end} are said to be of version"
             f" {version}, and their log-probs are {far} from its: they come from a mixture, or from the other one",
             MIXTURE,
         )
-    far_old, far_new = (off(version, 0, len(ids)) for version in (old, new))
+    far_old, far_new = (lab.off(version, prompt, got, 0, len(got.token_ids)) for version in (old, new))
     expect(
         got.spans or not (far_old and far_new),
         f"the log-probs of a response that began while version {new} came are {far_old} from those of version"
@@ -292,3 +285,29 @@ async def interrupted(lab: RolloutLab) -> str:
     expect(cut or empty, f"{times} every response ran to its end: interrupt() does not end what runs")
     expect(cut, f"{times} every interrupted response came back empty: the tokens it had are thrown away")
     return moment.told()
+
+
+@check(
+    "rollout", "full",
+    impact="interrupted responses go on with random numbers used before: the responses of a group become alike",
+    hint="seeds in generate(): response i of a request has number `first` + i, and its tokens are counted from `drawn`",
+    after=("draws", "interrupted"),
+)  # fmt: skip
+@needs(lambda lab: "partial" in lab.engine.capabilities.swap, "it cannot be interrupted")
+async def continued(lab: RolloutLab) -> None:
+    """Continued responses draw by other random numbers than at their begin, and than each other."""
+    (prompt,) = lab.policy.prompts(1, seed=36)
+    asked: list[tuple[Ids, dict[str, int]]] = [
+        (prompt, {}),
+        (prompt, {"first": 1}),
+        (np.append(prompt, prompt[:1]), {"drawn": 1}),
+    ]
+    shares = [np.exp(lab.next_logprobs(ids, HOT)) for ids, _ in asked]
+    drawn = [first_tokens(await lab.draw(ids, PAIRS, temperature=HOT, seed=0, **more)) for ids, more in asked]
+    for one, other, said in (
+        (0, 1, "first=0 and first=1 (`first` is ignored)"),
+        (0, 2, "drawn=0 and drawn=1 (`drawn` is ignored)"),
+        (1, 2, "first=1 and drawn=1 (they are confused)"),
+    ):
+        alike = float(shares[one] @ shares[other])
+        check_apart(f"responses of one seed with {said}", drawn[one] == drawn[other], alike)
