@@ -37,7 +37,7 @@ def in_group(group: int) -> set[int]:
     found = set()
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
-            if name.isdigit() and os.getpgid(int(name)) == group:
+            if name.isdecimal() and os.getpgid(int(name)) == group:
                 found.add(int(name))
     return found
 

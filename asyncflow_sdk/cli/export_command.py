@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..interfaces import TrainEngine
 from ..workflow import Workflow
 from ..workflow.checkpoint import Damaged, check
-from ..workflow.model_folder import whole_folder
+from ..workflow.model_folder import steps_in, whole_folder
 from ..workflow.plan.problems import for_role
 from ..workflow.workers.engines import make_engine
 
@@ -42,7 +42,7 @@ def _folders(directory: Path) -> list[str]:
     """Return the model folders and checkpoints of a run."""
     found = [name for name in ("model", "best") if (directory / name).is_dir()]
     for parent in ("models", "checkpoints"):
-        found += [f"{parent}/{path.name}" for path in sorted((directory / parent).glob("step-*"))]
+        found += [f"{parent}/step-{step:06d}" for step in steps_in(directory / parent)]
     return found
 
 

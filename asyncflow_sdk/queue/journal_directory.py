@@ -194,7 +194,7 @@ def boot() -> str:
 
 def _newest(path: Path) -> tuple[int, JournalHead | None, bytes]:
     """Return number, head and state of the newest snapshot; 0, None and b"" if there is none."""
-    numbers = sorted(int(found.name[-6:]) for found in path.glob("snapshot-??????"))
+    numbers = sorted(int(found.name[-6:]) for found in path.glob("snapshot-" + "[0-9]" * 6))
     failed = ""
     for number in reversed(numbers):
         if not (path / f"journal-{number:06d}").exists():

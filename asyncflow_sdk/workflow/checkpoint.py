@@ -38,6 +38,7 @@ from ..memory import make_private_directory, sync_directory
 from ..queue import QueueClient
 from ..types import events as ev
 from ..types.validation import check_least
+from .model_folder import steps_in
 from .workers.rank_communicator import RankCommunicator
 
 FORMAT = 1
@@ -106,7 +107,7 @@ class Checkpoints:
         cut = self._cut()
         for left in self.directory.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)
-        for step in reversed(self.steps()):
+        for step in reversed(steps_in(self.directory)):
             if step < cut.covered:
                 break
             try:
@@ -165,24 +166,20 @@ class Checkpoints:
                 "no checkpoint can be made: the run was rolled back, and the trainer has not loaded version"
                 f" {cut.restore} yet"
             )
-        return b"there" * (last and cut.step in self.steps())
+        return b"there" * (last and cut.step in steps_in(self.directory))
 
     def _count(self, cut: cmd.TrainingPosition, path: Path, last: bool) -> None:
         """Register a checkpoint, and release older ones."""
-        steps = [step for step in self.steps() if step <= cut.step][-self._keep :]
+        steps = [step for step in steps_in(self.directory) if step <= cut.step][-self._keep :]
         covers = cut.step if last else steps[0] if len(steps) == self._keep else cut.covered
         self._send(cmd.AddCheckpoint(step=cut.step, covers=max(covers, cut.covered), version=cut.version))
-        for old in [self._path(step) for step in self.steps() if step < steps[0]]:
+        for old in [self._path(step) for step in steps_in(self.directory) if step < steps[0]]:
             shutil.rmtree(old, ignore_errors=True)
         for lost in self.directory.glob("lost-step-*"):
             shutil.rmtree(lost, ignore_errors=True)
 
-    def steps(self) -> list[int]:
-        """Return the next steps of the checkpoints in order, intact or not."""
-        return sorted(int(path.name[5:]) for path in self.directory.glob("step-*") if path.name[5:].isdigit())
-
     def _went_on(self, path: Path | None, reply: cmd.Resumed) -> ResumePoint:
-        for step in self.steps():
+        for step in steps_in(self.directory):
             if step > reply.step:  # of steps that will be trained again: it is not of this line any more
                 aside = self.directory / f"lost-{self._path(step).name}"
                 shutil.rmtree(aside, ignore_errors=True)

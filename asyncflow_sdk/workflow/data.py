@@ -370,7 +370,7 @@ class Feeder:
         """Continue after the last put under this key, by the feeder of a process that died."""
         last: cmd.LastPut = self._queue.send(cmd.GetPut(prefix=f"{self._key}-"))
         number = last.key[len(self._key) + 1 :]
-        if number.isdigit():
+        if number.isdecimal():
             self.fed = int(number) + last.count // self._group_size
             self._prompts.seek(self.fed)
 

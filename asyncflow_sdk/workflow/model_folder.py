@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,8 +44,14 @@ class ModelFolders:
 
     def trim(self) -> None:
         """Remove the oldest folders beyond the limit."""
-        for old in sorted(self.directory.glob("step-*"))[: -self.limit] if self.limit is not None else ():
-            shutil.rmtree(old, ignore_errors=True)
+        for step in steps_in(self.directory)[: -self.limit] if self.limit is not None else ():
+            shutil.rmtree(self.path(step), ignore_errors=True)
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Return the steps of the folders "step-000020" in a directory, in order."""
+    names = (re.fullmatch("step-([0-9]{6,})", path.name) for path in directory.glob("step-*"))
+    return sorted(int(name[1]) for name in names if name)
 
 
 @contextlib.contextmanager

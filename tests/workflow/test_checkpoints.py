@@ -20,6 +20,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, LeaseLost, MemoryFull
 from asyncflow_sdk.testing.echo_ranks import EchoRanks
 from asyncflow_sdk.types.events import Note
+from asyncflow_sdk.workflow.model_folder import ModelFolders
 
 # ---- trainers in processes of their own
 
@@ -152,6 +153,19 @@ def test_a_trainer_goes_on_from_the_newest_checkpoint_with_the_same_rows(loop: L
     loop.run.checkpoint(loop.save, keep=1)
     assert (loop.run.audit().consumed, loop.run.audit().live) == (80, 0)
     assert [path.name for path in loop.directory.iterdir()] == ["step-000020"]
+
+
+def test_folders_of_others_beside_the_checkpoints_are_left_alone(loop: Loop) -> None:
+    # given folders whose names begin as those of checkpoints and of model folders
+    others = [loop.directory / f"step-{name}" for name in ("²³", "best", "³00001", "7", "٠٠٠٠٠٩")]
+    for other in others:
+        other.mkdir(parents=True)
+    # when checkpoints are written, and older ones removed
+    loop.train(8, every=2)
+    ModelFolders(loop.directory, every=2, limit=1).trim()
+    # then training goes on from the newest, and the folders are there
+    assert loop.resume() == 8
+    assert sorted(loop.directory.iterdir()) == sorted([*others, loop.directory / "step-000008"])
 
 
 def truncated(path: Path) -> None:

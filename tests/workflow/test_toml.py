@@ -224,6 +224,7 @@ def test_a_key_takes_another_value(tmp_path: Path, name: str, value: str, seen: 
     [
         ("train.learning_rate", "1e-5", "^train.learning_rate=1e-5: engine 'echo' has no option 'learning_rate'"),
         ("stages.0.batch", "1", "^stages.0.batch=1: .*has nothing at stages.0"),
+        ("steps.²", "1", "has nothing at steps.²"),
         ("steps.more", "1", "has nothing at steps.more"),
         ("train.model", "models/mine", "^train.model=models/mine: there is no folder models/mine here, and no model"),
     ],

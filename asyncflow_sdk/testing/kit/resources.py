@@ -251,7 +251,7 @@ def _abandoned() -> dict[Segment, int]:
                 if stat.st_uid == os.getuid():
                     files[path, stat.st_ino] = stat.st_blocks << 9
     if files:
-        for key in _segments([int(name) for name in os.listdir("/proc") if name.isdigit()]):
+        for key in _segments([int(name) for name in os.listdir("/proc") if name.isdecimal()]):
             files.pop(key, None)
     return files
 

@@ -20,7 +20,7 @@ from ...types import Batch, Column, ColumnSpec, Ragged, TokenAges, carrier, dtyp
 from ...types.dtypes import SAFETENSORS_CODES
 from ...types.safetensors import plan, read_header
 
-STEP_FILE = "*.safetensors"
+STEP_FILE = "[0-9]" * 6 + "*.safetensors"
 COMPLETED_AT = "completed_at"
 
 

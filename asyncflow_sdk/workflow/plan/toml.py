@@ -123,7 +123,7 @@ class _File:
         raise ConfigError("\n  ".join([f"{len(listed)} things in {self.path} cannot work:", *listed])) from None
 
     def _change(self, name: str, value: str) -> None:
-        key: Key = tuple(int(part) if part.isdigit() else part for part in name.split("."))
+        key: Key = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
         try:
             new = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:

@@ -39,7 +39,7 @@ class Cluster:
 
     def __init__(self, master: str, protocol: str, device: str, buffer_bytes: int) -> None:
         host, _, port = master.rpartition(":")
-        if not host or not port.isdigit():
+        if not host or not port.isdecimal():
             raise ConfigError(f"master={master!r}: give the address of a mooncake_master as 'host:port'")
         self.master, self._port = master, (host, int(port))
         self._protocol, self._device, self._buffer_bytes = protocol, device, buffer_bytes

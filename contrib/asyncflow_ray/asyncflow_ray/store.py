@@ -44,7 +44,7 @@ def connect(address: str) -> None:
 def _check_port(address: str) -> None:
     """Raises OSError if nothing listens there: Ray would wait for minutes."""
     host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "/" not in host:
+    if host and port.isdecimal() and "/" not in host:
         socket.create_connection((host, int(port)), PORT_S).close()
 
 
