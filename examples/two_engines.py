@@ -24,7 +24,7 @@ class Plain(af.RolloutEngine):
 
     def __init__(self, model: str) -> None:
         torch.set_num_threads(1)
-        self.model = AutoModelForCausalLM.from_pretrained(model).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False).eval()
         self.end = self.model.generation_config.eos_token_id
         self.lock = asyncio.Lock()
 

@@ -31,7 +31,7 @@ class ModelFolder:
         index = path / "model.safetensors.index.json"
         file = index
         try:
-            named = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else None
+            named = indexed_files(index) if index.is_file() else None
             for file in sorted(path.resolve().glob("*.safetensors")):
                 if named is None or file.name in named:
                     with file.open("rb") as opened:
@@ -61,6 +61,14 @@ class ModelFolder:
     def vocabulary(self) -> int:
         """Token ids are below it."""
         return int(text_config(self.config)["vocab_size"])
+
+
+def indexed_files(index: Path) -> set[str]:
+    """Return the files named in a folder's index of weights. Raises ValueError for one outside the folder."""
+    files = set(json.loads(index.read_bytes())["weight_map"].values())
+    if outside := [each for each in files if Path(each).name != each]:
+        raise ValueError(f"it names {outside[0]!r}, which is no file of its folder")
+    return files
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from asyncflow_http.model_folder import check_version, listed
+from asyncflow_http.model_folder import check_version, indexed_files, listed
 from asyncflow_sdk.errors import ConfigError, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
 from asyncflow_sdk.types.dtypes import FLOATS
@@ -47,17 +47,24 @@ def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: st
     if not (path / "config.json").is_file():
         what = "has no config.json" if path.is_dir() else "does not exist"
         raise ConfigError(f"model folder {folder!r} {what}; give the path of a Hugging Face model folder")
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options = {"dtype": wanted} | (
+        {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    )
     try:
+        for index in path.glob("*.index.json"):  # transformers reads also outside the folder
+            indexed_files(index)
         with _loading, no_progress_bar():
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=wanted, local_files_only=True, output_loading_info=True, **options
+                folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
             )
     except Exception as error:
         raise ConfigError(f"model folder {folder!r} cannot be loaded: {type(error).__name__}: {error}") from error
     # Hazard: transformers fills weights the folder lacks with random numbers and only warns.
     if found["missing_keys"]:
         raise ConfigError(f"model folder {folder!r} lacks weights: {', '.join(sorted(found['missing_keys']))}")
+    weights = ((name, each) for name, each in model.state_dict().items() if each.is_floating_point())
+    if odd := [name for name, each in weights if each.itemsize > 1 and each.isnan().any()]:
+        raise ConfigError(f"model folder {folder!r} has NaN in {', '.join(odd[:5])}")
     return model.to(place).eval()
 
 

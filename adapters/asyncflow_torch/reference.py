@@ -126,7 +126,7 @@ class HuggingFacePolicy(Policy):
     def _tokenizer(self) -> Any:
         """None where the folder has none."""
         try:
-            return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+            return AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError):
             return None
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncflow_http.model_folder import ModelFolder
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import Request
 from asyncflow_sdk.plugins import registry
@@ -391,6 +395,47 @@ def test_a_folder_that_lacks_weights_is_refused_by_their_names(tmp_path: Any, ti
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ConfigError, match=r"lacks weights: model\.norm\.weight"):
         TransformersEngine(str(tmp_path))
+
+
+def test_a_folder_with_nan_is_refused_by_the_names_of_its_weights(tmp_path: Any, tiny: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.model.norm.weight.data[3] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"has NaN in model\.norm\.weight"):
+        TransformersEngine(str(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "below/weights.safetensors"])
+def test_an_index_that_names_a_file_outside_its_folder_is_refused(tmp_path: Path, tiny: str, file: str) -> None:
+    # given a folder whose weights lie beside it
+    shutil.copytree(tiny, folder := tmp_path / "folder")
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    names = AutoModelForCausalLM.from_pretrained(tiny).state_dict()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    # when it is loaded here, or compared with the versions of a run
+    for load in (TransformersEngine, ModelFolder):
+        with pytest.raises(ConfigError, match=f"{file}', which is no file of its folder"):
+            load(str(folder))
+
+
+def test_no_code_of_a_model_folder_is_executed(tmp_path: Path, tiny: str) -> None:
+    # given a folder with a model and a tokenizer of their own
+    shutil.copytree(tiny, folder := tmp_path / "folder")
+    own = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.Text", None]}
+    for name in ("config.json", "tokenizer_config.json"):
+        more = {"auto_map": own, "model_type": "own", "tokenizer_class": "Text"}
+        (folder / name).write_text(json.dumps({**json.loads((folder / name).read_bytes()), **more}))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    # when its user answers each question with yes
+    load = (
+        f"from asyncflow_torch.{{}}; load_policy({str(folder)!r}, dtype='auto', device='cpu')",
+        f"from asyncflow_torch.reference import HuggingFacePolicy as P; p = P({tiny!r}); p._folder = {str(folder)!r}; p._tokenizer",
+    )
+    for code in (load[0].format("policy import load_policy"), load[1]):
+        subprocess.run([sys.executable, "-c", code], input=b"y\n" * 9, stderr=subprocess.PIPE, timeout=500)
+    # then nothing of it ran
+    assert not (tmp_path / "executed").exists()
 
 
 def test_capabilities_say_what_the_model_allows(tiny: str, rollout: Make) -> None:

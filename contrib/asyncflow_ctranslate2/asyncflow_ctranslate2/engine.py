@@ -47,7 +47,7 @@ class CTranslate2Engine(af.RolloutEngine):
         self._folder = model
         self._options = {"compute_type": compute_type, "device": device, "intra_threads": intra_threads}
         transformers.utils.logging.disable_progress_bar()
-        first = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        first = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False)
         self._config, ends = first.config, first.generation_config.eos_token_id
         self._ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         self.capabilities = af.Capabilities(
@@ -131,7 +131,7 @@ class CTranslate2Engine(af.RolloutEngine):
 
     def _take(self, update: af.WeightUpdate) -> Any:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(self._config)
+            model = transformers.AutoModelForCausalLM.from_config(self._config, trust_remote_code=False)
         tied = set(getattr(model, "all_tied_weights_keys", None) or ())
         try:
             found = model.load_state_dict(dict(update), strict=False, assign=True)
