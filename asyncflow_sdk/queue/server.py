@@ -57,8 +57,7 @@ from .stores.fetch import FetchRequest, Needed, NeededBlocks, NeededBlocksReques
 from .stores.homes import HomeId
 
 STATUS_EVERY_S = 1.0
-MOST_SESSIONS = 4096
-"""A session costs memory, and one file descriptor for each of its connections."""
+MOST_REASONS = 1024
 READ_ONLY = (
     cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetTrainingPosition, cmd.GetPut, cmd.GetRestoreTarget, cmd.GetHomes,
 )  # fmt: skip
@@ -134,6 +133,7 @@ class QueueServer:
         self._clock = Clock()
         self._next_status = 0.0
         self._directory_error = ""
+        self._ended: dict[str, str] = {}  # session → why it was ended
         self._ledger = Ledger(
             make_sampler=functools.partial(make_sampler, own=samplers),
             make_policy=functools.partial(make_policy, own=policies),
@@ -169,6 +169,7 @@ class QueueServer:
                 self.gone(session, f"process {client.pid} ended while no server was running", blame=False)
             else:
                 self._wire.watch(session, client.pid, client.pid_key)
+                self._wire.bind(session, *(() if keys is None else keys.server.clients), "", client.public)
         if store != LOCAL:
             self._home_reader = self._open_home_reader(store, self._store_options)
             self._payloads.read_homes = self._home_reader.read
@@ -283,6 +284,9 @@ class QueueServer:
         if session not in self._clients:
             return
         now = self._clock()
+        self._ended[session] = reason
+        if len(self._ended) > MOST_REASONS:
+            del self._ended[next(iter(self._ended))]
         for request in self._deferred.drop_session(session):
             request.release()
         self._executor.close_session(session, reason, now, blame=blame)
@@ -417,6 +421,7 @@ class QueueServer:
         self._executor.execute(session, request.ticket, call, request.since)
         if new and (client := self._clients.by_session.get(session)) is not None:
             self._wire.watch(session, client.pid, client.pid_key)
+            self._wire.bind(session, client.public)
         self._record(RequestRecord(request.since, session, request.seq, request.done, request.ticket, body))
 
     def _record(self, record: Record) -> None:
@@ -463,11 +468,7 @@ class QueueServer:
     def _check_session_limit(self, session: str) -> None:
         if session in self._clients:
             return
-        if len(self._clients) >= MOST_SESSIONS:
-            raise WireError(
-                f"this run has {len(self._clients)} sessions, the most it can have: close unneeded clients;"
-                " queue.status() and `asyncflow top` list them"
-            )
+        self._wire.requests.check_room(session)
         if self._wire.short:
             raise WireError(
                 "the server of this run is short of file descriptors: close clients, or raise its limit (ulimit -n)"
@@ -521,7 +522,8 @@ class QueueServer:
 
     def _answer_read_only(self, session: str, ticket: int, command: CallCommand | None) -> None:
         if session not in self._clients:
-            self._reply(ticket, ProtocolError("unknown session: send hello first, or its process has ended"))
+            why = self._ended.get(session) or "its process has ended"
+            self._reply(ticket, ProtocolError(f"unknown session: send hello first, or {why}"))
         elif command is None:
             self._reply(ticket, cmd.Done())
         elif isinstance(command, MemberQuery):

@@ -107,10 +107,10 @@ class RequestReceiver:
                 self._answers.send_progress(route, seq, Progress(False, 0, part.upload, query=part.number))
             if not request.body:  # a confirmation from a session that has ended
                 return
-            session = self._requests.sessions[request.session] = SessionState(key=_key_of(frame))
+            session = self._requests.sessions[request.session] = SessionState(keys=(_property(frame, "User-Id"),))
             part = None
         if route not in session.connections:
-            session.add_connection(route)
+            session.add_connection(route, _property(frame, "User-Id"), _property(frame, "Peer-Address"))
         for dropped in request.dropped:
             if not session.is_known(dropped):
                 self.uploads.release(request.session, dropped)
@@ -194,10 +194,9 @@ class RequestReceiver:
         self._execute(upload.route, upload.session, upload.seq, done, upload.reassembly.body, upload.sink)
 
 
-def _key_of(frame: Any) -> str:
-    """Return the client's public key, known from the handshake of a frame's connection; "" without
-    keys."""
+def _property(frame: Any, name: str) -> str:
+    """Return a property of a frame's connection: the client's public key is its User-Id. "" if it has none."""
     try:
-        return str(frame.get("User-Id"))
+        return str(frame.get(name))
     except zmq.ZMQError:
         return ""

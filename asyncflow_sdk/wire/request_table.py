@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import WireError
 from .handler import RequestHandler
 from .router_sockets import Route
 from .session_state import SessionState
+
+MOST_SESSIONS, HOST_SESSIONS, CONNECTION_SESSIONS = 8192, 4096, 16
+"""The most sessions of a server, of a host (a process on this one), and of a connection: others find room."""
+MOST_BYTES, SESSION_BYTES = 1 << 30, 64 << 20
+"""The most bytes held for unconfirmed requests of all sessions, and of one."""
+_REQUEST_BYTES = 1 << 10
+_CHECK_BYTES = 16 << 20
 
 
 class RequestTable:
@@ -21,6 +29,7 @@ class RequestTable:
         self.sessions: dict[str, SessionState] = {}
         self._by_ticket: dict[int, tuple[str, int]] = {}
         self._next_ticket = 1
+        self._grown = 0
 
     def begin(
         self, handler: RequestHandler, route: Route | None, name: str, seq: int, done: int, body: bytes, payload: Any
@@ -32,6 +41,7 @@ class RequestTable:
         dropped = session.mark_received(seq)
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         session.routes[seq], session.tickets[seq] = route, ticket
+        self.charge(session, seq, len(body))
         self._by_ticket[ticket] = (name, seq)
         handler.request(name, ticket, body, payload)
         return dropped
@@ -44,6 +54,39 @@ class RequestTable:
         if session is not None:
             session.tickets.pop(seq, None)
         return session, seq
+
+    def charge(self, session: SessionState, seq: int, nbytes: int) -> None:
+        """Record the bytes held for a request: its body, later its answer."""
+        session.hold(seq, nbytes + _REQUEST_BYTES)
+        self._grown += nbytes + _REQUEST_BYTES
+
+    def take_overfull(self) -> list[str]:
+        """Return the sessions to end, the largest first, because of SESSION_BYTES or MOST_BYTES."""
+        if self._grown < _CHECK_BYTES:
+            return []
+        self._grown, over = 0, []
+        held = sorted((session.held_bytes, name) for name, session in self.sessions.items())
+        total = sum(nbytes for nbytes, _ in held)
+        while held and (held[-1][0] > SESSION_BYTES or total > MOST_BYTES):
+            nbytes, name = held.pop()
+            total -= nbytes
+            over.append(name)
+        return over
+
+    def check_room(self, name: str) -> None:
+        """Raise WireError if a new session is one too many for its connection, its host or the server."""
+        new, sessions = self.sessions[name], self.sessions.values()
+        route = next(iter(new.connections))
+        for who, count, limit in (
+            ("this connection", sum(route in each.connections for each in sessions), CONNECTION_SESSIONS),
+            (new.host, sum(each.host == new.host for each in sessions), HOST_SESSIONS),
+            ("this run", len(sessions), MOST_SESSIONS),
+        ):
+            if count > limit:
+                raise WireError(
+                    f"{who} has {count - 1} sessions, the most it can have: close unneeded clients; queue.status() and"
+                    " `asyncflow top` list them"
+                )
 
     def numbers(self, ticket: int) -> tuple[int, int]:
         """Return the seq of an unanswered request, and ``done`` of its session."""
@@ -98,3 +141,4 @@ class RequestTable:
         """Forget all connections: clients of the earlier server have to repeat their requests."""
         for session in self.sessions.values():
             session.routes = dict.fromkeys((*session.answers, *session.tickets))
+            session.sizes.clear()  # confirmations are not recorded

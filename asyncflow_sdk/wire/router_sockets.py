@@ -25,6 +25,8 @@ from .sockets import BULK_THREADS, GIVE_UP_MS, context_of, set_tcp, transport_of
 Route: TypeAlias = "tuple[zmq.Socket[Any], bytes]"
 """A connection: its socket, and its name there."""
 Asking: TypeAlias = Callable[[str, Callable[[bool], None]], None]
+UNREAD_ANSWERS = 1000
+"""Unread answers per connection; a client that does not read them asks for the others again."""
 UNREAD_MESSAGES = 64
 """Unread messages per connection; a client that sends more waits until the server has read some."""
 
@@ -142,7 +144,7 @@ class RouterSockets:
         self.routers.append(router)
         router.linger = 200  # milliseconds, for the last answers
         router.maxmsgsize = FRAME_BYTES
-        router.sndhwm = 0  # bounded by one request per client thread and by fragment windows, not by drops
+        router.sndhwm = UNREAD_ANSWERS
         router.rcvhwm = UNREAD_MESSAGES
         router.setsockopt(zmq.HANDSHAKE_IVL, GIVE_UP_MS)
         self.limiter.monitor(router)

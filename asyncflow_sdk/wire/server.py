@@ -106,9 +106,13 @@ class Server:
         self._limiter.renew_ipc()
 
     def key_of(self, session: str) -> str:
-        """Return the public key of the connection of a session's first message; "" without keys."""
+        """Return the public key of a session's client; "" without keys."""
         state = self.requests.sessions.get(session)
-        return "" if state is None else state.key
+        return state.keys[-1] if state and state.keys else ""
+
+    def bind(self, session: str, *keys: str) -> None:
+        """Accept messages by these keys in a session; see ``SessionState.accept``."""
+        self.requests.sessions[session].accept(keys)
 
     def on_note(self, note: Callable[[str, str], None]) -> None:
         """Call ``note`` with a text and "info" or "warning" when connections are paused or resumed,
@@ -158,6 +162,7 @@ class Server:
         if session is None:
             return
         session.answers[seq] = body
+        self.requests.charge(session, seq, len(body))
         if made:
             session.made.add(seq)
         if make is not None:
@@ -194,12 +199,15 @@ class Server:
         try:
             while not self._stopping:
                 timeout_s = self._idle()
+                for session in self.requests.take_overfull():
+                    self._end_session(session, "it was ended: it left too many answers unconfirmed")
                 self._answers.flush()
                 waits = (timeout_s, self._receiver.sweep(), self._limiter.wait_s, MAX_WAIT_S)
                 wait_s = min(max(0.0, each) for each in waits if each is not None)
                 ready = dict(self._poller.poll(int(wait_s * 1000) + 1))
                 if self._processes.fileno() in ready:
-                    self._end_sessions()
+                    for session in self._processes.ended():
+                        self._end_session(session, "its process ended")
                 if self._limiter.fileno() in ready or self._limiter.wait_s is not None:
                     self._limiter.update()
                 if self._wake_out in ready:
@@ -226,12 +234,11 @@ class Server:
         for route in routes:
             self._answers.post(route, _GOODBYE)
 
-    def _end_sessions(self) -> None:
-        for session in self._processes.ended():
-            try:
-                self._handler.gone(session, "its process ended")
-            except Exception:  # must not end the server
-                _log.exception("the server failed at the end of a session")
+    def _end_session(self, session: str, reason: str) -> None:
+        try:
+            self._handler.gone(session, reason)
+        except Exception:  # must not end the server
+            _log.exception("the server failed at the end of a session")
 
     def _idle(self) -> float | None:
         try:

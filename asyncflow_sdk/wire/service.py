@@ -264,9 +264,12 @@ class Service:
 
     def request(self, session: str, ticket: int, body: bytes, payload: MemorySink | None) -> None:
         """See ``Handler.request``."""
+        new = session not in self._last_calls
         self._last_calls[session] = time.monotonic()
         self._open_tickets[ticket] = session
         try:
+            if new:
+                self._server.requests.check_room(session)
             if self._known is not None:
                 self._check_member(session)
             call = _decode_call(body)
@@ -281,6 +284,8 @@ class Service:
                 self._server.call(lambda: self.gone(session, "it has closed"))
         except AsyncFlowError as error:
             self.fail(ticket, error)
+            if new:
+                self._server.call(lambda: self.gone(session, "its first call was refused"))
         except _BAD as error:
             self.fail(ticket, ProtocolError(f"{self.address} cannot read this call: {error}"))
         except Exception as error:  # one failed call must not end the service

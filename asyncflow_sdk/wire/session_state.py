@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ..errors import ProtocolError
 from .router_sockets import Route
 from .transfers import Download
 
+MAX_EARLY = 1 << 16
 MAX_CONNECTIONS = 1024
 """Connections remembered for one session."""
 
@@ -25,7 +27,9 @@ class SessionState:
     a lease that it would return must not be lost.
     """
 
-    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "downloads", "routes", "connections", "key"})
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset(
+        {"makers", "downloads", "routes", "connections", "keys", "host", "sizes"}
+    )
 
     answers: dict[int, bytes] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)  # answers rendered by Handler.make each time they are sent
@@ -34,15 +38,35 @@ class SessionState:
     tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket of unanswered requests
     routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection of its last message
     connections: dict[Route, None] = field(default_factory=dict)  # in the order of their first message
-    key: str = ""  # of the client of the first message
+    keys: tuple[str, ...] = ()  # a client uses them in this order: none before the last used one is accepted
+    host: str = ""  # IP address, or process of this host, at the other end of the newest connection
+    sizes: dict[int, int] = field(default_factory=dict)  # seq → bytes held for an unconfirmed request
     done: int = 0
     low: int = 0  # all requests up to here were received, or are in early
     ahead: set[int] = field(default_factory=set)  # the same for requests above low
     early: set[int] = field(default_factory=set)
 
-    def add_connection(self, route: Route) -> None:
-        """Keep a connection; above MAX_CONNECTIONS the first, which joined, and the newest."""
-        self.connections[route] = None
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held for unconfirmed requests beside the largest one: any answer may be large."""
+        return sum(self.sizes.values()) - max(self.sizes.values(), default=0)
+
+    def hold(self, seq: int, nbytes: int) -> None:
+        """Record the bytes held for a request."""
+        self.sizes[seq] = nbytes
+
+    def accept(self, keys: tuple[str, ...]) -> None:
+        """Accept messages by these keys, too; by no earlier one once a later one was used."""
+        self.keys += keys
+
+    def add_connection(self, route: Route, key: str, host: str) -> None:
+        """Keep a connection; above MAX_CONNECTIONS the first, which joined, and the newest. Raises
+        ProtocolError for a connection of another client."""
+        if self.keys:
+            if key not in self.keys:
+                raise ProtocolError("a message in the session of another client")
+            self.keys = self.keys[self.keys.index(key) :]
+        self.connections[route], self.host = None, host
         if len(self.connections) > MAX_CONNECTIONS:
             del self.connections[next(itertools.islice(self.connections, 1, None))]
 
@@ -59,7 +83,9 @@ class SessionState:
         return False
 
     def drop_early(self, seq: int) -> None:
-        """Record the cancellation of a request that has not arrived."""
+        """Record the cancellation of a request that has not arrived. Raises ProtocolError above MAX_EARLY."""
+        if len(self.early) >= MAX_EARLY:
+            raise ProtocolError(f"{MAX_EARLY} requests were cancelled, and have not arrived")
         self.early.add(seq)
         self._mark(seq)
 
@@ -82,6 +108,7 @@ class SessionState:
 
     def forget(self, seq: int) -> bytes | None:
         """Remove and return an answer; None if there is none."""
+        self.sizes.pop(seq, None)
         self.made.discard(seq)
         self.makers.pop(seq, None)
         self.downloads.pop(seq, None)

@@ -130,7 +130,7 @@ def test_clients_of_one_process_share_a_descriptor_and_leave_none_behind(child: 
 
 
 def test_a_session_too_many_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncflow_sdk.queue.server.MOST_SESSIONS", 3)
+    monkeypatch.setattr("asyncflow_sdk.wire.request_table.MOST_SESSIONS", 3)
     with af.serve() as run, af.connect(run.address) as first, af.connect(run.address):
         with pytest.raises(WireError, match="this run has 3 sessions, the most it can have: close unneeded clients"):
             af.connect(run.address)
