@@ -154,24 +154,18 @@ def test_only_four_things_can_be_read_and_every_answer_has_its_headers(
         assert b"http" not in body, "nothing comes from elsewhere"
 
 
-def test_connections_that_send_nothing_leave_room_or_are_closed(page: PageServer) -> None:
-    cookie = cookie_of(page.url)
-    address = ("127.0.0.1", page.server_address[1])
-    idle = [socket.create_connection(address) for _ in range(MOST_CONNECTIONS - 4)]
-    assert ask(page.url, FIGURES, cookie)[0] == 200
-    idle += [socket.create_connection(address) for _ in range(20)]
+def test_connections_that_send_nothing_keep_nobody_out_and_no_thread(page: PageServer) -> None:
+    cookie, before = cookie_of(page.url), threading.active_count()
+    idle = [socket.create_connection(page.server_address[:2]) for _ in range(MOST_CONNECTIONS)]
 
-    until(lambda: sum(bool(select.select([each], [], [], 0)[0]) for each in idle) >= 16, "the surplus is closed")
+    assert ask(page.url, FIGURES, cookie)[0] == 200
+    idle += [socket.create_connection(page.server_address[:2]) for _ in range(MOST_CONNECTIONS)]
+    until(
+        lambda: sum(bool(select.select([each], [], [], 0)[0]) for each in idle) >= MOST_CONNECTIONS, "the oldest cut"
+    )
+    until(lambda: threading.active_count() - before <= 2 * MOST_CONNECTIONS, "the end of their threads")
     for each in idle:
         each.close()
-    until(lambda: _status(page.url, cookie) == 200, "room again")
-
-
-def _status(url: str, cookie: str) -> int:
-    try:
-        return ask(url, FIGURES, cookie)[0]
-    except OSError:
-        return 0
 
 
 def test_markup_of_a_run_stays_text_in_a_browser(page: PageServer, tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ The token of the URL becomes a cookie. Every other request without it is refused
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import socketserver
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -27,7 +29,7 @@ from .. import report
 REQUEST_S = 60.0
 """A connection is cut after this long, also if it sends or reads slowly (seconds)."""
 MOST_CONNECTIONS = 32
-"""Further ones are closed at once."""
+"""The oldest is cut for another: idle ones keep nobody out."""
 FIGURES = "/figures.json"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
@@ -47,7 +49,7 @@ class PageServer(socketserver.ThreadingTCPServer):
 
     def __init__(self, address: tuple[str, int], figures: Callable[[], bytes]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._open: deque[socket.socket] = deque()
         self._token = secrets.token_urlsafe(24)
         super().__init__(address, _PageHandler)
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
@@ -68,22 +70,23 @@ class PageServer(socketserver.ThreadingTCPServer):
         return secrets.compare_digest(token.encode(), self._token.encode())
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection in a thread, or close it if there are too many."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """Handle a connection in a thread, and cut the oldest if there are too many."""
+        self._open.append(request)
+        if len(self._open) > MOST_CONNECTIONS:
+            _cut(self._open.popleft())
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Handle a connection, and cut it when its time is over."""
-        end = threading.Timer(REQUEST_S, self.shutdown_request, (request,))
+        end = threading.Timer(REQUEST_S, _cut, (request,))
         end.daemon = True
         end.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
             end.cancel()
-            self._free.release()
+            with contextlib.suppress(ValueError):  # it was cut
+                self._open.remove(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print an error of this program. A client that left is none."""
@@ -132,6 +135,12 @@ class _PageHandler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         self.wfile.write(content)
+
+
+def _cut(connection: socket.socket) -> None:
+    """End a connection. Its thread wakes, and closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _given_token(query: str) -> str:

@@ -5,12 +5,16 @@ af.Workflow(..., track=[("prometheus", {"port": 9400})])      # curl http://127.
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from socketserver import ThreadingMixIn
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 import asyncflow_sdk as af
@@ -20,6 +24,8 @@ from asyncflow_sdk.types.reports import StatusReport
 
 ANSWER_S = 5.0
 """Time for the queue to answer one scrape (seconds)."""
+MOST_CONNECTIONS = 32
+"""The oldest is cut for another: idle ones keep nobody out."""
 
 
 class PrometheusTracker(af.Tracker):
@@ -38,7 +44,10 @@ class PrometheusTracker(af.Tracker):
         self._metrics = _RunMetrics(run.directory)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._metrics)
-        self._server, self._thread = start_http_server(self._port, self._address, registry)
+        self._server = _Server((self._address, self._port), _Handler)
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self.url = f"http://{self._address}:{self._server.server_port}/metrics"
 
     def log(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
@@ -53,6 +62,36 @@ class PrometheusTracker(af.Tracker):
             self._server.server_close()
             self._thread.join()
             self._metrics.close()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._open: deque[socket.socket] = deque()
+        super().__init__(address, handler)
+
+    def process_request(self, request: socket.socket, client_address: object) -> None:
+        """Handle a connection in a thread, and cut the oldest if there are too many."""
+        self._open.append(request)
+        if len(self._open) > MOST_CONNECTIONS:
+            with contextlib.suppress(OSError):  # it has ended
+                self._open.popleft().shutdown(socket.SHUT_RDWR)  # its thread wakes, and closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        """Close a connection, in its thread."""
+        with contextlib.suppress(ValueError):  # it was cut
+            self._open.remove(request)
+        super().shutdown_request(request)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 10.0
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
 
 
 class _RunMetrics:

@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -19,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import asyncflow_sdk as af
-from asyncflow_prometheus.tracker import PrometheusTracker
+from asyncflow_prometheus.tracker import MOST_CONNECTIONS, PrometheusTracker
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.workflow.workers.ranks import free_port
@@ -87,6 +88,18 @@ def test_the_page_has_the_state_of_the_run(page: str) -> None:
     assert values["asyncflow_replica_lag", ("engine",)] == 0
     assert values["asyncflow_leases", ()] == 1
     assert values["asyncflow_steps_wanted", ()] == 9
+
+
+def test_connections_that_send_nothing_keep_no_scrape_out_and_no_thread(page: str) -> None:
+    before = threading.active_count()
+    host, port = page.split("/")[2].split(":")
+    idle = [socket.create_connection((host, int(port))) for _ in range(3 * MOST_CONNECTIONS)]
+
+    assert b"asyncflow_up 1.0" in urlopen(page, timeout=100).read()
+    until(lambda: threading.active_count() - before <= MOST_CONNECTIONS, "the end of the threads of the oldest")
+    until(lambda: threading.active_count() <= before, "the end of all threads")
+    for each in idle:
+        each.close()
 
 
 def test_a_port_in_use_leaves_the_tracker_out_with_its_reason(tmp_path: Path) -> None:
