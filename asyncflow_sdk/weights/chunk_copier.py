@@ -1,7 +1,7 @@
 """ChunkCopier: the buckets of a version, copied and hashed by the publishing thread and one helper.
 
     copier = ChunkCopier(bucket_bytes, digests, helper, on_full)
-    copier.open(memory); copier.add(source, dtype, start, stop); ...; copier.close(); copier.flush()
+    copier.open(memory); copier.add(name, source, dtype, start, stop); ...; copier.close(); copier.flush()
 
 Each thread takes the next bucket, copies it in pieces, and hashes each piece while it is in the
 core's cache: a hash from the cache costs a fraction of one from memory. Buckets that others copy (a
@@ -24,7 +24,7 @@ import xxhash
 
 from ..types import carrier
 from ..types.manifest import digest
-from .tensor_sources import TensorSource
+from .tensor_sources import TensorSource, has_nan
 
 SPAN_BUCKETS = 8
 """Buckets of a large tensor that others copy before their digests are requested."""
@@ -83,6 +83,7 @@ class _CopyPart(NamedTuple):
 
     start: int
     stop: int
+    name: str
     source: TensorSource
     dtype: str
     first: int
@@ -99,14 +100,16 @@ class _Bucket:
         self.parts: list[_CopyPart] = []
         self.done = self.last = False
 
-    def copy(self) -> None:
-        """Copy and hash all parts."""
-        for start, stop, source, dtype, first in self.parts:
+    def copy(self, with_nan: list[str]) -> None:
+        """Copy and hash all parts. ``with_nan``: receives the names of tensors with NaN."""
+        for start, stop, name, source, dtype, first in self.parts:
             width = carrier(dtype).itemsize
             for low in range(start, stop, PIECE_BYTES):
                 high = min(low + PIECE_BYTES, stop)
                 begin, end = first + (low - start) // width, first + (high - start) // width
                 source.copy(self.memory[low:high], dtype, begin, end)
+                if has_nan(self.memory[low:high], dtype):
+                    with_nan.append(name)
                 self._hash(high)
         self.parts.clear()
         self._hash(self.stop)  # the padding after the last part
@@ -122,7 +125,7 @@ class ChunkCopier:
 
     ``digests`` receives each bucket's digest or its bytes; None: nothing is hashed. ``helper``: an
     executor with a thread that copies, too; None: there is none. ``on_full`` is called by either
-    thread, in order, with the number of each complete chunk.
+    thread, in order, with the number of each complete chunk. ``with_nan``: copied tensors with NaN.
     """
 
     def __init__(
@@ -133,6 +136,7 @@ class ChunkCopier:
         on_full: Callable[[int], None],
     ) -> None:
         self._bucket_bytes, self._digests, self._helper, self._on_full = bucket_bytes, digests, helper, on_full
+        self.with_nan: list[str] = []
         self._chunk, self._memory = -1, np.empty(0, np.uint8)
         self._partial: _Bucket | None = None  # more tensors may be added to it
         self._unfinished: deque[_Bucket] = deque()  # in order: not copied, or behind one that is not
@@ -144,7 +148,7 @@ class ChunkCopier:
         """Begin the next chunk."""
         self._chunk, self._memory = self._chunk + 1, memory
 
-    def add(self, source: TensorSource, dtype: str, start: int, stop: int) -> None:
+    def add(self, name: str, source: TensorSource, dtype: str, start: int, stop: int) -> None:
         """Put a tensor at ``start``, and zeros from its end to ``stop``; copied by ``flush`` at
         last."""
         width = carrier(dtype).itemsize
@@ -157,11 +161,13 @@ class ChunkCopier:
             if not local:
                 to = min(high, end)
                 source.copy(self._memory[low:to], dtype, (low - start) // width, (to - start) // width)
+                if has_nan(self._memory[low:to], dtype):
+                    self.with_nan.append(name)
             for bucket, at, to in self._buckets(low, high):
                 if not local:
                     bucket.hasher = None
                 elif at < end:
-                    bucket.parts.append(_CopyPart(at, min(to, end), source, dtype, (at - start) // width))
+                    bucket.parts.append(_CopyPart(at, min(to, end), name, source, dtype, (at - start) // width))
                 if to % self._bucket_bytes == 0:
                     self._complete()
 
@@ -179,7 +185,7 @@ class ChunkCopier:
         """Copy everything that was added. Raises the errors of the sources."""
         try:
             if self._partial is not None:
-                self._partial.copy()
+                self._partial.copy(self.with_nan)
             self._copy_until(0)
         finally:
             self.stop()
@@ -208,7 +214,7 @@ class ChunkCopier:
         bucket, self._partial = self._partial, None
         assert bucket is not None
         if len(bucket.parts) > MANY_TENSORS or (not bucket.parts and bucket.hasher is None):
-            bucket.copy()
+            bucket.copy(self.with_nan)
             self._finish(bucket)
             return
         self._todo.append(bucket)
@@ -221,7 +227,7 @@ class ChunkCopier:
         while len(self._todo) > left:
             with contextlib.suppress(IndexError):  # the other thread took it
                 bucket = self._todo.popleft()
-                bucket.copy()
+                bucket.copy(self.with_nan)
                 self._finish(bucket)
 
     def _finish(self, bucket: _Bucket) -> None:

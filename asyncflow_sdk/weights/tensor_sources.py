@@ -17,6 +17,8 @@ import numpy as np
 from ..errors import SchemaError
 from ..types.dtypes import FLOATS, carrier, dtype_name, is_torch, storable
 
+_INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80 << 16, "float64": 0x7FF0 << 48}
+"""Bits of infinity: a NaN has larger ones beside its sign."""
 SPAN_BYTES = 256 << 10  # compared at a time: both sides stay in the cache
 
 
@@ -46,6 +48,17 @@ class TensorSource(ABC):
 def tensor_source(tensor: Any) -> TensorSource:
     """Return the source of a tensor. Raises SchemaError for values that are no plain numbers."""
     return TorchSource(tensor) if is_torch(tensor) else NumpySource(tensor)
+
+
+def has_nan(memory: Any, dtype: str) -> bool:
+    """True if elements of a floating-point dtype of at least 16 bits have a NaN among them."""
+    if dtype not in _INFINITY or not len(memory):
+        return False
+    if not isinstance(memory, np.ndarray):
+        return bool(memory.view(getattr(sys.modules["torch"], dtype)).isnan().any())
+    infinity, width = _INFINITY[dtype], carrier(dtype).itemsize
+    largest, negative = memory.view(f"i{width}").max(), memory.view(f"u{width}").max()  # without a copy
+    return int(largest) > infinity or int(negative) > infinity + (1 << 8 * width - 1)
 
 
 class NumpySource(TensorSource):

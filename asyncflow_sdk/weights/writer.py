@@ -84,14 +84,21 @@ class VersionWriter:
             for name, tensor in weights:
                 self._add(name, tensor)
                 if not stable:
-                    self._copier.flush()
+                    self._flush()
                 del tensor
             self._close()
-            self._copier.flush()
+            self._flush()
         except BaseException:
             self._copier.stop()
             raise
         return [len(room.memory) for room in self._rooms]
+
+    def _flush(self) -> None:
+        self._copier.flush()
+        if self._copier.with_nan:
+            raise SchemaError(
+                f"version {self._version}: tensor {self._copier.with_nan[0]!r} has NaN among its numbers"
+            )
 
     def _add(self, name: str, tensor: Any) -> None:
         shard = tensor if isinstance(tensor, Shard) else None
@@ -156,7 +163,7 @@ class VersionWriter:
             self._open(size)
         info = msgspec.structs.replace(info, chunk=len(self._rooms) - 1, offset=self._used)
         self._used += size
-        self._copier.add(source, info.dtype, info.offset, self._used)  # padding is part of the digest
+        self._copier.add(info.name, source, info.dtype, info.offset, self._used)  # padding is part of the digest
         self._seen[(*source.identity, info.dtype)] = info, source.held
         return info
 

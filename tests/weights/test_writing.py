@@ -18,6 +18,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from asyncflow_sdk.errors import SchemaError, WeightMismatch
 from asyncflow_sdk.types import Manifest, Shard, from_torch
+from asyncflow_sdk.weights.writer import WIDE
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -79,7 +80,7 @@ def test_every_dtype_and_shape_arrives_bit_for_bit(ends: Publishing) -> None:
     raw = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (8, 48), np.uint8))
     names = {str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype}
     weights: dict[str, Any] = {
-        f"all.{name}": (raw % 2 if name == "bool" else raw).view(getattr(torch, name))
+        f"all.{name}": (raw % 2 if name == "bool" else raw & 63 if name in WIDE else raw).view(getattr(torch, name))
         for name in sorted(names)
         if not name.startswith("q")
     }
@@ -90,7 +91,7 @@ def test_every_dtype_and_shape_arrives_bit_for_bit(ends: Publishing) -> None:
         "transposed": live.weight.t(),
         "strided": torch.arange(100.0)[::3],
         "conjugate": torch.complex(torch.randn(5), torch.randn(5)).conj(),
-        "nan": torch.tensor([float("nan"), -0.0, float("inf")], dtype=torch.bfloat16),
+        "infinite": torch.tensor([float("inf"), -0.0, -float("inf")], dtype=torch.bfloat16),
         "empty": torch.empty(0, 4),
         "empty.bfloat16": torch.empty(3, 0, dtype=torch.bfloat16),
         "scale": torch.tensor(0.125, dtype=torch.float64),
@@ -105,6 +106,30 @@ def test_every_dtype_and_shape_arrives_bit_for_bit(ends: Publishing) -> None:
     manifest = ends.check(weights)
     assert manifest.digested
     assert all(tensor.offset % 64 == 0 for tensor in manifest.tensors)
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_version_with_nan_is_refused_by_the_name_of_its_tensor(ends: Publishing, dtype: str, threads: int) -> None:
+    # given a large tensor and a strided one
+    weights = {"good": torch.ones(3), "large": torch.ones(3 << 20).to(getattr(torch, dtype))}
+    weights["strided"] = weights["large"].clone()[::2]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        current = ends.send(weights)
+        for name in ("large", "strided"):
+            for value, how in itertools.product((float("nan"), -float("nan")), (plain, lambda tensor: tensor)):
+                # when one of its numbers is none
+                weights[name][-1] = value
+                with pytest.raises(SchemaError, match=f"tensor '{name}' has NaN among its numbers"):
+                    ends.send({each: how(tensor) for each, tensor in weights.items()})
+                weights[name][-1] = 1.0
+    finally:
+        torch.set_num_threads(before)
+    # then the version before is loaded
+    assert ends.arrays()["large"].tobytes() == plain(weights["large"]).tobytes()
+    assert current.tensors[1].dtype == dtype
 
 
 def test_digests_are_the_same_whoever_copied_the_bytes(ends: Publishing) -> None:
