@@ -52,7 +52,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             factory="asyncflow_torch.transports.cuda:CudaTransport",
             requires=_REQUIRES[:1],
             install=_INSTALL,
-            tested="its refusal without CUDA; it has not been run on a GPU",
+            tested="no GPU",
             can={"hosts": "one", "encodings": ["full"], "outlives": []},
         ),
     ]

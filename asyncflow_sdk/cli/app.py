@@ -34,6 +34,7 @@ from .options import (
     Texts,
     changed_values,
     named_options,
+    one_name_each,
     option,
     repeatable,
 )  # fmt: skip
@@ -371,8 +372,8 @@ def store(
 ) -> None:
     """Serve this host's memory for the payload of a run.
 
-    Workers start it themselves. Start it by hand for a fixed address or name. A stopped one loses
-    nothing if another is started on this host in time.
+    Workers start a store when they need one. Start one yourself to fix its address or name. If it
+    stops, start another on this host within --home-silence seconds of `serve`: no data is lost.
     """
     from .store_command import serve_store
 
@@ -438,7 +439,7 @@ def check(
     ] = None,
     kind: Annotated[str, option("Kind of the adapter, if ambiguous: rollout, train, transport, ...")] = "",
     tier: Annotated[str, option("Highest tier to run: basic, full or chaos.")] = "full",
-    only: Annotated[Texts, repeatable("Run this check only.", "CHECK")] = None,
+    only: Annotated[Texts, repeatable("Run this check only.", "CHECK", callback=one_name_each)] = None,
     model: Annotated[MaybeText, option("Hugging Face folder to check with; default: a generated one.", "PATH")] = None,
     policy: Annotated[
         MaybeText, option("Policy with the expected answers, for other kinds of models.", "MODULE:NAME")

@@ -33,7 +33,8 @@ def export_model(directory: Path, out: Path, step: int | None, best: bool) -> st
             return str(directory / name)
         checkpoint = directory / "checkpoints" / f"step-{step or 0:06d}"
         if step is None or not checkpoint.is_dir():
-            raise ConfigError(f"{directory} has no {name}; it has: {', '.join(_folders(directory)) or 'none'}")
+            what = "no best version: no evaluation was finished" if best else f"no {name}"
+            raise ConfigError(f"{directory} has {what}; it has: {', '.join(_folders(directory)) or 'none'}")
         _export_checkpoint(directory, checkpoint, part)
         return str(checkpoint)
 

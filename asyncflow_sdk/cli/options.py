@@ -47,9 +47,18 @@ def option(text: str, metavar: str = "", *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, metavar=metavar or None, **more)
 
 
-def repeatable(text: str, metavar: str, *names: str) -> Any:
+def repeatable(text: str, metavar: str, *names: str, **more: Any) -> Any:
     """Return a text option for several values."""
-    return option(f"{text} Repeatable.", metavar, *names)
+    return option(f"{text} Repeatable.", metavar, *names, **more)
+
+
+def one_name_each(param: typer.CallbackParam, given: list[str] | None) -> list[str] | None:
+    """Raise BadParameter for several names in one value, "a,b": each has an option of its own."""
+    for each in given or ():
+        if "," in each:
+            apart = " ".join(f"{param.opts[0]} {name.strip()}" for name in each.split(","))
+            raise typer.BadParameter(f"{each!r} is several names: give {apart}")
+    return given
 
 
 def named_options(given: list[str] | None, flag: str = "--set") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ..errors import ConfigError
-from .options import Insecure, Key, MaybeText, NoPlugin, Texts, named_options, option, repeatable
+from .options import Insecure, Key, MaybeText, NoPlugin, Texts, named_options, one_name_each, option, repeatable
 
 ROLES = ("rollout", "stage", "train")
 
@@ -119,8 +119,8 @@ def stage(
         str, typer.Argument(help="Import path of the function; with --from, the stage's task.", metavar="MODULE:NAME")
     ],
     task: Annotated[MaybeText, option("Name of the task; default: the function's name.")] = None,
-    needs: Annotated[Texts, repeatable("Column that the function reads.", "COLUMN")] = None,
-    gives: Annotated[Texts, repeatable("Column that the function returns.", "COLUMN")] = None,
+    needs: Annotated[Texts, repeatable("Column that the function reads.", "COLUMN", callback=one_name_each)] = None,
+    gives: Annotated[Texts, repeatable("Column that the function returns.", "COLUMN", callback=one_name_each)] = None,
     batch: Annotated[int | None, option("Maximum rows of a call.", min=1)] = None,
 ) -> None:
     """Apply a function to rows with the columns it needs."""

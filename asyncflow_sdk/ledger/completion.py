@@ -19,7 +19,7 @@ from .step_leases import StepLeases, publish_return
 from .step_versions import StepVersions
 from .terminations import CONSUMED, FAILED, FILTERED, Terminations
 
-NO_GRADIENT = "no gradient in the step"
+NO_GRADIENT = "no gradient, as in a group with equal rewards"
 
 
 class RowCompletion:

@@ -156,11 +156,11 @@ class QueueConfiguration:
 
 
 def check_groups_fill(batch_rows: int, group_size: int) -> None:
-    """Raise ConfigError if no number of groups fills a step."""
+    """Raise ConfigError unless whole groups fill a step."""
     if batch_rows % group_size:
         below, above = batch_rows // group_size * group_size, -(-batch_rows // group_size) * group_size
         raise ConfigError(
-            f"no number of groups of {group_size} fills a batch of {batch_rows} rows; use a batch of"
+            f"batch_rows={batch_rows} is not a multiple of group_size={group_size}; use"
             f" {' or '.join(str(n) for n in (below, above) if n)}, or another group size"
         )
 

@@ -88,9 +88,8 @@ class Diagnostics:
             return "no task with batch_rows (train) is declared, so the number of wanted rows is unknown"
         window = self._state.steps.window
         if window.slots is None:
-            ahead = f"step {window.step} and the {window.max_staleness + 1} after it"
-            return f"the queue has all the rows that {ahead} can take"
-        return "the queue has all the rows its steps can take"
+            return f"enough rows are queued for step {window.step} and the {window.max_staleness + 1} after it"
+        return "enough rows are queued"
 
     def _why_no_barrier(self, request: ParkedRequest) -> str:
         """Name the missing ranks, and the barriers where they wait instead."""

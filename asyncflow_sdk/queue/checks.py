@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import types
 import typing
 from pathlib import Path
@@ -72,7 +73,7 @@ def check_names(what: str, names: Any, *, empty: bool = False) -> tuple[str, ...
 
 def _listed(what: str, names: Any) -> tuple[Any, ...]:
     if isinstance(names, str):
-        raise SchemaError(f"{what} is a list of names; {names!r} is one name: write [{names!r}]")
+        raise SchemaError(f"{what} is a list of names; {names!r} is one text: write {re.split(', *', names)}")
     try:
         return tuple(names)
     except TypeError:

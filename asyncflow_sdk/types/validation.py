@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import numbers
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -28,11 +29,54 @@ MAX_CHECKED = 1000
 """Number of items checked in a list: long lists are data, validated by their consumers."""
 
 
+_OTHER_NAMES = {
+    "beta kl_coef kl_loss_coef": "kl=af.KL(coef=...) of the algorithm, with the stage"
+    " af.Stage(af.Logprobs('torch', model=...), gives=['ref_logprobs'])",
+    "lr": "learning_rate= of Train",
+    "optim optimizer": "learning_rate=, betas= and weight_decay= of Train: the optimizer is AdamW",
+    "epsilon epsilon_low epsilon_high": "clip_low= and clip_high= of the algorithm",
+    "loss_type": "another algorithm: af.GRPO(), af.DrGRPO(), af.DAPO(), ...",
+    "scale_rewards": "normalize_std= of the algorithm",
+    "algorithm": "algorithm= of Train",
+    "num_iterations": "updates= of Train",
+    "bf16 fp16": "dtype='bfloat16' of Train",
+    "per_device_train_batch_size gradient_accumulation_steps": "batch_size= of Workflow: the rows of a step",
+    "max_steps": "steps= of Workflow",
+    "num_train_epochs": "epochs= of Workflow",
+    "train_dataset dataset": "prompts= of Workflow",
+    "eval_dataset eval_steps eval_strategy": "evaluate=af.Evaluation(prompts=..., every=...) of Workflow",
+    "reward_funcs": "reward= of Workflow",
+    "reward_weights": "reward=[(function, weight), ...] of Workflow",
+    "report_to": "track= of Workflow",
+    "resume_from_checkpoint": "checkpoint=af.Checkpoint(every=...) of Workflow, and `asyncflow resume DIRECTORY`",
+    "use_vllm vllm_mode": "Rollout('vllm', ...)",
+    "model": "model= of Rollout and of Train",
+    "options option placement": "its names, each as a keyword argument",
+    "num_generations group_size": "group_size= of Rollout",
+    "max_completion_length max_new_tokens max_tokens": "sampling=af.Sampling(max_tokens=...) of Rollout",
+    "temperature top_p top_k min_p repetition_penalty stop": "sampling=af.Sampling(...) of Rollout",
+}
+"""Names of TRL's options, and arguments given to another class: the place of each."""
+_PLACES = {name: place for names, place in _OTHER_NAMES.items() for name in names.split()}
+_LORA = re.compile("lora|peft|use_peft|enable_lora")
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the closest known name, or all of them."""
+    """Return a hint for an unknown name: the name meant, or all known ones."""
     known = list(known)
-    near = closest_name(name, known)
-    return f"did you mean {near!r}?" if near else f"it takes: {', '.join(known) or 'none'}"
+    return hint(name, known) or f"it takes: {', '.join(known) or 'none'}"
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return the name meant by an unknown name, in words, or "". Longer names precede: stop_ids for stop."""
+    if _LORA.match(name):
+        return "LoRA is not supported yet: all weights are trained"
+    if name in _PLACES:
+        return f"did you mean {_PLACES[name]}?"
+    known = list(known)
+    longer = [each for each in known if each.startswith(f"{name}_")]
+    near = next(iter(longer or difflib.get_close_matches(name, known, 1)), "")
+    return near and f"did you mean {near!r}?"
 
 
 def place_of(made: Any, name: str, known: Iterable[str]) -> str:
@@ -40,13 +84,6 @@ def place_of(made: Any, name: str, known: Iterable[str]) -> str:
     ``made``, if there is one, else a ``suggestion``."""
     elsewhere: Mapping[str, str] = getattr(made, "elsewhere", {})
     return elsewhere.get(name) or suggestion(name, known)
-
-
-def closest_name(name: str, known: Iterable[str]) -> str:
-    """Return the closest known name, or "". Longer ones precede: stop_ids for stop."""
-    known = list(known)
-    longer = [each for each in known if each.startswith(f"{name}_")]
-    return next(iter(longer or difflib.get_close_matches(name, known, 1)), "")
 
 
 def check_keywords(made: type, given: Iterable[str]) -> None:

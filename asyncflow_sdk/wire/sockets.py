@@ -115,6 +115,8 @@ def probe(address: str) -> None:
             host, _, port = rest.rpartition(":")
             sockets.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError as error:
-        raise ServerLost(f"nobody listens at {address} ({error.strerror or error}); its server has ended") from None
+        raise ServerLost(
+            f"nobody listens at {address}: {error.strerror or error}; is the address right, and is the server running?"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{address} is no address: {error}") from None

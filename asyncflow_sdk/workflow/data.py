@@ -74,6 +74,12 @@ def prompt_source(prompts: Prompts, column: str = "prompt") -> Batch | PromptStr
     if hasattr(prompts, "__arrow_c_stream__"):
         prompts = _arrow("pyarrow", "a table of prompts").table(prompts).to_pydict()
     if isinstance(prompts, Mapping):
+        splits = [name for name, values in prompts.items() if hasattr(values, "column_names")]
+        if splits:
+            raise ConfigError(
+                f"prompts are a DatasetDict, a dictionary of data sets, {', '.join(map(repr, splits))}: give one of"
+                f" them, prompts=data[{splits[0]!r}]"
+            )
         return _batch(prompts, column)
     try:
         rows: list[Any] = list(prompts)  # type: ignore[arg-type]  # __getitem__ is enough
@@ -128,7 +134,10 @@ def _records(rows: Sequence[Any], column: str, place: _Place = _ARGUMENT) -> Bat
 def _batch(columns: Mapping[str, Any], column: str, place: _Place = _ARGUMENT) -> Batch:
     if column not in columns:
         known = ", ".join(columns) or "none"
-        raise ConfigError(f"{place.source}: the data has no column {column!r}; it has: {known}")
+        raise ConfigError(
+            f"{place.source}: the data has no column {column!r}; it has: {known}. Rename a column, or name the column"
+            " of the prompts: Rollout(prompt=NAME), `asyncflow serve --column NAME`"
+        )
     try:
         batch = Batch.of(columns)
     except SchemaError as error:

@@ -178,9 +178,14 @@ class Rollout(EngineSpec):
         """Return its task. With a tokenizer, text prompts are encoded and responses decoded. Raises
         ConfigError for text prompts without a tokenizer."""
         if self.prompt != "prompt_ids" and not self.tokenizer:
+            if not self.model:
+                raise ConfigError(
+                    f"Rollout({self.engine!r}) needs model=, or tokenizer=, since prompts are text (column"
+                    f" {self.prompt!r}); or give token ids in a column prompt_ids"
+                )
             raise ConfigError(
-                f"prompts are text (column {self.prompt!r}), but {self.model or 'the model'!r} has no"
-                " tokenizer.json; name a tokenizer, or give token ids in a column prompt_ids"
+                f"prompts are text (column {self.prompt!r}), but {self.model!r} has no tokenizer.json; name a"
+                " tokenizer, or give token ids in a column prompt_ids"
             )
         return rollout_task(
             self.task, self.prompt, self.prefix, bool(self.tokenizer), self.agent, self.lease_s, self.partitions

@@ -117,6 +117,8 @@ class Workflow(Serializable):
     PluginError if a missing engine is the only one.
     """
 
+    elsewhere: Mapping[str, str] = {"learning_rate": "did you mean learning_rate= of Train?"}
+
     plan: Plan
     """All settings, with the choices of transport and swap policies."""
 

@@ -147,7 +147,7 @@ def test_a_run_answers_chats_and_keeps_their_ids(talking: str, tmp_path: Path) -
     # given chats, and a template with arguments
     chat = af.Chat(system_prompt="Be brief.", chat_template_kwargs={"enable_thinking": False})
     made = workflow(talking, CHATS[::2], chat=chat)
-    assert "column 'prompt' is chats by the model's template" in str(made)
+    assert "column 'prompt' holds chats, formatted by the model's chat template" in str(made)
     # when
     made.run(tmp_path / "run")
     # then

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,10 +84,18 @@ def test_run_points_at_what_is_wrong(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 2
-    assert "  batch_size=17: no number of groups" in done.stderr
+    assert "  batch_size=17: batch_size=17 is not a multiple" in done.stderr
     assert "  train.learning_rate=1: engine 'echo' has no option 'learning_rate'" in done.stderr
     assert "Traceback" not in done.stderr
     assert "--set takes KEY=VALUE" in asyncflow("run", given_workflow(tmp_path), "--set", "learning_rate").stderr
+
+
+def test_a_run_without_an_evaluation_has_no_best_version(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+
+    refused = run("export", str(tmp_path), str(tmp_path / "new"), "--best")
+
+    assert "has no best version: no evaluation was finished; it has: model" in refused.output
 
 
 def test_the_room_exports_main_only() -> None:
@@ -303,6 +312,13 @@ def test_the_summary_table_of_a_whole_run() -> None:
     text = printed(synthetic_summary())
     for words in ("completed", "4:11", "0.8713", "consumed 18,600", "report.html", "Balanced: 19,264 rows were put"):
         assert words in text
+
+
+def test_the_summary_table_says_of_how_many_steps_a_reward_is_the_mean() -> None:
+    text = printed({"reward_first": 0.25, "reward_last": 0.5, "reward_steps": 20, "reasons": {"expired": 2}})
+    assert re.search(r"first reward .* 0.25 \(mean of 20 steps\)", text)
+    assert re.search(r"not trained .* expired: 2", text)
+    assert "reward steps" not in text
 
 
 def test_the_summary_table_of_a_run_that_failed() -> None:

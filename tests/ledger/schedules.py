@@ -457,4 +457,4 @@ def others(world: World, size: int, most: int, replicas: int, mortality: float, 
 
 def trained_rows(audit: Audit) -> int:
     """Rows that were in a step, also those that a trainer dropped."""
-    return audit.consumed + audit.reasons.get("filtered: no gradient in the step", 0)
+    return audit.consumed + audit.reasons.get("filtered: no gradient, as in a group with equal rewards", 0)

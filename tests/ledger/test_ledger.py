@@ -270,7 +270,7 @@ def test_a_waiting_put_is_refused_as_soon_as_it_has_become_wrong() -> None:
     queue.complete(worker, queue.lease(worker, "plain", 1), answer=TEXT)
     assert "column 'answer' is text" in str(queue.answers[asked[0]])
     queue.do(queue.admin, cmd.Declare(task=TRAIN))
-    assert "no number of groups of 3 fills a batch of 4" in str(queue.answers[asked[1]])
+    assert "batch_rows=4 is not a multiple of group_size=3" in str(queue.answers[asked[1]])
 
 
 def test_two_puts_with_one_key_that_wait_are_one() -> None:

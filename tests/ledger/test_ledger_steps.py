@@ -88,7 +88,7 @@ def test_a_side_task_that_gives_up_leaves_the_row_to_its_trainer() -> None:
 def test_a_batch_that_no_number_of_groups_fills_is_refused(declared_first: bool) -> None:
     train = TaskSpec(name="train", needs=("prompt",), batch_rows=10)
     queue = Queue(*([train] if declared_first else []))
-    text = r"no number of groups of 4 fills a batch of 10 rows; use a batch of 8 or 12, or another group size"
+    text = r"batch_rows=10 is not a multiple of group_size=4; use 8 or 12, or another group size"
     if declared_first:
         with pytest.raises(ConfigError, match=text):
             queue.put(5, 4)
@@ -276,7 +276,7 @@ def test_a_step_whose_trainer_dies_is_leased_again_with_the_same_rows() -> None:
     queue.complete(other, again[0], drop=(1, 2))
     audit = queue.audit()
     assert (audit.consumed, audit.filtered, audit.live) == (2, 2, 4)
-    assert audit.reasons == {"filtered: no gradient in the step": 2}
+    assert audit.reasons == {"filtered: no gradient, as in a group with equal rewards": 2}
 
 
 def test_giving_part_of_a_step_back_gives_back_all_of_it() -> None:

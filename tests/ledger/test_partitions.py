@@ -124,7 +124,7 @@ def test_the_size_of_groups_matters_only_where_steps_take_them() -> None:
     queue = evaluating()
     put(queue, 1, 4)
     put(queue, 1, 3, "eval")
-    with pytest.raises(ConfigError, match="no number of groups of 3"):
+    with pytest.raises(ConfigError, match="is not a multiple of group_size=3"):
         put(queue, 1, 3)
 
 

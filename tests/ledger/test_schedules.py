@@ -199,7 +199,7 @@ def test_a_trainer_that_dies_at_any_time_trains_each_step_once_in_what_survives(
     assert trainer.weights == tuple(range(steps)), "each step once, in order"
     dropped = sum(map(len, trainer.dropped.values()))
     assert audit.consumed == steps * batch - dropped
-    assert audit.reasons.get("filtered: no gradient in the step", 0) == dropped
+    assert audit.reasons.get("filtered: no gradient, as in a group with equal rewards", 0) == dropped
 
 
 def sampled(world_seed: int, task: TaskSpec, *names: str) -> TaskSpec:

@@ -185,7 +185,7 @@ def test_columns_that_are_not_named_are_not_even_located(queue: TransferQueue) -
     ("columns", "error"),
     [
         (["x", "y"], "task 'train' is not declared to need column 'y'; it needs: 'x', 'ids', 'text'"),
-        ("x", r"'x' is one name: write \['x'\]"),
+        ("x", r"'x' is one text: write \['x'\]"),
     ],
 )
 def test_columns_that_the_task_does_not_need(queue: TransferQueue, columns: Any, error: str) -> None:

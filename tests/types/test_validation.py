@@ -13,7 +13,7 @@ import pytest
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.types.validation import check_fields, check_types, closest_name, type_errors
+from asyncflow_sdk.types.validation import check_fields, check_types, hint, type_errors
 
 pytestmark = pytest.mark.fast
 
@@ -122,9 +122,9 @@ def test_a_name_that_there_is_not_is_told_with_the_nearest_one(make: Callable[[]
 
 
 def test_a_name_that_another_begins_with_is_the_nearest() -> None:
-    assert closest_name("stop", ["top_p", "top_k", "stop_ids"]) == "stop_ids"
-    assert closest_name("max_token", ["max_tokens", "top_k"]) == "max_tokens"
-    assert closest_name("colour", ["top_k"]) == ""
+    assert hint("stops", ["top_p", "top_k", "stops_ids"]) == "did you mean 'stops_ids'?"
+    assert hint("max_token", ["max_tokens", "top_k"]) == "did you mean 'max_tokens'?"
+    assert hint("colour", ["top_k"]) == ""
 
 
 def takes(

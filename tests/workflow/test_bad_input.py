@@ -6,25 +6,37 @@ import asyncio
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import typer.main
 from echo_runs import declare_rollout, echo_workflow
 from functions import length
 
 import asyncflow_sdk as af
+from asyncflow_sdk.cli.worker_command import worker
 from asyncflow_sdk.errors import ConfigError, PluginError, SchemaError, WorkerFailed
 from asyncflow_sdk.testing import EchoRollout
+
+
+def typed_stage(*options: str) -> None:
+    """``asyncflow worker ADDRESS stage`` with these options."""
+    typer.main.get_command(worker).main(["runs/x", "stage", "functions:length", *options], standalone_mode=False)
+
+
+DATA = type("Dataset", (), {"column_names": ["prompt"]})()
+"""A data set, as of the package ``datasets``."""
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rollout": {"group_size": 1}}, "group_size is 1.*use groups of 2 or more"),
-        ({"batch_size": 18}, "no number of groups of 4 fills a batch of 18 rows; use batch_size=16"),
-        ({"batch_size": 2}, "no number of groups of 4 fills a batch of 2 rows; use batch_size=4"),
+        ({"batch_size": 18}, "batch_size=18 is not a multiple of group_size=4; use 16"),
+        ({"batch_size": 2}, "batch_size=2 is not a multiple of group_size=4; use 4"),
         ({"steps": 0}, "steps must be 1 or more"),
         ({"prompts": []}, "the data set is empty"),
         ({"prompts": {"prompt_ids": af.Ragged.of([])}}, "the data set is empty"),
@@ -37,7 +49,6 @@ from asyncflow_sdk.testing import EchoRollout
             "task 'train' needs 'reward', which nobody gives; reward=FUNCTION gives it",
         ),
         ({"reward": af.Stage(length, task="train", gives=["reward"])}, "two tasks have the same name"),
-        ({"rollout": {"prompt": "prompt"}, "prompts": ["a"]}, "has no\n? ?tokenizer.json"),
         (
             {"rollout": {"sampling": af.Sampling(temperature=0.7)}},
             r"sampled at temperature 0.7.*Train\(..., temperature=0.7\)",
@@ -69,6 +80,46 @@ from asyncflow_sdk.testing import EchoRollout
 def test_refused_before_anything_starts(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         echo_workflow(**changes).run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda: af.GRPO(beta=0.1), "did you mean kl=af.KL(coef=...) of the algorithm, with the stage af.Stage(af.Logprobs("),
+        (lambda: echo_workflow(train={"lr": 1e-5}), "did you mean learning_rate= of Train? It takes: delay_s"),
+        (lambda: af.Workflow(learning_rate=1e-5), "did you mean learning_rate= of Train?"),
+        (lambda: echo_workflow(train={"optim": "adamw"}), "weight_decay= of Train: the optimizer is AdamW?"),
+        (lambda: echo_workflow(train={"options": {"delay_s": 1}}), "did you mean its names, each as a keyword argument?"),
+        (lambda: echo_workflow(rollout={"max_tokens": 7}), "did you mean sampling=af.Sampling(max_tokens=...) of Rollout?"),
+        (lambda: echo_workflow(rollout={"num_generations": 8}), "did you mean group_size= of Rollout?"),
+        (lambda: af.Workflow(max_steps=8), "did you mean steps= of Workflow?"),
+        (lambda: echo_workflow(train={"peft_config": {}}), "LoRA is not supported yet: all weights are trained. It takes"),
+        (lambda: af.Workflow(lora_rank=8), "LoRA is not supported yet"),
+        (
+            lambda: echo_workflow(train={"algorithm": af.GRPO(kl=af.KL(coef=0.1))}),
+            "needs 'ref_logprobs', which nobody gives; a stage gives log-probs of a reference model: stages=[af.Stage("
+            "af.Logprobs('torch', model=REFERENCE), gives=['ref_logprobs'])]",
+        ),
+        (lambda: echo_workflow(prompts={"train": DATA, "test": DATA}), "prompts are a DatasetDict, a dictionary of data sets, 'train', 'test': give one of them, prompts=data['train']"),
+        (lambda: echo_workflow(prompts=[{"question": "a"}]), "it has: question. Rename a column, or name the column of the prompts: Rollout(prompt=NAME)"),
+        (lambda: echo_workflow(rollout={"prompt": "prompt"}, prompts=["a"]), "Rollout('echo') needs model=, or tokenizer=, since prompts are text"),
+        (lambda: typed_stage("--needs", "response, answer"), "is several names: give --needs response --needs answer"),
+        (lambda: typed_stage("--needs", "response", "--gives", "a,b"), "is several names: give --gives a --gives b"),
+    ],
+)  # fmt: skip
+def test_a_hint_names_the_right_thing(given: Callable[[], Any], words: str) -> None:
+    """Names of TRL's options, and arguments given to another class."""
+    with pytest.raises((ConfigError, TypeError, typer.BadParameter)) as raised:
+        given()
+
+    assert words in str(raised.value)
+
+
+def test_a_lora_adapter_is_no_model_folder(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+
+    with pytest.raises(ConfigError, match="no config.json, but a LoRA adapter, which is not supported yet: merge it"):
+        echo_workflow(rollout={"model": str(tmp_path)})
 
 
 def test_a_prompt_that_the_tokenizer_has_no_tokens_for_is_named(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ train = { engine = "echo" }
     ("old", "new", "messages"),
     [
         ("batch_size", "batch_sise", ["2:1: there is no key batch_sise; did you mean 'batch_size'?", "batch_size is missing"]),
-        ("batch_size = 16", "batch_size = 18", ["2:1: no number of groups of 4 fills a batch of 18"]),
+        ("batch_size = 16", "batch_size = 18", ["2:1: batch_size=18 is not a multiple of group_size=4"]),
         ("steps = 3", 'steps = "3"', ["1:1: steps: Expected `int`, got `str`"]),
         ("group_size", "groupsize", ["5:53: engine 'echo' has no option 'groupsize'; did you mean 'group_size'?"]),
         ("functions:length", "functions:lenght", ["3:1: reward: 'functions:lenght' cannot be imported"]),

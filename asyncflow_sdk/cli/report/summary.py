@@ -17,9 +17,9 @@ _TONES = {"completed": _GOOD, "failed": _BAD}
 _STYLE = {_GOOD: "bold green", _BAD: "bold red", _WARN: "bold yellow"}
 _NAMES = {
     "status": "status", "error": "error", "steps": "steps trained", "steps_wanted": "steps wanted",
-    "reward_first": "first reward", "reward_last": "last reward", "reward_steps": "steps in each reward",
+    "reward_first": "first reward", "reward_last": "last reward",
     "best_score": "best evaluation", "best_version": "best version", "staleness_max": "largest staleness", "wall_s": "wall time", "rows_put": "rows put", "model": "model", "seed": "seed",
-    "report": "report",
+    "reasons": "not trained", "report": "report",
 }  # fmt: skip
 
 
@@ -81,6 +81,10 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the names and values of a summary, known names first. ``accounting`` covers the counts
     of rows."""
     texts = {key: _text(key, value) for key, value in summary.items() if value is not None}
+    if steps := texts.pop("reward_steps", ""):
+        texts |= {
+            key: f"{texts[key]} (mean of {steps} steps)" for key in ("reward_first", "reward_last") if key in texts
+        }
     keys = [key for key in _NAMES if texts.get(key)]
     keys += [key for key, text in texts.items() if text and key not in (*_NAMES, *_FORMATS, "rows", "balanced")]
     found = [(_NAMES.get(key, key.replace("_", " ")), texts[key]) for key in keys]

@@ -143,7 +143,7 @@ def _check_numbers(plan: Plan, problems: Problems) -> None:
         problems.add(text, "rollout", 1, "group_size")
     if plan.batch_size < 1 or plan.batch_size % size:
         near = max(size, round(plan.batch_size / size) * size)
-        text = f"no number of groups of {size} fills a batch of {plan.batch_size} rows; use batch_size={near}"
+        text = f"batch_size={plan.batch_size} is not a multiple of group_size={size}; use {near}"
         problems.add(text, "batch_size")
     elif plan.epochs and plan.stream is None and plan.data.rows * size * plan.epochs < plan.batch_size:
         rows = plan.data.rows * size * plan.epochs
@@ -190,6 +190,8 @@ def _check_engine(
 ) -> None:
     if not place.hosts and _lacks_model(spec):
         text = f"{kind} model {spec.model!r} is no model folder: it has no config.json"
+        if Path(spec.model, "adapter_config.json").is_file():
+            text += ", but a LoRA adapter, which is not supported yet: merge it into its model first"
         problems.add(text, *key, "model")
     if isinstance(spec, (Train, Logprobs)):
         _check_ranks(spec, problems, *key, "world_size")

@@ -132,14 +132,14 @@ class Dataflow:
             lacks = [column for column in node.needs if column not in self.givers]
             if lacks:
                 names = ", ".join(repr(column) + self._near(column) for column in lacks)
-                hint = "; reward=FUNCTION gives it" if "reward" in lacks else ""
+                hints = "".join(f"; {_giver(column)}" for column in lacks if _giver(column))
                 there = ", ".join(sorted(self.givers))
-                text = f"{_task(node.task)} needs {names}, which nobody gives{hint}. There are: {there}"
+                text = f"{_task(node.task)} needs {names}, which nobody gives{hints}. There are: {there}"
                 found.append(Problem(node.task, text))
         return found
 
     def _near(self, column: str) -> str:
-        near = difflib.get_close_matches(column, self.givers, 1, 0.6)
+        near = [] if _giver(column) else difflib.get_close_matches(column, self.givers, 1, 0.6)
         return f" (did you mean {near[0]!r}, of {_task(self.givers[near[0]])}?)" if near else ""
 
     def _cycles(self) -> list[Problem]:
@@ -175,6 +175,17 @@ def _towards(task: str, waits: Mapping[str, Mapping[str, str]]) -> str | None:
                 seen.add(at)
                 left += waits[at]
     return None
+
+
+def _giver(column: str) -> str:
+    """Return a hint for the task that gives a column, or "". Log-probs of a reference are never the
+    rollout's: with these a KL penalty would compare the policy with itself."""
+    if column == "reward":
+        return "reward=FUNCTION gives it"
+    if column.endswith("_logprobs"):
+        stage = f"af.Stage(af.Logprobs('torch', model=REFERENCE), gives=[{column!r}])"
+        return f"a stage gives log-probs of a reference model: stages=[{stage}]"
+    return ""
 
 
 def _task(name: str) -> str:

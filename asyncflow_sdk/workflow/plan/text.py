@@ -183,7 +183,7 @@ def choices(plan: Plan) -> dict[str, str]:
         "staleness": f"{rule['policy']}, {'at most' if rule['bounded'] else 'about'} {late} version{'' if late == 1 else 's'}"
         + (" (synchronous)" if not late else "")
         + f": {rule['promise']}",
-        "capacity_rows": f"{plan.capacity_rows} rows alive at once" + _capacity(plan),
+        "capacity_rows": f"at most {plan.capacity_rows} rows in the queue" + _capacity(plan),
         **{choice.what: str(choice) for choice in plan.choices},
         "weights": f"{plan.weights.keep} versions are kept, to be fetched and rolled back to",
         "on_failure": "the run stops when a worker has failed for good"
@@ -213,7 +213,7 @@ def choices(plan: Plan) -> dict[str, str]:
     for rollout in plan.rollouts:
         if rollout.prompt != "prompt_ids":
             found[f"{rollout.task} {rollout.engine}".strip()] = (
-                f"column {rollout.prompt!r} is {_prompts(plan, rollout)}, encoded by {rollout.tokenizer}"
+                f"column {rollout.prompt!r} holds {_prompts(plan, rollout)}"
             )
         if not takes_trained(rollout.partitions):
             found[f"task {rollout.task}"] = (
@@ -243,7 +243,7 @@ def _prompts(plan: Plan, rollout: Rollout) -> str:
     chats = rollout.chat is not None or (
         rollout.prompt in plan.data and plan.data.spec(rollout.prompt).kind == "json"
     )
-    return "chats by the model's template" if chats else "text"
+    return "chats, formatted by the model's chat template" if chats else f"text, encoded by {rollout.tokenizer}"
 
 
 def _named(partitions: tuple[str, ...]) -> str:
@@ -255,7 +255,8 @@ def _named(partitions: tuple[str, ...]) -> str:
 def _capacity(plan: Plan) -> str:
     late = plan.staleness.max_staleness
     if plan.capacity_rows == plan.batch_size * (late + AHEAD_STEPS):
-        return f": {late} + {AHEAD_STEPS} steps, since one trains, one fills and one is being fed"
+        ahead = f", {late} ahead" if late else ""
+        return f" ({late + AHEAD_STEPS} steps): one in training, one filling, one being fed{ahead}"
     if plan.capacity_rows < plan.batch_size * (late + 1):
         return f": fewer than the {late} + 1 steps that max_staleness={late} would let be under way"
     return ""

@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...ledger import commands as cmd
 from ...plugins import registry
 from ...queue import QueueClient
-from ...types.validation import closest_name, type_errors
+from ...types.validation import hint, type_errors
 
 GIVEN = ("model", "algorithm")
 """Arguments of a factory besides options."""
@@ -30,9 +30,9 @@ def odd_options(
     known = _options_of(factory)
     odd = []
     for option in [name for name in options if known is not None and name not in (*known, *GIVEN)]:
-        near = closest_name(option, [*(known or ()), *also])
-        meant = f"; did you mean {near!r}?" if near else "."
-        odd.append((option, f"engine {engine!r} has no option {option!r}{meant} It takes: {', '.join(known or ())}"))
+        meant = hint(option, [*(known or ()), *also])
+        text = f"engine {engine!r} has no option {option!r}{meant and '; '}{meant}".removesuffix("?")
+        odd.append((option, f"{text}{'?' if meant.endswith('?') else '.'} It takes: {', '.join(known or ())}"))
     plain = {name: value for name, value in options.items() if name not in GIVEN}
     odd += [(name, f"engine {engine!r}, option {name!r} {what}") for name, what in type_errors(factory, plain)]
     return odd
