@@ -101,6 +101,9 @@ GAPS = dict.fromkeys(_BENCHMARKS.splitlines(), _BENCHMARK) | {
     "docs/fsdp.md: pip install 'asyncflow-sdk[fsdp]'": _FROM_INDEX,
     "docs/gpu.md: pip install torch --index-url https://download.pytorch.org/whl/cu128": "needs a CUDA device",
     "docs/gpu.md: pip install 'asyncflow-sdk[torch]'": _FROM_INDEX,
+    "docs/installation.md: python3 -m venv .venv": "make install types it",
+    "docs/installation.md: . .venv/bin/activate": "tests name the interpreter of an environment",
+    "docs/installation.md: pip install '.[torch,report]'": "make install installs these extras and more, editable",
     "docs/plugins.md: asyncflow run FILE.toml --set train.algorithm.baseline=0.5": "needs the page's plugin; a test runs it in a Workflow",
     "docs/running.md: deepspeed --hostfile hosts --no_python --no_local_rank"
     " asyncflow worker tcp://head:7000 --key run.key train --engine deepspeed --model PATH --batch-size 256": _RANKS,

@@ -102,7 +102,6 @@ app = typer.Typer(
     cls=ErrorGroup,
     help=_HELP,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -90,6 +90,17 @@ def test_run_points_at_what_is_wrong(tmp_path: Path) -> None:
     assert "--set takes KEY=VALUE" in asyncflow("run", given_workflow(tmp_path), "--set", "learning_rate").stderr
 
 
+@pytest.mark.starts("docs/installation.md: asyncflow --install-completion")
+def test_the_tab_key_completes_commands_and_options(tmp_path: Path) -> None:
+    installs = f"{warm_python()} -m asyncflow_sdk.cli --install-completion; true"  # finds the shell that started it
+    env = os.environ | {"HOME": str(tmp_path)}
+    subprocess.run(["bash", "-c", installs], capture_output=True, env=env, check=True)
+    words = {"COMP_WORDS": "asyncflow worker runs/x rollout --eng", "COMP_CWORD": "4"}
+
+    assert "_asyncflow_completion asyncflow" in (tmp_path / ".bash_completions" / "asyncflow.sh").read_text()
+    assert asyncflow(**words, _ASYNCFLOW_COMPLETE="complete_bash").stdout == "--engine\n"
+
+
 def test_a_run_without_an_evaluation_has_no_best_version(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
 
@@ -163,7 +174,7 @@ def test_plugins_lists_engines_how_to_get_the_missing_ones_and_what_is_broken(si
     assert problem.startswith("plugin 'af_broken' of af_broken 1.0: RuntimeError: broken on purpose")
 
 
-@pytest.mark.starts("asyncflow plugins")
+@pytest.mark.starts("asyncflow plugins", "docs/installation.md: asyncflow plugins")
 def test_plugins_as_json_and_without_problems(site: Path) -> None:
     env = {"PYTHONPATH": str(site), "ASYNCFLOW_NO_PLUGINS": "af_broken"}
 
