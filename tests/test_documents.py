@@ -214,17 +214,6 @@ def test_the_algorithm_of_the_documents_keeps_its_promises_and_trains(tmp_path: 
     assert sum('"event":"step"' in line and '"weight":' in line for line in steps) == 2
 
 
-def test_each_row_of_the_table_for_users_of_trl_names_a_test() -> None:
-    rows = (REPOSITORY / "docs" / "from-trl.md").read_text().splitlines()
-    table = [row for row in rows if row.startswith("| ") and "LoRA" not in row][1:]
-    named = [re.search(r"\| `((?:contrib/\w+/)?tests/[\w/]+\.py)(?:::(test_\w+))?` \|$", row) for row in table]
-
-    assert all(named), [row for row, name in zip(table, named, strict=True) if not name]
-    for name in filter(None, named):
-        text = (REPOSITORY / name[1]).read_text()
-        assert f"def {name[2] or 'test_'}" in text, name[0]
-
-
 @pytest.mark.starts("examples/ten_lines.py")
 def test_the_ten_lines_train_evaluate_and_keep_the_best_version(tmp_path: Path, start: Path) -> None:
     out = trained("ten_lines", tmp_path, start, 2)
