@@ -411,7 +411,7 @@ class Port(ABC):
 
     def discard(self, pending: PendingWrite) -> None:
         """Free the memory of a write that was never sent."""
-        if pending.stored.block is not None or pending.stored.replica is not None:
+        if pending.stored.block is not None:
             self.connection.store.discard(pending.stored)
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:

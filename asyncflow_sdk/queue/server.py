@@ -327,11 +327,9 @@ class QueueServer:
         except (OSError, ConfigError) as error:
             if str(error) != self._directory_error:
                 self._directory_error = str(error)
-                self._note_or_log(f"the removed directory of shared memory cannot be made again: {error}", "error")
+                self._note(f"the removed directory of shared memory cannot be made again: {error}", "error")
         else:
-            self._note_or_log(
-                f"{self.directory.path} was removed, and is made again; the rows in it are lost", "warning"
-            )
+            self._note(f"{self.directory.path} was removed, and is made again; the rows in it are lost", "warning")
 
     def _end_silent_units(self, now: float) -> None:
         for session, heard in list(self._units.items()):
