@@ -115,7 +115,8 @@ class LeaseAdmission:
             self._step_versions.lease(step)
         if version is not None:
             if session.claimed:
-                session.claimed, self._state.versions.own_zero = False, True
+                session.claimed = False
+                self._state.versions.name_zero(own=True)
         else:
             version = NONE if step == NONE else self._step_versions.version_of(step)
         lineage = self._state.versions.lineage

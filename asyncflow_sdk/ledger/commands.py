@@ -703,7 +703,7 @@ class Permitted(Reply, frozen=True, tag="permitted"):
 
 class ReportLoaded(Command, frozen=True, tag="loaded"):
     """Report that this replica generates with ``version`` from now on. ``own``: True if these are the
-    weights that its engine began with, version 0 until one is published; has no effect after that."""
+    engine's initial weights, version 0 until one is published; without effect afterwards."""
 
     version: int
     own: bool = False

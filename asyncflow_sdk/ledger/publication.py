@@ -115,7 +115,7 @@ class VersionPublication:
                 self.discard(f"was withdrawn: rank {rank} ({session.name}) announced {version} in its place{before}")
             announced = self.announced = AnnouncedVersion(version, self._state.context.now)
             if version == 0:
-                versions.own_zero = False
+                versions.name_zero(own=False)
                 self._replicas.unclaim()
         announced.ranks.add(rank)
         return self._published(self.lost.pop(rank, ""))

@@ -84,8 +84,8 @@ class ReplicaSubscriber:
     """Fetches the newest version in the background, asks the ledger for permission to load it, and
     reports the result.
 
-    ``loaded``: the engine's version; None for none. ``own``: True if it names the weights that the
-    engine began with; a published version of that number is loaded all the same. ``changed`` is set on each change of ``state``,
+    ``loaded``: the engine's version; None for none. ``own``: True if it names the engine's
+    initial weights; a published version of that number is loaded all the same. ``changed`` is set on each change of ``state``,
     on a ``failure``, and when the run has ``ended``. ``rename``: from published names to the
     engine's. ``slices``: see VersionFetcher. ``task``: of its rows. From ``open`` to ``close`` it
     is the connection's only replica. Not thread-safe.

@@ -108,7 +108,7 @@ def serve(
     (("mine", {"project": "x"})), or ``Tracker`` objects; they need a directory. ``description``: the
     run's configuration for them, in JSON types.
 
-    Raises ConfigError, also for a directory that another process serves, or with the record of an ended run.
+    Raises ConfigError, also for a directory served by another process, or with the record of an ended run.
     """
     check_on_failure(on_failure)
     path = Path(directory) if directory is not None else None

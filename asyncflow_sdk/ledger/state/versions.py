@@ -71,6 +71,10 @@ class Versions:
         """The current version, if it can be fetched."""
         return self.kept.get(self.current)
 
+    def name_zero(self, *, own: bool) -> None:
+        """Decide for good whose version 0 is."""
+        self.own_zero = own
+
     def sessions(self) -> set[int]:
         """Return the sessions that wrote kept versions, also closed ones."""
         return {session for each in self.kept.values() for session in each.sessions}
