@@ -112,7 +112,7 @@ def _recorded(directory: Path, console: Console, options: dict[str, Any]) -> Ite
         finally:
             recorder.close()
             if not (served or again):
-                (directory / EVENTS).unlink()
+                (directory / EVENTS).unlink(missing_ok=True)
             for error in recorder.errors:
                 console.print(f"warning: {error}", markup=False, soft_wrap=True, highlight=False)
 

@@ -19,6 +19,10 @@ from .state.versions import AnnouncedVersion, KeptVersion
 from .step_versions import StepVersions
 
 
+class VersionTaken(ConfigError):
+    """Internal: raised for version 0 if that number names the engines' own weights."""
+
+
 class VersionPublication:
     """``ranks``: session of each rank. ``announced``: the version being written. ``discarded``: the
     last discarded version, and why. ``lost``: by rank, why a version with a published part was
@@ -209,7 +213,7 @@ class VersionPublication:
                 f" again{self._why_taken(version)}"
             )
         if version == 0 and self._state.versions.own_zero:
-            raise ConfigError(
+            raise VersionTaken(
                 "version 0 cannot be published: rows were leased for the engines' own weights, which are version 0 until"
                 " one is published. Publish it before prompts are put, or publish version 1 first"
             )

@@ -95,9 +95,10 @@ class ReplicaUpdates:
         """Note that a replica generates with a version from now on."""
         version, versions = command.version, self._state.versions
         self._check_published(version, least=0)
-        if command.own and (versions.current != NONE or versions.own_zero is False):
+        taken = versions.current != NONE or versions.own_zero is False
+        if command.own and taken:
             return cmd.Done()  # version 0 is not this: it loads a published version first
-        session.loaded, session.claimed = version, command.own
+        session.loaded, session.claimed = version, command.own or (version == 0 and not taken)
         replica = session.replica
         if replica is not None:
             replica.starved = False

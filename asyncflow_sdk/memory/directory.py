@@ -6,8 +6,8 @@ All segments of a run are files of one directory below /dev/shm, or below the te
 belongs to a dead run, and the next server removes it.
 
 The file ``journal`` names the journal that owns a directory, and ``owner`` the device and inode of the
-folder of the run's directory: another container may have another journal of this path. While this journal exists, the rows
-may still be needed, and only a server that continues it removes the directory. A process unable to
+folder of the run's directory: another container may have another journal of this path. While this
+journal exists, the rows may still be needed, and only a server that continues it removes the directory. A process unable to
 see the journal, for example in another container, removes the directory UNSEEN_S after the last sign
 of life of its server. The file ``home`` does the same for the directory of a storage unit: see
 ``home_directory``.
@@ -66,7 +66,7 @@ class SharedDirectory:
 
     def keep(self) -> bool:
         """Give a sign of life, and make the directory again if it was removed. Return True if it was.
-        Call at least every SIGN_S. Raises OSError, ConfigError."""
+        With a journal, call it at least every SIGN_S. Raises OSError, ConfigError."""
         removed = os.fstat(self._lock).st_nlink == 0
         if not removed and time.monotonic() < self._next_sign_s:
             return False
@@ -82,6 +82,7 @@ class SharedDirectory:
         return removed
 
     def _write_mark(self, journal: str, folder: str) -> None:
+        os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, folder.encode(), 0)
         (self.path / MARK).write_text(journal)
 

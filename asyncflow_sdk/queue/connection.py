@@ -371,8 +371,12 @@ class Port(ABC):
         store, copy = self.connection.store, keep or self._must_copy
         try:
             stored = store.write(columns, copy=copy, grow=grow)
-        except ServerLost:  # its memory was removed: the server makes it again
-            stored = InlineStore(self.connection.wire.check_size, synced=store.synced).write(columns, copy=copy)
+        except ServerLost as lost:  # its memory was removed: the server makes it again
+            inline = InlineStore(self.connection.wire.check_size, synced=store.synced)
+            try:
+                stored = inline.write(columns, copy=copy)
+            except ProtocolError:  # too large to be sent beside the call
+                raise lost from None
         if stored.block is not None and home_of(stored.block.segment) != SERVER_MEMORY:
             command = msgspec.structs.replace(command, measures=measures_of(columns))
         return PendingWrite(msgspec.structs.replace(command, columns=specs), stored)

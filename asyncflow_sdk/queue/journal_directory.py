@@ -182,7 +182,7 @@ class JournalDirectory:
 def is_unfinished(path: Path) -> bool:
     """Return True if a server can continue the run of a journal directory; False if unreadable."""
     try:
-        return next(path.glob("snapshot-??????"), None) is not None
+        return next(path.glob("snapshot-" + "[0-9]" * 6), None) is not None
     except OSError:
         return False
 

@@ -4,6 +4,8 @@ are the run's notes."""
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from collections.abc import Callable
 
 from ..types import Event
@@ -14,6 +16,8 @@ from .payload_manager import StepRows
 _log = logging.getLogger(__name__)
 _run_log = logging.getLogger("asyncflow")
 _LEVELS = {"warning": logging.WARNING, "error": logging.ERROR}
+LOG_S = 5.0
+"""Longest wait at the end for a handler of the log that blocks, as on a held terminal."""
 
 
 class Listeners:
@@ -27,6 +31,8 @@ class Listeners:
     ) -> None:
         self._on_event, self._on_step, self._on_final = on_event, on_step, on_final
         self.muted = False
+        self._lines: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self._logging: threading.Thread | None = None
 
     @property
     def events(self) -> bool:
@@ -40,12 +46,31 @@ class Listeners:
 
     def event(self, event: Event) -> None:
         """Log a note or the restart of a worker, and call the listener for events."""
-        if isinstance(event, ev.Note) and not self.muted:
+        if isinstance(event, ev.Note):
             worker = f" ({event.worker})" if event.worker else ""
-            _run_log.log(_LEVELS.get(event.level, logging.INFO), "%s%s", event.text, worker)
-        elif isinstance(event, ev.WorkerState) and event.state == "restarting" and not self.muted:
-            _run_log.warning("worker %s %s", event.worker, event.detail)
+            self._log_line(_LEVELS.get(event.level, logging.INFO), f"{event.text}{worker}")
+        elif isinstance(event, ev.WorkerState) and event.state == "restarting":
+            self._log_line(logging.WARNING, f"worker {event.worker} {event.detail}")
         self._call(self._on_event, event)
+
+    def _log_line(self, level: int, text: str) -> None:
+        """Log a line in a thread of its own: a handler may block, and must not stop the server."""
+        if self.muted or not _run_log.isEnabledFor(level):
+            return
+        if self._logging is None:
+            self._logging = threading.Thread(target=self._log_lines, name="asyncflow-log", daemon=True)
+            self._logging.start()
+        self._lines.put((level, text))
+
+    def _log_lines(self) -> None:
+        while (line := self._lines.get()) is not None:
+            _run_log.log(*line)
+
+    def close(self) -> None:
+        """Log the rest."""
+        if self._logging is not None:
+            self._lines.put(None)
+            self._logging.join(LOG_S)
 
     def step(self, step: int, rows: StepRows) -> None:
         """Call the listener for rows of acknowledged steps."""

@@ -132,7 +132,7 @@ class QueueServer:
         self._deferred = DeferredRequests()
         self._clock = Clock()
         self._next_status = 0.0
-        self._directory_error = ""
+        self._next_sign, self._renewing, self._directory_error = 0.0, False, ""
         self._ended: dict[str, str] = {}  # session → why it was ended
         self._ledger = Ledger(
             make_sampler=functools.partial(make_sampler, own=samplers),
@@ -222,6 +222,7 @@ class QueueServer:
             text = f"{live} live rows are kept for the next server of this run; to discard them, remove"
             self._note(f"{text} {journal.parent}", "info")
         self._durability.close(over=over)
+        self._listeners.close()
 
     def _is_over(self) -> bool:
         return self._ledger.ended and not self._ledger.audit().live
@@ -294,8 +295,10 @@ class QueueServer:
 
     def idle(self) -> float:
         """Run what is due. Return the seconds until the next call."""
-        self._keep_directory()
         now = self._clock()
+        if now >= self._next_sign:
+            self._next_sign = now + SIGN_S
+            self._keep_directory()
         due = self._ledger.next_deadline()
         if due is not None and due <= now:
             self._executor.tick(now)
@@ -304,7 +307,7 @@ class QueueServer:
             self._try_deferred(now)
         self._expire_deferred(now)
         self._end_silent_units(now)
-        deadlines = [self._ledger.next_deadline(), self._deferred.next_due(), now + SIGN_S]
+        deadlines = [self._ledger.next_deadline(), self._deferred.next_due(), self._next_sign]
         if self._units:
             deadlines.append(min(self._units.values()) + UNIT_SILENCE_S)
         if self._listeners.events:
@@ -314,16 +317,19 @@ class QueueServer:
             deadlines.append(self._next_status)
         if self._durability.try_again_s is not None:
             deadlines.append(now + self._durability.try_again_s)
-        return min(d - now for d in deadlines if d is not None)
+        known = [each for each in deadlines if each is not None]
+        return min(known) - now
 
     def _keep_directory(self) -> None:
         """Make the directory of shared memory again if somebody removed it: clients go on there."""
         try:
-            if not self.directory.keep():
+            self._renewing |= self.directory.keep()
+            if not self._renewing:
                 return
             self._wire.renew_ipc()
             if self._keys is not None:
                 offer_key(self.directory.path, self.addresses, self._keys.run, bound=True)
+            self._renewing = False
         except (OSError, ConfigError) as error:
             if str(error) != self._directory_error:
                 self._directory_error = str(error)

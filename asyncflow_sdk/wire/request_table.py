@@ -17,8 +17,9 @@ MOST_SESSIONS, HOST_SESSIONS, CONNECTION_SESSIONS = 8192, 4096, 16
 """The most sessions of a server, of a host (a process on this one), and of a connection: others find room."""
 MOST_BYTES, SESSION_BYTES = 1 << 30, 64 << 20
 """The most bytes held for unconfirmed requests of all sessions, and of one."""
-_REQUEST_BYTES = 1 << 10
-_CHECK_BYTES = 16 << 20
+REQUEST_BYTES = 1 << 10
+"""Held for each unconfirmed request beside its body, later its answer."""
+CHECK_BYTES = 16 << 20
 
 
 class RequestTable:
@@ -29,7 +30,8 @@ class RequestTable:
         self.sessions: dict[str, SessionState] = {}
         self._by_ticket: dict[int, tuple[str, int]] = {}
         self._next_ticket = 1
-        self._grown = 0
+        self.grown = 0
+        """Bytes of requests since the last ``take_overfull``."""
 
     def begin(
         self, handler: RequestHandler, route: Route | None, name: str, seq: int, done: int, body: bytes, payload: Any
@@ -40,8 +42,9 @@ class RequestTable:
         session.skip_to(min(done, seq) - 1)
         dropped = session.mark_received(seq)
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        session.routes[seq], session.tickets[seq] = route, ticket
-        self.charge(session, seq, len(body))
+        size = len(body) + REQUEST_BYTES
+        session.routes[seq], session.tickets[seq], session.sizes[seq] = route, ticket, size
+        self.grown += size
         self._by_ticket[ticket] = (name, seq)
         handler.request(name, ticket, body, payload)
         return dropped
@@ -55,20 +58,14 @@ class RequestTable:
             session.tickets.pop(seq, None)
         return session, seq
 
-    def charge(self, session: SessionState, seq: int, nbytes: int) -> None:
-        """Record the bytes held for a request: its body, later its answer."""
-        session.hold(seq, nbytes + _REQUEST_BYTES)
-        self._grown += nbytes + _REQUEST_BYTES
-
     def take_overfull(self) -> list[str]:
-        """Return the sessions to end, the largest first, because of SESSION_BYTES or MOST_BYTES."""
-        if self._grown < _CHECK_BYTES:
-            return []
-        self._grown, over = 0, []
-        held = sorted((session.held_bytes, name) for name, session in self.sessions.items())
-        total = sum(nbytes for nbytes, _ in held)
-        while held and (held[-1][0] > SESSION_BYTES or total > MOST_BYTES):
-            nbytes, name = held.pop()
+        """Return the sessions to end because of SESSION_BYTES, and the largest ones because of MOST_BYTES."""
+        self.grown = 0
+        over = [name for name, session in self.sessions.items() if session.held_bytes > SESSION_BYTES]
+        left = sorted((sum(self.sessions[name].sizes.values()), name) for name in self.sessions.keys() - over)
+        total = sum(nbytes for nbytes, _ in left)
+        while total > MOST_BYTES:
+            nbytes, name = left.pop()
             total -= nbytes
             over.append(name)
         return over
@@ -79,7 +76,7 @@ class RequestTable:
         route = next(iter(new.connections))
         for who, count, limit in (
             ("this connection", sum(route in each.connections for each in sessions), CONNECTION_SESSIONS),
-            (new.host, sum(each.host == new.host for each in sessions), HOST_SESSIONS),
+            (new.host, sum(each.host == new.host != "" for each in sessions), HOST_SESSIONS),
             ("this run", len(sessions), MOST_SESSIONS),
         ):
             if count > limit:

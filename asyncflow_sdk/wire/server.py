@@ -27,7 +27,7 @@ from .handler import Handler
 from .keys import ServerKeys
 from .processes import ProcessWatch, process_key
 from .request_receiver import RequestReceiver
-from .request_table import RequestTable
+from .request_table import CHECK_BYTES, REQUEST_BYTES, RequestTable
 from .router_sockets import Asking, RouterSockets
 
 _GOODBYE = encode(ResponseEnvelope(PROTOCOL, GOODBYE, b""))
@@ -67,7 +67,7 @@ class Server:
         self._receiver = RequestReceiver(handler, self.requests, self._answers, max_bytes, hold)
         self._processes = ProcessWatch()
         self._calls: deque[Callable[[], None]] = deque()
-        self._stopping = False
+        self._stopping, self._grown = False, 0
         self._for_good: Callable[[], bool] = lambda: False
         self._sockets = RouterSockets(addresses, keys, insecure=insecure, bulk=bulk, ask=ask)
         self._limiter = self._sockets.limiter
@@ -161,8 +161,10 @@ class Server:
         session, seq = self.requests.take(ticket)
         if session is None:
             return
-        session.answers[seq] = body
-        self.requests.charge(session, seq, len(body))
+        # the request of ``make`` is held until the answer is confirmed
+        size = len(body) + REQUEST_BYTES if make is None else session.sizes.get(seq, 0)
+        session.answers[seq], session.sizes[seq] = body, size
+        self._grown += size
         if made:
             session.made.add(seq)
         if make is not None:
@@ -199,11 +201,14 @@ class Server:
         try:
             while not self._stopping:
                 timeout_s = self._idle()
-                for session in self.requests.take_overfull():
-                    self._end_session(session, "it was ended: it left too many answers unconfirmed")
+                if self._grown + self.requests.grown >= CHECK_BYTES:
+                    self._grown = 0
+                    for session in self.requests.take_overfull():
+                        self._end_session(session, "it was ended: it left too many answers unconfirmed")
                 self._answers.flush()
                 waits = (timeout_s, self._receiver.sweep(), self._limiter.wait_s, MAX_WAIT_S)
-                wait_s = min(max(0.0, each) for each in waits if each is not None)
+                known = [each for each in waits if each is not None]
+                wait_s = max(0.0, min(known))
                 ready = dict(self._poller.poll(int(wait_s * 1000) + 1))
                 if self._processes.fileno() in ready:
                     for session in self._processes.ended():

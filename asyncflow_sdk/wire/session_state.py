@@ -51,10 +51,6 @@ class SessionState:
         """Bytes held for unconfirmed requests beside the largest one: any answer may be large."""
         return sum(self.sizes.values()) - max(self.sizes.values(), default=0)
 
-    def hold(self, seq: int, nbytes: int) -> None:
-        """Record the bytes held for a request."""
-        self.sizes[seq] = nbytes
-
     def accept(self, keys: tuple[str, ...]) -> None:
         """Accept messages by these keys, too; by no earlier one once a later one was used."""
         self.keys += keys

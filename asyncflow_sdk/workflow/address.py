@@ -81,7 +81,7 @@ def check_unserved(directory: Path) -> None:
     """Raise ConfigError if a server of this host answers at an address of the directory."""
     try:
         addresses = (directory / FILE).read_text().split()
-    except OSError:
+    except (OSError, ValueError):
         return
     for address in addresses:
         with contextlib.suppress(ServerLost):

@@ -55,7 +55,9 @@ class RunDirectory:
                 )
             return
         check_unserved(self.path)
-        if next((self.path / "steps").glob(STEP_FILE), None) if trained else (self.path / EVENTS).exists():
+        with self.writable():
+            recorded = any((self.path / "steps").glob(STEP_FILE)) if trained else (self.path / EVENTS).exists()
+        if recorded:
             raise ConfigError(
                 f"{self.path} already holds a run, which has ended; choose another directory, or move it away"
             )

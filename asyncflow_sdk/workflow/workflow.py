@@ -268,7 +268,7 @@ class Workflow(Serializable):
             except BaseException:
                 recorder.close()
                 if not again:
-                    (directory.path / EVENTS).unlink()
+                    (directory.path / EVENTS).unlink(missing_ok=True)
                 raise
             line = ProgressLine(self.plan.steps) if (on_event is None if progress is None else progress) else None
             return _Execution(self.plan, directory, recorder, line, on_event).run(again)

@@ -92,7 +92,7 @@ def test_run_points_at_what_is_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.starts("docs/installation.md: asyncflow --install-completion")
 def test_the_tab_key_completes_commands_and_options(tmp_path: Path) -> None:
-    installs = f"{warm_python()} -m asyncflow_sdk.cli --install-completion; true"  # finds the shell that started it
+    installs = f"{sys.executable} -m asyncflow_sdk.cli --install-completion; true"  # finds the shell that started it
     env = os.environ | {"HOME": str(tmp_path)}
     subprocess.run(["bash", "-c", installs], capture_output=True, env=env, check=True)
     words = {"COMP_WORDS": "asyncflow worker runs/x rollout --eng", "COMP_CWORD": "4"}

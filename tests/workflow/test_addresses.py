@@ -58,16 +58,6 @@ def test_what_is_neither_is_said_so(where: str, tmp_path: Path, monkeypatch: pyt
         af.connect(where)
 
 
-def test_where_another_serves_it_by_now_is_not_forgotten(tmp_path: Path) -> None:
-    first = af.serve(tmp_path)
-    with af.serve(tmp_path) as second:
-        second.queue.declare("work", needs=["x"])
-        first.close()
-        with af.connect(tmp_path) as other:
-            assert list(other.queue.status().rows) == ["work"]
-    assert not (tmp_path / "address").exists()
-
-
 def test_where_nobody_listens_the_callers_own_deadline_counts() -> None:
     with pytest.raises(
         ServerLost, match=r"nobody listens at tcp://127.0.0.1:9, after 0\.2 s of waiting for a server"

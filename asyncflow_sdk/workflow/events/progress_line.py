@@ -41,7 +41,7 @@ class ProgressLine:
 
     def _show(self, done: int, text: str, now_s: float) -> None:
         line = f"step {done} of {self._steps}: {text}"
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():
             self._line = line
             self._write(line)
         elif now_s >= self._logged_s + LINE_S or done == self._steps:

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from ...errors import ConfigError
 from ...memory import make_private_directory, private_opener
 from ...queue.payload_manager import GROUPS_PER_SAMPLE, StepRows
 from ...types import LOSS_MASK, VERSION_SPANS, Event
@@ -73,8 +74,10 @@ class Recorder(EventThread):
         make_private_directory(directory / "steps")
         self._directory = directory
         self._torn = False  # events.jsonl is not written any more
-        mode = "ab" if again else "xb"
-        self._log = open(directory / EVENTS, mode, opener=private_opener)  # noqa: SIM115 - closed by close
+        try:
+            self._log = open(directory / EVENTS, "ab" if again else "xb", opener=private_opener)  # noqa: SIM115
+        except FileExistsError:
+            raise ConfigError(f"{directory} already holds a run; choose another directory, or move it away") from None
         self._steps: deque[tuple[int, StepRows]] = deque()  # waiting for the disk, the oldest first
         self._sampled = False  # True if rows of a step were on other hosts
         self._writing = threading.Lock()  # steps are written one by one, in order

@@ -75,7 +75,8 @@ def read_steps(directory: str | Path) -> Iterator[tuple[int, Batch]]:
     """Yield (step, batch) of every recorded step of a run directory, in order. The number of a step
     is the version it trained."""
     for path in sorted(Path(directory, "steps").glob(STEP_FILE)):
-        yield int(path.stem), read_batch(path)
+        if path.stem.isdecimal():
+            yield int(path.stem), read_batch(path)
 
 
 def staleness_of(directory: str | Path) -> Ragged:

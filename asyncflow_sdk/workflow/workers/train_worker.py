@@ -16,6 +16,7 @@ import numpy as np
 from ...errors import ConfigError, DeadlineExceeded, VersionGone
 from ...interfaces import TrainEngine, optimizer_source
 from ...ledger import commands as cmd
+from ...ledger.publication import VersionTaken
 from ...queue import QueueClient
 from ...types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version
 from ...types import events as ev
@@ -191,19 +192,21 @@ class _TrainedVersions:
         self._last = -1
 
     def begin(self, point: ResumePoint | None) -> None:
-        """Publish version 0, unless there are versions; after a resume, the ledger's choice."""
+        """Publish version 0, unless there are versions, or rollouts began with their own; after a resume,
+        the ledger's choice."""
         if point is not None:
             if point.version is not None:
                 self.publish(point.version)
             return
         current = self._publisher.current
-        if current < 0:
+        own = f"with the weights of this trainer's {self._name}"
+        if current >= 0:
+            self.warn(f"version {current} is current already: training continues after it, {own}")
+            return
+        try:
             self.publish(0)
-        else:
-            self.warn(
-                f"version {current} is current already: training continues after it, with the weights of this"
-                f" trainer's {self._name}"
-            )
+        except VersionTaken:
+            self.warn(f"rollouts began with weights of their own, which are version 0: version 1 is trained {own}")
 
     def number(self, step: TrainerStep) -> int:
         """Return the version trained by a step; after a rollback it is later than the leased one."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -79,6 +80,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             with contextlib.suppress(OSError):  # it has ended
                 self._open.popleft().shutdown(socket.SHUT_RDWR)  # its thread wakes, and closes it
         super().process_request(request, client_address)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Ignore connections that were cut, or that sent nothing in time."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def shutdown_request(self, request: socket.socket) -> None:
         """Close a connection, in its thread."""

@@ -119,7 +119,16 @@ class Sandbox:
         root = os.geteuid() == 0
         drop = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if root else ("--unshare-user",)
         user = str(_FIRST_UID + secrets.randbelow(1 << 28))  # an own one: the kernel counts processes by user
-        become = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--inh-caps=-all", "--"] * root
+        become = [
+            shutil.which("setpriv") or "setpriv",
+            "--reuid",
+            user,
+            "--regid",
+            user,
+            "--clear-groups",
+            "--inh-caps=-all",
+            "--",
+        ] * root
         limits = {
             "as": self.memory_bytes, "fsize": self.file_bytes, "cpu": math.ceil(self.time_s) + 1, "core": 0, "nofile": 256,
         } | ({"nproc": self.processes} if self.unbounded else {})  # fmt: skip
@@ -132,7 +141,7 @@ class Sandbox:
             *(arg for path in _DEVICES for arg in ("--dev-bind", path, path)),
             *(arg for name, path in _STREAMS.items() for arg in ("--symlink", f"/proc/self/fd{path}", f"/dev/{name}")),
             "--perms", "0644", "--file", f"{program_file}", "/program.py", "--remount-ro", "/", "--chdir", "/tmp", "--",
-            *become, "prlimit", *(f"--{name}={most}:{most}" for name, most in limits.items()), "--",
+            *become, shutil.which("prlimit") or "prlimit", *(f"--{name}={most}:{most}" for name, most in limits.items()), "--",
             python, "-I", "/program.py",
         ]  # fmt: skip
 
