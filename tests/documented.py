@@ -84,9 +84,7 @@ docs/benchmarks.md: make bench-engines ARGS="--markdown"
 """
 _RANKS = "needs torchrun or deepspeed on two hosts; tests start both on one"
 GAPS = dict.fromkeys(_BENCHMARKS.splitlines(), _BENCHMARK) | {
-    "rollout timed": "tests run it in threads",
     "rollout sglang-engine": "the kit checks it; no run uses it",
-    "transport dist": "its publisher and replicas are clients of the tests",
     "transport cuda-ipc": "needs a CUDA device",
     "tracker prometheus": "tests hand its object to af.serve; no run names it",
     "README.md: pip install '.[torch,report]'": "make install installs these extras and more, editable",

@@ -37,6 +37,9 @@ async def politeness(response):
 def ones(response):
     return [float(text.count("1")) for text in response]
 
+def lengths(response_ids):
+    return [float(len(ids)) for ids in response_ids]
+
 def notes(response):
     return [[float(len(text))] * 16_384 for text in response]
 
@@ -198,6 +201,18 @@ def test_an_interrupted_run_is_shown_resumed_and_replayed(type_: Callable[..., s
     assert json.loads((folder / "runs" / "first" / "trace.json").read_text())
     assert "runs/first: completed, 8 of 8 steps trained" in said
     assert re.search(r"\d+ records replayed, 0 with other answers", replayed)
+
+
+@pytest.mark.starts("transport dist", "rollout timed")
+def test_adapters_run_in_processes_of_their_own(folder: Path) -> None:
+    over_dist = typed("asyncflow run train.toml runs/dist", folder, "--set steps=2 --set weights.transport=dist")
+    assert "2 steps of" in ended(over_dist)
+    (folder / "timed.toml").write_text(
+        'steps = 2\nbatch_size = 8\nprompts = "ids.jsonl"\nreward = "rewards:lengths"\n'
+        '[rollout]\nengine = "timed"\nprompt = "prompt_ids"\ngroup_size = 4\n[train]\nengine = "timed"\n'
+    )
+    (folder / "ids.jsonl").write_text("".join(f'{{"prompt_ids": [{number}, 2]}}\n' for number in range(1, 9)))
+    assert "2 steps of" in ended(typed("asyncflow run timed.toml runs/timed", folder))
 
 
 @pytest.mark.starts("docs/evaluation.md: asyncflow export runs/evaluated my-model --step 20", "asyncflow export")
