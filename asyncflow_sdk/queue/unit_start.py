@@ -21,8 +21,8 @@ import msgspec
 from ..errors import DeadlineExceeded
 from ..wire import RunKey
 
-START_S = 30.0
-"""Limit of the wait for a unit to start. It imports the SDK first."""
+START_S = 120.0
+"""Limit of the wait for a unit to start: it imports the SDK first, on a host that may be busy."""
 PROGRAM = ("-m", "asyncflow_sdk.queue.unit_process")
 _PAUSE_S = 0.1
 
