@@ -423,14 +423,15 @@ def test_torchrun_starts_ranks_of_a_trainer_and_of_a_stage_on_two_hosts(folder: 
         model = [("PATH", "model"), ("--batch-size 256", "--batch-size 32")]
         train, ref = (item for item in items() if item.startswith("docs/running.md: torchrun"))
         events = folder / "runs" / "ranks" / "events.jsonl"
-        for item, more, task in ((ref, [], "ref_logprobs"), (train, model, "train")):
+        ready = re.compile(r'"state":"ready"[^\n]*"ref_logprobs')
+        for item, more in ((ref, []), (train, model)):
             for host in (1, 2):
                 ranks = typed(command(item), folder, replaced=[*small, *more], within=hosts.within(host))
                 running.enter_context(ranks)
-            work = re.compile(rf'"event":"span"[^\n]*"{task}')
-            until(lambda work=work: work.search(events.read_text()), f"work of {task}", 600.0)
+            until(lambda: len(ready.findall(events.read_text())) == 2, "both ranks of the stage", 600.0)
         # then
         assert "live=0" in ended(server)
+    assert re.search(r'"event":"span"[^\n]*"ref_logprobs', events.read_text())
     assert [len(batch.ids) for _, batch in af.read_steps(folder / "runs" / "ranks")] == [32, 32]
 
 
