@@ -142,8 +142,9 @@ def test_make_demo_both_takes_the_arguments_of_the_demo(tmp_path: Path) -> None:
     made = subprocess.run(
         ["make", "-n", "demo-both", f"ARGS={given}"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    words = shlex.split(made.stdout.splitlines()[-1])
-    script = words.index("examples/vllm_and_sglang.py")
+    example = "examples/vllm_and_sglang.py"
+    words = shlex.split(next(line for line in made.stdout.splitlines() if example in line))
+    script = words.index(example)
 
     done = python(tmp_path, ROOT / words[script], "no-vllm", "no-sglang", *words[script + 3 :])
 

@@ -320,14 +320,15 @@ def test_each_host_joins_by_the_command_that_the_server_prints(folder: Path, tmp
 
 
 @pytest.fixture
-def hosts(folder: Path) -> Iterator[Network]:
+def hosts(folder: Path, tmp_path: Path) -> Iterator[Network]:
     """Three hosts. ``head`` is the first; ssh reaches the others by the names gpu1 and gpu2, and run.toml is their page's."""
     text = block("docs/several-hosts.md", "toml")
     for written, value in SMALL_HOSTS.items():
         assert written in text
         text = text.replace(written, value)
     (folder / "run.toml").write_text(text)
-    with network(3) as net, ssh_servers(net, folder, {2: "gpu1", 3: "gpu2"}):
+    with network(3) as net, ssh_servers(net, tmp_path, {2: "gpu1", 3: "gpu2"}):
+        shutil.copy(tmp_path / "ssh_config", folder)
         yield net
 
 
@@ -444,7 +445,7 @@ def test_an_interrupted_run_goes_on_with_other_workers(
 ) -> None:
     # given a run that goes no further than two steps
     (folder / "hold").symlink_to("runs/elsewhere")
-    changes = "--set steps=8 --set checkpoint.every=1 --set reward=rewards:held --set train.engine=fsdp"
+    changes = "--set steps=40 --set checkpoint.every=1 --set reward=rewards:held --set train.engine=fsdp"
     words = command("docs/several-hosts.md: asyncflow run run.toml runs/first")
     steps = folder / "runs" / "elsewhere" / "steps"
     moved = [("runs/first", "runs/elsewhere")]
@@ -456,4 +457,4 @@ def test_an_interrupted_run_goes_on_with_other_workers(
     fewer = [*moved, ('"gpu2", "gpu3"', '"gpu2"'), ("replicas=4", "replicas=2")]
     said = type_(resume, replaced=fewer, within=hosts.within(1))
     # then
-    assert "8 of 8 steps" in said
+    assert "40 of 40 steps" in said

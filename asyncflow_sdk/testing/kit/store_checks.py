@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import DeadlineExceeded, LeaseLost, StoreUnavailable
+from ...errors import DeadlineExceeded, Ended, LeaseLost, StoreUnavailable
 from ...interfaces import LeasedBatch, TransferQueue
 from ...interfaces.store import BlockRead, PayloadStore, StorageHome
 from ...ledger import commands as cmd
@@ -161,11 +161,15 @@ def homes(lab: PlainLab) -> None:
 def processes(lab: PlainLab) -> None:
     """Rows are read by workers of the run, also after the process that put them has ended."""
     with _stored(lab, "y") as stored:
-        stored.run.start(Stage(squares, task="square", gives=["y"]))
+        (worker,) = stored.run.start(Stage(squares, task="square", gives=["y"]))
         stored.process("put", 8)
-        with _get(stored.queue(far=True), 8) as batch:
-            found = np.sort(batch.array("y")).tolist()
-            batch.ack()
+        try:
+            with _get(stored.queue(far=True), 8) as batch:
+                found = np.sort(batch.array("y")).tolist()
+                batch.ack()
+        except Ended:
+            stored.run.wait(worker, timeout_s=LIMIT_S)  # raises the error that ended it, and the run
+            raise
         expect(found == [float(n * n) for n in range(8)], f"squares of 0 to 7 are read as {found}")
 
 
