@@ -21,8 +21,8 @@ from .lab import Ids, RolloutLab, first_tokens
 MIXTURE = "load_weights: requests that begin during a load are answered from a mixture of two versions"
 HELD_S, ASKED = 0.3, 4
 """Seconds a load is held half-way, and the requests of each of several clients meanwhile."""
-HOT, PAIRS = 1000.0, 16
-"""A temperature with all tokens about equally likely, and the pairs of draws compared at it."""
+HOT, WARM, PAIRS = 1000.0, 2.0, 16
+"""A temperature with all tokens about equally likely, another for engines that refuse it, and the pairs of draws compared."""
 ATTEMPTS, SHARE, WHOLE = 24, 0.25, 0.8
 """The fewest attempts to hit running responses. There are more until SHARE of the check's limit is over, and none after WHOLE of it."""
 
@@ -302,8 +302,13 @@ async def continued(lab: RolloutLab) -> None:
         (prompt, {"first": 1}),
         (np.append(prompt, prompt[:1]), {"drawn": 1}),
     ]
-    shares = [np.exp(lab.next_logprobs(ids, HOT)) for ids, _ in asked]
-    drawn = [first_tokens(await lab.draw(ids, PAIRS, temperature=HOT, seed=0, **more)) for ids, more in asked]
+    hot = HOT
+    try:
+        await lab.draw(prompt, 1, temperature=HOT, seed=0)
+    except (CheckFailed, EngineError):
+        hot = WARM
+    shares = [np.exp(lab.next_logprobs(ids, hot)) for ids, _ in asked]
+    drawn = [first_tokens(await lab.draw(ids, PAIRS, temperature=hot, seed=0, **more)) for ids, more in asked]
     for one, other, said in (
         (0, 1, "first=0 and first=1 (`first` is ignored)"),
         (0, 2, "drawn=0 and drawn=1 (`drawn` is ignored)"),
