@@ -7,10 +7,10 @@ belongs to a dead run, and the next server removes it.
 
 The file ``journal`` names the journal that owns a directory, and ``owner`` the device and inode of the
 folder of the run's directory: another container may have another journal of this path. While this
-journal exists, the rows may still be needed, and only a server that continues it removes the directory. A process unable to
-see the journal, for example in another container, removes the directory UNSEEN_S after the last sign
-of life of its server. The file ``home`` does the same for the directory of a storage unit: see
-``home_directory``.
+journal exists, the rows may still be needed, and only a server that continues it removes the directory.
+A process unable to see the journal, for example in another container, removes the directory UNSEEN_S
+after the last sign of life of its server. The file ``home`` does the same for the directory of a storage
+unit: see ``home_directory``.
 """
 
 from __future__ import annotations

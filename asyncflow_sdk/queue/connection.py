@@ -87,14 +87,11 @@ R = TypeVar("R")
 WritingCommand: TypeAlias = cmd.AddRows | cmd.Complete
 
 
-_NOTHING = StoredBlock()
-
-
 class PendingWrite(msgspec.Struct, frozen=True):
     """A command, and its payload as the store has written it."""
 
     command: WritingCommand | cmd.GiveBack
-    stored: StoredBlock = _NOTHING
+    stored: StoredBlock = StoredBlock()
 
 
 class Connection:

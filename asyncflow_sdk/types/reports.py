@@ -161,14 +161,15 @@ class StepAges(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StatusReport(Reply, frozen=True, tag="status"):
     """A queue at ``time_s`` (its own clock, seconds).
 
-    ``rows``: task → state → live rows. ``arrived`` and ``completed``: task → rows that became ready for
-    it and rows it completed, since the start; differences between two reports are rates.
+    ``rows``: task → state → live rows. ``arrived`` and ``completed``: task → rows that became ready
+    for it and rows it completed, since the start; differences between two reports are rates.
     ``waiting``: client name → the missing thing for its parked request, as text. ``sessions`` and
     ``parked``: at most 100 each, of ``session_count`` and ``parked_count``. ``step``: being filled,
     of ``batch_rows`` rows; -1 without steps. ``over``: True once the stream has ended.
     ``charged_bytes``, of ``capacity_bytes``: of live rows, with the reserve for their missing
     columns. Known only to a server, else 0 or "": ``payload_bytes`` of live rows, ``held_bytes`` of
-    shared memory, ``written_bytes`` since the start, ``garbage`` messages, ``sdk``. ``versions``: kept versions, oldest first. ``publisher``: the session in this role, or "". ``announced``: the
+    shared memory, ``written_bytes`` since the start, ``garbage`` messages, ``sdk``. ``versions``:
+    kept versions, oldest first. ``publisher``: the session in this role, or "". ``announced``: the
     version being written since ``announced_s``, or -1. ``committed``: decided by quorum, or -1.
     ``held``: trained live rows not covered by a checkpoint. ``checkpoint``: the next step after the
     newest checkpoint, or -1. ``staleness``: the policy's name, with its ``promise``.

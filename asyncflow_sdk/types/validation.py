@@ -28,7 +28,6 @@ Fits = Callable[[Any], bool]
 MAX_CHECKED = 1000
 """Number of items checked in a list: long lists are data, validated by their consumers."""
 
-
 _OTHER_NAMES = {
     "beta kl_coef kl_loss_coef": "kl=af.KL(coef=...) of the algorithm, with the stage"
     " af.Stage(af.Logprobs('torch', model=...), gives=['ref_logprobs'])",

@@ -84,11 +84,11 @@ class ReplicaSubscriber:
     """Fetches the newest version in the background, asks the ledger for permission to load it, and
     reports the result.
 
-    ``loaded``: the engine's version; None for none. ``own``: True if it names the engine's
-    initial weights; a published version of that number is loaded all the same. ``changed`` is set on each change of ``state``,
-    on a ``failure``, and when the run has ``ended``. ``rename``: from published names to the
-    engine's. ``slices``: see VersionFetcher. ``task``: of its rows. From ``open`` to ``close`` it
-    is the connection's only replica. Not thread-safe.
+    ``loaded``: the engine's version; None for none. ``own``: True if it names the engine's initial
+    weights; a published version of that number is loaded all the same. ``changed`` is set on each
+    change of ``state``, on a ``failure``, and when the run has ``ended``. ``rename``: from published
+    names to the engine's. ``slices``: see VersionFetcher. ``task``: of its rows. From ``open`` to
+    ``close`` it is the connection's only replica. Not thread-safe.
 
     Failed versions are reported and retried with a growing delay; a newer version is fetched at
     once. A newer version interrupts the fetch of an older one, but never twice in a row: otherwise
@@ -121,9 +121,8 @@ class ReplicaSubscriber:
         # the newest version that the ledger announced, and its fetch
         self._announced: cmd.Version | None = None
         self._announced_newer = asyncio.Event()
-        self._handled = (
-            -1 if loaded is None or own else loaded
-        )  # the newest version that was staged or needs no fetch
+        # the newest version that was staged or needs no fetch
+        self._handled = -1 if loaded is None or own else loaded
         self._last_staged = -1
         self._fetching = self._interrupted = False
         self._failed_version = self._without_base = -1

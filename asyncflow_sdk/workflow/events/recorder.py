@@ -61,8 +61,8 @@ class Recorder(EventThread):
     the disk. Only ``StepTrained`` is written before the step's acknowledgement, so that a killed
     and resumed run has every step.
 
-    ``again``: continue the files of an earlier process; else FileExistsError is raised for them. After an error of the disk a file is not
-    written any more; ``errors`` names it once.
+    ``again``: continue the files of an earlier process; else ConfigError is raised if there are some.
+    After an error of the disk a file is not written any more; ``errors`` names it once.
     """
 
     records_steps = True

@@ -22,7 +22,7 @@ MIXTURE = "load_weights: requests that begin during a load are answered from a m
 HELD_S, ASKED = 0.3, 4
 """Seconds a load is held half-way, and the requests of each of several clients meanwhile."""
 HOT, WARM, PAIRS = 1000.0, 2.0, 16
-"""A temperature with all tokens about equally likely, another for engines that refuse it, and the pairs of draws compared."""
+"""A temperature with all tokens about equally likely, one for engines that refuse it, and pairs of draws compared."""
 ATTEMPTS, SHARE, WHOLE = 24, 0.25, 0.8
 """The fewest attempts to hit running responses. There are more until SHARE of the check's limit is over, and none after WHOLE of it."""
 
