@@ -97,9 +97,11 @@ def check_version(
     first. ``holder``: in the message. ``tied``: True for names that may be additional or missing,
     since they share memory with another tensor. ``shown``: at most this many problems are listed.
     """
-    problems, hint = [], ""
+    problems, hint, untrained = [], "", set(update.untrained)
     for name, given in update.tensors.items():
         held = tensors.get(name)
+        if name in untrained:
+            problems.append(f"{name}: the version has it, and says that it is not trained")
         if held is None:
             if not tied(name):
                 problems.append(f"{name}: the model has no such weight")
@@ -110,7 +112,7 @@ def check_version(
             if given.dtype not in accepted:
                 hint = "\nThe publisher's dtype and the engine's must be the same."
             problems.append(f"{name}: the version has {given.dtype}{list(given.shape)}, {holder} {wanted}")
-    missing = tensors.keys() - update.tensors.keys()
+    missing = tensors.keys() - update.tensors.keys() - untrained
     problems += [f"{name}: missing from the version" for name in missing if not tied(name)]
     if problems:
         raise WeightMismatch(

@@ -15,7 +15,7 @@ A plugin implements it, and a worker of the run calls it:
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,8 @@ class TrainEngine(abc.ABC):
     ``computes``: supported values of ``Algorithm.asks``. ``restores``: True if it implements
     ``load_weights``. ``streams``: True if it implements ``begin_step``, ``accumulate``,
     ``end_step`` and ``abort_step``. ``reshards``: True if ``load`` accepts the state that another
-    number of ranks has saved.
+    number of ranks has saved. ``untrained``: names of the model folder that ``named_weights`` leaves out,
+    because they never change.
 
     A step can be trained in parts, while the rest of its rows is still being generated:
 
@@ -64,6 +65,7 @@ class TrainEngine(abc.ABC):
     restores: bool = False
     streams: bool = False
     reshards: bool = False
+    untrained: Sequence[str] = ()
 
     @property
     def whole_step(self) -> str:

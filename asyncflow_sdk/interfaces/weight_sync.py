@@ -20,14 +20,14 @@ replica may load when. Promises of every implementation:
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from ..types import Manifest, Probe
 from ..types.defaults import FETCH_S, NEXT_S
-from .weights import SliceOf, WeightUpdate
+from .weights import NamedWeights, SliceOf, WeightUpdate
 
 
 class Publication(abc.ABC):
@@ -84,11 +84,12 @@ class WeightPublisher(AbstractContextManager["WeightPublisher"], abc.ABC):
 
     @abc.abstractmethod
     def publish(
-        self, version: int, weights: Mapping[str, Any] | Iterable[tuple[str, Any]], *, probe: Probe | None = None
+        self, version: int, weights: NamedWeights, *, probe: Probe | None = None, untrained: Sequence[str] = ()
     ) -> Publication:
         """Make ``weights`` the current version. Return once they are copied and training may change
         them; the delivery continues in the background. ``weights``: a mapping, or pairs of name and
-        tensor or ``Shard``. ``probe``: verifies engines that have loaded the version.
+        tensor or ``Shard``. ``probe``: verifies engines that have loaded the version. ``untrained``: names of
+        the model folder that are in no version.
 
         Each tensor is released before the next is taken, unless a dict or list holds them all.
         ``version`` must be above all earlier ones. Raises ConfigError, WeightMismatch, SchemaError,

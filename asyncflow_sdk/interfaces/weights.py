@@ -10,7 +10,7 @@ and which replica may load when.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from ..types import Manifest, TensorInfo
 
 Bytes = npt.NDArray[np.uint8]
+NamedWeights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 SliceOf = Callable[[str, tuple[int, ...]], tuple[int, int] | None]
 """Called with name and shape of a published tensor. Returns the range (start, stop) of its first
 dimension to fetch; None for all of it."""
@@ -46,12 +47,14 @@ class WeightUpdate(abc.ABC):
 
     Iterating yields (name, torch tensor), ``arrays()`` (name, numpy array): whole tensors, in the
     order of ``tensors``, valid until ``release``. Writing into them changes nothing elsewhere.
-    ``root``: digest of the whole version.
+    ``root``: digest of the whole version. ``untrained``: names left out of every version of the run;
+    the engine keeps its own folder's tensors.
     """
 
     version: int
     tensors: Mapping[str, TensorType]
     root: str
+    untrained: Sequence[str] = ()
 
     @abc.abstractmethod
     def arrays(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:

@@ -62,13 +62,14 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part of a version. Raises ValueError for buckets or chunks of invalid size;
-    decoding raises ValidationError."""
+    """One rank's part of a version. ``untrained``: names of the model folder left out of every version.
+    Raises ValueError for buckets or chunks of invalid size; decoding raises ValidationError."""
 
     version: int
     tensors: tuple[TensorInfo, ...]
     chunks: tuple[Chunk, ...]
     bucket_bytes: int = BUCKET_BYTES
+    untrained: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
@@ -90,7 +91,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     @property
     def root(self) -> str:
         """Digest of names, dtypes, shapes, layout and all bucket digests; equal for equal weights."""
-        body = msgspec.msgpack.encode((self.tensors, self.chunks, self.bucket_bytes))
+        body = msgspec.msgpack.encode((self.tensors, self.chunks, self.bucket_bytes, self.untrained))
         return xxhash.xxh3_128_hexdigest(body)
 
     def buckets(self) -> Iterator[Bucket]:
@@ -124,14 +125,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         if not digests:
             return
         if bucket.index >= len(digests) or digest(data) != digests[bucket.index]:
-            inside = [
-                t.name
-                for t in self.tensors
-                if t.nbytes
-                and t.chunk == bucket.chunk
-                and t.offset < bucket.stop
-                and t.offset + t.nbytes > bucket.start
-            ]
+            there = (t for t in self.tensors if t.nbytes and t.chunk == bucket.chunk)
+            inside = [t.name for t in there if t.offset < bucket.stop and t.offset + t.nbytes > bucket.start]
             raise DigestMismatch(
                 f"version {self.version}: bucket {bucket.index} of chunk {bucket.chunk} (bytes {bucket.start} to"
                 f" {bucket.stop}) differs from the published bytes; it holds"

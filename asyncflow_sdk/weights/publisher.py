@@ -17,7 +17,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any
@@ -34,6 +34,7 @@ from ..errors import (
     WeightMismatch,
 )
 from ..interfaces import RollbackResult, WeightPublisher
+from ..interfaces.weights import NamedWeights
 from ..ledger import commands as cmd
 from ..queue import QueueClient
 from ..queue.connection import BlockingPort
@@ -142,7 +143,7 @@ class TransportPublisher(WeightPublisher):
         return self._sender.nbytes
 
     def publish(
-        self, version: int, weights: Mapping[str, Any] | Iterable[tuple[str, Any]], *, probe: Probe | None = None
+        self, version: int, weights: NamedWeights, *, probe: Probe | None = None, untrained: Sequence[str] = ()
     ) -> TransportPublication:
         """Make ``weights`` the current version; see ``WeightPublisher.publish``."""
         version, stable = version_number(version), is_stable(weights)
@@ -176,7 +177,8 @@ class TransportPublisher(WeightPublisher):
                 raise WeightMismatch(f"version {version} has no tensors")
             self._sizes, self._delivery = writer.sizes, TransportPublication(version)
             self._newest = self._delivery
-            self._background.submit(self._deliver, self._delivery, writer.tensors, sizes, digests, probe)
+            draft = Manifest(version, writer.tensors, tuple(map(Chunk, sizes)), BUCKET_BYTES, tuple(untrained))
+            self._background.submit(self._deliver, self._delivery, draft, digests, probe)
         except BaseException as error:
             self._delivery = None
             if is_announced:
@@ -229,18 +231,13 @@ class TransportPublisher(WeightPublisher):
     # ---- behind
 
     def _deliver(
-        self,
-        publication: TransportPublication,
-        tensors: Any,
-        sizes: Sequence[int],
-        digests: BucketDigests | None,
-        probe: Probe | None,
+        self, publication: TransportPublication, draft: Manifest, digests: BucketDigests | None, probe: Probe | None
     ) -> None:
         version = publication.version
         try:
-            found = [()] * len(sizes) if digests is None else digests.wait()
-            chunks = tuple(Chunk(*each) for each in zip(sizes, found, strict=True))
-            manifest = Manifest(version, tensors, chunks, BUCKET_BYTES)
+            found = [()] * len(draft.chunks) if digests is None else digests.wait()
+            chunks = tuple(Chunk(each.nbytes, of) for each, of in zip(draft.chunks, found, strict=True))
+            manifest = msgspec.structs.replace(draft, chunks=chunks)
             publication.stage = f"being sent through transport {self.transport!r}"
             where = self._sender.send(manifest)
             publication.stage = f"being told to the server at {self._connection.wire.address}"

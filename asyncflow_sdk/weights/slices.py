@@ -56,7 +56,7 @@ def cut_slice(manifest: Manifest, tensors: Sequence[TensorInfo]) -> VersionSlice
             numbers += [before + index for index in indices]
         before += len(chunk.digests)
     moved = tuple(_move(info, places.get((info.chunk, info.offset // size), (0, 0)), size) for info in tensors)
-    part = Manifest(manifest.version, moved, tuple(chunks), size)
+    part = Manifest(manifest.version, moved, tuple(chunks), size, manifest.untrained)
     key = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((moved, numbers)))
     return VersionSlice(part, numbers, manifest.root, key)
 

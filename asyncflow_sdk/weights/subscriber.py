@@ -40,6 +40,7 @@ class StagedUpdate(LoadableUpdate):
         self, staged: StagedVersion, leave: Callable[[StagedUpdate, BaseException | None], Future[None]]
     ) -> None:
         self.version, self.tensors, self.root = staged.version, staged.tensors, staged.root
+        self.untrained = staged.untrained
         self.probe: Probe | None = staged.probe
         self._staged, self._leave = staged, leave
         self._read: set[str] = set()

@@ -45,6 +45,8 @@ class Update(WeightUpdate):
         self.tensors: Mapping[str, TensorType] = {
             name: TensorType(pieces[0][1].dtype, _whole_shape(pieces[0][1])) for name, pieces in self._pieces.items()
         }
+        left = dict.fromkeys(name for part in parts for name in part.manifest.untrained)
+        self.untrained = tuple(left if rename is None else map(rename, left))
         roots = [part.manifest.root for part in parts]
         self.root = roots[0] if len(roots) == 1 else xxhash.xxh3_128_hexdigest(" ".join(roots).encode())
 
@@ -100,11 +102,8 @@ class Update(WeightUpdate):
         first = pieces[0][1]
         for _, info in pieces:
             if (info.dtype, _whole_shape(info)) != (first.dtype, _whole_shape(first)):
-                raise self._mismatch(
-                    name,
-                    f"it is {info.dtype}{_whole_shape(info)} in one part and {first.dtype}{_whole_shape(first)} in"
-                    " another",
-                )
+                this, that = (f"{each.dtype}{_whole_shape(each)}" for each in (info, first))
+                raise self._mismatch(name, f"it is {this} in one part and {that} in another")
         places: dict[tuple[Any, ...], tuple[Fetched, TensorInfo]] = {}
         for part, info in pieces:
             place = info.start or (0,) * len(info.shape), info.shape

@@ -459,3 +459,12 @@ def test_a_replaced_version_is_asked_for_once_while_the_newest_is_fetched(
         gate.open.set()
         assert versions() == 2
         assert proxy.there - before < 20_000
+
+
+def test_an_update_names_what_no_version_holds(served: Served) -> None:
+    """The names are part of the version's digest, so no two versions with other names are taken for equal."""
+    served.publish(0, untrained=["mtp.norm.weight"])
+    with next(iter(served.replica())) as update:
+        update.took(update.tensors)
+        assert update.untrained == ("mtp.norm.weight",)
+    assert Manifest(1, (), (), untrained=("mtp.norm.weight",)).root != Manifest(1, (), ()).root

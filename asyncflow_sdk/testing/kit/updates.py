@@ -36,6 +36,7 @@ class HeldUpdate(WeightUpdate):
         chunks = tuple(Chunk(len(chunk), _digests(chunk)) for chunk in self._chunks)
         whole = Update(version, [Fetched(Manifest(version, tuple(infos), chunks, BUCKET), self._chunks)], rename)
         self.version, self.tensors, self.root, self._whole = version, whole.tensors, whole.root, whole
+        self.untrained = whole.untrained
         self._breaks_after, self._halfway = breaks_after, halfway
 
     def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:

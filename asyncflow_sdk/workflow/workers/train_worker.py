@@ -217,7 +217,8 @@ class _TrainedVersions:
         probe = _scored(self._probe, self._engine) if self._probe is not None else None
         try:
             self._publisher.flush()
-            self._last = self._publisher.publish(version, self._engine.named_weights(), probe=probe).version
+            given, untrained = self._engine.named_weights(), self._engine.untrained
+            self._last = self._publisher.publish(version, given, probe=probe, untrained=untrained).version
             if at_once:
                 self._publisher.flush()
         except (ConfigError, VersionGone):
