@@ -54,7 +54,7 @@ def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: st
         for index in path.glob("*.index.json"):  # transformers reads also outside the folder
             indexed_files(index)
         with _loading, no_progress_bar():
-            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            model, found = _loader(folder).from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
             )
     except Exception as error:
@@ -66,6 +66,15 @@ def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: st
     if odd := [name for name, each in weights if each.itemsize > 1 and each.isnan().any()]:
         raise ConfigError(f"model folder {folder!r} has NaN in {', '.join(odd[:5])}")
     return model.to(place).eval()
+
+
+def _loader(folder: str) -> Any:
+    """Return transformers' class for the model of a folder: for a multimodal one without a class for text alone, the
+    whole model."""
+    config = type(transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+    text = config in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    whole = config in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if whole and not text else transformers.AutoModelForCausalLM
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Any]]:

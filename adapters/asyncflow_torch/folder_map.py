@@ -1,0 +1,278 @@
+"""FolderMap: which part of which parameter each tensor of a model folder is.
+
+    folder = FolderMap.of(model, "models/mine", dtype="auto")
+    runs = {name: Run(weight) for name, weight in model.named_parameters()}    # or this rank's elements of each
+    publisher.publish(0, folder.published(runs), untrained=folder.untrained)   # by the folder's names
+    for name, tensor in update: folder.fill(name, tensor, runs)
+
+transformers fuses experts and renames prefixes as it loads. The map is a trace of its own reversal of that, over tensors
+without data: names and shapes are enough.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers.core_model_loading import revert_weight_conversion
+
+from asyncflow_http.model_folder import ModelFolder, listed
+from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.interfaces import TensorType
+from asyncflow_sdk.types import Shard
+
+from .policy import element
+from .sharded_files import Kind, Piece, Reader
+
+
+class Run:
+    """Elements of a flattened parameter from ``first`` on: contiguous ones of ``tensor``, a live view."""
+
+    def __init__(self, tensor: Any, first: int = 0) -> None:
+        self.flat, self.first = tensor.detach().view(-1), first
+
+    @property
+    def stop(self) -> int:
+        """The first element behind."""
+        return self.first + int(self.flat.numel())
+
+
+class Part(NamedTuple):
+    """Elements of the folder's tensor ``name``, from index ``start`` on in ``shape``, and of the parameter ``live``: from
+    element ``offset`` of the flattened one, ``strides`` apart in each dimension."""
+
+    name: str
+    live: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+
+    def within(self, run: Run) -> Any:
+        """Return a view of these elements of the parameter."""
+        return run.flat.as_strided(self.shape, self.strides, run.flat.storage_offset() + self.offset - run.first)
+
+    def of(self, tensor: Any) -> Any:
+        """Return a view of these elements of the whole folder tensor."""
+        return tensor[tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))]
+
+    def narrow(self, dim: int, first: int, count: int) -> Part:
+        """Return ``count`` indices of one dimension, from ``first`` on."""
+        start, shape = list(self.start), list(self.shape)
+        start[dim], shape[dim] = start[dim] + first, count
+        offset = self.offset + first * self.strides[dim]
+        return self._replace(start=tuple(start), shape=tuple(shape), offset=offset)
+
+    def cut(self, low: int, high: int) -> Iterator[Part]:
+        """Yield the parts among the elements from ``low`` to ``high`` of the flattened parameter: at most three per
+        dimension."""
+        last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        if low <= self.offset and last < high:
+            yield self
+            return
+        if last < low or high <= self.offset:
+            return
+        dim = max((d for d, n in enumerate(self.shape) if n > 1), key=lambda d: self.strides[d])
+        count, stride = self.shape[dim], self.strides[dim]
+        span = last - self.offset - (count - 1) * stride  # from the first element of an index to its last
+        low_index, high_index = low - self.offset, high - self.offset - 1
+        whole = range(max(0, -(-low_index // stride)), min(count, (high_index - span) // stride + 1))
+        touched = range(max(0, -(-(low_index - span) // stride)), min(count, high_index // stride + 1))
+        if whole:
+            yield self.narrow(dim, whole.start, len(whole))
+        for index in touched:
+            if index not in whole:
+                yield from self.narrow(dim, index, 1).cut(low, high)
+
+
+@dataclass(frozen=True)
+class FolderMap:
+    """``folder``: path. ``kinds``: dtype and shape by name of its trained tensors. ``untrained``: names of its other
+    tensors: buffers, and those without a place in the model. ``parts``: by parameter; of tied ones, the first.
+    ``second``: further names of tied weights, not in the folder, each with a name in it."""
+
+    folder: ModelFolder
+    kinds: Mapping[str, Kind]
+    untrained: tuple[str, ...]
+    parts: Mapping[str, tuple[Part, ...]]
+    second: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: Any, folder: str, *, dtype: str = "auto") -> FolderMap:
+        """Return the map of a model loaded from ``folder``. ``dtype``: of all trained floating-point tensors; "auto":
+        each in the folder's. Raises ConfigError, with the names, for parameters with another form in the folder."""
+        held, first = ModelFolder(folder), dict[int, str]()
+        named = model.named_parameters(remove_duplicate=False)
+        alias = {name: first.setdefault(id(each), name) for name, each in named}
+        state = model.state_dict(keep_vars=True).items()
+        shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in state}
+        parts: dict[str, list[Part]] = {name: [] for name in first.values() if name in shapes}
+        absent: dict[str, str] = {}
+        for live, found in _traced(model, shapes, held.tensors):
+            if live in alias:
+                there = [part._replace(live=alias[live]) for part in found if part.name in held.tensors]
+                parts[alias[live]] += there
+                if not there and len(found) == 1:
+                    absent[found[0].name] = alias[live]
+        sizes = collections.Counter[str]()
+        for part in itertools.chain(*parts.values()):
+            sizes[part.name] += _size(part)
+        lost = [name for name, each in parts.items() if sum(map(_size, each)) < math.prod(shapes[name])]
+        lost += [name for name, size in sizes.items() if size != math.prod(held.tensors[name].shape)]
+        if lost:
+            raise ConfigError(
+                f"model folder {folder!r} has these weights in a form that cannot be written back:\n  {listed(lost)}\n"
+                "save the model again with save_pretrained"
+            )
+        kinds = {name: (_dtype(each, dtype), each.shape) for name, each in held.tensors.items() if name in sizes}
+        second = {name: parts[live][0].name for name, live in absent.items()}
+        untrained = tuple(sorted(held.tensors.keys() - kinds.keys()))
+        return cls(held, kinds, untrained, {live: tuple(each) for live, each in parts.items()}, second)
+
+    @functools.cached_property
+    def types(self) -> dict[str, TensorType]:
+        """Dtype and shape of the trained tensors, as versions name them."""
+        return {
+            name: TensorType(str(dtype).removeprefix("torch."), shape) for name, (dtype, shape) in self.kinds.items()
+        }
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, list[Part]]:
+        """Parts by tensor of the folder."""
+        parts = sorted((part for each in self.parts.values() for part in each), key=lambda part: part.name)
+        found = {name: list(each) for name, each in itertools.groupby(parts, lambda part: part.name)}
+        return found | {name: found[other] for name, other in self.second.items()}
+
+    def published(self, runs: Iterable[tuple[str, Run]], *, bucket_bytes: int = 0) -> Iterator[tuple[str, Any]]:
+        """Yield (name, tensor or Shard) of elements of parameters: views, except where the dtype differs; these are at
+        most ``bucket_bytes`` each if it is given, or one row."""
+        for live, run in runs:
+            for part in self._cut(live, run):
+                dtype, whole = self.kinds[part.name]
+                rows = limit = part.shape[0] if part.shape else 1
+                if bucket_bytes and run.flat.dtype != dtype:
+                    limit = max(1, bucket_bytes * rows // max(1, _size(part) * dtype.itemsize))
+                for low in range(0, rows, limit):
+                    piece = part.narrow(0, low, min(limit, rows - low)) if limit < rows else part
+                    tensor = piece.within(run).to(dtype)
+                    yield piece.name, tensor if piece.shape == whole else Shard(tensor, piece.start, whole)
+                    del tensor
+
+    def fill(self, name: str, tensor: Any, runs: Mapping[str, Run]) -> None:
+        """Copy a whole tensor of the folder into the elements of parameters that are given."""
+        with torch.no_grad():
+            for whole in self.by_name[name]:
+                if (run := runs.get(whole.live)) is not None:
+                    for part in whole.cut(run.first, run.stop):
+                        part.within(run).copy_(part.of(tensor))
+
+    def pieces(self, names: Collection[str], runs: Iterable[tuple[str, Run]]) -> Iterator[Piece]:
+        """Yield runs of elements of the named tensors, for a file."""
+        for live, run in runs:
+            for part in self._cut(live, run):
+                if part.name in names:
+                    yield from _in_order(part.name, part.within(run), part.start, self.kinds[part.name][1])
+
+    def exact(self, runs: Mapping[str, Run]) -> None:
+        """Fill elements in float32 with the folder's numbers where a model in a lower precision has rounded them."""
+        for name, (dtype, _) in self.kinds.items():
+            if dtype == torch.float32 and any(part.live in runs for part in self.by_name[name]):
+                self.fill(name, self.read(name), runs)
+
+    def read(self, name: str) -> Any:
+        """Return a copy of a tensor in the folder."""
+        with Reader(Path(self.folder.places[name].path)) as file:
+            return file.whole(name)
+
+    def _cut(self, live: str, run: Run) -> Iterator[Part]:
+        for part in self.parts[live]:
+            yield from part.cut(run.first, run.stop)
+
+
+class _Views(TorchFunctionMode):  # type: ignore[misc]
+    """Keep views of tensors as views, and the parts of tensors that are put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: dict[int, tuple[Any, list[Any], int]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leave out copies into contiguous memory, and record joins."""
+        given = kwargs or {}
+        if func == torch.Tensor.contiguous:
+            return args[0]
+        result = func(*args, **given)
+        if func in (torch.cat, torch.stack):
+            dim = (args[1] if len(args) > 1 else given.get("dim", 0)) % result.dim()
+            parts = [each.unsqueeze(dim) if func is torch.stack else each for each in args[0]]
+            self.joined[id(result)] = result, parts, dim
+        return result
+
+
+def _traced(
+    model: Any, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, TensorType]
+) -> Iterator[tuple[str, list[Part]]]:
+    """Yield the parts of each parameter and buffer: by transformers' names, if the folder has them all; else by the live
+    name, if the folder has that."""
+    starts = list(itertools.accumulate(map(math.prod, shapes.values()), initial=0))
+    flat = torch.empty(starts[-1], dtype=torch.bfloat16, device="meta")
+    lives = list(shapes)
+    views = {live: flat[a:b].view(shapes[live]) for live, a, b in zip(lives, starts, starts[1:], strict=False)}
+    found: dict[str, list[Part]] = {live: [] for live in lives}
+
+    def place(name: str, tensor: Any, start: tuple[int, ...]) -> None:
+        """Record the parts of one result."""
+        if id(tensor) in mode.joined:
+            _, parts, dim = mode.joined[id(tensor)]
+            for each in parts:
+                place(name, each, start)
+                start = (*start[:dim], start[dim] + each.shape[dim], *start[dim + 1 :])
+        elif tensor.untyped_storage()._cdata == flat.untyped_storage()._cdata:
+            number = bisect.bisect_right(starts, tensor.storage_offset()) - 1
+            offset = tensor.storage_offset() - starts[number]
+            part = Part(name, lives[number], start, tuple(tensor.shape), offset, tuple(tensor.stride()))
+            found[part.live].append(part)
+
+    with _Views() as mode:
+        reverted = revert_weight_conversion(model, dict(views))
+    for name, tensor in reverted.items():
+        place(_in_folder(name, model.base_model_prefix, held), tensor, (0,) * tensor.dim())
+    for live, parts in found.items():
+        name, shape = _in_folder(live, model.base_model_prefix, held), shapes[live]
+        if not all(map(held.get, (part.name for part in parts))) and name in held and held[name].shape == shape:
+            parts = [Part(name, live, (0,) * len(shape), shape, 0, tuple(views[live].stride()))]
+        yield live, parts
+
+
+def _in_folder(name: str, prefix: str, held: Mapping[str, TensorType]) -> str:
+    """Return a name as the folder has it: with or without the prefix of the model below the output layer."""
+    names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+    return next((each for each in names if each in held), name)
+
+
+def _in_order(name: str, tensor: Any, start: tuple[int, ...], whole: tuple[int, ...]) -> Iterator[Piece]:
+    """Yield the runs of a rectangle, which begins at ``start``, in a tensor of shape ``whole``."""
+    if tuple(tensor.shape[1:]) == whole[1:]:
+        yield name, tensor, start[0] * math.prod(whole[1:]) if start else 0
+        return
+    for index, row in enumerate(tensor, start[0]):
+        for _, run, at in _in_order(name, row, start[1:], whole[1:]):
+            yield name, run, index * math.prod(whole[1:]) + at
+
+
+def _size(part: Part) -> int:
+    return math.prod(part.shape)
+
+
+def _dtype(held: TensorType, dtype: str) -> Any:
+    own = getattr(torch, held.dtype)
+    return own if dtype == "auto" or not own.is_floating_point else element(dtype)

@@ -1,0 +1,106 @@
+"""The map between a model and its folder, over tiny models of the families that people train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.types import Shard
+from asyncflow_torch.families import FAMILIES, family
+from asyncflow_torch.folder_map import FolderMap, Part, Run
+from asyncflow_torch.policy import load_policy
+
+RANKS = 3
+
+
+def runs_of(model: Any, rank: int = 0, ranks: int = 1) -> dict[str, Run]:
+    """A rank's elements of each parameter."""
+    found = {}
+    for name, weight in model.named_parameters():
+        flat, low, high = (
+            weight.detach().view(-1),
+            weight.numel() * rank // ranks,
+            weight.numel() * (rank + 1) // ranks,
+        )
+        if low < high:
+            found[name] = Run(flat[low:high], low)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_tensor_of_the_folder_is_a_part_of_the_model(name: str, tmp_path: Path) -> None:
+    # given a model in its folder's dtype
+    path = family(name, tmp_path, dtype="bfloat16")
+    given = load_file(tmp_path / "model.safetensors")
+    model = load_policy(path, dtype="auto", device="cpu")
+
+    # when
+    folder = FolderMap.of(model, path)
+    made = dict(folder.published(runs_of(model).items()))
+
+    # then the whole model is the folder: names, dtypes, shapes, bytes
+    assert made.keys() | {*folder.untrained} == given.keys()
+    assert made.keys().isdisjoint(folder.untrained)
+    assert all(made[each].dtype == given[each].dtype and torch.equal(made[each], given[each]) for each in made)
+    assert {*FAMILIES[name].untrained} <= {*folder.untrained}
+
+    # and so are the elements of ranks, published, in a file, and read back
+    whole = {each: torch.zeros_like(tensor) for each, tensor in made.items()}
+    file = {each: torch.zeros_like(tensor).view(-1) for each, tensor in made.items()}
+    empty = load_policy(path, dtype="auto", device="cpu")
+    for weight in empty.parameters():
+        weight.data.zero_()
+    for rank in range(RANKS):
+        runs = runs_of(model, rank, RANKS)
+        for each, piece in folder.published(runs.items(), bucket_bytes=1000):
+            shard = piece if isinstance(piece, Shard) else Shard(piece, (0,) * piece.dim(), tuple(piece.shape))
+            whole[each][tuple(slice(a, a + n) for a, n in zip(shard.start, shard.tensor.shape, strict=True))] += (
+                shard.tensor
+            )
+        for each, piece, start in folder.pieces(made.keys(), runs.items()):
+            file[each][start : start + piece.numel()] += piece.reshape(-1)
+        for each in made:
+            folder.fill(each, given[each], runs_of(empty, rank, RANKS))
+    assert all(torch.equal(whole[each], given[each]) for each in made)
+    assert all(torch.equal(file[each], given[each].view(-1)) for each in made)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), empty.parameters(), strict=True))
+
+
+def test_a_run_cuts_any_view_of_a_parameter() -> None:
+    """Every run of a parameter of 4 × 6 × 5, and a transposed slice of it."""
+    values = torch.arange(120)
+    part = Part("w", "live", (0, 0, 0), (4, 3, 2), 7, (30, 5, 1))._replace(shape=(2, 4, 3), strides=(1, 30, 5))
+    for low in range(0, 120, 3):
+        for high in range(low, 121, 4):
+            seen = torch.zeros(2, 4, 3, dtype=torch.long)
+            for each in part.cut(low, high):
+                each.of(seen).add_(each.within(Run(values[low:high], low)))
+            wanted = part.within(Run(values))
+            assert torch.equal(seen, torch.where((wanted >= low) & (wanted < high), wanted, 0))
+
+
+def test_a_folder_of_a_fused_form_is_taken_as_it_is(tmp_path: Path) -> None:
+    # given a folder with the names of the live model
+    path = family("qwen3_moe", tmp_path / "made")
+    model = load_policy(path, dtype="auto", device="cpu")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+
+    # when
+    loaded = load_policy(str(tmp_path / "fused"), dtype="auto", device="cpu")
+    folder = FolderMap.of(loaded, str(tmp_path / "fused"))
+
+    # then
+    assert folder.kinds.keys() == load_file(tmp_path / "fused" / "model.safetensors").keys()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in folder.kinds
+
+
+def test_a_folder_of_other_names_is_refused_by_name(tmp_path: Path) -> None:
+    path = family("llama", tmp_path / "other")
+    model = load_policy(family("qwen3", tmp_path / "mine"), dtype="auto", device="cpu")
+    with pytest.raises(ConfigError, match=r"cannot be written back:\n.*k_norm"):
+        FolderMap.of(model, path)
