@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.types.safetensors import read_header
+from asyncflow_sdk.workflow.model_folder import ModelFolder
 from asyncflow_torch.devices import device_kind
 
 
@@ -67,18 +67,14 @@ def partitioned_models(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def stored_dtype(folder: str) -> str:
-    """Return the dtype of the weights in a model folder, by its configuration, else its first
-    file. Raises ConfigError for a folder without a configuration."""
-    path = Path(folder)
+    """Return the dtype of the weights in a model folder, by its configuration, else of its
+    tensors. Raises ConfigError for a folder without a configuration."""
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = json.loads(Path(folder, "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"model folder {folder!r} has no config.json that can be read: {error}") from error
     configured = config.get("dtype") or config.get("torch_dtype")
     if isinstance(configured, str):
         return configured
-    for file in sorted(path.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            found = {tensor.dtype for tensor in read_header(opened).tensors.values()}
-            return next((dtype for dtype in ("bfloat16", "float16") if dtype in found), "float32")
-    return "float32"
+    found = {kind.dtype for kind in ModelFolder(folder).tensors.values()}
+    return next((dtype for dtype in ("bfloat16", "float16") if dtype in found), "float32")

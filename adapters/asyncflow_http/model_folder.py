@@ -1,79 +1,21 @@
-"""ModelFolder: tensors and configuration of a Hugging Face folder, and the check of a version
-before an engine sees it.
+"""Check of a version against a model folder, before an engine sees it.
 
 Inference engines silently load part of a version, convert it, or keep the tensors it lacks.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from asyncflow_sdk.errors import ConfigError, WeightMismatch
+import numpy as np
+
+from asyncflow_sdk.errors import WeightMismatch
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
-from asyncflow_sdk.interfaces.weights import FilePlace
-from asyncflow_sdk.types.safetensors import read_header
+from asyncflow_sdk.workflow.model_folder import ModelFolder
 
 _SHOWN = 20
-
-
-class ModelFolder:
-    """``folder``: a Hugging Face folder with weights in safetensors. ``tensors``: dtype and
-    shape by name; ``places``: their files. Raises ConfigError."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder, path = folder, Path(folder)
-        self.tensors: dict[str, TensorType] = {}
-        self.places: dict[str, FilePlace] = {}
-        index = path / "model.safetensors.index.json"
-        file = index
-        try:
-            named = indexed_files(index) if index.is_file() else None
-            for file in sorted(path.resolve().glob("*.safetensors")):
-                if named is None or file.name in named:
-                    with file.open("rb") as opened:
-                        found = read_header(opened).tensors
-                    self.tensors |= {name: TensorType(each.dtype, each.shape) for name, each in found.items()}
-                    self.places |= {name: FilePlace(str(file), each.start) for name, each in found.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from None
-        if not self.tensors:
-            why = "has no weights in *.safetensors" if path.is_dir() else "does not exist"
-            raise ConfigError(f"model folder {folder!r} {why}; versions are compared with them")
-
-    @functools.cached_property
-    def config(self) -> dict[str, Any]:
-        """config.json. Raises ConfigError if it is missing or has no vocab_size."""
-        try:
-            config = json.loads(Path(self.folder, "config.json").read_bytes())
-            int(text_config(config)["vocab_size"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"model folder {self.folder!r} has no config.json with a vocab_size: {error!r}; give the path of a"
-                " Hugging Face model folder"
-            ) from None
-        return dict(config)
-
-    @property
-    def vocabulary(self) -> int:
-        """Token ids are below it."""
-        return int(text_config(self.config)["vocab_size"])
-
-
-def indexed_files(index: Path) -> set[str]:
-    """Return the files named in a folder's index of weights. Raises ValueError for one outside the folder."""
-    files = set(json.loads(index.read_bytes())["weight_map"].values())
-    if outside := [each for each in files if Path(each).name != each]:
-        raise ValueError(f"it names {outside[0]!r}, which is no file of its folder")
-    return files
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the fields of the language model of a multimodal one."""
-    return config | next((config[key] for key in ("text_config", "llm_config") if key in config), {})
 
 
 def end_tokens(folder: str) -> list[int]:
@@ -118,6 +60,46 @@ def check_version(
         raise WeightMismatch(
             f"version {update.version} does not fit this model, nothing was loaded:\n  {listed(problems, shown)}{hint}"
         )
+
+
+def check_fit(
+    update: WeightUpdate, folder: ModelFolder, dtypes: Callable[[str], tuple[str, ...]], *, holder: str = "the model"
+) -> dict[str, str]:
+    """Check a version as ``check_version`` against a folder. A second name of a tied weight may be missing, and may
+    be additional. Returns the second names in the version, each with the first. Raises WeightMismatch."""
+    second: dict[str, str] = {}
+
+    def tied(name: str) -> bool:
+        """Record a second name with the bytes of a tensor in the folder."""
+        kind = update.tensors.get(name)
+        if kind is None:
+            return name in folder.redundant
+        alike = [other for other, each in update.tensors.items() if each == kind and other in folder.tensors]
+        first = first_equal(update, name, [other for other in alike if other != name])
+        second.update({name: first} if first is not None else {})
+        return first is not None
+
+    check_version(update, folder.tensors, dtypes, holder=holder, tied=tied)
+    odd = [name for name in folder.redundant if name in update.tensors and not tied(name)]
+    if odd:
+        raise WeightMismatch(
+            f"version {update.version}: {odd[0]} is not {folder.embeddings(odd[0])[0]}, and the configuration ties them"
+        )
+    return second
+
+
+def first_equal(update: WeightUpdate, name: str, others: Sequence[str]) -> str | None:
+    """Return the first of ``others`` with the bytes of tensor ``name``."""
+    place = update.place(name)
+    if place is not None:
+        for other in others:
+            if update.place(other) == place:
+                return other
+    if not others:
+        return None
+    arrays = {each: array for each, array in update.arrays() if each == name or each in others}
+    raw = {each: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for each, array in arrays.items()}
+    return next((other for other in others if np.array_equal(raw[other], raw[name])), None)
 
 
 def listed(problems: list[str], shown: int = _SHOWN) -> str:

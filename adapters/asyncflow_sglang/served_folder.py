@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncflow_http.model_folder import ModelFolder, check_version, end_tokens, listed, text_config
+from asyncflow_http.model_folder import check_fit, end_tokens, listed
 from asyncflow_sdk.errors import ConfigError, WeightMismatch
 from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.types.dtypes import SAFETENSORS_CODES
-
-_TIED = "lm_head.weight"
+from asyncflow_sdk.workflow.model_folder import ModelFolder, text_config
 
 
 class ServedFolder:
@@ -32,11 +31,10 @@ class ServedFolder:
         self.context = int(context) if context else None
         self._saved = str(text.get("dtype") or text.get("torch_dtype") or "float32")
         self.dtype = dtype or self._saved
-        self._has_tied = bool(text.get("tie_word_embeddings", False))
 
     def check(self, update: WeightUpdate) -> None:
         """Raise WeightMismatch, with all problems, for a version that does not fit the model."""
-        check_version(update, self._model.tensors, self._dtypes, holder="the server takes", tied=self._is_tied)
+        check_fit(update, self._model, self._dtypes, holder="the server takes")
         odd = [name for name, given in update.tensors.items() if given.dtype not in SAFETENSORS_CODES]
         if odd:
             raise WeightMismatch(f"version {update.version}: safetensors has no dtype for {listed(odd)}")
@@ -47,14 +45,7 @@ class ServedFolder:
         ours, theirs = self._model, served._model
         kinds = [each.config.get("architectures") for each in (ours, theirs)]
         problems = [] if kinds[0] == kinds[1] else [f"it computes {kinds[1]}, the folder is of {kinds[0]}"]
-        for tensor in ours.tensors.keys() | theirs.tensors.keys():
-            own, other = ours.tensors.get(tensor), theirs.tensors.get(tensor)
-            if own is None:
-                problems.append(f"{tensor}: the folder has no such weight")
-            elif other is None:
-                problems.append(f"{tensor}: the server's model has no such weight")
-            elif own.shape != other.shape:
-                problems.append(f"{tensor}: {list(own.shape)} in the folder, {list(other.shape)} in the server")
+        problems += ours.differences(theirs, "the folder", "the server's model")
         if problems:
             raise ConfigError(
                 f"{name} serves {theirs.folder}, another model than {ours.folder}; nothing in it was touched:\n"
@@ -64,9 +55,6 @@ class ServedFolder:
     def context_of(self, longest: int) -> int:
         """Return the context of an SGLang whose prompts are shorter than ``longest``."""
         return longest if self.context is None else min(self.context, longest)
-
-    def _is_tied(self, name: str) -> bool:
-        return self._has_tied and name.endswith(_TIED)
 
     def _dtypes(self, held: str) -> tuple[str, ...]:
         """Return accepted dtypes. Models keep some tensors in a dtype of their own, for example

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .policy import copy_tokenizer
+from asyncflow_sdk.workflow.model_folder import copy_small_files
+
 from .ranks import Ranks
 from .sharded_files import FileParts, Kind, Piece, nbytes_of, write_together
 
@@ -19,16 +20,16 @@ def export_together(
     path: Path, config: Any, source: str, kinds: Mapping[str, Kind], pieces: Callable[[Collection[str]], Iterable[Piece]],
     ranks: Ranks, *, bucket_bytes: int, file_bytes: int = FILE_BYTES,
 ) -> None:  # fmt: skip
-    """Write the tensors of ``kinds`` with the model's ``config`` and the tokenizer of the folder
+    """Write the tensors of ``kinds`` with the model's ``config`` and the small files of the folder
     ``source``. ``pieces``: return the pieces of this rank of the named tensors. A collective."""
     files = _split(kinds, file_bytes)
 
     def begin() -> None:
-        """Write configuration and tokenizer."""
+        """Write configuration, tokenizer and other small files."""
         path.mkdir(parents=True, exist_ok=True)
         if ranks.first:
+            copy_small_files(source, path)
             config.save_pretrained(path)
-            copy_tokenizer(source, path, "generation_config.json")
 
     def end() -> None:
         """Write the index."""

@@ -25,10 +25,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncflow_http.model_folder import ModelFolder, listed
+from asyncflow_http.model_folder import listed
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import TensorType
 from asyncflow_sdk.types import Shard
+from asyncflow_sdk.workflow.model_folder import ModelFolder
 
 from .policy import element
 from .sharded_files import Kind, Piece, Reader

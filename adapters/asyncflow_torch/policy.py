@@ -9,7 +9,6 @@ export_policy(model, "runs/demo/model", Path("trained"))
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,26 +17,26 @@ from typing import Any
 import torch
 import transformers
 
-from asyncflow_http.model_folder import check_version, indexed_files, listed
+from asyncflow_http.model_folder import check_version, listed
 from asyncflow_sdk.errors import ConfigError, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
 from asyncflow_sdk.types.dtypes import FLOATS
+from asyncflow_sdk.workflow.model_folder import OWN_CODE, ModelFolder, copy_small_files, own_model
 
 from .devices import device_of
 
-_TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
-)  # fmt: skip
-
-
+_SHOWN = 400
+"""Characters of a message of transformers."""
 _loading = threading.Lock()
 """Hazard: transformers replaces methods of its classes during a load. Of two concurrent threads,
 one would restore the other's replacement, and no later model of this process would be tied."""
 
 
-def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: str | None = None) -> Any:
+def load_policy(
+    folder: str, *, dtype: str, device: str, attn_implementation: str | None = None, trust_remote_code: bool = False
+) -> Any:
     """Return the model in ``folder``, in eval mode on ``device``, weights in ``dtype``; "auto": the
-    folder's.
+    folder's. ``trust_remote_code``: run the folder's own Python for a model that transformers does not have.
 
     Never uses the network. Raises ConfigError for an incomplete model folder, and for a dtype or
     device that torch lacks here.
@@ -50,15 +49,18 @@ def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: st
     options = {"dtype": wanted} | (
         {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     )
+    ModelFolder(path)  # transformers reads also outside the folder, and pickles
     try:
-        for index in path.glob("*.index.json"):  # transformers reads also outside the folder
-            indexed_files(index)
         with _loading, no_progress_bar():
-            model, found = _loader(folder).from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
+            model, found = _loader(folder, trust_remote_code).from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **options,
             )
     except Exception as error:
-        raise ConfigError(f"model folder {folder!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"model folder {folder!r} cannot be loaded: {_reason(path, error)}") from error
     # Hazard: transformers fills weights the folder lacks with random numbers and only warns.
     if found["missing_keys"]:
         raise ConfigError(f"model folder {folder!r} lacks weights: {', '.join(sorted(found['missing_keys']))}")
@@ -68,13 +70,28 @@ def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: st
     return model.to(place).eval()
 
 
-def _loader(folder: str) -> Any:
+def _loader(folder: str, trust_remote_code: bool) -> Any:
     """Return transformers' class for the model of a folder: for a multimodal one without a class for text alone, the
     whole model."""
-    config = type(transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    config = type(transformers.AutoConfig.from_pretrained(folder, **options))
     text = config in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     whole = config in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return transformers.AutoModelForImageTextToText if whole and not text else transformers.AutoModelForCausalLM
+
+
+def _reason(folder: Path, error: Exception) -> str:
+    """Return one line on an error of transformers, whose messages list all its classes, with a way out."""
+    kind, own = own_model(folder)
+    text = " ".join(str(error).split())
+    of = f"transformers {transformers.__version__}"
+    if "Unrecognized configuration class" in text:
+        return f"{of} has no language model of type {kind!r}: save its language model as a folder of its own, and use that"
+    if own and ("trust_remote_code" in text or "does not recognize this architecture" in text):
+        return f"{of} has no model of type {kind!r}, and {OWN_CODE}"
+    if "does not recognize this architecture" in text:
+        return f"{of} does not know the model type {kind!r}: a newer one may (pip install --upgrade transformers)"
+    return f"{type(error).__name__}: {text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''}"
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Any]]:
@@ -146,17 +163,11 @@ class PartialLoad(WeightError):
 
 
 def export_policy(model: Any, source: str, path: Path) -> None:
-    """Write the model as a Hugging Face folder at ``path``, with the tokenizer files of ``source``."""
+    """Write the model as a Hugging Face folder at ``path``, with the small files of ``source``."""
+    path.mkdir(parents=True, exist_ok=True)
+    copy_small_files(source, path)
     with no_progress_bar():
         model.save_pretrained(path)
-    copy_tokenizer(source, path)
-
-
-def copy_tokenizer(source: str, path: Path, *others: str) -> None:
-    """Copy the tokenizer's files, and existing ``others``, to another model folder."""
-    for pattern in (*_TOKENIZER_FILES, *others):
-        for file in Path(source).glob(pattern):
-            shutil.copy2(file, path / file.name)
 
 
 def context_of(model: Any) -> int | None:

@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from asyncflow_http.cancellation import finish
-from asyncflow_http.model_folder import ModelFolder, end_tokens
+from asyncflow_http.model_folder import end_tokens, first_equal
 from asyncflow_sdk.errors import EngineError, EngineGone, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
 from asyncflow_sdk.weights import Handover
+from asyncflow_sdk.workflow.model_folder import ModelFolder
 
 from .access import Access, VllmAnswer
-from .folder import check_update, first_equal
+from .folder import check_update
 from .requests import Limits, completions, drawing, scoring
 
 CLOSE_S = 10.0

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from asyncflow_http.limits import MAX_ROWS
-from asyncflow_http.model_folder import ModelFolder
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types import check_least
+from asyncflow_sdk.workflow.model_folder import ModelFolder
 
 from .engine import VllmRollout
 from .requests import Limits

@@ -16,10 +16,10 @@ import msgspec
 
 from asyncflow_http.client import RequestRefused
 from asyncflow_http.limits import MAX_ROWS, RESPONSE_S, UPDATE_S
-from asyncflow_http.model_folder import ModelFolder
 from asyncflow_http.server import HttpServer
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types import check_least
+from asyncflow_sdk.workflow.model_folder import ModelFolder
 
 from .engine import VllmRollout
 from .folder import FolderWeights

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, PluginError
+from .model_folder import PICKLED
 
-FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""Files of a model: its configuration, tokenizer and safetensors, and no pickled weights."""
+IGNORED = (*PICKLED, "consolidated*.safetensors", "adapter_model*.safetensors", "*/*.safetensors")
+"""Files of a repository that are no part of its model: weights in other formats, adapters, copies."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?$")
 
@@ -39,7 +40,7 @@ def model_folder(model: str | Path, revision: str | None = None) -> str:
             " install it with: pip install 'asyncflow-sdk[hub]'"
         ) from None
     try:
-        found: str = huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=list(FILES))
+        found: str = huggingface_hub.snapshot_download(name, revision=commit, ignore_patterns=list(IGNORED))
     except Exception as error:  # its errors are those of several libraries
         raise ConfigError(_reason(huggingface_hub, path, name, commit, error)) from None
     return found

@@ -1,5 +1,6 @@
-"""Model folders: a version of the weights as a Hugging Face folder, complete or absent.
+"""Model folders: the weights in a Hugging Face folder, and a version written as one, complete or absent.
 
+ModelFolder("models/base").tensors["lm_head.weight"]              # TensorType("bfloat16", (151936, 4096))
 with whole_folder(path) as part:                                  # written beside, then renamed
     engine.export(part)
 with fetch_version(queue, 20).fetch() as update:
@@ -9,24 +10,190 @@ with fetch_version(queue, 20).fetch() as update:
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..interfaces import WeightUpdate
+from ..errors import ConfigError
+from ..interfaces import TensorType, WeightUpdate
+from ..interfaces.weights import FilePlace
 from ..memory import make_private_directory
-from ..types.safetensors import plan
+from ..types.dtypes import carrier
+from ..types.safetensors import plan, read_header
 
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf")
+"""Weights in other formats than safetensors."""
+_SMALL_BYTES = 64 << 20
+_COMPARED_BYTES = 16 << 20
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embeddings|embed_in)\.weight$")
+
+
+OWN_CODE = "the folder has Python of its own for it: trust_remote_code=True of Train or Rollout runs that"
+
+
+class ModelFolder:
+    """Weights of a Hugging Face folder, of its index or of ``model.safetensors``: other files of weights in it
+    are copies in another format, or adapters.
+
+    ``tensors``: dtype and shape by name; ``places``: their files. ``redundant``: names of an ``lm_head`` tied
+    to the embedding and equal to it to the bit; the folder could do without. Raises ConfigError without such
+    weights, and for an unequal ``lm_head`` in a tied configuration.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder, path = str(folder), Path(folder)
+        self.tensors: dict[str, TensorType] = {}
+        self.places: dict[str, FilePlace] = {}
+        file = path / "model.safetensors.index.json"
+        try:
+            for file in weight_files(path.resolve()):
+                with file.open("rb") as opened:
+                    found = read_header(opened).tensors
+                self.tensors |= {name: TensorType(each.dtype, each.shape) for name, each in found.items()}
+                self.places |= {name: FilePlace(str(file), each.start) for name, each in found.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from None
+        if not self.tensors:
+            why = "has no model.safetensors and no index of such files: save_pretrained of transformers writes them"
+            raise ConfigError(f"model folder {self.folder!r} {why if path.is_dir() else 'does not exist'}")
+        self.redundant = frozenset(self._tied_heads())
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json. Raises ConfigError if it is missing or has no vocab_size."""
+        try:
+            config = json.loads(Path(self.folder, "config.json").read_bytes())
+            int(text_config(config)["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"model folder {self.folder!r} has no config.json with a vocab_size: {error!r}; give the path of a"
+                " Hugging Face model folder"
+            ) from None
+        return dict(config)
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+        return int(text_config(self.config)["vocab_size"])
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        """Return a copy of a tensor."""
+        (dtype, shape), (file, offset) = self.tensors[name], self.places[name]
+        raw = np.fromfile(file, np.uint8, math.prod(shape) * carrier(dtype).itemsize, offset=offset)
+        return raw.view(carrier(dtype)).reshape(shape)
+
+    def differences(self, other: ModelFolder, own: str, others: str) -> list[str]:
+        """Return other names and shapes in another folder, one a line. A redundant head may be missing."""
+        found = []
+        for name in sorted((self.tensors.keys() | other.tensors.keys()) - self.redundant - other.redundant):
+            held, given = (each.tensors.get(name) for each in (self, other))
+            if held is None or given is None:
+                found.append(f"{name}: {own if held is None else others} has no such weight")
+            elif held.shape != given.shape:
+                found.append(f"{name}: {list(held.shape)} in {own}, {list(given.shape)} in {others}")
+        return found
+
+    def embeddings(self, head: str) -> list[str]:
+        """Return the tensors that a head may be tied to: embeddings of its shape."""
+        shape = self.tensors[head].shape
+        return [name for name, kind in self.tensors.items() if kind.shape == shape and _EMBEDDING.search(name)]
+
+    def _tied_heads(self) -> Iterator[str]:
+        heads = [name for name in self.tensors if f".{name}".endswith(".lm_head.weight")]
+        with contextlib.suppress(ConfigError):  # without a configuration nothing is tied
+            heads = heads if heads and text_config(self.config).get("tie_word_embeddings") else []
+        for head in heads:
+            tied = self.embeddings(head)
+            if tied and not any(self._is_equal(head, each) for each in tied):
+                raise ConfigError(
+                    f"model folder {self.folder!r} has tie_word_embeddings=true in its config.json, and its {head} is not"
+                    f" its {tied[0]}: engines differ in which of them they compute with. Set tie_word_embeddings=false"
+                )
+            yield from [head] if tied else []
+
+    def _is_equal(self, one: str, other: str) -> bool:
+        kind = self.tensors[one]
+        if kind != self.tensors[other]:
+            return False
+        size = math.prod(kind.shape) * carrier(kind.dtype).itemsize
+        raw = [np.memmap(at.path, np.uint8, "r", at.offset, (size,)) for at in (self.places[one], self.places[other])]
+        starts = range(0, size, _COMPARED_BYTES)
+        return all(
+            np.array_equal(raw[0][at : at + _COMPARED_BYTES], raw[1][at : at + _COMPARED_BYTES]) for at in starts
+        )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a folder's weights. Raises ValueError for an index with a file outside the folder, or
+    beside a model.safetensors of its own."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [single] if single.is_file() else []
+    files = indexed_files(index)
+    if single.is_file() and files != {single.name}:
+        raise ValueError(
+            f"it lists {min(files)!r}, and engines may read model.safetensors instead: remove one of both"
+        )
+    return [folder / each for each in sorted(files)]
+
+
+def indexed_files(index: Path) -> set[str]:
+    """Return the files named in a folder's index of weights. Raises ValueError for one outside the folder."""
+    files = set(json.loads(index.read_bytes())["weight_map"].values())
+    if outside := [each for each in files if Path(each).name != each]:
+        raise ValueError(f"it names {outside[0]!r}, which is no file of its folder")
+    return files
+
+
+def own_model(folder: str | Path) -> tuple[str, bool]:
+    """Return the model type of a folder, "" without a configuration, and True if the folder has Python for it."""
+    try:
+        config = json.loads(Path(folder, "config.json").read_bytes())
+        own = {"AutoConfig", "AutoModelForCausalLM"} & (config.get("auto_map") or {}).keys()
+        return str(config.get("model_type") or ""), bool(own)
+    except (OSError, ValueError, AttributeError):
+        return "", False
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the fields of the language model of a multimodal one."""
+    return config | next((config[key] for key in ("text_config", "llm_config") if key in config), {})
+
+
+def copy_small_files(source: str | Path, path: Path) -> None:
+    """Copy the files of a model folder to another one, except its weights: configuration, tokenizer, templates,
+    processor, Python, licence. Hidden files, files above 64 MiB and directories with weights stay."""
+    for file in _small_files(Path(source)):
+        target = path / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)  # writable, where the source is not
+
+
+def _small_files(folder: Path) -> Iterator[Path]:
+    for each in sorted(folder.iterdir()):
+        if each.name.startswith(".") or each.name == "__pycache__" or _holds_weights(each):
+            continue
+        if each.is_file() and each.stat().st_size <= _SMALL_BYTES:
+            yield each
+        elif each.is_dir() and not each.is_symlink() and not any(map(_holds_weights, each.rglob("*"))):
+            yield from _small_files(each)
+
+
+def _holds_weights(file: Path) -> bool:
+    return any(file.match(pattern) for pattern in ("*.safetensors", "*.index.json", *PICKLED))
 
 
 @dataclass(frozen=True)
-class ModelFolders:
+class StepFolders:
     """The model folders of a trainer: ``step-000020`` after every ``every`` steps. The newest ``limit``
     stay; None: all."""
 
@@ -76,22 +243,22 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 def write_model_folder(update: WeightUpdate, model: str, path: Path) -> None:
     """Write a version bit for bit, with the other files of the folder ``model``: configuration,
-    tokenizer, generation configuration. Raises OSError."""
-    dtypes = {kind.dtype for kind in update.tensors.values()}
+    tokenizer, generation configuration, and with its untrained weights. Raises OSError, ConfigError."""
+    base = ModelFolder(model) if update.untrained else None
+    untrained = {} if base is None else {name: base.tensors[name] for name in update.untrained}
+    tensors = {**update.tensors, **untrained}
+    dtypes = {kind.dtype for kind in tensors.values()}
     with whole_folder(path) as part:
-        for file in Path(model).iterdir():
-            if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHTS):
-                shutil.copy2(file, part / file.name)
+        copy_small_files(model, part)
         config = part / "config.json"
         if len(dtypes) == 1 and config.is_file():  # loaded as it was published
             described = json.loads(config.read_bytes())
             described.pop("torch_dtype", None)
             config.write_text(json.dumps({**described, "dtype": dtypes.pop()}, indent=2) + "\n")
-        layout = plan(
-            {name: (kind.dtype, kind.shape) for name, kind in update.tensors.items()}, metadata={"format": "pt"}
-        )
+        layout = plan({name: (kind.dtype, kind.shape) for name, kind in tensors.items()})
+        kept = () if base is None else ((name, base.array(name)) for name in untrained)
         with open(part / "model.safetensors", "wb") as weights:
             weights.write(layout.header)
-            for name, array in update.arrays():
+            for name, array in itertools.chain(update.arrays(), kept):
                 weights.seek(layout.offsets[name])
                 weights.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -17,11 +17,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncflow_http.model_folder import ModelFolder
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import Request
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import Batch, Sampling
+from asyncflow_sdk.workflow.model_folder import ModelFolder
 
 Make = Callable[..., Any]
 Watch = Callable[..., Any]
@@ -306,7 +306,8 @@ def test_what_is_no_model_folder_is_refused_with_its_path(tmp_path: Any, tiny: s
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         TransformersEngine(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(ConfigError, match=r"has no model\.safetensors.*save_pretrained"):
         TransformersEngine(str(tmp_path))
     with pytest.raises(ConfigError, match="dtype 'int8'"):
         TransformersEngine(tiny, dtype="int8")

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow_http.model_folder import ModelFolder, end_tokens
+from asyncflow_http.model_folder import end_tokens
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import Request
 from asyncflow_sdk.types import Sampling
 from asyncflow_sdk.weights import Handover, map_handover
+from asyncflow_sdk.workflow.model_folder import ModelFolder
 from asyncflow_vllm.folder import FolderWeights
 from asyncflow_vllm.requests import Limits, drawing
 
@@ -102,6 +103,6 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
     from asyncflow_torch.reference import tiny_model
 
     folder = tiny_model(tmp_path)
-    (tmp_path / "other.safetensors").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"other\.safetensors cannot be read"):
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
         ModelFolder(folder)

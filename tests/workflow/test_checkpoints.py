@@ -20,7 +20,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, LeaseLost, MemoryFull
 from asyncflow_sdk.testing.echo_ranks import EchoRanks
 from asyncflow_sdk.types.events import Note
-from asyncflow_sdk.workflow.model_folder import ModelFolders
+from asyncflow_sdk.workflow.model_folder import StepFolders
 
 # ---- trainers in processes of their own
 
@@ -162,7 +162,7 @@ def test_folders_of_others_beside_the_checkpoints_are_left_alone(loop: Loop) -> 
         other.mkdir(parents=True)
     # when checkpoints are written, and older ones removed
     loop.train(8, every=2)
-    ModelFolders(loop.directory, every=2, limit=1).trim()
+    StepFolders(loop.directory, every=2, limit=1).trim()
     # then training goes on from the newest, and the folders are there
     assert loop.resume() == 8
     assert sorted(loop.directory.iterdir()) == sorted([*others, loop.directory / "step-000008"])

@@ -17,15 +17,20 @@ import pytest
 from echo_runs import echo_workflow
 
 from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.types.safetensors import plan
 
 pytest.importorskip("huggingface_hub")
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 FILES = {
     "config.json": b'{"max_position_embeddings": 512}',
     "tokenizer.json": b"{}",
-    "model.safetensors": b"weights",
-    "pytorch_model.bin": b"a pickle",
+    "model.safetensors": plan({"w": ("uint8", (1,))}).header + b"0",
+    **dict.fromkeys(
+        ("processor_config.json", "spiece.model", "own.tiktoken", "modeling_own.py", "README.md"), b"small"
+    ),
 }
+OTHERS = dict.fromkeys(("pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth"), b"weights")
+"""Copies of the weights, in other formats."""
 
 
 class Hub:
@@ -47,7 +52,7 @@ class Hub:
                 if "/tree/" in path:
                     files = [
                         {"type": "file", "path": name, "size": len(body), "oid": "0" * 40}
-                        for name, body in FILES.items()
+                        for name, body in (FILES | OTHERS).items()
                     ]
                     return self._send(200, json.dumps(files).encode(), {})
                 if path.startswith("api/models/"):
@@ -55,11 +60,13 @@ class Hub:
                     commit = COMMITS.get(revision, revision)
                     if commit not in COMMITS.values():
                         return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-                    siblings = [{"rfilename": name} for name in FILES]
+                    siblings = [{"rfilename": name} for name in FILES | OTHERS]
                     name = "/".join(path.split("/")[2:4])
                     return self._send(200, json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode(), {})
                 commit, file = path.partition("/resolve/")[2].split("/", 1)
-                body = FILES[file] + (COMMITS["v1"].encode() if COMMITS.get(commit, commit) == COMMITS["v1"] else b"")
+                body = (FILES | OTHERS)[file] + (
+                    COMMITS["v1"].encode() if COMMITS.get(commit, commit) == COMMITS["v1"] else b""
+                )
                 etag = hashlib.sha1(body).hexdigest()
                 return self._send(200, body, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMITS.get(commit, commit)})
 
@@ -154,7 +161,7 @@ def test_a_workflow_downloads_each_model_once_by_name_revision_and_token(hub: Hu
     for folder, commit in ((newest, "main"), (tagged, "v1"), (private, "main")):
         assert folder.endswith(f"/snapshots/{COMMITS[commit]}")
         names = {path.name for path in Path(folder).iterdir()}
-        assert names == FILES.keys() - {"pytorch_model.bin"}, "no pickled weights"
+        assert names == FILES.keys()
     assert Path(tagged, "model.safetensors").read_bytes().endswith(COMMITS["v1"].encode())
 
 

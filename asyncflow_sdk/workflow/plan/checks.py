@@ -20,6 +20,7 @@ from ...weights import AUTO
 from ...weights.publisher import check_publisher
 from ...wire import transport_of
 from ..events.trackers import check_tracker
+from ..model_folder import OWN_CODE
 from ..rollout.chat import PromptEncoder
 from ..rollout.tokenizer import Tokenizer, token_ids, with_stop_ids
 from ..specs import Rollout, Stage, Train, takes_trained
@@ -27,6 +28,7 @@ from ..work import Generate, Logprobs
 from ..workers.engines import odd_options, whole_step_text
 from ..workers.ranks import check_ranks
 from .dataflow import same_name
+from .folders import check_folders, needs_trust
 from .plan import AHEAD_STEPS, Plan
 from .policy import rows_needed
 from .problems import Problems, checks_placements, is_checked_here
@@ -86,6 +88,7 @@ def _find(plan: Plan, problems: Problems) -> None:
     with problems.collect("weights"):
         _check_weights(plan)
     _check_dtypes(plan, problems)
+    check_folders(plan, problems)
     with problems.collect("evaluate", "rollback_margin"):
         _check_guard(plan)
     for number, tracker in enumerate(plan.trackers):
@@ -201,6 +204,10 @@ def _check_engine(
         factory = registry().get(spec.kind, spec.engine).load()
         for option, text in odd_options(spec.engine, factory, spec.options, inspect.signature(type(spec)).parameters):
             problems.add(text, *key, option)
+        if needs_trust(spec.model, factory) and not spec.options.get("trust_remote_code"):
+            problems.add(
+                f"{kind} model {spec.model!r} is of a type that transformers lacks, and {OWN_CODE}", *key, "model"
+            )
 
 
 def _check_stream(train: Train) -> None:

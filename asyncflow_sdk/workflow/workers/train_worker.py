@@ -22,7 +22,7 @@ from ...types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version
 from ...types import events as ev
 from ...weights import Restoration, TransportPublisher, get_restoration, pack_restoration, report_restored
 from ..checkpoint import Checkpoints, Damaged, ResumePoint
-from ..model_folder import ModelFolders, whole_folder
+from ..model_folder import StepFolders, whole_folder
 from .rank_communicator import RANK_ERRORS, RankCommunicator
 from .trainer_steps import StepLost, StepWork, TrainerStep, step_metrics, trainer_steps
 from .worker_log import WorkerLog
@@ -43,7 +43,7 @@ def train(
     ranks: RankCommunicator | None = None,
     model: str = "",
     part_rows: int = 0,
-    models: ModelFolders | None = None,
+    models: StepFolders | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Train each step until the stream ends, publish its version, and export the policy at the end.

@@ -29,7 +29,7 @@ from ...weights import AUTO, check_fetching
 from ...weights.host import host_of
 from ...wire import RunKey
 from ..checkpoint import Checkpoints
-from ..model_folder import ModelFolders
+from ..model_folder import StepFolders
 from ..rollout.producer import EngineProducer
 from ..rollout.tokenizer import Tokenizer
 from ..serialization import from_json
@@ -185,7 +185,7 @@ def _train(role: Train, spec: WorkerSpec, queue: QueueClient, ranks: RankCommuni
         export=Path(settings.export) if settings.export else None,
         checkpoints=checkpoints, every=saved.every, ranks=ranks, model=role.model,
         part_rows=(role.part_rows or 1) if role.stream else 0,
-        models=ModelFolders(Path(settings.models), settings.save_steps, settings.save_total_limit)
+        models=StepFolders(Path(settings.models), settings.save_steps, settings.save_total_limit)
         if settings.save_steps else None,
         ready=lambda: _report_state(queue.connection, "ready"),
     )  # fmt: skip

@@ -268,7 +268,7 @@ def test_a_server_that_cannot_be_used_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        ({"hidden_size": 128}, r"lm_head.weight: \[43, 128\] in the folder, \[43, 64\] in the server"),
+        ({"hidden_size": 128}, r"lm_head.weight: \[43, 128\] in the folder, \[43, 64\] in the server's model"),
         ({"num_hidden_layers": 3}, r"model.layers.2\S+: the server's model has no such weight"),
         ({"num_hidden_layers": 1}, r"model.layers.1\S+: the folder has no such weight"),
     ],
