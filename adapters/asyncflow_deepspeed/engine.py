@@ -65,7 +65,13 @@ class DeepSpeedEngine(DataParallelEngine):
 
         def load(folder: str) -> Any:
             def read() -> Any:
-                return load_policy(folder, dtype=dtype, device="cpu", attn_implementation=options.attention)
+                return load_policy(
+                    folder,
+                    dtype=dtype,
+                    device="cpu",
+                    attn_implementation=options.attention,
+                    trust_remote_code=options.trust_remote_code,
+                )
 
             if options.stage < 3:
                 return ranks.together(read)

@@ -50,7 +50,13 @@ class FsdpEngine(DataParallelEngine):
         self._source, self.bucket_bytes = options.model, options.bucket_bytes
         device = device_of(options.device)
         # On the CPU first: the device gets only shards, and each rank one layer at a time.
-        load = partial(load_policy, dtype=options.dtype, device="cpu", attn_implementation=options.attention)
+        load = partial(
+            load_policy,
+            dtype=options.dtype,
+            device="cpu",
+            attn_implementation=options.attention,
+            trust_remote_code=options.trust_remote_code,
+        )
         plain = load(options.model)
         self._dtypes = {name: tensor.dtype for name, tensor in named_weights(plain)}
         vocabulary, context, compute = vocabulary_of(plain), context_of(plain), plain.dtype

@@ -74,7 +74,12 @@ class TorchCritic(ValueCritic):
     """Critic of one process. Optimizer and master weights are float32."""
 
     def __init__(self, options: TrainOptions) -> None:
-        policy = load_policy(options.critic or options.model, dtype=options.dtype, device=options.device)
+        policy = load_policy(
+            options.critic or options.model,
+            dtype=options.dtype,
+            device=options.device,
+            trust_remote_code=options.trust_remote_code,
+        )
         if options.gradient_checkpointing:
             recompute_activations(policy)
         super().__init__(ValueModel(policy).eval())

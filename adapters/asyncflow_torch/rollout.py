@@ -42,8 +42,8 @@ class TransformersEngine(RolloutEngine):
     ``model``: a Hugging Face folder. ``max_rows``: concurrent rows; further requests wait in order.
     ``threads``: of torch, for the whole process; None leaves them. ``dtype``: default the folder's;
     it must be the dtype of published versions. ``device``: "auto" is a GPU if torch can use one,
-    else the CPU. ``attn_implementation``: of transformers; None is its default. ``version``: of the
-    folder's weights.
+    else the CPU. ``attn_implementation``: of transformers; None is its default. ``trust_remote_code``: run
+    the folder's own Python. ``version``: of the folder's weights.
 
     Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also
     with penalties and cuts, as a trainer recomputes them. A request with a seed repeats its tokens
@@ -63,12 +63,19 @@ class TransformersEngine(RolloutEngine):
         max_rows: int = 256,
         threads: int | None = None,
         attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
         version: int = 0,
     ) -> None:
         check_least(1, max_rows=max_rows, threads=threads)
         if threads is not None:
             torch.set_num_threads(threads)
-        self._model = load_policy(model, dtype=dtype, device=device, attn_implementation=attn_implementation)
+        self._model = load_policy(
+            model,
+            dtype=dtype,
+            device=device,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
         self._model.requires_grad_(False)
         context, decoder = context_of(self._model), Decoder(self._model)
         self._limits = RequestLimits(vocabulary=vocabulary_of(self._model), context=context, rows=max_rows)

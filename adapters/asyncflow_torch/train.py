@@ -33,7 +33,9 @@ class TorchEngine(DataParallelEngine):
     def __init__(self, options: TrainOptions) -> None:
         options.prepare_torch()
         self._source, self._max_grad_norm = options.model, options.max_grad_norm
-        loaded = load_policy(options.model, dtype=options.dtype, device=options.device)
+        loaded = load_policy(
+            options.model, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
+        )
         if options.gradient_checkpointing:
             recompute_activations(loaded)
         self._masters = Masters(loaded, frozen=options.frozen)

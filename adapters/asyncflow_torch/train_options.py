@@ -55,7 +55,8 @@ class TrainOptions:
     it would add noise to the ratio to the policy of the rollouts.
 
     ``frozen``: compute only log-probs, without float32 masters, gradients and optimizer. `Logprobs`
-    sets it.
+    sets it. ``trust_remote_code``: run the folder's own Python for a model that transformers does not
+    have.
     """
 
     model: str = field(kw_only=False)
@@ -79,6 +80,7 @@ class TrainOptions:
     threads: int | None = None
     seed: int = 0
     frozen: bool = False
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         check_above(

@@ -44,7 +44,9 @@ class AccelerateEngine(DataParallelEngine):
     def __init__(self, options: TrainOptions) -> None:
         options.prepare_torch()
         self._source, self._max_grad_norm = options.model, options.max_grad_norm
-        self._plain = load_policy(options.model, dtype=options.dtype, device="cpu")
+        self._plain = load_policy(
+            options.model, dtype=options.dtype, device="cpu", trust_remote_code=options.trust_remote_code
+        )
         self._dtypes = {name: tensor.dtype for name, tensor in named_weights(self._plain)}
         self._accelerator = Accelerator(
             mixed_precision=MIXED_PRECISION.get(self._plain.dtype, "no"), cpu=device_of(options.device).type == "cpu"
