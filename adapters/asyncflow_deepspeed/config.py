@@ -54,9 +54,7 @@ def make_config(
     if offload_optimizer and not stage:
         raise ConfigError("offload needs stage 1, 2 or 3: at stage 0 DeepSpeed does not part the optimizer")
     if dtype not in ("float32", "bfloat16"):
-        raise ConfigError(
-            f"dtype {dtype!r} is not trained here: its loss scaling leaves steps out; use bfloat16 or float32"
-        )
+        raise ConfigError(f"dtype {dtype!r} is not computed by DeepSpeed here: say dtype='bfloat16' or 'float32'")
     given = copy.deepcopy(dict(given or {}))
     _refuse(given, _REFUSED, "")
     zero = given.get("zero_optimization", {})

@@ -53,7 +53,7 @@ class DeepSpeedEngine(DataParallelEngine):
     def __init__(self, options: DeepSpeedOptions) -> None:
         options.prepare_torch()
         self._source, self.bucket_bytes = options.model, options.bucket_bytes
-        dtype = runtime.stored_dtype(options.model) if options.dtype == "auto" else options.dtype
+        dtype = options.computed_dtype
         settings = make_config(
             stage=options.stage, dtype=dtype, max_grad_norm=options.max_grad_norm, offload_optimizer=options.offload,
             given=options.config,

@@ -4,6 +4,7 @@ strings."""
 from __future__ import annotations
 
 from asyncflow_sdk.plugins import AdapterSpec, hookimpl
+from asyncflow_torch.plugin import TRAINS
 
 
 @hookimpl
@@ -17,6 +18,6 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=["deepspeed>=0.19.8", "torch>=2.6", "transformers>=5", "accelerate>=1.1"],
             install="pip install 'asyncflow-sdk[deepspeed]'",
             tested=["deepspeed==0.19.8", "torch==2.13.*", "transformers==5.23.*"],
-            can={"ranks": ["one", "many"], "dtype": "option", "frozen": "option", "steps": ["whole", "parts"]},
+            can={"ranks": ["one", "many"], **TRAINS, "dtype": ["option", "bfloat16", "float32"]},
         )
     ]

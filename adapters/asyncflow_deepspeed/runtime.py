@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.workflow.model_folder import ModelFolder
 from asyncflow_torch.devices import device_kind
 
 
@@ -64,17 +61,3 @@ def partitioned_models(config: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         del registered
-
-
-def stored_dtype(folder: str) -> str:
-    """Return the dtype of the weights in a model folder, by its configuration, else of its
-    tensors. Raises ConfigError for a folder without a configuration."""
-    try:
-        config = json.loads(Path(folder, "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model folder {folder!r} has no config.json that can be read: {error}") from error
-    configured = config.get("dtype") or config.get("torch_dtype")
-    if isinstance(configured, str):
-        return configured
-    found = {kind.dtype for kind in ModelFolder(folder).tensors.values()}
-    return next((dtype for dtype in ("bfloat16", "float16") if dtype in found), "float32")

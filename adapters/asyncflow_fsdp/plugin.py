@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncflow_sdk.plugins import AdapterSpec, hookimpl
+from asyncflow_torch.plugin import TRAINS
 
 
 @hookimpl
@@ -16,6 +17,6 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=["torch>=2.6", "transformers>=5", "safetensors>=0.5"],
             install="pip install 'asyncflow-sdk[fsdp]'",
             tested="torch 2.13 with gloo, on a CPU, one and two processes; CUDA and NCCL have not been run",
-            can={"ranks": ["one", "many"], "dtype": "option", "frozen": "option", "steps": ["whole", "parts"]},
+            can={"ranks": ["one", "many"], **TRAINS},
         )
     ]

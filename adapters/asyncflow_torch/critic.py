@@ -58,8 +58,8 @@ class ValueCritic(abc.ABC):
     @abc.abstractmethod
     def backward(self, values: Any, gradient: Any, *, last: bool) -> None:
         """Add the gradients of the weights to the step's. ``gradient``: of the loss with respect
-        to ``values``, scaled as the engine's backward pass scaled the loss. ``last``: True for
-        the last pass of the step. All ranks call it together."""
+        to ``values``, scaled as the loss was. ``last``: True for the last pass of the step. All
+        ranks call it together."""
 
     @abc.abstractmethod
     def save(self, path: Path) -> None:
@@ -76,7 +76,7 @@ class TorchCritic(ValueCritic):
     def __init__(self, options: TrainOptions) -> None:
         policy = load_policy(
             options.critic or options.model,
-            dtype=options.dtype,
+            dtype=options.computed_dtype,
             device=options.device,
             trust_remote_code=options.trust_remote_code,
         )

@@ -187,8 +187,6 @@ class DataParallelEngine(TrainEngine):
             step.add(share.used, counts)
             part = Whole.of(counts)
             if part.trained.rows:
-                if self._normaliser != "constant":
-                    step.choose_scale(part.trained.of(self._normaliser))
                 self._add_passes(share, part.passes, step.update, last=False)
 
     def end_step(self) -> StepResult:
@@ -202,7 +200,7 @@ class DataParallelEngine(TrainEngine):
             if whole.trained.rows:
                 if self.marks_last_pass:
                     self._pass(no_rows(device=self._device), None, step.update, last=True)
-                self.divide_gradients(whole.trained.of(self._normaliser) * step.update.scale)
+                self.divide_gradients(whole.trained.of(self._normaliser))
                 norms, made = self._optimize(
                     step.update, partial(divisor_of, totals=whole.trained, algorithm=self._algorithm)
                 )
@@ -341,7 +339,7 @@ class DataParallelEngine(TrainEngine):
             update.add(measured)
         else:
             loss = stats.logprobs.sum()  # a sum of no terms: its gradient is 0
-        self.backward(loss * update.scale, last=last)
+        self.backward(loss, last=last)
         if self._critic is not None and values is not None and given is not None:
             gradient = torch.zeros_like(values) if given.grad is None else given.grad
             self._critic.backward(values, gradient, last=last)

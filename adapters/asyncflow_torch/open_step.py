@@ -6,7 +6,6 @@ update = StepSums(UNDIVIDED)                                  # losses are sums,
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,16 +33,13 @@ class Totals(NamedTuple):
 
 
 UNDIVIDED = Totals(1, 1, 1)
-EXPECTED_PARTS = 8
-"""Parts of a step for the scale of its losses: only the range of float16 depends on it."""
 
 
 class StepSums:
-    """Sums of one optimizer step on this rank. ``totals``: passed to the loss. ``scale``: factor
-    of the losses whose gradients are computed, a power of two."""
+    """Sums of one optimizer step on this rank. ``totals``: passed to the loss."""
 
     def __init__(self, totals: Totals) -> None:
-        self.totals, self.scale, self.drift = totals, 1.0, Drift()
+        self.totals, self.drift = totals, Drift()
         self._sums: dict[str, Any] = defaultdict(float)
 
     def add(self, measured: Mapping[str, Any]) -> None:
@@ -75,19 +71,11 @@ class OpenStep:
         self.counts: list[Mapping[str, Any]] = []
         self.used: list[npt.NDArray[np.bool_]] = []
         self.update = StepSums(UNDIVIDED)
-        self._scaled = False
 
     def add(self, used: npt.NDArray[np.bool_], counts: Sequence[Mapping[str, Any]]) -> None:
         """Add a part: trained rows of this rank, and the counts of all ranks."""
         self.used.append(used)
         self.counts += counts
-
-    def choose_scale(self, number: int) -> None:
-        """Set the scale by the first part with trained rows, which has ``number`` of them: about 1
-        over that of a step of EXPECTED_PARTS such parts. Gradients of sums would overflow in float16;
-        a power of two changes no digit."""
-        if not self._scaled:
-            self._scaled, self.update.scale = True, 2.0 ** -math.ceil(math.log2(number * EXPECTED_PARTS))
 
     def check(self) -> None:
         """Raise EngineError for a step without rows."""

@@ -7,6 +7,12 @@ from asyncflow_sdk.plugins import AdapterSpec, hookimpl
 
 _REQUIRES = ["torch>=2.6", "transformers>=5"]
 _INSTALL = "pip install 'asyncflow-sdk[torch]'"
+TRAINS = {
+    "dtype": ["option", "bfloat16", "float32", "float64"],
+    "frozen": "option",
+    "steps": ["whole", "parts"],
+}
+"""Capabilities of all train engines on torch."""
 _TESTED = ["torch==2.13.*", "transformers==5.24.*"]
 
 
@@ -35,7 +41,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES,
             install=_INSTALL,
             tested=_TESTED,
-            can={"ranks": "one", "dtype": "option", "frozen": "option", "steps": ["whole", "parts"]},
+            can={"ranks": "one", **TRAINS},
         ),
         AdapterSpec(
             kind="transport",

@@ -12,16 +12,21 @@
 from __future__ import annotations
 
 import inspect
+import json
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from asyncflow_http.model_folder import ModelFolder
 from asyncflow_sdk.algorithms import GRPO
+from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import Algorithm
 from asyncflow_sdk.types import check_above
+from asyncflow_sdk.types.dtypes import floating_name
 
 from .sharded_files import RANK_BUCKET_BYTES
 from .shares import VALUES
@@ -33,7 +38,7 @@ _Self = TypeVar("_Self")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Options of all train engines. Raises ConfigError for numbers out of range.
+    """Options of all train engines. Raises ConfigError for numbers out of range, and for training in float16.
 
     ``model``: a Hugging Face folder. ``algorithm``: default GRPO. ``learning_rate``, ``betas``,
     ``weight_decay``: of AdamW. ``max_grad_norm``: gradients of the whole model are clipped to this
@@ -44,7 +49,7 @@ class TrainOptions:
     activations inside a layer in the backward pass.
 
     ``dtype``: of forward and backward passes and of published weights; "auto" is the dtype of the
-    model folder. The optimizer steps on float32. ``device``: "auto" is "cuda" (the GPU of
+    model folder. float16 is refused. The optimizer steps on float32. ``device``: "auto" is "cuda" (the GPU of
     LOCAL_RANK) if torch can use a GPU, else "cpu". ``temperature``: of the rollouts; log-probs are
     computed at it. ``micro_batch_tokens``: maximum of input tokens per forward pass, padding
     included; None computes a step in one pass.
@@ -87,6 +92,26 @@ class TrainOptions:
             0, learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm, temperature=self.temperature,
             micro_batch_tokens=self.micro_batch_tokens, updates=self.updates, critic_learning_rate=self.critic_learning_rate, threads=self.threads,
         )  # fmt: skip
+        if not self.frozen and self.computed_dtype == "float16":
+            whose = f", the dtype of model folder {self.model!r}," if self.dtype == "auto" else ""
+            raise ConfigError(
+                f"training in float16{whose} loses small gradients: they are below its range; say dtype='bfloat16' or"
+                " dtype='float32'"
+            )
+
+    @property
+    def computed_dtype(self) -> str:
+        """``dtype``; for "auto" the model folder's: of its configuration, else of its weights."""
+        if self.dtype != "auto":
+            return floating_name(self.dtype) or self.dtype
+        try:
+            config = json.loads(Path(self.model, "config.json").read_bytes())
+            if named := floating_name(config.get("dtype") or config.get("torch_dtype")):
+                return named
+            found = {each.dtype for each in ModelFolder(self.model).tensors.values()}
+        except (OSError, ValueError, AttributeError, ConfigError):  # refused where it is loaded
+            return "float32"
+        return next((dtype for dtype in ("bfloat16", "float16") if dtype in found), "float32")
 
     @property
     def adamw(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ CAN: dict[str, dict[str, tuple[str, ...]]] = {
         "transports": (),
         "dtype": ("option", "folder"),
     },
-    "train": {"ranks": ("one", "many"), "dtype": ("option",), "frozen": ("option",), "steps": ("whole", "parts")},
+    "train": {"ranks": ("one", "many"), "dtype": (), "frozen": ("option",), "steps": ("whole", "parts")},
     "transport": {"hosts": ("one", "many"), "encodings": ("mapped", "full", "delta"), "outlives": ("trainer",)},
     "launcher": {"hosts": ("one", "many")},
     "store": {"hosts": ("one", "many")},
@@ -47,9 +47,9 @@ class AdapterSpec:
     - rollout: ``swap``, ways to load new weights; ``has``, the true ones of token_versions, logprobs, held_weights and
       stop_texts; ``restrictions`` (see ``Capabilities``); ``transports``, the only transports it accepts; ``dtype``, dtypes of versions it accepts:
       "option", the dtype of its option ``dtype`` ("auto" and None: the model folder's), and "folder", the model folder's.
-    - train: ``ranks``, "one" process or "many"; ``dtype``, "option" if it publishes in the dtype of its option ``dtype``;
-      ``steps``, "whole" and, if it trains a step in parts, "parts"; ``frozen``, "option" if ``frozen=True`` leaves out what
-      only training needs, as ``Logprobs`` asks for.
+    - train: ``ranks``, "one" process or "many"; ``dtype``, "option" if it publishes in the dtype of its option ``dtype``,
+      and the only dtypes that it trains in; ``steps``, "whole" and, if it trains a step in parts, "parts"; ``frozen``,
+      "option" if ``frozen=True`` leaves out what only training needs, as ``Logprobs`` asks for.
     - transport: ``hosts``, "one" or "many"; ``encodings``, of mapped, full, delta; ``outlives``, "trainer" if versions
       can be fetched after the trainer's process has died, [] if not.
     - launcher: ``hosts``, "one" if it starts workers only on the driver's host.

@@ -91,11 +91,10 @@ def test_any_split_of_the_groups_makes_the_same_step(
     assert found.metrics == pytest.approx(wanted, rel=EXACT, abs=1e-7)
 
 
-@pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-5), ("bfloat16", 3e-2), ("float16", 5e-3)])
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-5), ("bfloat16", 3e-2)])
 def test_in_lower_precision_it_is_the_whole_step_up_to_rounding(
     dtype: str, near: float, trainer: Any, rows: Batch, tmp_path: Path
 ) -> None:
-    """Sums of losses are scaled: those of advantages of 1e4 would have gradients beyond the range of float16."""
     algorithm = OfGroups(factor=1e4)
     saved = []
     for number, split in enumerate([None, SPLITS[0]]):

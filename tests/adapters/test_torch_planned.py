@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.plugins import registry
+from asyncflow_sdk.types import Batch
+from asyncflow_torch.reference import tiny_model
 
 
 def workflow(
@@ -68,3 +73,46 @@ def test_draws_with_other_log_probs_are_refused_by_the_declaration_of_the_engine
         with pytest.raises(ConfigError, match=refused):
             workflow(tiny, rollout={"sampling": sampling}, engine="vllm")
         workflow(tiny, rollout={"sampling": sampling})
+
+
+@pytest.mark.parametrize("engine", ["torch", "fsdp", "deepspeed"])
+def test_training_in_float16_is_refused_with_its_cure_and_a_reference_in_it_is_not(
+    engine: str, tmp_path: Path
+) -> None:
+    model = tiny_model(tmp_path, dtype="float16", ends=True)
+    elsewhere: dict[str, Any] = {"model": model, "python": sys.executable}  # deepspeed is not installed here
+    rollout = af.Rollout("transformers", model=model, group_size=4, sampling=LENGTH)
+    reference = af.Stage(af.Logprobs(engine, model=model), gives=["ref_logprobs"], python=sys.executable)
+
+    def made(**train: Any) -> af.Workflow:
+        return af.Workflow(
+            prompts=["12="], rollout=rollout, reward=scored, stages=[reference], batch_size=8, steps=1,
+            train=af.Train(engine, **elsewhere, **train), weights=af.Weights(dtype="float16"),
+        )  # fmt: skip
+
+    cure = "small gradients are below its range; say dtype='bfloat16' or dtype='float32'"
+    with pytest.raises(
+        ConfigError, match=f"{engine!r} does not train in float16, the dtype of its model folder: {cure}"
+    ):
+        made()
+    with pytest.raises(ConfigError, match=f"{engine!r} does not train in float16: {cure}"):
+        made(dtype="half")
+    made(dtype="bfloat16")
+
+
+@pytest.mark.parametrize("engine", ["torch", "fsdp"])
+def test_an_engine_in_float16_gives_log_probs_and_does_not_train(engine: str, batch: Batch, tmp_path: Path) -> None:
+    make: Any = registry().get("train", engine).load()
+    model, found = tiny_model(tmp_path, dtype="float16", ends=True), []
+
+    with pytest.raises(
+        ConfigError, match="in float16, the dtype of model folder .*, loses small gradients.*say dtype='bf"
+    ):
+        make(model)
+    with pytest.raises(ConfigError, match="in float16 loses small gradients"):
+        make(model, dtype="half")
+    for dtype in ("auto", "float32"):
+        frozen = make(model, dtype=dtype, frozen=True, device="cpu")
+        found.append(frozen.logprobs(batch).values)
+        frozen.close()
+    assert abs(found[0] - found[1]).max() < 0.02

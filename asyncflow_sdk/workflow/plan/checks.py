@@ -334,12 +334,22 @@ def _check_guard(plan: Plan) -> None:
 
 
 def _check_dtypes(plan: Plan, problems: Problems) -> None:
-    """Compare the dtype of versions with each rollout's, as far as adapters and model folders declare them."""
+    """Compare the dtype of training with the engine's, and the dtype of versions with each rollout's, as far as adapters
+    and model folders declare them."""
+    trainer, option, trained = registry().find("train", plan.train.engine), plan.train.options.get("dtype"), ""
+    declared = (trainer.spec.declared("dtype") if trainer is not None else None) or ()
+    if "option" in declared:
+        trained = _dtype_of(option or "auto", plan.train.model)
+    able = [each for each in declared if each != "option"]
+    if able and trained and trained not in able:
+        whose = "" if option else ", the dtype of its model folder"
+        reason = ": small gradients are below its range" if trained == "float16" else ""
+        cure = " or ".join(f"dtype={each!r}" for each in able)
+        problems.add(
+            f"engine {plan.train.engine!r} does not train in {trained}{whose}{reason}; say {cure}", "train", "dtype"
+        )
     asked = plan.weights.dtype
-    trained = registry().find("train", plan.train.engine)
-    if asked is None and trained is not None and trained.spec.declared("dtype") == ("option",):
-        asked = plan.train.options.get("dtype") or "auto"
-    published = "" if asked is None else _dtype_of(asked, plan.train.model)
+    published = trained if asked is None else _dtype_of(asked, plan.train.model)
     for number, rollout in enumerate(plan.rollouts):
         adapter = registry().find("rollout", rollout.engine)
         taken = (adapter.spec.declared("dtype") if adapter is not None else None) or ()

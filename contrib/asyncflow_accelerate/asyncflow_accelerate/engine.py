@@ -27,15 +27,13 @@ from asyncflow_torch.sharded_files import RANK_BUCKET_BYTES, kind_of
 from asyncflow_torch.shares import STALENESS
 from asyncflow_torch.train_options import TrainOptions, keywords_of
 
-MIXED_PRECISION = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
 
 class AccelerateEngine(DataParallelEngine):
     """Train engine of one process, without a critic; one engine at a time in a process. Options:
     `TrainOptions`.
 
-    ``dtype`` "bfloat16" and "float16" are Accelerate's mixed precision: weights and optimizer are
-    float32, and are published in ``dtype``.
+    ``dtype`` "bfloat16" is Accelerate's mixed precision: weights and optimizer are float32, and are
+    published in ``dtype``.
     """
 
     computes = (PROXIMAL, ENTROPY, STALENESS)
@@ -48,9 +46,8 @@ class AccelerateEngine(DataParallelEngine):
             options.model, dtype=options.dtype, device="cpu", trust_remote_code=options.trust_remote_code
         )
         self._dtypes = {name: tensor.dtype for name, tensor in named_weights(self._plain)}
-        self._accelerator = Accelerator(
-            mixed_precision=MIXED_PRECISION.get(self._plain.dtype, "no"), cpu=device_of(options.device).type == "cpu"
-        )
+        mixed = "bf16" if self._plain.dtype == torch.bfloat16 else "no"
+        self._accelerator = Accelerator(mixed_precision=mixed, cpu=device_of(options.device).type == "cpu")
         if options.gradient_checkpointing:
             recompute_activations(self._plain)
         if not options.frozen:
@@ -75,9 +72,9 @@ class AccelerateEngine(DataParallelEngine):
 
     def optimizer_step(self) -> dict[str, float]:
         norm = float(self._accelerator.clip_grad_norm_(self._plain.parameters(), self._max_grad_norm))
-        if math.isfinite(norm) or self._accelerator.scaler is not None:  # a scaler leaves the step out itself
+        if math.isfinite(norm):
             self._prepared.step()
-        if not math.isfinite(norm):
+        else:
             self.zero_gradients()
         return {"grad_norm": norm}
 

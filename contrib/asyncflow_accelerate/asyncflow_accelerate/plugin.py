@@ -1,6 +1,7 @@
 """The plugin registered with the SDK."""
 
 import asyncflow_sdk as af
+from asyncflow_torch.plugin import TRAINS
 
 
 @af.hookimpl
@@ -12,7 +13,7 @@ def asyncflow_adapters() -> list[af.AdapterSpec]:
             factory="asyncflow_accelerate.engine:AccelerateEngine",
             requires=["accelerate>=1.0", "transformers>=5", "torch>=2.6"],
             install="pip install asyncflow-accelerate",
-            can={"ranks": "one", "dtype": "option", "frozen": "option", "steps": ["whole", "parts"]},
+            can={"ranks": "one", **TRAINS, "dtype": ["option", "bfloat16", "float32"]},
             tested="accelerate 1.15 on a CPU, one process",
         )
     ]
