@@ -5,9 +5,7 @@ Inference engines silently load part of a version, convert it, or keep the tenso
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -18,14 +16,6 @@ from asyncflow_sdk.workflow.model_folder import ModelFolder
 _SHOWN = 20
 
 
-def end_tokens(folder: str) -> list[int]:
-    """Return the end tokens by the model folder's configuration, not by its tokenizer."""
-    for file in ("generation_config.json", "config.json"):
-        path = Path(folder, file)
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return [found] if isinstance(found, int) else list(found)
-    return []
 
 
 def check_version(

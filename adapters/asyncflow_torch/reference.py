@@ -21,9 +21,9 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from asyncflow_sdk.testing import Policy
 from asyncflow_sdk.types import from_torch, to_torch
+from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
 from .demo.model import BOS, EOS, PAD, tokenizer
-from .generation.decode import end_tokens
 from .kit_model import kit_model
 from .policy import context_of, element, export_policy, load_policy, named_weights, no_progress_bar, vocabulary_of
 
@@ -52,7 +52,7 @@ def tiny_model(folder: Path, *, seed: int = 0, ends: bool = False, dtype: str = 
             pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS if ends else None
         )
         model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    tokenizer(ends=ends).save_pretrained(folder)
     return str(folder)
 
 
@@ -75,7 +75,7 @@ class HuggingFacePolicy(Policy):
         self._first = {name: from_torch(tensor).copy() for name, tensor in named_weights(model)}
         self._model = model if model.dtype == torch.float32 else model.float()
         self._model.requires_grad_(False)
-        self.ends = tuple(end_tokens(model))
+        self.ends = tuple(end_tokens(folder))
         # of the folder's, only where a response ends: what else it asks for (penalties) is no part of the policy
         self._model.generation_config = GenerationConfig(
             eos_token_id=list(self.ends) or None, pad_token_id=self.ends[0] if self.ends else None

@@ -26,6 +26,7 @@ from asyncflow_http.limits import RequestLimits
 from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
 from asyncflow_sdk.types import check_least
+from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
 from .generation.decode import Decoder
 from .generation.decode_thread import DecodeThread, Job
@@ -77,7 +78,7 @@ class TransformersEngine(RolloutEngine):
             trust_remote_code=trust_remote_code,
         )
         self._model.requires_grad_(False)
-        context, decoder = context_of(self._model), Decoder(self._model)
+        context, decoder = context_of(self._model), Decoder(self._model, end_tokens(model))
         self._limits = RequestLimits(vocabulary=vocabulary_of(self._model), context=context, rows=max_rows)
         self.capabilities = Capabilities(
             swap=frozenset({"drain", "partial", "in_flight"}),

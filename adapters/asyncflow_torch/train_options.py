@@ -21,12 +21,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from asyncflow_http.model_folder import ModelFolder
 from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import Algorithm
 from asyncflow_sdk.types import check_above
 from asyncflow_sdk.types.dtypes import floating_name
+from asyncflow_sdk.workflow.model_folder import ModelFolder
 
 from .sharded_files import RANK_BUCKET_BYTES
 from .shares import VALUES

@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from asyncflow_http.cancellation import finish
-from asyncflow_http.model_folder import end_tokens, first_equal
+from asyncflow_http.model_folder import first_equal
 from asyncflow_sdk.errors import EngineError, EngineGone, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
 from asyncflow_sdk.weights import Handover
 from asyncflow_sdk.workflow.model_folder import ModelFolder
+from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
 from .access import Access, VllmAnswer
 from .folder import check_update

@@ -34,6 +34,7 @@ from .work import (
     Logprobs,
     is_coroutine,
     needs_of,
+    without_fast_file,
 )
 from .workers.rank_communicator import RankCommunicator
 from .workers.ranks import own_rank
@@ -185,7 +186,7 @@ class Rollout(EngineSpec):
                 )
             raise ConfigError(
                 f"prompts are text (column {self.prompt!r}), but {self.model!r} has no tokenizer.json; name a"
-                " tokenizer, or give token ids in a column prompt_ids"
+                f" tokenizer, or give token ids in a column prompt_ids{without_fast_file(self.model)}"
             )
         return rollout_task(
             self.task, self.prompt, self.prefix, bool(self.tokenizer), self.agent, self.lease_s, self.partitions

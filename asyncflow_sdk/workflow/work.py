@@ -19,6 +19,7 @@ import msgspec
 from ..errors import ConfigError
 from ..plugins import import_path
 from ..types import Chat, Sampling
+from ..types.dtypes import floating_name
 from ..types.validation import check_least
 from .hub import model_folder
 from .serialization import Serializable
@@ -52,6 +53,22 @@ class EngineSpec(Serializable):
     def tokenizer(self) -> str:
         """The path of the named tokenizer.json, or of the model's; "" without one."""
         return tokenizer_file(self._tokenizer, self.model)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of the model folder, with the fields of the language model of a multimodal
+        one; empty if it cannot be read."""
+        try:
+            config = msgspec.json.decode(Path(self.model or "-", "config.json").read_bytes(), type=dict[str, Any])
+        except (OSError, msgspec.MsgspecError):
+            return {}
+        return config | (config.get("text_config") or config.get("llm_config") or {})
+
+    def dtype_of(self, option: str) -> str:
+        """Return the dtype that an engine's option means, for "auto" the model folder's; "" if unknown here."""
+        if option != "auto":
+            return floating_name(option)
+        return floating_name(self.config.get("dtype") or self.config.get("torch_dtype"))
 
 
 class Logprobs(EngineSpec):
@@ -117,8 +134,19 @@ def tokenizer_file(tokenizer: str | Path | None, model: str | Path) -> str:
     file = Path(tokenizer if tokenizer is not None else model or "-")
     file = file / "tokenizer.json" if file.suffix != ".json" else file
     if tokenizer is not None and not file.is_file():
-        raise ConfigError(f"there is no tokenizer at {file}")
+        raise ConfigError(f"there is no tokenizer at {file}{without_fast_file(file.parent)}")
     return str(file) if file.is_file() else ""
+
+
+def without_fast_file(folder: str | Path) -> str:
+    """Return the remedy for a folder with a tokenizer of another format than tokenizer.json; "" for any other."""
+    files = ("tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model", "vocab.txt")
+    if not any(Path(folder, file).is_file() for file in files):
+        return ""
+    return (
+        f"; {str(folder)!r} has one of another format:"
+        f" transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r}) makes this file"
+    )
 
 
 def plain_options(engine: str, options: dict[str, Any]) -> dict[str, Any]:

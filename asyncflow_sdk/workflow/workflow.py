@@ -348,7 +348,7 @@ class _Execution:
             track=plan.trackers, description=describe(plan) if plan.trackers else None,
         )  # fmt: skip
         completed = False
-        for problem in registry().problems:
+        for problem in (*registry().problems, *plan.warnings):
             run.report(ev.Note(time_s=time.monotonic(), text=problem, level="warning"))
         for choice in plan.choices:
             run.report(

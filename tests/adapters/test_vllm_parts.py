@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from asyncflow_http.model_folder import end_tokens
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import Request
 from asyncflow_sdk.types import Sampling
 from asyncflow_sdk.weights import Handover, map_handover
 from asyncflow_sdk.workflow.model_folder import ModelFolder
 from asyncflow_vllm.folder import FolderWeights
-from asyncflow_vllm.requests import Limits, drawing
+from asyncflow_vllm.requests import Limits
 
 torch = pytest.importorskip("torch")
-
-
-@pytest.mark.parametrize(
-    ("files", "ends"),
-    [
-        ({"generation_config.json": {"eos_token_id": [2, 7, 9]}, "config.json": {"eos_token_id": 2}}, [2, 7, 9]),
-        ({"generation_config.json": {"eos_token_id": 7}, "config.json": {"eos_token_id": 2}}, [7]),
-        ({"generation_config.json": {}, "config.json": {"eos_token_id": [2, 3]}}, [2, 3]),
-        ({"generation_config.json": {"eos_token_id": None}, "config.json": {"eos_token_id": 0}}, [0]),
-        ({"config.json": {}}, []),
-    ],
-)
-def test_all_end_tokens_of_the_folder_are_asked_for(tmp_path: Path, files: Any, ends: list[int]) -> None:
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
-
-    assert end_tokens(str(tmp_path)) == ends
-    asked = drawing(Request(np.array([5], np.int32), Sampling(stop_ids=(11,))), end_tokens(str(tmp_path)))
-    assert asked["stop_token_ids"] == [*ends, 11]
 
 
 @pytest.mark.parametrize(

@@ -40,16 +40,20 @@ _CHECK_EVERY = 5
 _TOKENS = DIGITS + 2  # room for one digit too many before the end token
 
 
-def tokenizer() -> Any:
+def tokenizer(*, ends: bool = True) -> Any:
     """43 entries, one token a character; unknown characters are an error, nothing is added around a
-    text."""
+    text. ``ends``: name the end token."""
     vocabulary = {token: i for i, token in enumerate(_VOCABULARY)}
     made = Tokenizer(models.WordLevel(vocabulary))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     made.decoder = decoders.Fuse()
     pad, bos, eos = _SPECIAL
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=pad, bos_token=bos, eos_token=eos, clean_up_tokenization_spaces=False
+        tokenizer_object=made,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos if ends else None,
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -121,7 +125,7 @@ def _supervised_step(model: Any, optimizer: Any, tokens: Any, rows: dict[str, li
 
 def _accuracy(model: Any, tokens: Any, rows: dict[str, list[str]], seed: int) -> float:
     """The share of prompts answered rightly by one response each, at temperature 1."""
-    decoder, sampling = Decoder(model), Sampling(max_tokens=_TOKENS)
+    decoder, sampling = Decoder(model, [EOS]), Sampling(max_tokens=_TOKENS)
     works = [
         DecodeWork(i, np.array(ids, np.int32), 1, sampling, seed=seed * _SAMPLES + i)
         for i, ids in enumerate(tokens(rows["prompt"])["input_ids"])

@@ -1,6 +1,6 @@
 """Decoder: rows in batches, one token per step, so no row waits for the end of another.
 
-    decoder = Decoder(model)
+    decoder = Decoder(model, end_tokens(folder))
     done = [decoder.admit([DecodeWork(id=0, prompt=ids, n=8, sampling=Sampling(max_tokens=64))])]
     while decoder.rows:
         done.append(decoder.step())        # FinishedBatch, or None: the rows that ended in this step
@@ -26,12 +26,12 @@ from .stop_texts import StopNumbers
 
 
 class Decoder:
-    """Decodes rows of many requests with one model. Methods run the model and block."""
+    """Decodes rows of many requests with one model. Methods run the model and block. ``ends``: end tokens."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, ends: Sequence[int]) -> None:
         self._model, self._texts = model, StopNumbers()
         self._batches: deque[DecodeBatch] = deque()
-        self._ends = torch.tensor(end_tokens(model), dtype=torch.int64, device=model.device)
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=model.device)
 
     @property
     def rows(self) -> int:
@@ -102,15 +102,3 @@ class Decoder:
     def clear(self) -> None:
         """Drop all rows."""
         self._batches.clear()
-
-
-def end_tokens(model: Any) -> list[int]:
-    """Return the token ids that end a response: the generation configuration's, else the model
-    configuration's."""
-    generation = getattr(model, "generation_config", None)
-    ends = getattr(generation, "eos_token_id", None)
-    if ends is None:
-        ends = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if ends is None:
-        return []
-    return [int(end) for end in ends] if isinstance(ends, (list, tuple)) else [int(ends)]

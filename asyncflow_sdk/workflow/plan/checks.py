@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 
 from ...errors import ConfigError, PluginError, SchemaError
 from ...interfaces import Placement
 from ...interfaces.rollout import check_restrictions
 from ...plugins import registry
+from ...types import Ragged
 from ...types.config import LOCAL
-from ...types.dtypes import floating_name
 from ...weights import AUTO
 from ...weights.publisher import check_publisher
 from ...wire import transport_of
@@ -35,6 +33,10 @@ from .problems import Problems, checks_placements, is_checked_here
 
 MOST = 2**53
 """Largest number of rows or steps."""
+_RESIZE = (
+    "Name the model's own tokenizer (tokenizer=), or give the model an embedding for all its tokens:"
+    " model.resize_token_embeddings(len(tokenizer)) of transformers"
+)
 
 
 def check_plan(plan: Plan) -> None:
@@ -339,7 +341,7 @@ def _check_dtypes(plan: Plan, problems: Problems) -> None:
     trainer, option, trained = registry().find("train", plan.train.engine), plan.train.options.get("dtype"), ""
     declared = (trainer.spec.declared("dtype") if trainer is not None else None) or ()
     if "option" in declared:
-        trained = _dtype_of(option or "auto", plan.train.model)
+        trained = plan.train.dtype_of(option or "auto")
     able = [each for each in declared if each != "option"]
     if able and trained and trained not in able:
         whose = "" if option else ", the dtype of its model folder"
@@ -349,12 +351,12 @@ def _check_dtypes(plan: Plan, problems: Problems) -> None:
             f"engine {plan.train.engine!r} does not train in {trained}{whose}{reason}; say {cure}", "train", "dtype"
         )
     asked = plan.weights.dtype
-    published = trained if asked is None else _dtype_of(asked, plan.train.model)
+    published = trained if asked is None else plan.train.dtype_of(asked)
     for number, rollout in enumerate(plan.rollouts):
         adapter = registry().find("rollout", rollout.engine)
         taken = (adapter.spec.declared("dtype") if adapter is not None else None) or ()
         options = {"option": rollout.options.get("dtype") or "auto", "folder": "auto"}
-        names = list(dict.fromkeys(_dtype_of(options[each], rollout.model) for each in taken))
+        names = list(dict.fromkeys(rollout.dtype_of(options[each]) for each in taken))
         if published and names and all(names) and published not in names:
             problems.add(
                 f"train publishes weights in {published}, and rollout {rollout.task!r} with engine"
@@ -362,14 +364,6 @@ def _check_dtypes(plan: Plan, problems: Problems) -> None:
                 f" dtype={published!r} for the rollout",
                 *(("rollout", number, "dtype") if "dtype" in rollout.options else ("rollout", number)),
             )
-
-
-def _dtype_of(option: str, model: str) -> str:
-    """Return the dtype of an engine's option or model folder; "" if unknown here."""
-    if option != "auto":
-        return floating_name(option)
-    config = _config(model)
-    return floating_name(config.get("dtype") or config.get("torch_dtype"))
 
 
 def _check_temperature(rollout: Rollout, train: Train) -> None:
@@ -409,26 +403,45 @@ def _check_ids(plan: Plan, rollout: Rollout) -> None:
 
 
 def _check_lengths(plan: Plan, rollout: Rollout) -> None:
-    """Find prompts that cannot be encoded, or leave no room for a response, if tokenizer and context
-    are known here."""
+    """Find prompts that cannot be encoded, have tokens without an embedding, or leave no room for a
+    response, if tokenizer, vocabulary and context are known here."""
     if rollout.prompt not in plan.data or not takes_trained(rollout.partitions):
         return
+    vocabulary = rollout.config.get("vocab_size")
     if plan.data.spec(rollout.prompt).kind not in ("text", "json"):
-        lengths = plan.data.ragged(rollout.prompt).lengths
+        encoded = plan.data.ragged(rollout.prompt)
     elif rollout.tokenizer:
         try:
-            encoded = PromptEncoder(Tokenizer(rollout.tokenizer), rollout.chat).encode(
-                list(plan.data[rollout.prompt])
-            )
+            tokenizer = Tokenizer(rollout.tokenizer)
+            prompts = PromptEncoder(tokenizer, rollout.chat).encode(list(plan.data[rollout.prompt]))
         except PluginError:  # this environment has no tokenizers: the worker checks
             return
         except SchemaError as error:
             raise ConfigError(f"prompts: {error}") from None
-        lengths = np.array([len(ids) for ids in encoded])
+        encoded = Ragged.of(prompts, np.int32)
+        if tokenizer.is_doubled(encoded):
+            plan.warn(
+                f"prompts of {rollout.task} begin with the token for the beginning of a text, and {tokenizer.file} adds"
+                " it once more: remove it from the prompts' text, or give token ids in a column prompt_ids"
+            )
+        if isinstance(vocabulary, int) and tokenizer.size > vocabulary:
+            plan.warn(
+                f"{tokenizer.file} has {tokenizer.size} tokens, and the embedding of {rollout.model} {vocabulary}: a text"
+                f" with one of the others fails. {_RESIZE}"
+            )
     else:
         return
-    context = _context(rollout.model)
-    if context is None:
+    lengths = encoded.lengths
+    beyond = encoded.values >= vocabulary if isinstance(vocabulary, int) else np.zeros(0, np.bool_)
+    if encoded.values.ndim == 1 and beyond.any():
+        first = int(beyond.argmax())
+        row = int(np.searchsorted(encoded.offsets, first, side="right")) - 1
+        raise ConfigError(
+            f"prompt {row} has token {encoded.values[first]}, and the embedding of {rollout.model} has {vocabulary}"
+            f" tokens. {_RESIZE}"
+        )
+    context = rollout.config.get("max_position_embeddings")
+    if not isinstance(context, int):
         return
     most = context - rollout.sampling.max_tokens
     if most < 1:
@@ -444,18 +457,3 @@ def _check_lengths(plan: Plan, rollout: Rollout) -> None:
             f" max_tokens={rollout.sampling.max_tokens} a prompt may have 1 to {most} tokens, since the"
             f" model's context is {context}"
         )
-
-
-def _context(model: str) -> int | None:
-    """Return the context length of a model folder; None if unknown."""
-    context = _config(model).get("max_position_embeddings")
-    return context if isinstance(context, int) else None
-
-
-def _config(model: str) -> dict[str, Any]:
-    """Return the configuration of a model folder; empty if it cannot be read."""
-    try:
-        config = msgspec.json.decode(Path(model, "config.json").read_bytes())
-    except (OSError, msgspec.MsgspecError):
-        return {}
-    return config if isinstance(config, dict) else {}

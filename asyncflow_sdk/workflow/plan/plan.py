@@ -8,6 +8,7 @@ asked in its worker, before its first prompt.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from ...weights import AUTO, Choice, choose_encoding, choose_swap, choose_transp
 from ...wire import is_loopback
 from ..data import PromptStream
 from ..evaluation import SCORES, Evaluation
+from ..rollout.tokenizer import named_end_tokens
 from ..specs import TRAINED, Rollout, Stage, Train
 from ..workers.launchers import reaches_hosts
 from .dataflow import PROMPTS, Dataflow, Edge, Node
@@ -66,6 +68,12 @@ class Plan:
     transport: str = AUTO
     swaps: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
+    warnings: list[str] = field(default_factory=list)
+
+    def warn(self, text: str) -> None:
+        """Add a warning for the start of the run, once."""
+        if text not in self.warnings:
+            self.warnings.append(text)
 
     @property
     def rollout(self) -> Rollout:
@@ -160,7 +168,19 @@ class Plan:
                 choices.append(choice)
                 asked = choice.chosen
             swaps.append(asked)
-        self.swaps, self.choices = tuple(swaps), tuple(choices)
+        self.swaps = tuple(swaps)
+        with self.problems.collect("rollout"):
+            choices += self._end_tokens()
+        self.choices = tuple(choices)
+
+    def _end_tokens(self) -> Iterator[Choice]:
+        """The end tokens of each model that names different ones in several places."""
+        for model, task in {each.model: each.task for each in self.rollouts if each.model}.items():
+            named = named_end_tokens(model)
+            if len({frozenset(ids) for ids in named.values()}) > 1:
+                reason = "; ".join(f"{where} names {', '.join(map(str, ids))}" for where, ids in named.items())
+                ends = dict.fromkeys(end for ids in named.values() for end in ids)
+                yield Choice(f"end tokens of {task}", ", ".join(map(str, ends)), reason)
 
     def _only(self) -> dict[str, tuple[str, ...]]:
         """The transports of each engine that declares a selection."""

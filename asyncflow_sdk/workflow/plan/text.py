@@ -190,6 +190,14 @@ def choices(plan: Plan) -> dict[str, str]:
         if plan.on_failure == "stop"
         else "the run goes on without a worker that has failed for good",
     }
+    if plan.warnings:
+        found["warnings"] = "; ".join(plan.warnings)
+    for rollout in plan.rollouts:
+        if rollout.admits and (cuts := rollout.sampling.restrictions):
+            found[f"draws of {rollout.task}"] = (
+                f"{', '.join(cuts)} cut them, and log-probs are of the whole vocabulary: the gradient differs from the right"
+                " one, by 8 to 27 % measured for responses of 2 to 6 tokens"
+            )
     if plan.train.stream:
         found["steps"] = (
             f"trained in parts of at least {plan.train.part_rows} rows, while the rest is being generated; the gradient is"

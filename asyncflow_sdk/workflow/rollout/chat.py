@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ...errors import ConfigError, PluginError, SchemaError
 from ...types import Chat
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, read_json, token_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -76,8 +76,8 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = self._raise
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        config = _json(folder / "tokenizer_config.json") | _json(folder / "special_tokens_map.json")
-        self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name) is not None}
+        config = read_json(folder / "tokenizer_config.json") | read_json(folder / "special_tokens_map.json")
+        self._special = {name: token_text(config[name]) for name in _SPECIAL if config.get(name) is not None}
         sources = self._sources(config)
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
@@ -132,17 +132,3 @@ def _tojson(
 ) -> str:
     """Return JSON without jinja2's escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_bytes())
-    except OSError:
-        return {}
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from None
-    return found if isinstance(found, dict) else {}
-
-
-def _text(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)

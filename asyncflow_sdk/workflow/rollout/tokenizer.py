@@ -1,10 +1,12 @@
-"""Tokenizer: text to token ids and back, by a tokenizer.json; and checks of given token ids."""
+"""Tokenizer: text to token ids and back, by a tokenizer.json; checks of given token ids; end tokens of model folders."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,58 @@ from ...errors import ConfigError, PluginError, SchemaError
 from ...types import Batch, Ragged, Sampling
 
 LARGEST_ID = 2**31 - 1
+
+
+def end_tokens(folder: str | Path) -> list[int]:
+    """Return the end tokens of a model folder: of its generation configuration, its configuration, the
+    part of it for text, and its tokenizer. Every engine ends a response at each of them."""
+    return list(dict.fromkeys(end for ends in named_end_tokens(folder).values() for end in ends))
+
+
+def named_end_tokens(folder: str | Path) -> dict[str, list[int]]:
+    """Return the end tokens of a model folder by where they are named."""
+    found: dict[str, Any] = {}
+    for file in ("generation_config.json", "config.json"):
+        config = read_json(Path(folder, file))
+        found[file] = config.get("eos_token_id")
+        for part in ("text_config", "llm_config"):
+            found[f"{part} of {file}"] = (config.get(part) or {}).get("eos_token_id")
+    found["the tokenizer"] = _end_token(Path(folder))
+    return {name: [ids] if isinstance(ids, int) else list(ids) for name, ids in found.items() if ids is not None}
+
+
+def _end_token(folder: Path) -> int | None:
+    """Return the id of the end token that a folder's tokenizer names; None without one."""
+    config = read_json(folder / "tokenizer_config.json") | read_json(folder / "special_tokens_map.json")
+    if config.get("eos_token") is None:
+        return None
+    text, tokenizer = token_text(config["eos_token"]), read_json(folder / "tokenizer.json")
+    for added in tokenizer.get("added_tokens", ()):
+        if added["content"] == text:
+            return int(added["id"])
+    for number, added in config.get("added_tokens_decoder", {}).items():
+        if added["content"] == text:
+            return int(number)
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    if not isinstance(vocabulary, dict):  # of Unigram: pairs of token and score
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    return vocabulary.get(text)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a file; empty without the file. Raises ConfigError for another content."""
+    try:
+        found = json.loads(file.read_bytes())
+    except OSError:
+        return {}
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def token_text(token: Any) -> str:
+    """Return the text of a token in a tokenizer's configuration."""
+    return str(token["content"] if isinstance(token, dict) else token)
 
 
 def token_ids(batch: Batch, column: str) -> Ragged:
@@ -61,6 +115,19 @@ class Tokenizer:
                 "text prompts need tokenizers; install it with: pip install 'asyncflow-sdk[text]'"
             ) from None
         self.file, self._tokenizer = Path(file), tokenizers.Tokenizer.from_file(file)
+
+    @property
+    def size(self) -> int:
+        """The number of its tokens."""
+        return int(self._tokenizer.get_vocab_size())
+
+    def is_doubled(self, encoded: Ragged) -> bool:
+        """True if a text begins twice with the special token that this tokenizer adds to each."""
+        starts = encoded.offsets[:-1][encoded.lengths > 1]
+        return any(
+            bool(((encoded.values[starts] == first) & (encoded.values[starts + 1] == first)).any())
+            for first in self.encode([""])[0][:1]
+        )
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[npt.NDArray[np.int32]]:
         """Return the token ids of each text. ``special``: with the tokenizer's special tokens, as

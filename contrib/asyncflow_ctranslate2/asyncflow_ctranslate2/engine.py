@@ -24,6 +24,7 @@ import transformers
 from ctranslate2.converters import TransformersConverter
 
 import asyncflow_sdk as af
+from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
 
 class CTranslate2Engine(af.RolloutEngine):
@@ -48,8 +49,7 @@ class CTranslate2Engine(af.RolloutEngine):
         self._options = {"compute_type": compute_type, "device": device, "intra_threads": intra_threads}
         transformers.utils.logging.disable_progress_bar()
         first = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False)
-        self._config, ends = first.config, first.generation_config.eos_token_id
-        self._ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        self._config, self._ends = first.config, end_tokens(model)
         self.capabilities = af.Capabilities(
             max_rows=max_rows,
             context=getattr(first.config, "max_position_embeddings", None),
