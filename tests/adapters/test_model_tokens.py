@@ -117,3 +117,21 @@ def test_restricted_draws_are_named_with_what_they_cost(model: Path) -> None:
     assert "draws of rollout: top_p, top_k cut them" in str(workflow(model, rollout={"sampling": cut}))
     assert "8 to 27 %" in str(workflow(model, rollout={"sampling": cut}))
     assert "draws of" not in str(workflow(model))
+
+
+def test_engines_that_cannot_compare_bytes_get_a_probe(model: Path) -> None:
+    by_vllm = workflow(model, engine="vllm")
+    exact = workflow(model, engine="vllm", rollout={"dtype": "float32"}).plan.chosen_weights.probe
+    warm = af.Sampling(max_tokens=4, temperature=0.7)
+    off = workflow(model, engine="vllm", rollout={"sampling": warm}, train={"temperature": 0.7})
+    own = af.Weights(probe=af.Probe(((3,),), ((4,),), tolerance=0.5))
+
+    assert "probe: 4 sequences at each version: log-probs of vllm must be the trainer's to 2" in str(by_vllm)
+    assert exact is not None and exact.tolerance == 0.01
+    assert all(10 <= token < 32 for row in (*exact.prompt_ids, *exact.response_ids) for token in row)
+    assert "probe: off: one is compared at temperature 1, and training computes at 0.7" in str(off)
+    assert off.plan.chosen_weights.probe is None
+    assert workflow(model, engine="vllm", weights=own).plan.chosen_weights.probe == own.probe
+    for quiet in (workflow(model), workflow(model, engine="vllm", weights=af.Weights(swap="in_flight"))):
+        assert quiet.plan.chosen_weights.probe is None
+        assert "probe" not in str(quiet)
