@@ -43,6 +43,8 @@ SAMPLED = (
     f"steps/ has a sample of each step's rows, one group in {GROUPS_PER_SAMPLE}, and so has the staleness of the summary:"
     " the rows are on other hosts"
 )
+DRIFT = "the log-probs of rollout and trainer differ"
+"""Beginning of the trainer's warning of them, for the summary."""
 
 _counted = msgspec.json.Decoder(ev.Begun | ev.RowsEnded | ev.Published | ev.Loaded)
 _COUNTED = re.compile(rb'{"event":"(begun|rows|published|loaded)"')
@@ -132,6 +134,8 @@ class Recorder(EventThread):
         with self._counting:
             if isinstance(item, ev.StepTrained):
                 self._trained(item.step, item.metrics)
+            elif isinstance(item, ev.Note):
+                self._noted(item)
             self.statistics.add(item)
         return True
 
@@ -185,6 +189,8 @@ class Recorder(EventThread):
                     if b'"event":"step"' in line:
                         known = msgspec.json.decode(line, type=_RecordedStep)
                         self._trained(known.step, known.metrics)
+                    elif DRIFT.encode() in line:
+                        self._noted(msgspec.json.decode(line, type=ev.Note))
                     elif _COUNTED.match(line):
                         event = _counted.decode(line)
                         if isinstance(event, ev.Begun):
@@ -210,6 +216,10 @@ class Recorder(EventThread):
             self._rewards = {known: value for known, value in self._rewards.items() if known < step}
         self._rewards[step] = float("nan") if reward is None else reward
         self.staleness_max = max(self.staleness_max, int(metrics.get("staleness_max") or 0))
+
+    def _noted(self, note: ev.Note) -> None:
+        if note.text.startswith(DRIFT) and not any(each.startswith(DRIFT) for each in self.errors):
+            self.errors.append(note.text)
 
     def _write(self, event: Event, at_once: bool = False) -> None:
         """Write one line. Called in any thread."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from ...types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version
 from ...types import events as ev
 from ...weights import Restoration, TransportPublisher, get_restoration, pack_restoration, report_restored
 from ..checkpoint import Checkpoints, Damaged, ResumePoint
+from ..events.recorder import DRIFT
 from ..model_folder import StepFolders, whole_folder
 from .rank_communicator import RANK_ERRORS, RankCommunicator
 from .trainer_steps import StepLost, StepWork, TrainerStep, step_metrics, trainer_steps
@@ -43,6 +45,7 @@ def train(
     ranks: RankCommunicator | None = None,
     model: str = "",
     part_rows: int = 0,
+    drift_limit: float = math.inf,
     models: StepFolders | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
@@ -64,8 +67,8 @@ def train(
 
     ``part_rows``: train each step in parts of at least so many rows, while the rest of it is being
     generated; 0: whole steps. A step in parts is discarded if its lease ends, as when one of its
-    rows is removed, and then trained again as the queue delivers it. ``model``: the engine's model
-    folder. ``ranks``: the barrier of several trainers; each trains its shard of every step and
+    rows is removed, and then trained again as the queue delivers it. ``drift_limit``: the argument of ``Train``.
+    ``model``: the engine's model folder. ``ranks``: the barrier of several trainers; each trains its shard of every step and
     publishes its part of every version, and the first rank reports for all.
     """
     ranks, log = ranks or RankCommunicator(), WorkerLog(queue.connection)
@@ -85,6 +88,9 @@ def train(
                 continue
             if ranks.first:
                 log.report(ev.StepTrained, step=step.index, version=trained.version, metrics=trained.metrics)
+            if drift := _drift(step.index, trained.metrics, drift_limit):
+                versions.warn(drift)
+                drift_limit = math.inf
             step.ack(trained.work)
             if checkpoints is not None and (step.index + 1) % every == 0:
                 versions.restore()
@@ -130,6 +136,19 @@ def _train(step: TrainerStep, versions: _TrainedVersions, ranks: RankCommunicato
             metrics |= step_metrics(payload[1:] for payload in payloads)
             return _TrainedStep(version, work, metrics | ({"parts": float(work.parts)} if work.parts else {}))
         versions.warn(f"step {step.index} is trained again: a rollback gave up the weights it was trained from")
+
+
+def _drift(step: int, metrics: Mapping[str, float], limit: float) -> str:
+    """Return a warning for a step that the trainer's own weights drew, if its log-probs are not theirs; else ""."""
+    drift = metrics.get("logprob_drift", 0.0)
+    if metrics.get("staleness_max") != 0 or not drift > limit:
+        return ""
+    return (
+        f"{DRIFT}: {drift:.3g} a token on average in step {step}, where drift_limit={limit:g} is allowed. The trainer's own"
+        " weights drew this step, so both should agree, and the gradient is wrong. Likely causes: packed rows of a model"
+        " with other layers than attention (packed=False), a tied lm_head unlike the embedding, another temperature or"
+        " dtype, a rollout engine that computes with weights of its own (weights=af.Weights(probe=...) compares)"
+    )
 
 
 def _save(

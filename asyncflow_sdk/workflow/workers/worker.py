@@ -184,7 +184,7 @@ def _train(role: Train, spec: WorkerSpec, queue: QueueClient, ranks: RankCommuni
         queue, engine, weights=settings.weights or role.weights or Weights(),
         export=Path(settings.export) if settings.export else None,
         checkpoints=checkpoints, every=saved.every, ranks=ranks, model=role.model,
-        part_rows=(role.part_rows or 1) if role.stream else 0,
+        part_rows=(role.part_rows or 1) if role.stream else 0, drift_limit=role.drift_limit,
         models=StepFolders(Path(settings.models), settings.save_steps, settings.save_total_limit)
         if settings.save_steps else None,
         ready=lambda: _report_state(queue.connection, "ready"),
