@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE = 1
 # Where it is set, each process compiles what it imports anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install bwrap sshd docs demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-long test-documented test-engines test-services environments test-slurm test-trackers test-prometheus test-packages test-web test-cuda test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
+.PHONY: help install bwrap sshd docs demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix models test test-fast test-long test-documented test-engines test-services environments test-slurm test-trackers test-prometheus test-packages test-web test-cuda test-ray test-contrib test-mooncake test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-scale bench-hosts bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -19,6 +19,7 @@ help:
 	@echo "make demo-sglang the same with a real SGLang on the CPU generating, in an environment of its own"
 	@echo "make demo-both   the same with vLLM and SGLang generating at once, each in its own environment"
 	@echo "make matrix      every engine that generates with every engine that trains, a few steps each (CELLS=vllm,fsdp for some)"
+	@echo "make models      families of models with each engine, a few steps each: docs/models.md (resumable; CELLS=qwen3_moe,vllm for some)"
 	@echo "make test        the tests that need no second environment, except the long ones"
 	@echo "make test-fast   the tests that start no process and import no torch, in less than a minute"
 	@echo "make test-long   the long ones: the kit against wrong engines, hosts that are attacked, documents, ranks"
@@ -303,6 +304,11 @@ bench-weights: install $(RAY)
 matrix: install
 	$(ON_CPU) $(SGLANG_ON_CPU) DS_ACCELERATOR=cpu $(BIN)/python -m benchmarks.matrix $(if $(CELLS),--cells "$(CELLS)",--write docs/matrix.md) \
 	  $(if $(JSON),--json $(JSON)) $(ARGS)
+
+# Long: starts of vLLM and SGLang for each family. What is green in the file is not run again: remove it to begin anew.
+models: install
+	$(ON_CPU) $(SGLANG_ON_CPU) DS_ACCELERATOR=cpu $(BIN)/python -m benchmarks.models --json build/models.jsonl --write docs/models.md \
+	  $(if $(CELLS),--cells "$(CELLS)") $(ARGS)
 
 # Long: 40 runs of the demo. Not in CI.
 fidelity: install

@@ -25,7 +25,7 @@ from rich.table import Table
 from .demo import run
 from .demo_seeds import WINDOW, curve
 from .fidelity import spread
-from .matrix import TRAINS, Engine, Environments
+from .pairs import TRAINS, Engine, Environments
 
 HEADINGS = [
     "train engine",

@@ -35,7 +35,7 @@ Which one? `transformers` and `torch` suit small models, a CPU and a first run. 
 starts a server or uses yours. A server must run on the worker's host. Train with `torch` while
 weights, gradients and optimizer fit one device, else with `fsdp`, or with `deepspeed` if you have a
 configuration of ZeRO or need its offload. [Tests of pairs](matrix.md) run transformers, vLLM and
-SGLang with each of these three.
+SGLang with each of these three, and [tests of families](models.md) tell which models they train.
 """
 FLAGS = {"token_versions": "version of each token", "logprobs": "probe", "held_weights": "byte comparison"}
 GUIDES = {

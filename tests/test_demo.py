@@ -117,13 +117,14 @@ def test_a_cell_of_the_matrix_is_green_when_each_version_was_proven_and_names_wh
     start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from benchmarks import matrix
+    from benchmarks.pairs import ROLLOUTS, TRAINS, Environments, Pair, chosen
 
     monkeypatch.setattr(sys, "executable", warm_python())
-    (plain, vllm, _), (torch, *_) = matrix.ROLLOUTS, matrix.TRAINS
-    there, not_there = matrix.Environments({}), matrix.Environments({"vllm": "/nowhere/python"})
+    (plain, vllm, _), (torch, *_) = ROLLOUTS, TRAINS
+    there, not_there = Environments({}), Environments({"vllm": "/nowhere/python"})
 
-    green = matrix.run_cell(plain, torch, there, start, steps=3)
-    lacking = matrix.run_cell(vllm, torch, not_there, start, steps=3)
+    green = matrix.run_cell(Pair(plain, torch), there, start, steps=3)
+    lacking = matrix.run_cell(Pair(vllm, torch), not_there, start, steps=3)
 
     assert (green.green, green.steps, green.proven) == (True, 3, 2), green
     assert green.drift < 1e-5
@@ -133,8 +134,9 @@ def test_a_cell_of_the_matrix_is_green_when_each_version_was_proven_and_names_wh
     assert "| transformers | 3 steps, 2 versions proven, drift" in text
     assert "| vLLM | **no**: rollout 'rollout': cannot start '/nowhere/python'" in text
     assert "| SGLang | not run | not run | not run |" in text
-    assert matrix.chosen("vllm,fsdp") == [(vllm, matrix.TRAINS[1])]
-    assert len(matrix.chosen("")) == 9
+    assert "| vLLM, Qwen3-MoE | not run | not run | not run |" in text
+    assert chosen("vllm,fsdp", matrix.PAIRS) == [Pair(vllm, TRAINS[1]), Pair(vllm, TRAINS[1], "qwen3_moe")]
+    assert len(chosen("", matrix.PAIRS)) == 12
 
 
 def test_make_demo_both_takes_the_arguments_of_the_demo(tmp_path: Path) -> None:
