@@ -1,9 +1,9 @@
-"""Checkpoints and exports of a model in shards: each rank writes and reads its own rows. Format:
+"""Checkpoints of a model in shards: each rank writes and reads its own rows. Format:
 `asyncflow_torch.checkpoint`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncflow_torch.checkpoint import RANDOM_STATE, open_checkpoint, state_by_name, write_checkpoint
-from asyncflow_torch.export import FILE_BYTES, export_together
 from asyncflow_torch.policy import named_weights
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.sharded_files import FileParts, Piece, Reader, kind_of
@@ -52,22 +51,6 @@ def load(path: Path, model: Any, optimizer: Any, ranks: Ranks, *, bucket_bytes: 
     kinds = {name: kind_of(tensor) for name, tensor in weights.items()}
     with open_checkpoint(path, kinds, ranks) as (saved, state):
         ranks.together(read)
-
-
-def export(
-    path: Path, model: Any, dtypes: Mapping[str, Any], source: str, ranks: Ranks, *, bucket_bytes: int,
-    file_bytes: int = FILE_BYTES,
-) -> None:  # fmt: skip
-    """Write a Hugging Face folder, weights in ``dtypes``, with the tokenizer of the folder ``source``. A collective."""
-    weights = dict(named_weights(model))
-
-    def pieces(names: Collection[str]) -> Iterator[Piece]:
-        return _pieces({name: weights[name] for name in names}, ranks)
-
-    kinds = {name: kind_of(tensor, dtypes[name]) for name, tensor in weights.items()}
-    export_together(
-        path, model.config, source, kinds, pieces, ranks, bucket_bytes=bucket_bytes, file_bytes=file_bytes
-    )
 
 
 def _parts(tensors: Mapping[str, Any], ranks: Ranks) -> FileParts:

@@ -21,13 +21,15 @@ from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import device_of
-from asyncflow_torch.policy import context_of, load_policy, named_weights, vocabulary_of
+from asyncflow_torch.export import export_folder
+from asyncflow_torch.folder_map import FolderMap, Run
+from asyncflow_torch.policy import context_of, load_policy, vocabulary_of
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.train_options import ShardedOptions, keywords_of
 
 from . import checkpoint
-from .sharded_model import FsdpCritic, ShardedModel
-from .shards import published, take
+from .sharded_model import FsdpCritic, ShardedModel, widen
+from .shards import runs_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class FsdpEngine(DataParallelEngine):
     @keywords_of(FsdpOptions)
     def __init__(self, options: FsdpOptions) -> None:
         options.prepare_torch()
-        self._source, self.bucket_bytes = options.model, options.bucket_bytes
+        self.bucket_bytes = options.bucket_bytes
         device = device_of(options.device)
         # On the CPU first: the device gets only shards, and each rank one layer at a time.
         load = partial(
@@ -58,8 +60,11 @@ class FsdpEngine(DataParallelEngine):
             trust_remote_code=options.trust_remote_code,
         )
         plain = load(options.model)
-        self._dtypes = {name: tensor.dtype for name, tensor in named_weights(plain)}
+        self._folder = FolderMap.of(plain, options.model, dtype=options.dtype)
+        self.untrained = self._folder.untrained
         vocabulary, context, compute = vocabulary_of(plain), context_of(plain), plain.dtype
+        if not options.frozen:
+            _widen_rounded(plain, self._folder)
         ranks = Ranks.join(str(device), timeout_s=options.collective_timeout_s)
         try:
             with ranks.calling("make"):
@@ -112,9 +117,11 @@ class FsdpEngine(DataParallelEngine):
         return {"grad_norm": self._policy} | critic
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """Yield this rank's shards by Hugging Face name, in ``dtype``; rank 0 also yields
-        unsharded tensors. No communication."""
-        return published(self._model, self._dtypes, rank=self._ranks.rank, bucket_bytes=self.bucket_bytes)
+        """Yield this rank's shards of the trained tensors of the model folder. No communication."""
+        return self._folder.published(self._runs().items(), bucket_bytes=self.bucket_bytes)
+
+    def _runs(self) -> dict[str, Run]:
+        return runs_of(self._model, rank=self._ranks.rank)
 
     def save_policy(self, path: Path) -> None:
         """Write weights, optimizer and random state, each rank its shards."""
@@ -126,10 +133,24 @@ class FsdpEngine(DataParallelEngine):
 
     def replace_weights(self, update: WeightUpdate) -> None:
         """Copy this rank's shards of ``update``, one tensor at a time, and reset the optimizer."""
-        copy = self._ranks.together(lambda: take(self._model, self._dtypes, update, rank=self._ranks.rank))
-        self._ranks.together(copy)
+
+        def fill() -> None:
+            runs = self._runs()
+            for name, tensor in update:
+                self._folder.fill(name, tensor, runs)
+
+        self._ranks.together(lambda: self._folder.check(update))
+        self._ranks.together(fill)
         self._optimizer.state.clear()
 
     def export_folder(self, path: Path) -> None:
         """Write the Hugging Face folder, each rank its shards of common files."""
-        checkpoint.export(path, self._model, self._dtypes, self._source, self._ranks, bucket_bytes=self.bucket_bytes)
+        export_folder(path, self._folder, self._runs().items(), self._ranks, bucket_bytes=self.bucket_bytes)
+
+
+def _widen_rounded(model: Any, folder: FolderMap) -> None:
+    """Convert parameters to float32 if the folder has them so and the model has rounded them, with the folder's numbers."""
+    named = model.named_parameters()
+    rounded = {name: each for name, each in named if each.dtype.itemsize < folder.dtypes[name].itemsize}
+    widen(rounded.values())
+    folder.exact({name: Run(each) for name, each in rounded.items()})

@@ -7,6 +7,7 @@ if isfinite(norm): sharded.step(norm)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,13 @@ class ShardedModel:
         if options.gradient_checkpointing:
             recompute_activations(model)
         # FSDP shards weights of one dtype only.
-        widen = not options.frozen or len({each.dtype for each in model.parameters()}) > 1
+        widened = not options.frozen or len({each.dtype for each in model.parameters()}) > 1
         for layer in layers_of(model):
-            if widen:
-                _widen(layer)
+            if widened:
+                widen(layer.parameters())
             fully_shard(layer, **given)
-        if widen:
-            _widen(model)
+        if widened:
+            widen(model.parameters())
         self.model = fully_shard(model, **given)
         self._max_grad_norm, self._parameters = options.max_grad_norm, list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self._parameters, lr=learning_rate, **options.adamw)
@@ -89,8 +90,8 @@ class FsdpCritic(ValueCritic):
         checkpoint.load(path, self.model, self.sharded.optimizer, self._ranks, bucket_bytes=self._bucket_bytes)
 
 
-def _widen(module: Any) -> None:
-    """Convert parameters to float32. Buffers keep their dtype; layers in shards are float32 already."""
-    for parameter in module.parameters():
+def widen(parameters: Iterable[Any]) -> None:
+    """Convert parameters to float32. Layers in shards are float32 already."""
+    for parameter in parameters:
         if parameter.dtype.itemsize < torch.float32.itemsize:
             parameter.data = parameter.data.float()

@@ -16,8 +16,6 @@ from asyncflow_sdk.workflow.model_folder import ModelFolder
 _SHOWN = 20
 
 
-
-
 def check_version(
     update: WeightUpdate, tensors: Mapping[str, TensorType], dtypes: Callable[[str], tuple[str, ...]], *,
     holder: str = "the model", tied: Callable[[str], bool] = lambda name: False, shown: int = _SHOWN,

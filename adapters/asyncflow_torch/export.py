@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from asyncflow_sdk.workflow.model_folder import copy_small_files
 
+from .folder_map import FolderMap, Run
 from .ranks import Ranks
-from .sharded_files import FileParts, Kind, Piece, nbytes_of, write_together
+from .sharded_files import RANK_BUCKET_BYTES, FileParts, Kind, Piece, nbytes_of, write_together
 
 FILE_BYTES = 5 << 30
 """Maximum size of an exported file, unless a single tensor is larger."""
+
+
+def export_folder(
+    path: Path, folder: FolderMap, runs: Collection[tuple[str, Run]], ranks: Ranks, *, bucket_bytes: int = RANK_BUCKET_BYTES,
+    file_bytes: int = FILE_BYTES,
+) -> None:  # fmt: skip
+    """Write a model folder like the one of the start: its names, dtypes, configuration and small files, and the bytes of
+    its untrained tensors. ``runs``: this rank's elements of the parameters. A collective."""
+    held = {name: folder.folder.tensors[name] for name in folder.untrained}
+    untrained = {name: (getattr(torch, each.dtype), each.shape) for name, each in held.items()}
+
+    def pieces(names: Collection[str]) -> Iterator[Piece]:
+        yield from folder.pieces(names, runs)
+        for name in untrained.keys() & names if ranks.first else ():
+            yield name, folder.read(name), 0
+
+    kinds = {**folder.kinds, **untrained}
+    export_together(
+        path, folder, folder.folder.folder, kinds, pieces, ranks, bucket_bytes=bucket_bytes, file_bytes=file_bytes
+    )
 
 
 def export_together(

@@ -1,8 +1,8 @@
 """FolderMap: which part of which parameter each tensor of a model folder is.
 
     folder = FolderMap.of(model, "models/mine", dtype="auto")
-    runs = {name: Run(weight) for name, weight in model.named_parameters()}    # or this rank's elements of each
-    publisher.publish(0, folder.published(runs), untrained=folder.untrained)   # by the folder's names
+    runs = runs_of(model)                                         # or this rank's elements of each parameter
+    publisher.publish(0, folder.published(runs.items()), untrained=folder.untrained)   # by the folder's names
     for name, tensor in update: folder.fill(name, tensor, runs)
 
 transformers fuses experts and renames prefixes as it loads. The map is a trace of its own reversal of that, over tensors
@@ -15,6 +15,7 @@ import bisect
 import collections
 import functools
 import itertools
+import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncflow_http.model_folder import listed
+from asyncflow_http.model_folder import check_version, listed
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.interfaces import TensorType
+from asyncflow_sdk.interfaces import TensorType, WeightUpdate
 from asyncflow_sdk.types import Shard
+from asyncflow_sdk.types.dtypes import FLOATS
 from asyncflow_sdk.workflow.model_folder import ModelFolder
 
 from .policy import element
@@ -47,9 +49,14 @@ class Run:
         return self.first + int(self.flat.numel())
 
 
+def runs_of(model: Any) -> dict[str, Run]:
+    """Return all elements of each parameter, tied ones once."""
+    return {name: Run(weight) for name, weight in model.named_parameters()}
+
+
 class Part(NamedTuple):
-    """Elements of the folder's tensor ``name``, from index ``start`` on in ``shape``, and of the parameter ``live``: from
-    element ``offset`` of the flattened one, ``strides`` apart in each dimension."""
+    """Elements of the folder's tensor ``name``, a rectangle of ``shape`` from index ``start`` on, and the same ones of the
+    parameter ``live``, flattened: element ``offset`` is the first, and ``strides`` lead to the next in each dimension."""
 
     name: str
     live: str
@@ -97,8 +104,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class FolderMap:
-    """``folder``: path. ``kinds``: dtype and shape by name of its trained tensors. ``untrained``: names of its other
-    tensors: buffers, and those without a place in the model. ``parts``: by parameter; of tied ones, the first.
+    """``folder``: the model folder. ``kinds``: dtype and shape by name of its trained tensors. ``untrained``: names of its
+    other tensors: buffers, and those without a place in the model. ``parts``: parts by parameter, the first of tied ones.
     ``second``: further names of tied weights, not in the folder, each with a name in it."""
 
     folder: ModelFolder
@@ -109,8 +116,8 @@ class FolderMap:
 
     @classmethod
     def of(cls, model: Any, folder: str, *, dtype: str = "auto") -> FolderMap:
-        """Return the map of a model loaded from ``folder``. ``dtype``: of all trained floating-point tensors; "auto":
-        each in the folder's. Raises ConfigError, with the names, for parameters with another form in the folder."""
+        """Return the map of a model loaded from ``folder``. ``dtype``: wanted in all trained floating-point tensors;
+        "auto": each as in the folder. Raises ConfigError, with the names, for parameters with another form there."""
         held, first = ModelFolder(folder), dict[int, str]()
         named = model.named_parameters(remove_duplicate=False)
         alias = {name: first.setdefault(id(each), name) for name, each in named}
@@ -153,6 +160,19 @@ class FolderMap:
         found = {name: list(each) for name, each in itertools.groupby(parts, lambda part: part.name)}
         return found | {name: found[other] for name, other in self.second.items()}
 
+    @functools.cached_property
+    def dtypes(self) -> dict[str, Any]:
+        """Published dtype by parameter."""
+        return {live: self.kinds[parts[0].name][0] for live, parts in self.parts.items()}
+
+    def place(self, name: str) -> tuple[Any, ...]:
+        """Return what is equal for two names of the same elements."""
+        return tuple(part[1:] for part in self.by_name[name])
+
+    def check(self, update: WeightUpdate) -> None:
+        """Raise WeightMismatch unless ``update`` is a version of these tensors, in any floating-point dtype."""
+        check_version(update, self.types, lambda dtype: (dtype, *FLOATS) if dtype in FLOATS else (dtype,))
+
     def published(self, runs: Iterable[tuple[str, Run]], *, bucket_bytes: int = 0) -> Iterator[tuple[str, Any]]:
         """Yield (name, tensor or Shard) of elements of parameters: views, except where the dtype differs; these are at
         most ``bucket_bytes`` each if it is given, or one row."""
@@ -183,6 +203,22 @@ class FolderMap:
                 if part.name in names:
                     yield from _in_order(part.name, part.within(run), part.start, self.kinds[part.name][1])
 
+    def whole(self, name: str, runs: Mapping[str, Run]) -> Any:
+        """Return a tensor of the folder from whole parameters: a view, if it is one part in the folder's dtype."""
+        parts = self.by_name[name]
+        dtype, shape = self.kinds[self.second.get(name, name)]
+        if len(parts) == 1:
+            return parts[0].within(runs[parts[0].live]).to(dtype)
+        joined = torch.empty(shape, dtype=dtype, device=runs[parts[0].live].flat.device)
+        for part in parts:
+            part.of(joined).copy_(part.within(runs[part.live]))
+        return joined
+
+    def is_rounded(self, name: str, runs: Mapping[str, Run]) -> bool:
+        """True if the parameters are less precise than a tensor of the folder."""
+        wanted = self.kinds[self.second.get(name, name)][0].itemsize
+        return any(runs[part.live].flat.dtype.itemsize < wanted for part in self.by_name[name])
+
     def exact(self, runs: Mapping[str, Run]) -> None:
         """Fill elements in float32 with the folder's numbers where a model in a lower precision has rounded them."""
         for name, (dtype, _) in self.kinds.items():
@@ -193,6 +229,15 @@ class FolderMap:
         """Return a copy of a tensor in the folder."""
         with Reader(Path(self.folder.places[name].path)) as file:
             return file.whole(name)
+
+    def save_pretrained(self, path: Path) -> None:
+        """Write the folder's configuration; with another dtype, if the tensors have one."""
+        config = Path(self.folder.folder, "config.json").read_bytes()
+        for dtype in {
+            each.dtype for name, each in self.types.items() if each.dtype != self.folder.tensors[name].dtype
+        }:
+            config = json.dumps(_with_dtype(json.loads(config), dtype) | {"dtype": dtype}, indent=2).encode()
+        (path / "config.json").write_bytes(config)
 
     def _cut(self, live: str, run: Run) -> Iterator[Part]:
         for part in self.parts[live]:
@@ -268,6 +313,18 @@ def _in_order(name: str, tensor: Any, start: tuple[int, ...], whole: tuple[int, 
     for index, row in enumerate(tensor, start[0]):
         for _, run, at in _in_order(name, row, start[1:], whole[1:]):
             yield name, run, index * math.prod(whole[1:]) + at
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a configuration with another dtype, also in its parts."""
+    return {
+        key: dtype
+        if key in ("dtype", "torch_dtype")
+        else _with_dtype(value, dtype)
+        if isinstance(value, dict)
+        else value
+        for key, value in config.items()
+    }
 
 
 def _size(part: Part) -> int:

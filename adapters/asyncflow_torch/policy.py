@@ -1,9 +1,7 @@
-"""The policy: a causal language model from a Hugging Face folder, its weights by name, its export.
+"""The policy: a causal language model from a Hugging Face folder, its weights by name.
 
 model = load_policy("runs/demo/model", dtype="auto", device="cpu")
 dict(named_weights(model))             # {"model.embed_tokens.weight": tensor, ...}
-assign(model, update)                  # writes a WeightUpdate in place, all of it or nothing
-export_policy(model, "runs/demo/model", Path("trained"))
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from typing import Any
 import torch
 import transformers
 
-from asyncflow_http.model_folder import check_version, listed
-from asyncflow_sdk.errors import ConfigError, WeightError, WeightMismatch
+from asyncflow_http.model_folder import check_version
+from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
 from asyncflow_sdk.types.dtypes import FLOATS
-from asyncflow_sdk.workflow.model_folder import OWN_CODE, ModelFolder, copy_small_files, own_model
+from asyncflow_sdk.workflow.model_folder import OWN_CODE, ModelFolder, own_model
 
 from .devices import device_of
 
@@ -95,42 +93,13 @@ def _reason(folder: Path, error: Exception) -> str:
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, tensor) of each parameter and stored buffer: live views without gradient, tied
-    weights once."""
+    """Yield (name, tensor) of each parameter and stored buffer by the model's own name: live views without gradient,
+    tied weights once."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor.detach()
-
-
-def assign(model: Any, update: WeightUpdate) -> dict[str, Any]:
-    """Write all tensors of ``update`` into the model, in place. Return the written weights by the
-    names of the update.
-
-    Raises WeightMismatch, with all problems and before any write, for a version with a missing or
-    unknown weight, another shape or dtype, or two different tensors for a tied weight. A later
-    error leaves a mixture of versions and raises `PartialLoad`.
-    """
-    targets, second = _targets(model, update)
-    left = targets.keys() - second
-    try:
-        with torch.no_grad():
-            for name, tensor in update:
-                if name in second:
-                    continue
-                target = targets.get(name)
-                # Hazard: copy_ broadcasts and converts, so it would accept an update unlike its announcement.
-                if target is None or _type_of(tensor) != _type_of(target):
-                    wanted = "nothing" if target is None else _type_of(target)
-                    raise WeightMismatch(f"{name} came as {_type_of(tensor)}, and {wanted} was announced")
-                target.copy_(tensor)
-                left -= {name}
-        if left:
-            raise WeightMismatch(f"it did not bring {', '.join(sorted(left))}")
-    except BaseException as error:
-        raise PartialLoad(f"version {update.version} was written in part: {type(error).__name__}: {error}") from error
-    return targets
 
 
 def published_tensors(
@@ -147,29 +116,6 @@ def published_tensors(
     return ((name, tensor.to(dtypes[name])) for name, tensor in update)
 
 
-def take(model: Any, update: WeightUpdate) -> None:
-    """Copy a version published by this trainer into its weights. Raises WeightMismatch before any
-    change."""
-    weights = dict(named_weights(model))
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    with torch.no_grad():
-        for name, tensor in published_tensors(update, shapes, {name: each.dtype for name, each in weights.items()}):
-            weights[name].copy_(tensor)
-
-
-class PartialLoad(WeightError):
-    """Raised when a load failed half-way: the model holds a mixture of versions and must not be
-    used."""
-
-
-def export_policy(model: Any, source: str, path: Path) -> None:
-    """Write the model as a Hugging Face folder at ``path``, with the small files of ``source``."""
-    path.mkdir(parents=True, exist_ok=True)
-    copy_small_files(source, path)
-    with no_progress_bar():
-        model.save_pretrained(path)
-
-
 def context_of(model: Any) -> int | None:
     """Return the maximum of tokens by the model's configuration, None if it has none."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -179,60 +125,6 @@ def context_of(model: Any) -> int | None:
 def vocabulary_of(model: Any) -> int:
     """Return the size of the vocabulary: token ids are below it."""
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-def _targets(model: Any, update: WeightUpdate) -> tuple[dict[str, Any], set[str]]:
-    """Return the weight of each tensor of an update, and the second names of tied weights. Raises
-    WeightMismatch with all problems."""
-    canonical = dict(named_weights(model))
-    alias = _aliases(model)
-    given = {name: alias.get(name, name) for name in update.tensors}
-    targets = {name: canonical[weight] for name, weight in given.items() if weight in canonical}
-    lacking = {name: canonical[name] for name in canonical.keys() - set(given.values())}
-    held = {name: TensorType(_dtype_of(weight), tuple(weight.shape)) for name, weight in (targets | lacking).items()}
-    check_version(update, held, lambda dtype: (dtype,), shown=len(held) + len(given))
-    first: dict[str, str] = {}
-    second = {name: first[weight] for name, weight in given.items() if first.setdefault(weight, name) != name}
-    if second and (problems := _unequal(update, second)):
-        raise WeightMismatch(
-            f"version {update.version} does not fit this model, nothing was loaded:\n  {listed(problems)}"
-        )
-    return targets, set(second)
-
-
-def _unequal(update: WeightUpdate, second: dict[str, str]) -> list[str]:
-    """Return problems of tensors given under two names of one weight: they must be equal to the
-    bit."""
-    names = {*second, *second.values()}
-    found = {name: tensor for name, tensor in update if name in names}
-    return [
-        f"{name}: differs from {other}, which is the same weight in this model"
-        for name, other in second.items()
-        if name not in found or other not in found or not _same(found[name], found[other])
-    ]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if _type_of(one) != _type_of(other):
-        return False
-    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
-        return True
-    return bool(torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))))
-
-
-def _aliases(model: Any) -> dict[str, str]:
-    """Return second names of tied weights: {"lm_head.weight": "model.embed_tokens.weight"}."""
-    first: dict[int, str] = {}
-    named = model.state_dict(keep_vars=True).items()
-    return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
-
-
-def _type_of(tensor: Any) -> str:
-    return f"{_dtype_of(tensor)}{list(tensor.shape)}"
-
-
-def _dtype_of(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def element(name: str) -> Any:

@@ -21,11 +21,13 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from asyncflow_sdk.testing import Policy
 from asyncflow_sdk.types import from_torch, to_torch
+from asyncflow_sdk.workflow.model_folder import copy_small_files
 from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
 from .demo.model import BOS, EOS, PAD, tokenizer
+from .folder_map import FolderMap, Run, runs_of
 from .kit_model import kit_model
-from .policy import context_of, element, export_policy, load_policy, named_weights, no_progress_bar, vocabulary_of
+from .policy import context_of, element, load_policy, no_progress_bar, vocabulary_of
 
 Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float64]
@@ -70,17 +72,14 @@ class HuggingFacePolicy(Policy):
             self._made = tempfile.TemporaryDirectory(prefix="asyncflow-policy-")
             folder = kit_model(Path(self._made.name), dtype="float32" if dtype == "auto" else dtype)
         self._folder, self._dtype = folder, dtype
-        model = load_policy(folder, dtype=dtype, device="cpu")
-        self.vocabulary, self.context = vocabulary_of(model), context_of(model) or 1024
-        self._first = {name: from_torch(tensor).copy() for name, tensor in named_weights(model)}
-        self._model = model if model.dtype == torch.float32 else model.float()
-        self._model.requires_grad_(False)
+        self._model, self._map, self._runs = _in_float32(folder, dtype)
+        self.vocabulary, self.context = vocabulary_of(self._model), context_of(self._model) or 1024
+        self._first = {name: from_torch(self._map.whole(name, self._runs)).copy() for name in self._map.kinds}
         self.ends = tuple(end_tokens(folder))
         # of the folder's, only where a response ends: what else it asks for (penalties) is no part of the policy
         self._model.generation_config = GenerationConfig(
             eos_token_id=list(self.ends) or None, pad_token_id=self.ends[0] if self.ends else None
         )
-        self._targets = dict(named_weights(self._model))
         self._held: int | Weights = 0
         self._versions = functools.lru_cache(maxsize=4)(self._changed)
         self._responses = functools.lru_cache(maxsize=256)(self._greedy)
@@ -132,14 +131,16 @@ class HuggingFacePolicy(Policy):
 
     def read(self, folder: Path) -> Weights:
         """Return the weights in a folder."""
-        model = load_policy(str(folder), dtype=self._dtype, device="cpu")
-        return {name: from_torch(tensor) for name, tensor in named_weights(model)}
+        _, found, runs = _in_float32(str(folder), self._dtype)
+        return {name: from_torch(found.whole(name, runs)) for name in found.kinds}
 
     def rounded(self, dtype: str) -> HuggingFacePolicy:
         """Return this policy with weights rounded to bfloat16, stored as ``dtype``."""
         place = tempfile.TemporaryDirectory(prefix="asyncflow-policy-")
         model = load_policy(self._folder, dtype="bfloat16", device="cpu")
-        export_policy(model if dtype == "bfloat16" else model.float(), self._folder, Path(place.name))
+        with no_progress_bar():
+            (model if dtype == "bfloat16" else model.float()).save_pretrained(place.name)
+        copy_small_files(self._folder, Path(place.name))
         policy = HuggingFacePolicy(place.name)
         policy._made = place
         return policy
@@ -172,8 +173,8 @@ class HuggingFacePolicy(Policy):
             self._held = version
 
     def _write(self, tensors: Weights) -> None:
-        for name, target in self._targets.items():
-            target.copy_(to_torch(np.array(tensors[name])))
+        for name in self._map.kinds:
+            self._map.fill(name, to_torch(np.array(tensors[name])), self._runs)
 
     def _all_logprobs(self, version: int, ids: bytes, temperature: float) -> Logprobs:
         """Of each token after each position: float64 (length, vocabulary)."""
@@ -190,6 +191,14 @@ class HuggingFacePolicy(Policy):
         if version == 0:
             return self._first
         return {name: _noisy(name, array, version) for name, array in self._first.items()}
+
+
+def _in_float32(folder: str, dtype: str) -> tuple[Any, FolderMap, dict[str, Run]]:
+    """Return the model of a folder, with its map and its parameters: the numbers of ``dtype``, in float32."""
+    model = load_policy(folder, dtype=dtype, device="cpu").float().requires_grad_(False)
+    found, runs = FolderMap.of(model, folder, dtype=dtype), runs_of(model)
+    found.exact(runs)
+    return model, found, runs
 
 
 def _noisy(name: str, array: npt.NDArray[Any], version: int) -> npt.NDArray[Any]:

@@ -28,10 +28,12 @@ from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Requ
 from asyncflow_sdk.types import check_least
 from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
+from .assign import PartialLoad, assign
+from .folder_map import FolderMap, runs_of
 from .generation.decode import Decoder
 from .generation.decode_thread import DecodeThread, Job
 from .generation.sequence_slots import DecodeWork
-from .policy import PartialLoad, assign, context_of, load_policy, named_weights, vocabulary_of
+from .policy import context_of, load_policy, vocabulary_of
 from .scores import score
 
 _Result = TypeVar("_Result")
@@ -91,7 +93,11 @@ class TransformersEngine(RolloutEngine):
             stop_texts=True,
         )
         self._ids = itertools.count()
-        self._held = dict(named_weights(self._model))
+        self._folder, runs = FolderMap.of(self._model, model, dtype=dtype), runs_of(self._model)
+        read, whole = self._folder.read, functools.partial(self._folder.whole, runs=runs)
+        self._held = {
+            name: (read if self._folder.is_rounded(name, runs) else whole)(name) for name in self._folder.kinds
+        }
         self._thread = DecodeThread(decoder, max_rows=max_rows, threads=threads, version=version)
 
     async def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:
@@ -136,7 +142,7 @@ class TransformersEngine(RolloutEngine):
 
     def held_weights(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, tensor) of the model's own parameters, by the names of the last loaded
-        version."""
+        version; a copy of those that the model has in less precision."""
         self._check_whole()
         return iter(self._held.items())
 
@@ -155,7 +161,7 @@ class TransformersEngine(RolloutEngine):
 
     def _load(self, update: WeightUpdate) -> set[str]:
         try:
-            self._held = assign(self._model, update)
+            self._held = assign(self._model, self._folder, update)
         except PartialLoad as error:
             self._thread.refuse(f"the model holds a mixture of versions and must be loaded anew: {error}")
             raise

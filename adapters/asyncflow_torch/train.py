@@ -8,7 +8,7 @@ publisher.publish(version, engine.named_weights())
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from asyncflow_sdk.interfaces import WeightUpdate
 from . import checkpoint
 from .critic import TorchCritic
 from .data_parallel import DataParallelEngine
+from .export import export_folder
+from .folder_map import FolderMap, Run
 from .masters import Masters
-from .policy import context_of, export_policy, load_policy, named_weights, take, vocabulary_of
+from .policy import context_of, load_policy, vocabulary_of
 from .ranks import Ranks
 from .recomputation import recompute_activations
 from .train_options import TrainOptions, keywords_of
@@ -32,13 +34,20 @@ class TorchEngine(DataParallelEngine):
     @keywords_of(TrainOptions)
     def __init__(self, options: TrainOptions) -> None:
         options.prepare_torch()
-        self._source, self._max_grad_norm = options.model, options.max_grad_norm
+        self._max_grad_norm = options.max_grad_norm
         loaded = load_policy(
             options.model, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
         )
         if options.gradient_checkpointing:
             recompute_activations(loaded)
-        self._masters = Masters(loaded, frozen=options.frozen)
+        self._folder = FolderMap.of(loaded, options.model, dtype=options.dtype)
+        self.untrained = self._folder.untrained
+        self._masters = Masters(loaded, dtypes=self._folder.dtypes, frozen=options.frozen)
+        if not options.frozen:
+            rounded = (
+                name for name, each in loaded.named_parameters() if each.dtype.itemsize < torch.float32.itemsize
+            )
+            self._folder.exact({name: Run(self._masters.named[name]) for name in rounded})
         optimizer = torch.optim.AdamW(self._masters.named.values(), lr=options.learning_rate, **options.adamw)
         self._values = TorchCritic(options) if options.needs_critic else None
         super().__init__(
@@ -81,8 +90,15 @@ class TorchEngine(DataParallelEngine):
         return norms
 
     def named_weights(self) -> Iterable[tuple[str, Any]]:
-        """Return live views of the parameters by Hugging Face name, in ``dtype``, tied weights once."""
-        return named_weights(self._model)
+        """Return the trained tensors of the model folder: live views where the model has them in the folder's dtype."""
+        return self._folder.published(self._published())
+
+    def _published(self) -> Iterator[tuple[str, Run]]:
+        """Yield weights in the published dtype; of a higher one, their masters."""
+        dtypes = self._folder.dtypes
+        for name, weight in self._model.named_parameters():
+            low = weight.dtype.itemsize < dtypes[name].itemsize
+            yield name, Run(self._masters.named[name] if low else weight)
 
     def save_policy(self, path: Path) -> None:
         """Write master weights, optimizer and random state."""
@@ -94,10 +110,13 @@ class TorchEngine(DataParallelEngine):
 
     def replace_weights(self, update: WeightUpdate) -> None:
         """Copy the weights of ``update`` and reset the optimizer."""
-        take(self._model, update)
-        self._masters.take_weights()
+        self._folder.check(update)
+        runs = {name: Run(each) for name, each in self._masters.named.items()}
+        for name, tensor in update:
+            self._folder.fill(name, tensor, runs)
+        self._masters.give_weights()
         self._optimizer.state.clear()
 
     def export_folder(self, path: Path) -> None:
         """Write the Hugging Face folder."""
-        export_policy(self._model, self._source, path)
+        export_folder(path, self._folder, list(self._published()), self._ranks)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from children import Child
+from family_folders import family_folder, same, tensors_in
 from rank_runs import check_giving, counting
 from ranks_children import gives_up_parts
 from safetensors import safe_open
@@ -18,7 +19,6 @@ from safetensors.torch import load_file
 from step_parts import Faulty, FaultyPPO, OfGroups, apart, gradients, groups_of, in_parts, state, step_rows, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncflow_fsdp.checkpoint import export
 from asyncflow_sdk.algorithms import GRPO, GSPO, KL, PPO, Critic, OffPolicy
 from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError
 from asyncflow_sdk.interfaces import TrainEngine
@@ -27,8 +27,10 @@ from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.testing.kit.rank_files import write_batch
 from asyncflow_sdk.testing.kit.ranks import RankProcesses
 from asyncflow_sdk.testing.kit.train.lab import Tensors, copied, distance
-from asyncflow_sdk.types import Batch, Ragged
+from asyncflow_sdk.types import Batch, Ragged, to_torch
 from asyncflow_sdk.workflow.workers.ranks import free_port
+from asyncflow_torch.export import export_folder
+from asyncflow_torch.folder_map import FolderMap, runs_of
 from asyncflow_torch.ranks import Ranks as TorchRanks
 from asyncflow_torch.reference import tiny_model
 
@@ -299,8 +301,8 @@ def test_an_export_is_a_folder_that_transformers_loads_in_one_file_or_in_several
     wanted = _weights(engine)
     engine.close()
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    dtypes = {name: tensor.dtype for name, tensor in trained.state_dict().items()}
-    export(tmp_path / "parts", trained, dtypes, tiny, TorchRanks.alone(), bucket_bytes=1000, file_bytes=50_000)
+    folder, runs = FolderMap.of(trained, str(tmp_path / "out")), runs_of(trained).items()
+    export_folder(tmp_path / "parts", folder, runs, TorchRanks.alone(), bucket_bytes=1000, file_bytes=50_000)
 
     assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 2
     for folder in ("out", "parts"):
@@ -309,6 +311,32 @@ def test_an_export_is_a_folder_that_transformers_loads_in_one_file_or_in_several
         assert all(np.array_equal(found[name].numpy(), array) for name, array in wanted.items())
         tokens = [AutoTokenizer.from_pretrained(place)("31425=")["input_ids"] for place in (tiny, tmp_path / folder)]
         assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5", "qwen3"])
+def test_shards_are_published_exported_and_loaded_by_the_names_of_the_folder(
+    name: str, batch: Batch, two: Any, make_update: Any, tmp_path: Path
+) -> None:
+    # given experts apart, a prefix and untrained tensors, a second name of a tied weight
+    folder = family_folder(name, tmp_path / "model")
+    plain, given = TorchEngine(folder), tensors_in(folder)
+    engine = two(folder, bucket_bytes=1000)
+
+    # then version 0 is the folder's bytes, and after a step the export is that version
+    first = {each: to_torch(array) for each, array in _weights(engine).items()}
+    assert same(first, {each: tensor for each, tensor in given.items() if each not in plain.untrained})
+    engine.train_step(_stale(batch))
+    trained = {each: to_torch(array) for each, array in _weights(engine).items()}
+    engine.export(tmp_path / "out")
+    exported = tensors_in(tmp_path / "out")
+    assert not same(trained, first)
+    assert same(exported, trained | {each: given[each] for each in plain.untrained})
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in Path(folder).iterdir()}
+
+    # and after a rollback each rank has version 0 again
+    engine.load_weights(make_update(first))
+    assert same({each: to_torch(array) for each, array in _weights(engine).items()}, first)
+    engine.close()
 
 
 @pytest.mark.parametrize(
