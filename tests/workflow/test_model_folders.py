@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from echo_runs import echo_workflow
 
-from asyncflow_sdk.errors import ConfigError
+from asyncflow_http.model_folder import check_fit
+from asyncflow_sdk.errors import ConfigError, WeightMismatch
+from asyncflow_sdk.testing.kit.updates import HeldUpdate
 from asyncflow_sdk.types.safetensors import plan
-from asyncflow_sdk.workflow.model_folder import ModelFolder, copy_small_files
+from asyncflow_sdk.workflow.model_folder import ModelFolder, copy_small_files, write_model_folder
 
 BODY, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 
@@ -31,6 +33,10 @@ def folder(path: Path, tie: bool = False, **tensors: int) -> Path:
     write(path / "model.safetensors", **tensors)
     (path / "config.json").write_text(json.dumps({"vocab_size": 4, "tie_word_embeddings": tie}))
     return path
+
+
+def version(**tensors: int) -> HeldUpdate:
+    return HeldUpdate(1, {name: np.full((4, 2), number, np.float32) for name, number in tensors.items()})
 
 
 def index(path: Path, **files: str) -> None:
@@ -101,6 +107,28 @@ def test_folders_of_trainer_and_rollouts_are_compared_before_anything_starts(tmp
     with pytest.raises(ConfigError, match="Set tie_word_embeddings=false") as refused:
         planned(wrong, wrong)
     assert str(refused.value).count("engines differ") == 1
+
+
+def test_a_version_brings_a_copy_of_the_tied_embedding_with_equal_bytes_or_none(tmp_path: Path) -> None:
+    both = ModelFolder(folder(tmp_path / "both", tie=True, **{BODY: 0, EMBEDDING: 1, HEAD: 1}))
+    bare = ModelFolder(folder(tmp_path / "bare", tie=True, **{BODY: 0, EMBEDDING: 1}))
+    plain, twice = version(**{BODY: 2, EMBEDDING: 3}), version(**{BODY: 2, EMBEDDING: 3, HEAD: 3})
+    for held in (both, bare):
+        assert check_fit(plain, held, lambda dtype: (dtype,)) == {}
+        assert check_fit(twice, held, lambda dtype: (dtype,)) == {HEAD: EMBEDDING}
+        with pytest.raises(WeightMismatch, match=HEAD):
+            check_fit(version(**{BODY: 2, EMBEDDING: 3, HEAD: 4}), held, lambda dtype: (dtype,))
+
+
+def test_the_best_version_keeps_what_is_not_trained(tmp_path: Path) -> None:
+    base = folder(tmp_path / "base", **{BODY: 0, "mtp.fc.weight": 7})
+    update = version(**{BODY: 5})
+    update.untrained = ("mtp.fc.weight",)
+
+    write_model_folder(update, str(base), tmp_path / "best")
+
+    best = ModelFolder(tmp_path / "best")
+    assert {name: float(best.array(name).max()) for name in best.tensors} == {BODY: 5.0, "mtp.fc.weight": 7.0}
 
 
 def test_small_files_travel_and_weights_stay(tmp_path: Path) -> None:
