@@ -138,9 +138,9 @@ class HuggingFacePolicy(Policy):
         """Return this policy with weights rounded to bfloat16, stored as ``dtype``."""
         place = tempfile.TemporaryDirectory(prefix="asyncflow-policy-")
         model = load_policy(self._folder, dtype="bfloat16", device="cpu")
+        copy_small_files(self._folder, Path(place.name))
         with no_progress_bar():
             (model if dtype == "bfloat16" else model.float()).save_pretrained(place.name)
-        copy_small_files(self._folder, Path(place.name))
         policy = HuggingFacePolicy(place.name)
         policy._made = place
         return policy
