@@ -28,6 +28,7 @@ _LINEAR = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _MTP = {"mtp.fc.weight": (64, 128), "mtp.norm.weight": (64,)}
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 _PIXELS = {
@@ -85,6 +86,17 @@ FAMILIES = {
     "mamba2": Family(
         "Mamba 2", "Mamba2Config", "hybrid",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 8},
+    ),
+    "mamba": Family("Mamba", "MambaConfig", "hybrid", {"state_size": 16, "expand": 2, "time_step_rank": 4}),
+    "bamba": Family("Bamba", "BambaConfig", "hybrid", _MAMBA | {"attn_layer_indices": [1]}),
+    "granitemoehybrid": Family(
+        "Granite 4", "GraniteMoeHybridConfig", "hybrid",
+        _MAMBA | {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "falcon_h1": Family("Falcon-H1", "FalconH1Config", "hybrid", _MAMBA | {"mamba_d_ssm": 128}),
+    "recurrent_gemma": Family(
+        "RecurrentGemma", "RecurrentGemmaConfig", "hybrid",
+        {"lru_width": 64, "attention_window_size": 8, "block_types": ["recurrent", "attention"], "tie_word_embeddings": True},
     ),
     "lfm2": Family("LFM2", "Lfm2Config", "hybrid", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "gemma3": Family(

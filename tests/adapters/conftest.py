@@ -111,14 +111,14 @@ class Passes:
     ``shapes``: (rows, tokens) that each pass has read. A pass in ``hold``, counted from 1, waits for `go_on`.
     """
 
-    def __init__(self, *hold: int) -> None:
-        self.shapes: list[tuple[int, ...]] = []
+    def __init__(self, *hold: int, vocabulary: int = VOCABULARY) -> None:
+        self.shapes, self._vocabulary = list[tuple[int, ...]](), vocabulary
         self._hold, self._reached, self._open = set(hold), threading.Event(), threading.Event()
         self._errors: dict[int, Exception] = {}
 
     def before(self, module: torch.nn.Module, args: Any) -> None:
         """Called by torch before each module; the embedding of tokens is the first of a model's."""
-        if isinstance(module, torch.nn.Embedding) and module.num_embeddings == VOCABULARY:
+        if isinstance(module, torch.nn.Embedding) and module.num_embeddings == self._vocabulary:
             self.shapes.append(tuple(args[0].shape))
             if len(self.shapes) in self._hold:
                 self._reached.set()
@@ -156,8 +156,8 @@ def passes() -> Iterator[Callable[..., Passes]]:
     """Watches the passes of the engine that is used next, until the test ends."""
     hooks = []
 
-    def watch(*hold: int) -> Passes:
-        made = Passes(*hold)
+    def watch(*hold: int, **options: int) -> Passes:
+        made = Passes(*hold, **options)
         hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(made.before))
         return made
 

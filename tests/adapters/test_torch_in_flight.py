@@ -169,10 +169,10 @@ def test_prompts_are_read_once_for_a_group_and_again_once_for_a_version(
     # given two groups of eight of one prompt, and one of another
     prompt = np.arange(10, 20, dtype=np.int32)
     requests = [Request(ids, Sampling(max_tokens=6), n=8) for ids in (prompt, prompt, prompt[:4])]
-    watched = passes()
+    engine, watched = rollout(endless), passes()
 
     # when a version comes after the pass over the prompts and four more
-    swapped(rollout(endless), requests, _versions(endless, 1), [5])
+    swapped(engine, requests, _versions(endless, 1), [5])
 
     # then both prompts are read once more, and four tokens of each row
     assert watched.shapes == [(2, 10), *[(24, 1)] * 4, (2, 10), (24, 4), (24, 1)]
@@ -183,9 +183,9 @@ def test_more_rows_than_one_pass_reads_are_read_again(
 ) -> None:
     versions = _versions(endless, 1)
     requests = [Request(np.arange(3, 13 + i, dtype=np.int32), Sampling(max_tokens=75), n=128) for i in range(2)]
-    watched = passes()
+    engine, watched = rollout(endless, max_rows=256), passes()
 
-    groups = swapped(rollout(endless, max_rows=256), requests, versions, [73])
+    groups = swapped(engine, requests, versions, [73])
 
     again = [shape for shape in watched.shapes[73:] if shape[1] > 1]
     assert sum(rows for rows, tokens in again if tokens > 64) == 256

@@ -26,7 +26,7 @@ from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.types import Ragged, Sampling
 
 from ..generation.decode import Decoder
-from ..generation.sequence_slots import DecodeWork, FinishedBatch
+from ..generation.sequence_slots import DecodeWork
 from ..policy import no_progress_bar
 from .task import DIGITS, exact_match, prompts
 
@@ -130,7 +130,7 @@ def _accuracy(model: Any, tokens: Any, rows: dict[str, list[str]], seed: int) ->
         DecodeWork(i, np.array(ids, np.int32), 1, sampling, seed=seed * _SAMPLES + i)
         for i, ids in enumerate(tokens(rows["prompt"])["input_ids"])
     ]
-    parts: list[FinishedBatch | None] = [decoder.admit(works)]
+    parts = decoder.admit(works)
     while decoder.rows:
         parts.append(decoder.step())
     done = [part for part in parts if part is not None]

@@ -1,12 +1,13 @@
 """Decoder: rows in batches, one token per step, so no row waits for the end of another.
 
     decoder = Decoder(model, end_tokens(folder))
-    done = [decoder.admit([DecodeWork(id=0, prompt=ids, n=8, sampling=Sampling(max_tokens=64))])]
+    done = decoder.admit([DecodeWork(id=0, prompt=ids, n=8, sampling=Sampling(max_tokens=64))])
     while decoder.rows:
         done.append(decoder.step())        # FinishedBatch, or None: the rows that ended in this step
 
 Works admitted together form a batch: its distinct prompts are read once, and each response starts
-from a copy of the cache. A new batch joins a running one if that wastes little; otherwise they take
+from a copy of the cache. Recurrent states must not contain padding: their models read prompts of
+one length as one batch. A new batch joins a running one if that wastes little; otherwise they take
 turns. Ended rows are dropped once they are half of a batch. Not thread-safe.
 """
 
@@ -20,16 +21,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from . import kv
 from .decode_batch import DecodeBatch, begin
+from .prefill import passes
 from .sequence_slots import DecodeWork, FinishedBatch
 from .stop_texts import StopNumbers
 
 
 class Decoder:
-    """Decodes rows of many requests with one model. Methods run the model and block. ``ends``: end tokens."""
+    """Decodes rows of many requests with one model. Methods run the model and block. ``ends``: end tokens. Raises
+    ConfigError for a model with states that it cannot keep."""
 
     def __init__(self, model: Any, ends: Sequence[int]) -> None:
         self._model, self._texts = model, StopNumbers()
+        with torch.inference_mode():
+            self._padded = kv.padded(kv.checked_cache(model))
         self._batches: deque[DecodeBatch] = deque()
         self._ends = torch.tensor(ends, dtype=torch.int64, device=model.device)
 
@@ -43,14 +49,16 @@ class Decoder:
         """Number of forward passes for one more token of each row."""
         return len(self._batches)
 
-    def admit(self, works: Sequence[DecodeWork]) -> FinishedBatch | None:
+    def admit(self, works: Sequence[DecodeWork]) -> list[FinishedBatch | None]:
         """Read the prompts of ``works`` and draw the first token of each response."""
+        ended = []
         with torch.inference_mode():
-            batch, logits = begin(self._model, works, self._texts)
-            finished = batch.draw(logits, self._ends, self._texts)
-            if batch.rows and not self._joined(batch):
-                self._batches.append(batch)
-            return finished
+            for rows in passes([work.prompt for work in works], padded=self._padded):
+                batch, logits = begin(self._model, [works[row] for row in rows], self._texts)
+                ended.append(batch.draw(logits, self._ends, self._texts))
+                if batch.rows and not self._joined(batch):
+                    self._batches.append(batch)
+        return ended
 
     def step(self) -> FinishedBatch | None:
         """Draw one token for each row of the next batch in turn."""

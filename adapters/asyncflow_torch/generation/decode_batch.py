@@ -36,16 +36,10 @@ class DecodeBatch:
         """Read each row's last token; return the logits (rows, vocabulary) of the next one."""
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.slots), 1)], 1)
-        output = model(
-            input_ids=self.slots.token[:, None],
-            attention_mask=self.mask,
-            position_ids=self.slots.position[:, None],
-            use_cache=True,
-            logits_to_keep=1,
-            **kv.as_argument(model, self.cache),
-        )
-        self.slots.position += self.slots.live
-        return output.logits[:, -1]
+        slots = self.slots
+        logits = kv.read(model, self.cache, slots.token[:, None], self.mask, slots.position[:, None])
+        slots.position += slots.live
+        return logits
 
     def draw(self, logits: Any, ends: Any, texts: StopNumbers) -> FinishedBatch | None:
         """Draw a token per row. Raises EngineError if the model's logits are not finite."""
@@ -66,16 +60,18 @@ class DecodeBatch:
     def recompute(self, model: Any, prompts: Mapping[int, npt.NDArray[np.int32]]) -> Iterator[DecodeBatch]:
         """Read the tokens of the running rows once more, and yield them in batches of one pass
         each. This batch must not be used afterwards. ``prompts``: by work."""
+        padded = kv.padded(self.cache)
+        extended = padded and kv.joinable(self.cache)
         self.cache = self.mask = None  # frees the memory for the new one
         slots = self.slots.take(self.slots.live.nonzero()[:, 0])
         heads = [prompts[work] for work in slots.work.tolist()]
         # The next step reads the last drawn token.
         drawn = zip(slots.token_ids.cpu().numpy(), slots.drawn.tolist(), strict=True)
         tails = [ids[: count - 1] for ids, count in drawn]
-        if not kv.joinable(kv.new_cache(model)):
+        if not extended:
             # Hazard: a window or a recurrent state cannot always be extended by many tokens at once.
             heads, tails = [np.concatenate(both) for both in zip(heads, tails, strict=True)], []
-        for rows in passes(heads, tails):
+        for rows in passes(heads, tails, padded=padded):
             cache, mask, _ = prefill(model, [heads[row] for row in rows])
             if tails:
                 cache, mask = extend(
@@ -109,7 +105,7 @@ class DecodeBatch:
         """True if one pass over both batches costs little more than one pass over each."""
         if not (kv.joinable(self.cache) and kv.joinable(other.cache)):
             return False
-        shapes = [(batch.rows, batch.cache.get_seq_length() + _ROW_COST) for batch in (self, other)]
+        shapes = [(batch.rows, kv.width(batch.cache) + _ROW_COST) for batch in (self, other)]
         apart = sum(rows * cost for rows, cost in shapes)
         together = sum(rows for rows, _ in shapes) * max(cost for _, cost in shapes)
         return bool(together <= _WASTE * apart)
@@ -122,8 +118,7 @@ class DecodeBatch:
         width = max(mask.shape[1] for mask in masks)
         mask = torch.cat([torch.nn.functional.pad(mask, (width - mask.shape[1], 0)) for mask in masks])
         self.mask = None if mask.all() else mask
-        for mine, its in zip(self.cache.layers, other.cache.layers, strict=True):
-            mine.join(its)
+        kv.join(self.cache, other.cache)
         self.slots.join(other.slots)
         self.rows += other.rows
         self.truncated |= other.truncated
@@ -133,7 +128,7 @@ class DecodeBatch:
         """Return the mask, also without padding."""
         if self.mask is not None:
             return self.mask
-        shape = (len(self.slots), self.cache.get_seq_length())
+        shape = (len(self.slots), kv.width(self.cache))
         return torch.ones(shape, dtype=torch.bool, device=self.slots.live.device)
 
 

@@ -249,7 +249,8 @@ class DecodeThread:
             for job in admitted:
                 job.left, job.switches = job.work.n, ((0, self._version),)
                 self._jobs[job.work.id] = job
-            self._take(self._decoder.admit([job.work for job in admitted]))
+            for finished in self._decoder.admit([job.work for job in admitted]):
+                self._take(finished)
         began = time.monotonic()
         if self._decoder.rows:
             self._take(self._decoder.step())

@@ -1,5 +1,5 @@
-"""Key-value cache of rows that decode together. It grows in place, drops rows, and joins with
-another.
+"""Cache of rows that decode together: keys and values, and the states of recurrent layers. It grows
+in place, drops rows, and joins with another.
 
 The cache of transformers copies all keys and values for each new token (torch.cat); this one writes
 them into spare room: a tenth less time for 256 rows of 100 tokens of the demo model. Joining gains
@@ -13,8 +13,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+from asyncflow_sdk.errors import ConfigError
+
+_PADDED = {"GrowingLayer", "DummyLayer", "DynamicSlidingWindowLayer"}
+"""Layers for prompts with padding. The state of another layer would contain it."""
+_JOINED = {"GrowingLayer", "DummyLayer", "LinearAttentionLayer"}
+"""Layers that join with rows of another length."""
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -44,20 +52,16 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def keep(self, rows: Any, cut: int) -> None:
         """Keep ``rows`` in this order (repeats allowed), without their first ``cut`` tokens."""
-        width = self.keys.shape[-2] - cut
-        kept = (states[:, :, cut:].index_select(0, rows) for states in (self.keys, self.values))
-        self._rooms = [_with_room(states, width) for states in kept]
-        self.keys, self.values = (room[:, :, :width] for room in self._rooms)
+        self._rooms = []
+        self.keys, self.values = (states[:, :, cut:].index_select(0, rows) for states in (self.keys, self.values))
 
     def rearrange(self, columns: Any) -> None:
         """Keep the tokens ``columns`` (int64 (rows, tokens)) of each row, in this order."""
-        index, width = columns[:, None, :, None], columns.shape[1]
-        kept = (
+        self._rooms, index = [], columns[:, None, :, None]
+        self.keys, self.values = (
             states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
             for states in (self.keys, self.values)
         )
-        self._rooms = [_with_room(states, width) for states in kept]
-        self.keys, self.values = (room[:, :, :width] for room in self._rooms)
 
     def join(self, other: GrowingLayer) -> None:
         """Append the rows of ``other``; the narrower of the two is padded on the left."""
@@ -70,34 +74,81 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def new_cache(model: Any) -> Any:
-    """Return an empty cache for ``model``. With sliding windows or recurrent states it is
-    transformers' own."""
+    """Return an empty cache for ``model``. Layers other than plain attention are transformers' own."""
     cache = DynamicCache(config=model.config)
-    if all(type(layer) is DynamicLayer for layer in cache.layers):
-        cache.layers = [GrowingLayer() for _ in cache.layers]
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
+def checked_cache(model: Any) -> Any:
+    """Return a cache with one token. Raises ConfigError if ``model`` keeps the state of a layer
+    elsewhere."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        cache = new_cache(model)
+        read(model, cache, token, None, token)
+        empty = [n for n, layer in enumerate(cache.layers) if not _holds(layer)]
+        problem = f"its layers {empty} do not use the cache" if empty else ""
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        raise ConfigError(
+            f"engine 'transformers' cannot keep the state of {type(model).__name__} ({problem}); use vllm or sglang"
+        )
+    return cache
+
+
+def read(model: Any, cache: Any, ids: Any, mask: Any, positions: Any) -> Any:
+    """Read tokens into the cache, ``ids`` and ``positions`` int64 (rows, tokens). Return the logits
+    (rows, vocabulary) after the last one."""
+    # transformers 5.24 renamed the argument.
+    name = "cache" if "cache" in _parameters(type(model).forward) else "past_key_values"
+    output = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **{name: cache}
+    )
+    return output.logits[:, -1]
+
+
+def padded(cache: Any) -> bool:
+    """True if prompts of different lengths can be read in one pass."""
+    return all(type(layer).__name__ in _PADDED for layer in cache.layers)
+
+
 def joinable(cache: Any) -> bool:
-    """True if rows of this cache can be padded, trimmed and joined with others."""
-    return all(isinstance(layer, GrowingLayer) for layer in cache.layers)
+    """True if rows of this cache can be trimmed, and joined with rows of another length."""
+    return all(type(layer).__name__ in _JOINED for layer in cache.layers)
+
+
+def width(cache: Any) -> int:
+    """Return the number of tokens in a joinable cache, padding included; 0 without attention."""
+    return next((layer.get_seq_length() for layer in cache.layers if isinstance(layer, GrowingLayer)), 0)
 
 
 def keep(cache: Any, rows: Any, cut: int) -> None:
     """Keep ``rows`` (int64, repeats allowed), in this order, without their first ``cut`` tokens;
     ``cut`` > 0 needs a joinable cache."""
-    if not joinable(cache):
-        cache.batch_select_indices(rows)
-        return
     for layer in cache.layers:
-        layer.keep(rows, cut)
+        if isinstance(layer, GrowingLayer):
+            layer.keep(rows, cut)
+        else:
+            layer.reorder_cache(rows)
+
+
+def join(cache: Any, other: Any) -> None:
+    """Append the rows of ``other``. Both must be joinable."""
+    for mine, its in zip(cache.layers, other.layers, strict=True):
+        if isinstance(mine, GrowingLayer):
+            mine.join(its)
+        for states, others in zip(_states(mine), _states(its), strict=True):
+            states |= {key: torch.cat([state, others[key]]) for key, state in states.items() if state is not None}
 
 
 def rearrange(cache: Any, columns: Any) -> None:
-    """Keep the tokens ``columns`` (int64 (rows, tokens)) of each row, in this order. For joinable
-    caches."""
+    """Keep the tokens ``columns`` (int64 (rows, tokens)) of each row, in this order. For caches of
+    plain attention."""
     for layer in cache.layers:
-        layer.rearrange(columns)
+        if isinstance(layer, GrowingLayer):
+            layer.rearrange(columns)
 
 
 def _capacity(tokens: int) -> int:
@@ -120,11 +171,16 @@ def _stacked(upper: Any, lower: Any, width: int) -> Any:
     return room
 
 
-def as_argument(model: Any, cache: Any) -> dict[str, Any]:
-    """Return the cache as keyword argument of ``model``: transformers 5.24 renamed it."""
-    return {_argument_name(type(model).forward): cache}
+def _states(layer: Any) -> list[dict[int, Any]]:
+    """Return the states of a recurrent or convolutional layer, by their kind and number."""
+    return [getattr(layer, kind) for kind in ("conv_states", "recurrent_states") if hasattr(layer, kind)]
+
+
+def _holds(layer: Any) -> bool:
+    held = [state is not None for states in _states(layer) for state in states.values()]
+    return any(held) or getattr(layer, "is_initialized", False)
 
 
 @functools.lru_cache
-def _argument_name(forward: Callable[..., Any]) -> str:
-    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)

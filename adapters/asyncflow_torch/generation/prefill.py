@@ -33,36 +33,23 @@ def prefill(model: Any, prompts: Sequence[_Ids]) -> tuple[Any, Any, Any]:
     ids, columns = _left_padded([np.frombuffer(prompt, np.int32) for prompt in place], model.device)
     mask = None if bool((columns[:, 0] == 0).all()) else columns >= 0
     cache = kv.new_cache(model)
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=columns.clamp(min=0),
-        use_cache=True,
-        logits_to_keep=1,
-        **kv.as_argument(model, cache),
-    )
+    logits = kv.read(model, cache, ids, mask, columns.clamp(min=0))
     rows = torch.tensor(prompt_of, device=model.device)
     kv.keep(cache, rows, 0)
-    return cache, None if mask is None else mask[rows], output.logits[:, -1][rows]
+    return cache, None if mask is None else mask[rows], logits[rows]
 
 
 def extend(model: Any, cache: Any, mask: Any, lengths: Sequence[int], tokens: Sequence[_Ids]) -> tuple[Any, Any]:
     """Read ``tokens`` of each row, none or more, after the ``lengths`` tokens read already. Return
-    cache and mask. The cache must be joinable."""
+    cache and mask. The cache must be joinable, and for prompts with padding."""
     if not any(len(ids) for ids in tokens):
         return cache, mask
     ids, columns = _left_padded(tokens, model.device)
     if mask is None:
-        mask = torch.ones(len(tokens), cache.get_seq_length(), dtype=torch.bool, device=model.device)
+        mask = torch.ones(len(tokens), kv.width(cache), dtype=torch.bool, device=model.device)
     mask = torch.cat([mask, columns >= 0], 1)
-    model(
-        input_ids=ids,
-        attention_mask=None if mask.all() else mask,
-        position_ids=torch.tensor(lengths, device=model.device)[:, None] + columns.clamp(min=0),
-        use_cache=True,
-        logits_to_keep=1,
-        **kv.as_argument(model, cache),
-    )
+    positions = torch.tensor(lengths, device=model.device)[:, None] + columns.clamp(min=0)
+    kv.read(model, cache, ids, None if mask.all() else mask, positions)
     width = int(mask.sum(1).max())
     if width < mask.shape[1]:  # rows of different lengths were padded in their middle
         left = mask.to(torch.uint8).argsort(dim=1, stable=True)[:, -width:]
@@ -71,17 +58,19 @@ def extend(model: Any, cache: Any, mask: Any, lengths: Sequence[int], tokens: Se
     return cache, None if mask.all() else mask
 
 
-def passes(prompts: Sequence[_Ids], tokens: Sequence[_Ids] = ()) -> Iterator[list[int]]:
+def passes(prompts: Sequence[_Ids], tokens: Sequence[_Ids] = (), *, padded: bool = True) -> Iterator[list[int]]:
     """Yield the rows of each pass of ``prefill``, and of ``extend`` with ``tokens``. Rows with the
-    same prompt array count it once."""
+    same prompt array count it once. ``padded``: False if only prompts of one length share a pass."""
     rows: list[int] = []
     distinct: set[int] = set()
     longest = longest_on = 0
-    for row, prompt in enumerate(prompts):
-        on = len(tokens[row]) if tokens else 0
+    lengths = [0 if padded else len(prompt) for prompt in prompts]
+    for row in np.argsort(lengths, kind="stable").tolist():
+        prompt, on = prompts[row], len(tokens[row]) if tokens else 0
+        longer = lengths[row] > longest
         distinct.add(id(prompt))
         longest, longest_on = max(longest, len(prompt)), max(longest_on, on)
-        if rows and len(distinct) * longest + (len(rows) + 1) * longest_on > PASS_TOKENS:
+        if rows and (longer or len(distinct) * longest + (len(rows) + 1) * longest_on > PASS_TOKENS):
             yield rows
             rows, distinct, longest, longest_on = [], {id(prompt)}, len(prompt), on
         rows.append(row)
