@@ -12,6 +12,7 @@ import torch
 from asyncflow_http.model_folder import check_version, listed
 from asyncflow_sdk.errors import WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
+from asyncflow_sdk.types.dtypes import FLOATS
 
 from .folder_map import FolderMap, runs_of
 
@@ -29,7 +30,7 @@ def assign(model: Any, folder: FolderMap, update: WeightUpdate) -> dict[str, Any
     unknown weight, another shape or dtype, or two different tensors for a tied weight. A later
     error leaves a mixture of versions and raises `PartialLoad`.
     """
-    second = _second_names(folder, update)
+    second = _second_names(folder, update, str(model.dtype).removeprefix("torch."))
     runs, left = runs_of(model), update.tensors.keys() - second
     rounded = {}
     try:
@@ -41,19 +42,20 @@ def assign(model: Any, folder: FolderMap, update: WeightUpdate) -> dict[str, Any
             if _type_of(tensor) != wanted:
                 raise WeightMismatch(f"{name} came as {_type_of(tensor)}, and {wanted} was announced")
             folder.fill(name, tensor, runs)
-            if folder.is_rounded(name, runs):
+            if folder.is_rounded(name, tensor.dtype, runs):
                 rounded[name] = tensor.clone()
             left -= {name}
         if left:
             raise WeightMismatch(f"it did not bring {', '.join(sorted(left))}")
     except BaseException as error:
         raise PartialLoad(f"version {update.version} was written in part: {type(error).__name__}: {error}") from error
-    return {name: rounded[name] if name in rounded else folder.whole(name, runs) for name in update.tensors}
+    dtypes = {name: getattr(torch, each.dtype) for name, each in update.tensors.items() if name not in rounded}
+    return rounded | {name: folder.whole(name, runs).to(dtype) for name, dtype in dtypes.items()}
 
 
-def _second_names(folder: FolderMap, update: WeightUpdate) -> dict[str, str]:
-    """Return tensors of an update that are also given by another name, with this name. Raises WeightMismatch with all
-    problems of the update."""
+def _second_names(folder: FolderMap, update: WeightUpdate, dtype: str) -> dict[str, str]:
+    """Return tensors of an update that are also given by another name, with this name. ``dtype``: the model's, accepted
+    beside the folder's. Raises WeightMismatch with all problems of the update."""
     types, places = dict(folder.types), {name: folder.place(name) for name in folder.by_name}
     types |= {name: types[other] for name, other in folder.second.items()}
     given = {places[name] for name in update.tensors if name in places}
@@ -62,7 +64,9 @@ def _second_names(folder: FolderMap, update: WeightUpdate) -> dict[str, str]:
         for name in types
         if name in update.tensors or (name in folder.kinds and places[name] not in given)
     }
-    check_version(update, held, lambda dtype: (dtype,), shown=len(held) + len(update.tensors))
+    check_version(
+        update, held, lambda own: (own, dtype) if own in FLOATS else (own,), shown=len(held) + len(update.tensors)
+    )
     first: dict[Any, str] = {}
     second = {name: first[places[name]] for name in update.tensors if first.setdefault(places[name], name) != name}
     if second and (problems := _unequal(update, second)):

@@ -214,10 +214,9 @@ class FolderMap:
             part.of(joined).copy_(part.within(runs[part.live]))
         return joined
 
-    def is_rounded(self, name: str, runs: Mapping[str, Run]) -> bool:
-        """True if the parameters are less precise than a tensor of the folder."""
-        wanted = self.kinds[self.second.get(name, name)][0].itemsize
-        return any(runs[part.live].flat.dtype.itemsize < wanted for part in self.by_name[name])
+    def is_rounded(self, name: str, dtype: Any, runs: Mapping[str, Run]) -> bool:
+        """True if the parameters of a tensor are less precise than ``dtype``."""
+        return any(runs[part.live].flat.dtype.itemsize < dtype.itemsize for part in self.by_name[name])
 
     def exact(self, runs: Mapping[str, Run]) -> None:
         """Fill elements in float32 with the folder's numbers where a model in a lower precision has rounded them."""

@@ -94,9 +94,11 @@ class TransformersEngine(RolloutEngine):
         )
         self._ids = itertools.count()
         self._folder, runs = FolderMap.of(self._model, model, dtype=dtype), runs_of(self._model)
-        read, whole = self._folder.read, functools.partial(self._folder.whole, runs=runs)
         self._held = {
-            name: (read if self._folder.is_rounded(name, runs) else whole)(name) for name in self._folder.kinds
+            name: self._folder.read(name)
+            if self._folder.is_rounded(name, kind, runs)
+            else self._folder.whole(name, runs)
+            for name, (kind, _) in self._folder.kinds.items()
         }
         self._thread = DecodeThread(decoder, max_rows=max_rows, threads=threads, version=version)
 

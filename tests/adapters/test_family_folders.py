@@ -71,8 +71,17 @@ def test_versions_and_exports_are_folders_like_the_one_of_the_start(
     assert same(_held(engine), first)
 
 
-def test_a_given_dtype_is_that_of_versions_exports_and_configuration(tmp_path: Path) -> None:
-    engine = TorchEngine(family_folder("gemma3", tmp_path / "model"), dtype="float32")
+def test_a_given_dtype_is_that_of_versions_exports_and_configuration(
+    rollout: Any, make_update: Any, tmp_path: Path
+) -> None:
+    # given a folder of two dtypes: an engine in one takes versions in it
+    folder = family_folder("gemma3", tmp_path / "model")
+    version = _held(TorchEngine(folder, dtype="bfloat16"))
+    replica = rollout(folder)
+    asyncio.run(replica.load_weights(make_update(version)))
+    assert same(dict(replica.held_weights()), version)
+
+    engine = TorchEngine(folder, dtype="float32")
     assert {tensor.dtype for _, tensor in engine.named_weights()} == {torch.float32}
     engine.export(tmp_path / "out")
     assert same(_held(TorchEngine(str(tmp_path / "out"))), _held(engine))

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.core_model_loading import Chunk, Interleave, WeightConverter
 
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types import Shard
 from asyncflow_torch.families import FAMILIES, family
-from asyncflow_torch.folder_map import FolderMap, Part, Run
+from asyncflow_torch.folder_map import FolderMap, Part, Run, runs_of
 from asyncflow_torch.policy import load_policy
 
 RANKS = 3
 
 
-def runs_of(model: Any, rank: int = 0, ranks: int = 1) -> dict[str, Run]:
+def runs_of_rank(model: Any, rank: int, ranks: int) -> dict[str, Run]:
     """A rank's elements of each parameter."""
     found = {}
     for name, weight in model.named_parameters():
@@ -56,7 +57,7 @@ def test_each_tensor_of_the_folder_is_a_part_of_the_model(name: str, tmp_path: P
     for weight in empty.parameters():
         weight.data.zero_()
     for rank in range(RANKS):
-        runs = runs_of(model, rank, RANKS)
+        runs = runs_of_rank(model, rank, RANKS)
         for each, piece in folder.published(runs.items(), bucket_bytes=1000):
             shard = piece if isinstance(piece, Shard) else Shard(piece, (0,) * piece.dim(), tuple(piece.shape))
             whole[each][tuple(slice(a, a + n) for a, n in zip(shard.start, shard.tensor.shape, strict=True))] += (
@@ -65,7 +66,7 @@ def test_each_tensor_of_the_folder_is_a_part_of_the_model(name: str, tmp_path: P
         for each, piece, start in folder.pieces(made.keys(), runs.items()):
             file[each][start : start + piece.numel()] += piece.reshape(-1)
         for each in made:
-            folder.fill(each, given[each], runs_of(empty, rank, RANKS))
+            folder.fill(each, given[each], runs_of_rank(empty, rank, RANKS))
     assert all(torch.equal(whole[each], given[each]) for each in made)
     assert all(torch.equal(file[each], given[each].view(-1)) for each in made)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), empty.parameters(), strict=True))
@@ -103,4 +104,35 @@ def test_a_folder_of_other_names_is_refused_by_name(tmp_path: Path) -> None:
     path = family("llama", tmp_path / "other")
     model = load_policy(family("qwen3", tmp_path / "mine"), dtype="auto", device="cpu")
     with pytest.raises(ConfigError, match=r"cannot be written back:\n.*k_norm"):
+        FolderMap.of(model, path)
+
+
+def _saved_with(operations: list[Any], parts: list[str], whole: str, path: Path) -> tuple[Any, str]:
+    """A Llama whose folder has ``whole`` in place of ``parts``."""
+    model = load_policy(family("llama", path / "made"), dtype="auto", device="cpu")
+    model._weight_conversions = [WeightConverter(whole, parts, operations=operations)]  # noqa: SLF001
+    model.save_pretrained(path / "joined")
+    return model, str(path / "joined")
+
+
+def test_a_tensor_of_the_folder_may_be_several_parameters(tmp_path: Path) -> None:
+    # given a folder with one tensor for two parameters
+    parts = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    model, path = _saved_with([Chunk(dim=0)], parts, "mlp.gate_up_proj.weight", tmp_path)
+    given = load_file(Path(path, "model.safetensors"))
+    assert "model.layers.0.mlp.gate_up_proj.weight" in given
+
+    # then each parameter is a part of it, there and back
+    folder, runs = FolderMap.of(model, path), runs_of(model)
+    assert not folder.untrained
+    assert all(torch.equal(folder.whole(name, runs), tensor) for name, tensor in given.items())
+    for name, tensor in given.items():
+        folder.fill(name, tensor + 1, runs)
+    assert all(torch.equal(folder.whole(name, runs), tensor + 1) for name, tensor in given.items())
+
+
+def test_numbers_in_another_order_are_refused(tmp_path: Path) -> None:
+    """Their reversal is no view, so it could not be written back in part."""
+    model, path = _saved_with([Interleave(0)], ["mlp.down_proj.weight"], "mlp.down_proj.weight", tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be written back:\n.*mlp.down_proj"):
         FolderMap.of(model, path)
