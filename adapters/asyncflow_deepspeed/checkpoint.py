@@ -5,7 +5,7 @@ a fixed number of ranks."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 
 from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_torch.checkpoint import RANDOM_STATE, open_checkpoint, write_checkpoint
-from asyncflow_torch.export import FILE_BYTES, export_together
-from asyncflow_torch.policy import named_weights, published_tensors
+from asyncflow_torch.export import export_folder
+from asyncflow_torch.folder_map import FolderMap
+from asyncflow_torch.policy import named_weights
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.schedules import steps_made
 from asyncflow_torch.sharded_files import FileParts, Kind, Piece, kind_of
@@ -76,50 +77,27 @@ def load(path: Path, engine: Any, ranks: Ranks, *, bucket_bytes: int) -> None:
     give_weights(engine)
 
 
-def take(engine: Any, update: WeightUpdate, ranks: Ranks) -> None:
+def take(engine: Any, folder: FolderMap, update: WeightUpdate, ranks: Ranks) -> None:
     """Copy a version into the masters, reset the optimizer, and round the masters into the
     model's weights. Raises WeightMismatch before any change. A collective."""
-    buffers = _buffers(engine)
-    dtypes = {name: weight.dtype for name, weight in engine.module.named_parameters()}
-    dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
-    shapes = _shapes(engine) | {name: tuple(buffer.shape) for name, buffer in buffers.items()}
 
     def fill() -> None:
         held = list(masters(engine))
         if engine.basic_optimizer.state:
             _set_steps(engine.basic_optimizer, held, 0)
-        by_name: dict[str, list[FlatSlice]] = {}
-        for part in held:
-            by_name.setdefault(part.name, []).append(part)
-        with torch.no_grad():
-            for name, tensor in tensors:
-                if name in buffers:
-                    buffers[name].copy_(tensor)
-                for part in by_name.get(name, ()):
-                    part.values.copy_(tensor.reshape(-1)[part.start : part.start + part.count])
+        runs = {part.name: part.run for part in held}
+        for name, tensor in update:
+            folder.fill(name, tensor, runs)
 
-    tensors = ranks.together(lambda: published_tensors(update, shapes, dtypes))
+    ranks.together(lambda: folder.check(update))
     ranks.together(fill)
     give_weights(engine)
 
 
-def export(
-    path: Path, engine: Any, source: str, ranks: Ranks, *, bucket_bytes: int, file_bytes: int = FILE_BYTES
-) -> None:
-    """Write a Hugging Face folder, weights in the published dtypes, with the tokenizer of the
-    folder ``source``. A collective."""
-    module, buffers = engine.module, _buffers(engine)
-    shapes = {name: tuple(tensor.shape) for name, tensor in buffers.items()} | _shapes(engine)
-    kinds = {name: (tensor.dtype, shapes[name]) for name, tensor in named_weights(module)}
-    held = list(_own(engine, ranks))
-
-    def pieces(names: Collection[str]) -> list[Piece]:
-        own = [(part.name, part.values, part.start) for part in held if part.name in names]
-        return [*own, *_once({name: buffers[name] for name in names if name in buffers}, ranks)]
-
-    export_together(
-        path, module.config, source, kinds, pieces, ranks, bucket_bytes=bucket_bytes, file_bytes=file_bytes
-    )
+def export(path: Path, engine: Any, folder: FolderMap, ranks: Ranks, *, bucket_bytes: int) -> None:
+    """Write a Hugging Face folder, trained tensors from the masters in the published dtypes. A collective."""
+    runs = [(part.name, part.run) for part in _own(engine, ranks)]
+    export_folder(path, folder, runs, ranks, bucket_bytes=bucket_bytes)
 
 
 def _own(engine: Any, ranks: Ranks) -> Iterator[FlatSlice]:

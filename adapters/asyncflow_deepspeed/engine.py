@@ -18,6 +18,7 @@ from asyncflow_torch.collate import no_rows
 from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import local_device
+from asyncflow_torch.folder_map import FolderMap
 from asyncflow_torch.open_step import UNDIVIDED, StepSums
 from asyncflow_torch.policy import context_of, load_policy
 from asyncflow_torch.ranks import Ranks
@@ -26,7 +27,7 @@ from asyncflow_torch.train_options import ShardedOptions, keywords_of
 
 from . import checkpoint, runtime
 from .config import make_config
-from .partitions import published, shape_of
+from .partitions import masters, published, shape_of
 from .zero_model import DeepSpeedCritic, ZeroModel
 
 
@@ -52,7 +53,7 @@ class DeepSpeedEngine(DataParallelEngine):
     @keywords_of(DeepSpeedOptions)
     def __init__(self, options: DeepSpeedOptions) -> None:
         options.prepare_torch()
-        self._source, self.bucket_bytes = options.model, options.bucket_bytes
+        self.bucket_bytes = options.bucket_bytes
         dtype = options.computed_dtype
         settings = make_config(
             stage=options.stage, dtype=dtype, max_grad_norm=options.max_grad_norm, offload_optimizer=options.offload,
@@ -73,10 +74,7 @@ class DeepSpeedEngine(DataParallelEngine):
                     trust_remote_code=options.trust_remote_code,
                 )
 
-            if options.stage < 3:
-                return ranks.together(read)
-            with runtime.partitioned_models(settings):
-                return read()
+            return ranks.together(read) if options.stage < 3 else runtime.partitioned(read, settings)
 
         def under_zero(whole: Any, learning_rate: float) -> ZeroModel:
             if options.gradient_checkpointing:
@@ -86,7 +84,11 @@ class DeepSpeedEngine(DataParallelEngine):
         try:
             with ranks.calling("make"):
                 plain = load(options.model)
+                self._folder = FolderMap.of(plain, options.model, dtype=options.dtype)
+                self.untrained = self._folder.untrained
                 self._policy = under_zero(plain, options.learning_rate)
+                if options.dtype == "auto" and dtype == "bfloat16" and not options.frozen:
+                    self._folder.exact({part.name: part.run for part in masters(self._engine)})
                 if options.needs_critic:
                     values = ValueModel(load(options.critic or options.model)).eval()
                     zero = under_zero(values, options.critic_learning_rate or options.learning_rate)
@@ -151,8 +153,10 @@ class DeepSpeedEngine(DataParallelEngine):
         return norms | {"grad_norm": norm}
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """Yield this rank's part of the policy by Hugging Face name, in ``dtype``: views. No communication."""
-        return published(self._engine, rank=self._ranks.rank, size=self._ranks.size)
+        """Yield this rank's part of the policy by the folder's names. No communication."""
+        return published(
+            self._engine, self._folder, rank=self._ranks.rank, size=self._ranks.size, bucket_bytes=self.bucket_bytes
+        )
 
     def save_policy(self, path: Path) -> None:
         """Write weights, optimizer and random state, each rank its part. Loadable at any stage."""
@@ -164,11 +168,11 @@ class DeepSpeedEngine(DataParallelEngine):
 
     def replace_weights(self, update: WeightUpdate) -> None:
         """Copy this rank's part of ``update``, one tensor at a time, and reset the optimizer."""
-        checkpoint.take(self._engine, update, self._ranks)
+        checkpoint.take(self._engine, self._folder, update, self._ranks)
 
     def export_folder(self, path: Path) -> None:
         """Write the Hugging Face folder, each rank its part of common files."""
-        checkpoint.export(path, self._engine, self._source, self._ranks, bucket_bytes=self.bucket_bytes)
+        checkpoint.export(path, self._engine, self._folder, self._ranks, bucket_bytes=self.bucket_bytes)
 
     def close(self) -> None:
         """Free DeepSpeed's memory and leave the process group. Idempotent."""

@@ -2,7 +2,7 @@
 
 for part in masters(engine):                            # float32; all ranks together hold each element once, except at stage 0
     part.values                                         # a run of the parameter's elements, from index part.start on
-for name, tensor in published(engine, rank=0, size=2): ...      # tensors, or a Shard of one
+for name, tensor in published(engine, folder, rank=0, size=2, bucket_bytes=64 << 20): ...      # tensors, or a Shard of one
 
 ZeRO splits flat ranges: at stage 3 each parameter into one run per rank, at stages 1 and 2 the
 concatenation of all parameters.
@@ -10,15 +10,13 @@ concatenation of all parameters.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from asyncflow_sdk.types import Shard
-from asyncflow_torch.policy import named_weights
+from asyncflow_torch.folder_map import FolderMap, Run
 
 
 @dataclass(frozen=True)
@@ -38,18 +36,15 @@ class FlatSlice:
         """Flat live view."""
         return self.within(self.tensor)
 
+    @property
+    def run(self) -> Run:
+        """Live view for the map of the folder."""
+        return Run(self.values, self.start)
+
     def within(self, like: Any) -> Any:
         """Return the same elements of another tensor with the layout of ``tensor``, for example
         a moment of the optimizer."""
         return like.detach().view(-1)[self.offset : self.offset + self.count]
-
-
-class Rectangle(NamedTuple):
-    """Part of a flat range: its first element in the range, its start in the tensor, and its shape."""
-
-    offset: int
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 def shape_of(weight: Any) -> tuple[int, ...]:
@@ -99,53 +94,32 @@ def give_weights(engine: Any) -> None:
                 weights[master.name].data.view(-1).copy_(master.values)
 
 
-def published(engine: Any, *, rank: int, size: int) -> Iterator[tuple[str, Any]]:
-    """Yield (name, tensor or Shard) of this rank's part of the policy: views, tied weights once, no communication.
+def published(
+    engine: Any, folder: FolderMap, *, rank: int, size: int, bucket_bytes: int
+) -> Iterator[tuple[str, Any]]:
+    """Yield (name, tensor or Shard) of this rank's part of the policy by the folder's names, without communication.
 
-    At stage 3 these are the rectangles of its run of each parameter, and on rank 0 the stored
-    buffers. At lower stages each rank holds all weights and yields whole tensors of about 1 /
-    ``size`` of the bytes.
+    Tensors of the model's dtype are views: at stage 3 of the rank's run of each parameter, at lower stages of whole
+    parameters of about 1 / ``size`` of the bytes. Tensors of a higher precision are the masters'.
     """
-    if engine.zero_optimization_stage() < 3:
-        given = [0] * size
-        for name, tensor in named_weights(engine.module):
-            owner = given.index(min(given))
-            given[owner] += tensor.numel() * tensor.element_size()
-            if owner == rank:
-                yield name, tensor
-        return
-    for part in _shards(engine):
-        for offset, start, shape in rectangles(part.start, part.count, part.shape):
-            piece = part.values[offset : offset + math.prod(shape)].view(shape)
-            yield part.name, piece if shape == part.shape else Shard(piece, start, part.shape)
-    if not rank:
-        parameters = {name for name, _ in engine.module.named_parameters()}
-        yield from ((name, each) for name, each in named_weights(engine.module) if name not in parameters)
+    weights = dict(engine.module.named_parameters())
+    wide = {name for name, dtype in folder.dtypes.items() if dtype.itemsize > weights[name].dtype.itemsize}
+    return folder.published(_runs(engine, wide, rank, size), bucket_bytes=bucket_bytes)
 
 
-def rectangles(start: int, count: int, shape: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Split elements ``start`` to ``start + count`` of a flattened tensor of ``shape`` into
-    rectangles, at most two per dimension.
-
-    rectangles(5, 9, (4, 4))    # the rest of row 1, row 2, the beginning of row 3
-    [(0, (1, 1), (1, 3)), (3, (2, 0), (1, 4)), (7, (3, 0), (1, 2))]
-    """
-    if len(shape) < 2:
-        yield Rectangle(0, (start,) * len(shape), (count,) * len(shape))
-        return
-    inner = math.prod(shape[1:])
-    done = 0
-    while done < count:
-        row, column = divmod(start + done, inner)
-        rows = 0 if column else (count - done) // inner
-        if rows:
-            yield Rectangle(done, (row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
-            done += rows * inner
-            continue
-        size = min(inner - column, count - done)
-        for offset, begins, sizes in rectangles(column, size, shape[1:]):
-            yield Rectangle(done + offset, (row, *begins), (1, *sizes))
-        done += size
+def _runs(engine: Any, wide: Collection[str], rank: int, size: int) -> Iterator[tuple[str, Run]]:
+    """Yield the elements that this rank publishes. ``wide``: parameters published from their masters."""
+    stage, given = engine.zero_optimization_stage(), [0] * size
+    owned: dict[str, Run] = {}
+    for name, weight in engine.module.named_parameters() if stage < 3 else ():
+        owner = given.index(min(given))
+        given[owner] += weight.numel() * weight.element_size()
+        if owner == rank:
+            owned[name] = Run(weight)
+    low = owned.items() if stage < 3 else [(part.name, part.run) for part in _shards(engine)]
+    high = [(part.name, part.run) for part in masters(engine) if stage or part.name in owned] if wide else []
+    yield from ((name, run) for name, run in low if name not in wide)
+    yield from ((name, run) for name, run in high if name in wide)
 
 
 def _shards(engine: Any) -> Iterator[FlatSlice]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,14 +50,18 @@ def reset() -> None:
         parameter_offload.FWD_MODULE_STACK.clear()  # stage-3 models, which keep their engines and groups alive
 
 
-@contextlib.contextmanager
-def partitioned_models(config: Mapping[str, Any]) -> Iterator[None]:
-    """Partition transformers' models parameter by parameter as they are made (ZeRO-3): no rank
-    holds a whole model. Only rank 0 reads the weights. A collective."""
+def partitioned(load: Callable[[], Any], config: Mapping[str, Any]) -> Any:
+    """Return the model of ``load``, partitioned parameter by parameter as transformers makes it
+    (ZeRO-3): no rank holds a whole model. Only rank 0 reads the weights. A collective."""
     from transformers.integrations import HfDeepSpeedConfig  # imports DeepSpeed
 
     registered = HfDeepSpeedConfig(dict(config))  # transformers checks if such an object exists
     try:
-        yield
+        model = load()
     finally:
         del registered
+    # Hazard: here transformers also keeps conversions that matched no name of the folder, and would reverse them.
+    model._weight_conversions = [
+        each for each in getattr(model, "_weight_conversions", None) or () if each.was_used()
+    ]
+    return model

@@ -18,12 +18,12 @@ import asyncflow_sdk as af
 from asyncflow_torch import checkpoint
 from asyncflow_torch.data_parallel import ENTROPY, PROXIMAL, DataParallelEngine
 from asyncflow_torch.devices import device_of
-from asyncflow_torch.export import export_together
+from asyncflow_torch.export import export_folder
+from asyncflow_torch.folder_map import FolderMap, runs_of
 from asyncflow_torch.masters import Masters
-from asyncflow_torch.policy import context_of, load_policy, named_weights, published_tensors, vocabulary_of
+from asyncflow_torch.policy import context_of, load_policy, vocabulary_of
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.recomputation import recompute_activations
-from asyncflow_torch.sharded_files import RANK_BUCKET_BYTES, kind_of
 from asyncflow_torch.shares import STALENESS
 from asyncflow_torch.train_options import TrainOptions, keywords_of
 
@@ -41,17 +41,19 @@ class AccelerateEngine(DataParallelEngine):
     @keywords_of(TrainOptions)
     def __init__(self, options: TrainOptions) -> None:
         options.prepare_torch()
-        self._source, self._max_grad_norm = options.model, options.max_grad_norm
+        self._max_grad_norm = options.max_grad_norm
         self._plain = load_policy(
             options.model, dtype=options.dtype, device="cpu", trust_remote_code=options.trust_remote_code
         )
-        self._dtypes = {name: tensor.dtype for name, tensor in named_weights(self._plain)}
+        self._folder = FolderMap.of(self._plain, options.model, dtype=options.dtype)
+        self.untrained = self._folder.untrained
         mixed = "bf16" if self._plain.dtype == torch.bfloat16 else "no"
         self._accelerator = Accelerator(mixed_precision=mixed, cpu=device_of(options.device).type == "cpu")
         if options.gradient_checkpointing:
             recompute_activations(self._plain)
         if not options.frozen:
             self._plain.float()  # in bfloat16 a small step would be rounded away
+            self._folder.exact(runs_of(self._plain))
         optimizer = torch.optim.AdamW(self._plain.parameters(), lr=options.learning_rate, **options.adamw)
         prepared, self._prepared = self._accelerator.prepare(self._plain, optimizer)
         super().__init__(
@@ -79,7 +81,7 @@ class AccelerateEngine(DataParallelEngine):
         return {"grad_norm": norm}
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        return ((name, tensor.to(self._dtypes[name])) for name, tensor in named_weights(self._plain))
+        return self._folder.published(runs_of(self._plain).items())
 
     def save_policy(self, path: Path) -> None:
         checkpoint.save(path, self._plain, Masters(self._plain), self._optimizer)
@@ -88,20 +90,13 @@ class AccelerateEngine(DataParallelEngine):
         checkpoint.load(path, self._plain, Masters(self._plain), self._optimizer)
 
     def replace_weights(self, update: af.WeightUpdate) -> None:
-        weights = dict(named_weights(self._plain))
-        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-        with torch.no_grad():
-            for name, tensor in published_tensors(update, shapes, self._dtypes):
-                weights[name].copy_(tensor)
+        self._folder.check(update)
+        for name, tensor in update:
+            self._folder.fill(name, tensor, runs_of(self._plain))
         self._optimizer.state.clear()
 
     def export_folder(self, path: Path) -> None:
-        weights = dict(named_weights(self._plain))
-        kinds = {name: kind_of(tensor, self._dtypes[name]) for name, tensor in weights.items()}
-        export_together(
-            path, self._plain.config, self._source, kinds, lambda names: ((name, weights[name], 0) for name in names),
-            self._ranks, bucket_bytes=RANK_BUCKET_BYTES,
-        )  # fmt: skip
+        export_folder(path, self._folder, runs_of(self._plain).items(), self._ranks)
 
     def close(self) -> None:
         super().close()
