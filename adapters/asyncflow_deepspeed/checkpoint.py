@@ -15,7 +15,7 @@ from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_torch.checkpoint import RANDOM_STATE, open_checkpoint, write_checkpoint
 from asyncflow_torch.export import export_folder
 from asyncflow_torch.folder_map import FolderMap
-from asyncflow_torch.policy import named_weights
+from asyncflow_torch.policy import named_weights, trained
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.schedules import steps_made
 from asyncflow_torch.sharded_files import FileParts, Kind, Piece, kind_of
@@ -129,7 +129,7 @@ def _set_steps(optimizer: Any, held: list[FlatSlice], steps: int) -> None:
 
 
 def _shapes(engine: Any) -> dict[str, tuple[int, ...]]:
-    return {name: shape_of(weight) for name, weight in engine.module.named_parameters()}
+    return {name: shape_of(weight) for name, weight in trained(engine.module)}
 
 
 def _parameter_kinds(engine: Any) -> dict[str, Kind]:

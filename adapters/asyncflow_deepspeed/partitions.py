@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from asyncflow_torch.folder_map import FolderMap, Run
+from asyncflow_torch.policy import trained
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def shape_of(weight: Any) -> tuple[int, ...]:
 def masters(engine: Any) -> Iterator[FlatSlice]:
     """Yield this rank's masters in the order of the model's parameters. ``tensor`` is the key of
     the optimizer's state."""
-    named, stage = engine.module.named_parameters(), engine.zero_optimization_stage()
+    named, stage = trained(engine.module), engine.zero_optimization_stage()
     if stage == 3:
         zero = engine.optimizer
         for name, weight in named:
@@ -111,7 +112,7 @@ def _runs(engine: Any, wide: Collection[str], rank: int, size: int) -> Iterator[
     """Yield the elements that this rank publishes. ``wide``: parameters published from their masters."""
     stage, given = engine.zero_optimization_stage(), [0] * size
     owned: dict[str, Run] = {}
-    for name, weight in engine.module.named_parameters() if stage < 3 else ():
+    for name, weight in trained(engine.module) if stage < 3 else ():
         owner = given.index(min(given))
         given[owner] += weight.numel() * weight.element_size()
         if owner == rank:
@@ -124,7 +125,7 @@ def _runs(engine: Any, wide: Collection[str], rank: int, size: int) -> Iterator[
 
 def _shards(engine: Any) -> Iterator[FlatSlice]:
     """Yield this rank's parts of the model's weights. Stage 3 only."""
-    for name, weight in engine.module.named_parameters():
+    for name, weight in trained(engine.module):
         start, count = _run(weight)
         if count:
             yield FlatSlice(name, shape_of(weight), start, count, weight.ds_tensor.data, 0)

@@ -16,6 +16,7 @@ import torch
 
 from asyncflow_sdk.errors import EngineError
 from asyncflow_torch.critic import ValueCritic
+from asyncflow_torch.policy import trained
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.train_options import TrainOptions
 
@@ -44,7 +45,7 @@ class ZeroModel:
     def __init__(
         self, deepspeed: Any, model: Any, settings: Mapping[str, Any], options: TrainOptions, *, learning_rate: float
     ) -> None:
-        self.optimizer = CheckedAdamW(model.parameters(), lr=learning_rate, **options.adamw)
+        self.optimizer = CheckedAdamW([each for _, each in trained(model)], lr=learning_rate, **options.adamw)
         # Without an optimizer stage 3 only gathers weights: no masters, no gradients. Lower stages refuse that.
         bare = options.frozen and settings["zero_optimization"]["stage"] == 3
         self.engine, *_ = deepspeed.initialize(

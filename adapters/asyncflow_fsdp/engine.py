@@ -23,7 +23,7 @@ from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import device_of
 from asyncflow_torch.export import export_folder
 from asyncflow_torch.folder_map import FolderMap, Run
-from asyncflow_torch.policy import context_of, load_policy, vocabulary_of
+from asyncflow_torch.policy import context_of, load_policy, trained, vocabulary_of
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.train_options import ShardedOptions, keywords_of
 
@@ -60,7 +60,7 @@ class FsdpEngine(DataParallelEngine):
             trust_remote_code=options.trust_remote_code,
         )
         plain = load(options.model)
-        self._folder = FolderMap.of(plain, options.model, dtype=options.dtype)
+        self._folder = FolderMap.of(plain, options.model, dtype=options.dtype).freeze(plain, options.freeze)
         self.untrained = self._folder.untrained
         vocabulary, context, compute = vocabulary_of(plain), context_of(plain), plain.dtype
         if not options.frozen:
@@ -150,7 +150,6 @@ class FsdpEngine(DataParallelEngine):
 
 def _widen_rounded(model: Any, folder: FolderMap) -> None:
     """Convert parameters to float32 if the folder has them so and the model has rounded them, with the folder's numbers."""
-    named = model.named_parameters()
-    rounded = {name: each for name, each in named if each.dtype.itemsize < folder.dtypes[name].itemsize}
+    rounded = {name: each for name, each in trained(model) if each.dtype.itemsize < folder.dtypes[name].itemsize}
     widen(rounded.values())
     folder.exact({name: Run(each) for name, each in rounded.items()})

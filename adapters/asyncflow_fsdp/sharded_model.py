@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from asyncflow_torch.critic import ValueCritic
+from asyncflow_torch.policy import trained
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.recomputation import layers_of, recompute_activations
 from asyncflow_torch.train_options import ShardedOptions
@@ -49,7 +50,7 @@ class ShardedModel:
         if widened:
             widen(model.parameters())
         self.model = fully_shard(model, **given)
-        self._max_grad_norm, self._parameters = options.max_grad_norm, list(self.model.parameters())
+        self._max_grad_norm, self._parameters = options.max_grad_norm, [each for _, each in trained(self.model)]
         self.optimizer = torch.optim.AdamW(self._parameters, lr=learning_rate, **options.adamw)
 
     def divide_gradients(self, number: float) -> None:
@@ -91,7 +92,7 @@ class FsdpCritic(ValueCritic):
 
 
 def widen(parameters: Iterable[Any]) -> None:
-    """Convert parameters to float32. Layers in shards are float32 already."""
+    """Convert trained parameters to float32. Layers in shards are float32 already."""
     for parameter in parameters:
-        if parameter.dtype.itemsize < torch.float32.itemsize:
+        if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
             parameter.data = parameter.data.float()

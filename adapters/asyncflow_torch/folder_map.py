@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import bisect
 import collections
+import difflib
+import fnmatch
 import functools
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,6 +149,40 @@ class FolderMap:
         untrained = tuple(sorted(held.tensors.keys() - kinds.keys()))
         return cls(held, kinds, untrained, {live: tuple(each) for live, each in parts.items()}, second)
 
+    def freeze(self, model: Any, patterns: Sequence[str]) -> FolderMap:
+        """Turn off the gradients of parameters whose tensors in the folder match ``patterns`` (as of fnmatch), and return
+        the map without them. Raises ConfigError for a pattern without a match, a parameter with a match in a part of its
+        tensors, and if no parameter is left."""
+        names, matched, partly = self.folder.tensors.keys(), set[str](), list[str]()
+        for pattern in patterns:
+            if not (found := fnmatch.filter(names, pattern)):
+                near = ", ".join(_near(pattern, names))
+                raise ConfigError(
+                    f"freeze={pattern!r} matches no tensor of model folder {self.folder.folder!r}; near: {near}"
+                )
+            matched |= {*found}
+        kept = dict(self.parts)
+        for live, parts in self.parts.items():
+            free = {part.name for part in parts} - matched
+            if len(free) < len({part.name for part in parts}):
+                del kept[live]
+                partly += free
+        if partly:
+            raise ConfigError(
+                f"freeze={list(patterns)} leaves out parts of weights that are one in the model; match these, too:\n"
+                f"  {listed(partly)}"
+            )
+        if not kept:
+            raise ConfigError(
+                f"freeze={list(patterns)} leaves no weight to train in model folder {self.folder.folder!r}"
+            )
+        for live, parameter in model.named_parameters():
+            parameter.requires_grad_(live in kept)
+        kinds = {name: kind for name, kind in self.kinds.items() if name not in matched}
+        second = {name: other for name, other in self.second.items() if other in kinds}
+        untrained = tuple(sorted(names - kinds.keys()))
+        return replace(self, kinds=kinds, untrained=untrained, parts=kept, second=second)
+
     @functools.cached_property
     def types(self) -> dict[str, TensorType]:
         """Dtype and shape of the trained tensors, as versions name them."""
@@ -239,7 +276,7 @@ class FolderMap:
         (path / "config.json").write_bytes(config)
 
     def _cut(self, live: str, run: Run) -> Iterator[Part]:
-        for part in self.parts[live]:
+        for part in self.parts.get(live, ()):
             yield from part.cut(run.first, run.stop)
 
 
@@ -324,6 +361,13 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
         else value
         for key, value in config.items()
     }
+
+
+def _near(pattern: str, names: Collection[str]) -> list[str]:
+    """Return three names with words like those of a pattern."""
+    words = {word for name in names for word in name.split(".")}
+    near = [each for word in re.findall(r"\w+", pattern) for each in difflib.get_close_matches(word, words, 1)]
+    return sorted(names, key=lambda name: (-len({*near} & {*name.split(".")}), name))[:3]
 
 
 def _size(part: Part) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .policy import trained
+
 
 class Masters:
     """A float32 twin of each weight of lower precision; other weights, and all of a ``frozen`` model,
@@ -26,7 +28,7 @@ class Masters:
     def __init__(self, model: Any, *, dtypes: Mapping[str, Any] | None = None, frozen: bool = False) -> None:
         self.named: dict[str, Any] = {}
         self._twins: list[tuple[Any, Any, Any]] = []
-        for name, weight in model.named_parameters():
+        for name, weight in trained(model):
             master, rounded = (
                 weight,
                 min(weight.dtype, (dtypes or {}).get(name, weight.dtype), key=lambda each: each.itemsize),

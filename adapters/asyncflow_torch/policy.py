@@ -93,9 +93,9 @@ def _reason(folder: Path, error: Exception) -> str:
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, tensor) of each parameter and stored buffer by the model's own name: live views without gradient,
-    tied weights once."""
-    seen: set[int] = set()
+    """Yield (name, tensor) of each trained parameter and stored buffer by the model's own name: live views without
+    gradient, tied weights once."""
+    seen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
@@ -114,6 +114,11 @@ def published_tensors(
     held = {name: TensorType(str(dtypes[name]).removeprefix("torch."), shape) for name, shape in shapes.items()}
     check_version(update, held, lambda dtype: (dtype, *FLOATS) if dtype in FLOATS else (dtype,))
     return ((name, tensor.to(dtypes[name])) for name, tensor in update)
+
+
+def trained(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, parameter) of the trained parameters by the model's own name, tied ones once."""
+    return ((name, each) for name, each in model.named_parameters() if each.requires_grad)
 
 
 def context_of(model: Any) -> int | None:

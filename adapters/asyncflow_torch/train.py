@@ -22,7 +22,7 @@ from .data_parallel import DataParallelEngine
 from .export import export_folder
 from .folder_map import FolderMap, Run
 from .masters import Masters
-from .policy import context_of, load_policy, vocabulary_of
+from .policy import context_of, load_policy, trained, vocabulary_of
 from .ranks import Ranks
 from .recomputation import recompute_activations
 from .train_options import TrainOptions, keywords_of
@@ -40,13 +40,11 @@ class TorchEngine(DataParallelEngine):
         )
         if options.gradient_checkpointing:
             recompute_activations(loaded)
-        self._folder = FolderMap.of(loaded, options.model, dtype=options.dtype)
+        self._folder = FolderMap.of(loaded, options.model, dtype=options.dtype).freeze(loaded, options.freeze)
         self.untrained = self._folder.untrained
         self._masters = Masters(loaded, dtypes=self._folder.dtypes, frozen=options.frozen)
         if not options.frozen:
-            rounded = (
-                name for name, each in loaded.named_parameters() if each.dtype.itemsize < torch.float32.itemsize
-            )
+            rounded = (name for name, each in trained(loaded) if each.dtype.itemsize < torch.float32.itemsize)
             self._folder.exact({name: Run(self._masters.named[name]) for name in rounded})
         optimizer = torch.optim.AdamW(self._masters.named.values(), lr=options.learning_rate, **options.adamw)
         self._values = TorchCritic(options) if options.needs_critic else None
@@ -96,7 +94,7 @@ class TorchEngine(DataParallelEngine):
     def _published(self) -> Iterator[tuple[str, Run]]:
         """Yield weights in the published dtype; of a higher one, their masters."""
         dtypes = self._folder.dtypes
-        for name, weight in self._model.named_parameters():
+        for name, weight in trained(self._model):
             low = weight.dtype.itemsize < dtypes[name].itemsize
             yield name, Run(self._masters.named[name] if low else weight)
 

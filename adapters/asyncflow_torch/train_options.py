@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import json
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -59,6 +59,8 @@ class TrainOptions:
     whole process; None leaves the number unchanged. ``seed``: of torch's generator. Dropout is off:
     it would add noise to the ratio to the policy of the rollouts.
 
+    ``freeze``: patterns as "*.visual.*" of tensors in the model folder that stay as they are: without gradient and
+    optimizer, not published, in exports as in the folder.
     ``frozen``: compute only log-probs, without float32 masters, gradients and optimizer. `Logprobs`
     sets it. ``trust_remote_code``: run the folder's own Python for a model that transformers does not
     have.
@@ -84,6 +86,7 @@ class TrainOptions:
     critic_learning_rate: float | None = None
     threads: int | None = None
     seed: int = 0
+    freeze: Sequence[str] = ()
     frozen: bool = False
     trust_remote_code: bool = False
 

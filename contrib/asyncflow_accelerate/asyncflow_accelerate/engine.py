@@ -21,7 +21,7 @@ from asyncflow_torch.devices import device_of
 from asyncflow_torch.export import export_folder
 from asyncflow_torch.folder_map import FolderMap, runs_of
 from asyncflow_torch.masters import Masters
-from asyncflow_torch.policy import context_of, load_policy, vocabulary_of
+from asyncflow_torch.policy import context_of, load_policy, trained, vocabulary_of
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.recomputation import recompute_activations
 from asyncflow_torch.shares import STALENESS
@@ -45,16 +45,20 @@ class AccelerateEngine(DataParallelEngine):
         self._plain = load_policy(
             options.model, dtype=options.dtype, device="cpu", trust_remote_code=options.trust_remote_code
         )
-        self._folder = FolderMap.of(self._plain, options.model, dtype=options.dtype)
+        self._folder = FolderMap.of(self._plain, options.model, dtype=options.dtype).freeze(
+            self._plain, options.freeze
+        )
         self.untrained = self._folder.untrained
         mixed = "bf16" if self._plain.dtype == torch.bfloat16 else "no"
         self._accelerator = Accelerator(mixed_precision=mixed, cpu=device_of(options.device).type == "cpu")
         if options.gradient_checkpointing:
             recompute_activations(self._plain)
         if not options.frozen:
-            self._plain.float()  # in bfloat16 a small step would be rounded away
+            for _, parameter in trained(self._plain):  # in bfloat16 a small step would be rounded away
+                parameter.data = parameter.data.float()
             self._folder.exact(runs_of(self._plain))
-        optimizer = torch.optim.AdamW(self._plain.parameters(), lr=options.learning_rate, **options.adamw)
+        parameters = [each for _, each in trained(self._plain)]
+        optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, **options.adamw)
         prepared, self._prepared = self._accelerator.prepare(self._plain, optimizer)
         super().__init__(
             prepared, options, optimizer, ranks=Ranks.alone(), vocabulary=vocabulary_of(self._plain),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import asyncflow_sdk as af
@@ -81,3 +81,37 @@ def test_it_continues_from_a_checkpoint_of_torch_and_torch_from_its_own(tmp_path
     assert all(same(dict(saving.named_weights()), dict(each.named_weights())) for each in engines)
     for each in (saving, *engines):
         each.close()
+
+
+def test_a_folder_in_two_dtypes_is_published_and_exported_as_it_is_and_its_frozen_part_is_not_trained(
+    tmp_path: Path,
+) -> None:
+    model = tiny_model(tmp_path / "model", dtype="bfloat16")
+    given = {
+        name: tensor.float() * 1.0001 if "norm" in name else tensor
+        for name, tensor in weights_of(Path(model)).items()
+    }
+    save_file(given, Path(model, "model.safetensors"), metadata={"format": "pt"})
+    kept = {name: tensor for name, tensor in given.items() if ".layers.0." not in name}
+
+    engine = AccelerateEngine(model, device="cpu", learning_rate=1e-2, freeze=["*.layers.0.*"])
+
+    assert same(dict(engine.named_weights()), kept)
+    assert {*engine.untrained} == given.keys() - kept.keys()
+    ids = [[5, 6], [5, 6]]
+    engine.train_step(
+        af.Batch.of(
+            {
+                "prompt_ids": ids,
+                "response_ids": [[7, 8], [9]],
+                "logprobs": [[-1.0, -1.0], [-1.0]],
+                "reward": [0.0, 1.0],
+            },
+            groups=[0, 0],
+        )
+    )
+    trained = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    assert not any(torch.equal(trained[name], kept[name]) for name in kept)
+    engine.export(tmp_path / "out")
+    assert same(weights_of(tmp_path / "out"), {**given, **trained})
+    engine.close()

