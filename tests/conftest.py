@@ -75,7 +75,7 @@ LONG = [
     "test_ssh_launcher.py", "test_schedules.py", "test_homes_on_disk.py", "test_by_hand.py", "test_stage_ranks.py",
     "test_fsdp_stage.py", "test_machine.py", "test_kit_catches_models.py", "test_fsdp_run.py", "test_survival.py",
     "test_recovery_kills.py", "test_folder_map.py", "test_torch_drift.py", "test_models.py", "test_family_folders.py",
-    "test_torch_rollout_families.py", "test_torch_freeze.py",
+    "test_torch_rollout_families.py", "test_torch_freeze.py", "test_fsdp_packing.py",
 ]  # fmt: skip
 """Modules of ``make test-long``, the longest first: what is long and comes last has a processor for itself."""
 

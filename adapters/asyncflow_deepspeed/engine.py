@@ -20,6 +20,7 @@ from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import local_device
 from asyncflow_torch.folder_map import FolderMap
 from asyncflow_torch.open_step import UNDIVIDED, StepSums
+from asyncflow_torch.packed_rows import packs
 from asyncflow_torch.policy import context_of, load_policy
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.recomputation import recompute_activations
@@ -93,10 +94,14 @@ class DeepSpeedEngine(DataParallelEngine):
                     values = ValueModel(load(options.critic or options.model)).eval()
                     zero = under_zero(values, options.critic_learning_rate or options.learning_rate)
                     self._values = DeepSpeedCritic(zero, ranks, bucket_bytes=options.bucket_bytes)
+                vocabulary = shape_of(plain.get_input_embeddings().weight)[0]
+                device = self._engine.device
+                packed = packs(
+                    options, plain, self._engine, self._values, ranks=ranks, vocabulary=vocabulary, device=device
+                )
             super().__init__(
                 self._engine, options, self._policy.optimizer, ranks=ranks, context=context_of(plain),
-                vocabulary=shape_of(plain.get_input_embeddings().weight)[0], device=self._engine.device,
-                packed=options.packs(plain), critic=self._values,
+                vocabulary=vocabulary, device=device, packed=packed, critic=self._values,
             )  # fmt: skip
         except BaseException:
             self._free()

@@ -23,6 +23,7 @@ from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import device_of
 from asyncflow_torch.export import export_folder
 from asyncflow_torch.folder_map import FolderMap, Run
+from asyncflow_torch.packed_rows import packs
 from asyncflow_torch.policy import context_of, load_policy, trained, vocabulary_of
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.train_options import ShardedOptions, keywords_of
@@ -78,9 +79,10 @@ class FsdpEngine(DataParallelEngine):
                     values = ranks.together(lambda: ValueModel(load(options.critic or options.model)).eval())
                     sharded = shard(values, learning_rate=options.critic_learning_rate or options.learning_rate)
                     self._values = FsdpCritic(sharded, ranks, bucket_bytes=options.bucket_bytes)
+                packed = packs(options, plain, plain, self._values, ranks=ranks, vocabulary=vocabulary, device=device)
             super().__init__(
                 self._policy.model, options, self._policy.optimizer, ranks=ranks, vocabulary=vocabulary, context=context,
-                device=device, packed=options.packs(plain), critic=self._values,
+                device=device, packed=packed, critic=self._values,
             )  # fmt: skip
         except BaseException:
             ranks.close()

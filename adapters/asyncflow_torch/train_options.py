@@ -145,7 +145,8 @@ class ShardedOptions(TrainOptions):
     "cuda" and gloo on "cpu".
 
     ``offload``: keep the optimizer on the CPU. ``attention``: attn_implementation of transformers. ``packed``: pack
-    rows without padding; None packs if attention is FlashAttention. ``bucket_bytes``: maximum of
+    rows without padding, refused for a model that does not keep them apart; None packs if attention
+    is FlashAttention and the model keeps them apart. ``bucket_bytes``: maximum of
     memory beyond its shards that a rank uses to publish, save, load or export weights; at least one
     row of a tensor. ``collective_timeout_s``: wait for other ranks in a call before they count as
     dead.
@@ -160,12 +161,6 @@ class ShardedOptions(TrainOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_above(0, bucket_bytes=self.bucket_bytes, collective_timeout_s=self.collective_timeout_s)
-
-    def packs(self, model: Any) -> bool:
-        """True if rows of ``model`` are packed without padding."""
-        if self.packed is not None:
-            return self.packed
-        return str(model.config._attn_implementation).startswith("flash_attention")
 
 
 def keywords_of(

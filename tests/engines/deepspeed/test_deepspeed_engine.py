@@ -69,6 +69,24 @@ def test_steps_are_those_of_the_plain_engine(policy: Any, stage: int) -> None:
     assert apart < 1e-3
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_rows_are_packed_only_if_the_model_keeps_them_apart(stage: int, tmp_path: Path) -> None:
+    from asyncflow_torch.families import family
+    from asyncflow_torch.reference import HuggingFacePolicy
+
+    apart, mixed = (HuggingFacePolicy(family(name, tmp_path / name)) for name in ("qwen3_moe", "qwen3_5_text"))
+    found = []
+    for given in ({"micro_batch_tokens": 1}, {"packed": True}):
+        with started(deepspeed_parts.engine_of, 1, apart, **options(stage, **given)) as lab:
+            lab.start()
+            found.append(lab.engine.logprobs(lab.batch((4, 3, 2))).values)
+
+    np.testing.assert_allclose(found[1], found[0], atol=1e-5)
+    with started(deepspeed_parts.engine_of, 1, mixed, **options(stage, packed=True)) as lab:
+        with pytest.raises(AsyncFlowError, match="gives wrong log-probs: the tokens of a row change"):
+            lab.start()
+
+
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (2, 2), (3, 2), (3, 1)])
 def test_a_policy_and_its_critic_make_the_plain_engines_steps(
     policy: Any, stage: int, ranks: int, tmp_path: Path
