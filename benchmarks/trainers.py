@@ -2,6 +2,7 @@
 
 python -m benchmarks.trainers [--steps N] [--seeds 0,1,2] [--staleness 1] [--engines torch,fsdp] [--python deepspeed=PATH]
                               [--picture PATH] [--markdown] [--json PATH]
+python -m benchmarks.trainers --memory 4096,16384        # of one response of so many tokens, and nothing else
 
 The same start, prompts and learning rate for each seed, and the same engine that generates: only which engine trains differs. Runs are
 asynchronous, so that two runs of one engine and one seed differ, too; the measure of alike is how far the plain engine's seeds lie apart.
@@ -11,8 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import resource
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,7 @@ HEADINGS = [
     "distance from the plain engine's mean curve: mean, largest",
     "steps within the plain engine's seeds",
 ]
+VOCABULARY = 32_768
 COLOURS = ("#8b949e", "#3b75af", "#c9582a")
 Results = dict[str, list[dict[str, Any]]]
 """By the engine's title, one for each seed; the plain engine is the first."""
@@ -108,6 +113,51 @@ def draw(results: Results, path: Path) -> None:
     plt.close(figure)
 
 
+def peak(tokens: int, way: str) -> tuple[float, float]:
+    """Return MiB above the peak before a forward and backward pass of one response, and its processor time in seconds.
+    ``way``: "own" is the model without its output layer, "chunks" as the engines compute log-probs, "full" with all logits.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from asyncflow_sdk.types import Batch
+    from asyncflow_torch.chunked_head import chunked_head
+    from asyncflow_torch.collate import collate
+    from asyncflow_torch.logprobs import response_logprobs
+
+    torch.set_num_threads(1)
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=tokens + 8, **sizes)).eval()
+    ids = np.random.default_rng(0).integers(3, VOCABULARY, tokens + 8)
+    part = collate(Batch.of({"prompt_ids": [ids[:8]], "response_ids": [ids[8:]]}), np.arange(1), device="cpu")
+    head = chunked_head(model, "cpu") if way == "chunks" else None
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    if way == "own":
+        model.base_model(input_ids=part.input_ids, use_cache=False).last_hidden_state.sum().backward()
+    else:
+        found = response_logprobs(model, part, head=head, temperature=0.7, entropy_gradient=True)
+        ratio = (found.logprobs - found.logprobs.detach()).exp().clamp(0.8, 1.2)
+        (-ratio.mean() - 0.01 * found.entropy.mean()).backward()
+    mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return mib, time.process_time() - began
+
+
+def memory(lengths: Sequence[int], full: int) -> None:
+    """Print the memory of one long response, each number by a process of its own. ``full``: maximum of tokens with full logits."""
+    print("| tokens | the model's own MiB | with log-probs in chunks | with full logits |\n|---|---|---|---|")
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
+        for tokens in lengths:
+            ways = ("own", "chunks", "full") if tokens <= full else ("own", "chunks")
+            found = [processes.apply(peak, (tokens, way)) for way in ways]
+            cells = [f"{mib:,.0f} ({seconds:.1f} s)" for mib, seconds in found]
+            print(f"| {tokens:,} | " + " | ".join(cells + [""] * (3 - len(cells))) + " |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
@@ -118,7 +168,11 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory", metavar="TOKENS")
     arguments = parser.parse_args()
+    if arguments.memory is not None:
+        memory([int(tokens) for tokens in arguments.memory.split(",")], full=4096)
+        return
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     engines = [engine for engine in TRAINS if engine.name in arguments.engines.split(",")]
     if arguments.steps < WINDOW or TRAINS[0] not in engines:

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from asyncflow_sdk.cli.export_command import export_model
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import Shard
 from asyncflow_sdk.types.events import Event, Note, Span, StepTrained, WorkerState
+from asyncflow_torch import chunked_head
 
 STEPS, ROWS = 4, 16
 
@@ -40,6 +42,12 @@ def engine_of(*, of: str, **options: Any) -> Any:
     """``of``: the name of a train engine."""
     make: Any = registry().get("train", of).load()
     return make(**options)
+
+
+def chunked(**options: Any) -> Any:
+    """An engine that computes log-probs in chunks of a few tokens."""
+    with mock.patch.object(chunked_head, "CHUNK_LOGITS", 1):
+        return engine_of(**options)
 
 
 def held(*, gates: str, **options: Any) -> Any:
@@ -97,11 +105,11 @@ def count_giving(engine: Any, export: Callable[[Path], None], path: Path) -> Non
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             call()
         collectives = [e.key for e in prof.key_averages() if "gloo" in e.key or "c10d" in e.key]
-        said[name] = {"peak": _peak_bytes(prof), "collectives": collectives}
+        said[name] = {"peak": peak_bytes(prof), "collectives": collectives}
     (path / f"{os.environ['RANK']}.json").write_text(json.dumps(said))
 
 
-def _peak_bytes(prof: Any) -> int:
+def peak_bytes(prof: Any) -> int:
     """The most memory that torch had beyond that of the beginning."""
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(accumulate((e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())), initial=0))

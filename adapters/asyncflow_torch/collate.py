@@ -3,7 +3,7 @@ responses.
 
     for rows in split(batch, tokens=16384):
         part = collate(batch, rows, device="cuda")
-        logprobs = response_logprobs(model, part, temperature=1.0)        # (tokens of its responses,)
+        logprobs = response_logprobs(model, part, head=None, temperature=1.0)        # (tokens of its responses,)
 
 Padding is on the right, behind all tokens of a causal model. A pass needs neither attention mask
 nor position ids, and attention can use its causal kernel: a tenth less time on a CPU. Packed rows

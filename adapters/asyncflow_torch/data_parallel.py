@@ -37,9 +37,10 @@ from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError, StepAbor
 from asyncflow_sdk.interfaces import PackedTokens, StepResult, TrainEngine, WeightUpdate
 from asyncflow_sdk.types import Batch, Ragged
 
+from .chunked_head import chunked_head
 from .collate import MicroBatch, check_tokens, check_training, collate, no_rows, split
 from .critic import ValueCritic
-from .logprobs import TokenStats, logprobs_of_parts, of_parts, response_logprobs
+from .logprobs import TokenStats, of_parts, response_logprobs
 from .open_step import OpenStep, StepSums, divisor_of
 from .per_token import PerToken
 from .ranks import Ranks
@@ -89,6 +90,7 @@ class DataParallelEngine(TrainEngine):
         self._updates, self._critic, self._optimizer = options.updates, critic, optimizer
         self._normaliser, self._whole_step = algorithm.normaliser or "constant", algorithm.whole_step
         self._open: OpenStep | None = None
+        self._head = chunked_head(model, device)
         self._frozen = options.frozen
         self._schedule = make_schedule(
             optimizer,
@@ -312,7 +314,7 @@ class DataParallelEngine(TrainEngine):
     def _proximal(self, share: Share, whole: Whole) -> Share:
         """Add the log-probs under the weights before the step."""
         passes = (self._part(share.batch, share.parts, number, None) for number in range(whole.passes))
-        found = logprobs_of_parts(self._model, share.batch, passes, temperature=self._temperature)
+        found = self._logprobs_of(share.batch, passes)
         return replace(share, columns={**share.columns, PROXIMAL: PerToken.of(found).masked(share.mask)})
 
     def _update(self, share: Share, whole: Whole) -> tuple[dict[str, float], dict[str, float] | None]:
@@ -331,7 +333,7 @@ class DataParallelEngine(TrainEngine):
     def _pass(self, part: MicroBatch, share: Share | None, update: StepSums, *, last: bool) -> None:
         """Add one forward and backward pass. ``share``: None for a pass without rows."""
         with_entropy = ENTROPY in self._algorithm.asks
-        stats = response_logprobs(self._model, part, temperature=self._temperature, entropy_gradient=with_entropy)
+        stats = self._stats(part, entropy_gradient=with_entropy)
         values = None if self._critic is None else self._critic.values(part)
         given = None if values is None else values.detach().requires_grad_()
         if share is not None and len(part.rows):
@@ -343,6 +345,11 @@ class DataParallelEngine(TrainEngine):
         if self._critic is not None and values is not None and given is not None:
             gradient = torch.zeros_like(values) if given.grad is None else given.grad
             self._critic.backward(values, gradient, last=last)
+
+    def _stats(self, part: MicroBatch, *, entropy_gradient: bool = False) -> TokenStats:
+        return response_logprobs(
+            self._model, part, head=self._head, temperature=self._temperature, entropy_gradient=entropy_gradient
+        )
 
     def _optimize(
         self, update: StepSums, divisor: Callable[[str], int]
@@ -382,7 +389,10 @@ class DataParallelEngine(TrainEngine):
         temperature. A collective."""
         with self._ranks.calling("logprobs"):
             self._ranks.together(lambda: self._check(batch))
-            return logprobs_of_parts(self._model, batch, self._passes(batch), temperature=self._temperature)
+            return self._logprobs_of(batch, self._passes(batch))
+
+    def _logprobs_of(self, batch: Batch, passes: Iterator[MicroBatch]) -> Ragged:
+        return of_parts(lambda part: self._stats(part).logprobs, batch, passes)
 
     def save(self, path: Path) -> None:
         """Write policy and critic below ``path``, a directory visible to all ranks: safetensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from asyncflow_sdk.types import Batch, Ragged
 
+from .chunked_head import ChunkedHead, chunked_head
 from .collate import MicroBatch, micro_batches
 
 
@@ -23,16 +25,21 @@ class TokenStats(NamedTuple):
 
 
 def response_logprobs(
-    model: Any, part: MicroBatch, *, temperature: float, entropy_gradient: bool = False
+    model: Any, part: MicroBatch, *, head: ChunkedHead | None, temperature: float, entropy_gradient: bool = False
 ) -> TokenStats:
     """Log-probs under softmax(logits / temperature) over the whole vocabulary.
 
     One forward pass. The output layer sees response positions only, so logits are (tokens, vocabulary)
-    however long the prompts and however ragged the rows.
+    however long the prompts and however ragged the rows; with ``head`` not more than a chunk of them
+    at a time.
     """
     places = {} if part.position_ids is None else {"position_ids": part.position_ids}
+    forward = partial(model, input_ids=part.input_ids, use_cache=False, **places)
+    if head is not None and len(part.targets) > head.tokens:
+        found = head.stats(model, forward, part, temperature=temperature, entropy_gradient=entropy_gradient)
+        return TokenStats(found[0], found[1] if entropy_gradient else found[1].detach())
     with _output_layer_at(model, part.predicted_at):
-        logits = model(input_ids=part.input_ids, use_cache=False, **places).logits[0]
+        logits = forward().logits[0]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         logits = logits / temperature
@@ -47,17 +54,13 @@ def batch_logprobs(model: Any, batch: Batch, *, temperature: float, tokens: int 
     """Log-probs of ``response_ids`` after ``prompt_ids``, without gradient, in the batch's order; in passes of
     at most ``tokens`` input tokens. The ids must be checked."""
     parts = micro_batches(batch, tokens=tokens, device=model.device)
-    return logprobs_of_parts(model, batch, parts, temperature=temperature)
-
-
-def logprobs_of_parts(model: Any, batch: Batch, parts: Iterable[MicroBatch], *, temperature: float) -> Ragged:
-    """Return the same for parts with each row of ``batch`` once. Parts without rows are passed
-    through the model as well."""
-    return of_parts(lambda part: response_logprobs(model, part, temperature=temperature).logprobs, batch, parts)
+    head = chunked_head(model, model.device)
+    return of_parts(lambda p: response_logprobs(model, p, head=head, temperature=temperature).logprobs, batch, parts)
 
 
 def of_parts(numbers: Callable[[MicroBatch], Any], batch: Batch, parts: Iterable[MicroBatch]) -> Ragged:
-    """``numbers`` of each response token, float32, without gradient, in the batch's order."""
+    """``numbers`` of each response token, float32, without gradient, in the batch's order, by parts with each row of
+    ``batch`` once. Parts without rows are passed through the model as well."""
     rows: list[Any] = [np.zeros(0, np.int64)]
     values: list[Any] = [np.zeros(0, np.float32)]
     with torch.no_grad():

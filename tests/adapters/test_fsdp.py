@@ -12,7 +12,7 @@ import pytest
 import torch
 from children import Child
 from family_folders import family_folder, same, tensors_in
-from rank_runs import check_giving, counting
+from rank_runs import check_giving, chunked, counting
 from ranks_children import gives_up_parts
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -135,6 +135,28 @@ def test_no_way_of_computing_a_step_makes_it_another(
     plain = _trained(TorchEngine(tiny, learning_rate=1e-3), batch)
 
     _near(_trained(two(tiny, **options), batch), plain, NEAR)
+
+
+@pytest.mark.parametrize("model", ["tiny", "tied"])
+def test_log_probs_in_chunks_make_the_steps_of_full_logits_also_with_a_rank_that_has_no_rows(
+    model: str, two: Any, batch: Batch, request: pytest.FixtureRequest
+) -> None:
+    # given a group for one rank, and five for the other, which needs more passes
+    folder, given = request.getfixturevalue(model), {"temperature": 0.7, "algorithm": GRPO(entropy=0.01)}
+    plain = _trained(TorchEngine(folder, learning_rate=1e-3, **given), batch)
+
+    one = _trained(chunked(of="fsdp", model=folder, learning_rate=1e-3, **given), batch)
+    both = _trained(
+        two(folder, chunked, of="fsdp", micro_batch_tokens=30, gradient_checkpointing=True, **given), batch
+    )
+    engine = two(folder, chunked, of="fsdp", **given)
+    alone = batch.take(np.flatnonzero(batch.groups == batch.groups[-1]))
+    found = engine.logprobs(alone)
+    engine.close()
+
+    _near(one, plain, NEAR)
+    _near(both, plain, NEAR)
+    np.testing.assert_allclose(found.values, TorchEngine(folder, **given).logprobs(alone).values, rtol=0, atol=1e-6)
 
 
 def test_in_bfloat16_the_same_as_the_plain_engine_and_steps_on_float32(

@@ -12,7 +12,7 @@ import deepspeed_parts
 import numpy as np
 import pytest
 from deepspeed_parts import RANKS, options
-from rank_runs import check_giving, counting
+from rank_runs import check_giving, chunked, counting
 from step_parts import Faulty, FaultyPPO, OfGroups, apart, gradients, groups_of, in_parts, state, weights
 
 from asyncflow_sdk.algorithms import GRPO, GSPO, PPO, Critic
@@ -43,22 +43,22 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_steps_are_those_of_the_plain_engine(policy: Any, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "chunks"), [(0, False), (1, False), (2, False), (3, False), (3, True)])
+def test_steps_are_those_of_the_plain_engine(policy: Any, stage: int, chunks: bool) -> None:
     """To 1e-5 in loss and norm, and to 1e-3 of how far they go: sums are in another order."""
     from asyncflow_torch.train import TorchEngine
 
-    plain = TrainLab(
-        TorchEngine, policy, {"algorithm": GRPO(), "threads": 1, "learning_rate": 1e-3, "max_grad_norm": 0.1}
-    )
+    given: dict[str, Any] = {"algorithm": GRPO(entropy=0.01), "temperature": 0.7} if chunks else {"algorithm": GRPO()}
+    plain = TrainLab(TorchEngine, policy, {"threads": 1, "learning_rate": 1e-3, "max_grad_norm": 0.1} | given)
     batches = [plain.batch((4, 3, 2), seed=number) for number in range(3)]
     plain.start()
     wanted = [plain.step(batch).metrics for batch in batches]
     weights = plain.tensors()
 
-    with started(
-        deepspeed_parts.engine_of, 2, policy, **options(stage, max_grad_norm=0.1, micro_batch_tokens=64)
-    ) as lab:
+    make, of = (
+        (chunked, {"of": "deepspeed", "gradient_checkpointing": True}) if chunks else (deepspeed_parts.engine_of, {})
+    )
+    with started(make, 2, policy, **options(stage, max_grad_norm=0.1, micro_batch_tokens=64), **given, **of) as lab:
         lab.start()
         have = [lab.step(batch).metrics for batch in batches]
         apart = distance(lab.tensors(), weights) / lab.moved(weights)
