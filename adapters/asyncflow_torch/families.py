@@ -111,6 +111,8 @@ FAMILIES = {
     ),
 }  # fmt: skip
 """By name. The model folders of "folder" have vision weights beside the language model's, under a prefix."""
+OF_EACH_KIND = ("gemma3_text", "qwen3_moe", "qwen3_next", "gemma3")
+"""A family of each kind."""
 
 
 def family(name: str, folder: Path, *, dtype: str = "float32", seed: int = 0) -> str:

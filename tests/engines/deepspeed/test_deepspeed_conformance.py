@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from deepspeed_parts import RANKS, options
 
 from asyncflow_sdk.testing import Conformance
+from asyncflow_torch.families import OF_EACH_KIND, family
 
 KEPT = "DeepSpeed 0.19.8 keeps what stage 3 has trained with in classes that it makes for autograd, until its process ends"
 STEPS = ["step", "row_order", "resume"]
@@ -52,3 +54,14 @@ def test_two_ranks(check: Any) -> None:
 @checks(ALONE)
 def test_one_rank(check: Any) -> None:
     check()
+
+
+@pytest.mark.parametrize("model", OF_EACH_KIND)
+def test_two_ranks_with_family_of_each_kind(model: str, tmp_path: Path) -> None:
+    checks = ["names", "logprobs", "fresh_logprobs", "export", "load_weights"]
+
+    report = Conformance(
+        "train", RANKS, model=family(model, tmp_path), options=options(3), limit_s=120.0, only=checks
+    ).run()
+
+    assert [(each.check.name, each.detail) for each in report.results if each.outcome != "passed"] == []
