@@ -29,32 +29,32 @@ RELATIVE = re.compile(r"\b(that|which|what|whatever|who|whom|whose|whoever|those
 NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|on)\b", re.IGNORECASE)
 """A parameter's note without a noun."""
 MAX_SIZE = {  # lines, files
-    "core": (37_065, 237), "asyncflow_sdk": (721, 5), "asyncflow_sdk/algorithms": (780, 10),
-    "asyncflow_sdk/cli": (5_678, 45), "asyncflow_sdk/interfaces": (2_423, 16), "asyncflow_sdk/ledger": (8_179, 54),
+    "core": (37_063, 237), "asyncflow_sdk": (721, 5), "asyncflow_sdk/algorithms": (780, 10),
+    "asyncflow_sdk/cli": (5_678, 45), "asyncflow_sdk/interfaces": (2_429, 16), "asyncflow_sdk/ledger": (8_179, 54),
     "asyncflow_sdk/memory": (1_603, 13), "asyncflow_sdk/plugins": (862, 9), "asyncflow_sdk/queue": (8_897, 46),
-    "asyncflow_sdk/testing": (9_697, 57), "asyncflow_sdk/types": (2_647, 20), "asyncflow_sdk/weights": (6_967, 39),
-    "asyncflow_sdk/wire": (3_986, 25), "asyncflow_sdk/workflow": (11_154, 69),
-    "adapters/asyncflow_deepspeed": (857, 8), "adapters/asyncflow_fsdp": (425, 6),
-    "adapters/asyncflow_http": (528, 6), "adapters/asyncflow_sglang": (1_517, 17),
-    "adapters/asyncflow_torch": (6_064, 47), "adapters/asyncflow_vllm": (1_513, 15),
-    "contrib/asyncflow_accelerate": (212, 4), "contrib/asyncflow_ctranslate2": (243, 4),
+    "asyncflow_sdk/testing": (9_698, 57), "asyncflow_sdk/types": (2_642, 20), "asyncflow_sdk/weights": (6_964, 39),
+    "asyncflow_sdk/wire": (3_986, 25), "asyncflow_sdk/workflow": (11_596, 70),
+    "adapters/asyncflow_deepspeed": (808, 8), "adapters/asyncflow_fsdp": (393, 6),
+    "adapters/asyncflow_http": (500, 6), "adapters/asyncflow_sglang": (1_506, 17),
+    "adapters/asyncflow_torch": (7_050, 52), "adapters/asyncflow_vllm": (1_486, 15),
+    "contrib/asyncflow_accelerate": (245, 4), "contrib/asyncflow_ctranslate2": (243, 4),
     "contrib/asyncflow_mlflow": (226, 4), "contrib/asyncflow_mooncake": (478, 5),
     "contrib/asyncflow_otel": (378, 4), "contrib/asyncflow_prometheus": (400, 4), "contrib/asyncflow_ray": (710, 9),
     "contrib/asyncflow_sandbox": (782, 7), "contrib/asyncflow_slurm": (454, 6), "contrib/asyncflow_tensorboard": (158, 4),
-    "contrib/asyncflow_trackio": (110, 4), "contrib/asyncflow_wandb": (168, 4), "benchmarks": (6_849, 75),
-    "tests, shared": (7_683, 62),
+    "contrib/asyncflow_trackio": (110, 4), "contrib/asyncflow_wandb": (168, 4), "benchmarks": (7_173, 77),
+    "tests, shared": (7_733, 63),
 }  # fmt: skip
 """By package. The core is the packages of CORE and the files of asyncflow_sdk itself."""
 MAX_COUNT = {
     "public names": 141,
     "functions with more than ten parameters": 24,
-    "assignments into other objects": 411,
+    "assignments into other objects": 412,
     "assignments into other objects, of the core": 273,
-    "comments that stop the formatter": 302,
-    "notes of parameters without a noun": 331,
-    "public functions without a docstring": 87,
-    "relative words in 100 of the code": 1.07,
-    "relative words in 100 of the tests": 5.1,
+    "comments that stop the formatter": 306,
+    "notes of parameters without a noun": 332,
+    "public functions without a docstring": 88,
+    "relative words in 100 of the code": 1.08,
+    "relative words in 100 of the tests": 4.92,
 }
 
 

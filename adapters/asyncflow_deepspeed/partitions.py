@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncflow_torch.folder_map import FolderMap, Run
+from asyncflow_torch.folder_map import FolderMap, FlatRun
 from asyncflow_torch.policy import trained
 
 
@@ -38,9 +38,9 @@ class FlatSlice:
         return self.within(self.tensor)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> FlatRun:
         """Live view for the map of the folder."""
-        return Run(self.values, self.start)
+        return FlatRun(self.values, self.start)
 
     def within(self, like: Any) -> Any:
         """Return the same elements of another tensor with the layout of ``tensor``, for example
@@ -108,15 +108,15 @@ def published(
     return folder.published(_runs(engine, wide, rank, size), bucket_bytes=bucket_bytes)
 
 
-def _runs(engine: Any, wide: Collection[str], rank: int, size: int) -> Iterator[tuple[str, Run]]:
+def _runs(engine: Any, wide: Collection[str], rank: int, size: int) -> Iterator[tuple[str, FlatRun]]:
     """Yield the elements that this rank publishes. ``wide``: parameters published from their masters."""
     stage, given = engine.zero_optimization_stage(), [0] * size
-    owned: dict[str, Run] = {}
+    owned: dict[str, FlatRun] = {}
     for name, weight in trained(engine.module) if stage < 3 else ():
         owner = given.index(min(given))
         given[owner] += weight.numel() * weight.element_size()
         if owner == rank:
-            owned[name] = Run(weight)
+            owned[name] = FlatRun(weight)
     low = owned.items() if stage < 3 else [(part.name, part.run) for part in _shards(engine)]
     high = [(part.name, part.run) for part in masters(engine) if stage or part.name in owned] if wide else []
     yield from ((name, run) for name, run in low if name not in wide)

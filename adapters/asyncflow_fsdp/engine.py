@@ -22,7 +22,7 @@ from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import device_of
 from asyncflow_torch.export import export_folder
-from asyncflow_torch.folder_map import FolderMap, Run
+from asyncflow_torch.folder_map import FolderMap, FlatRun
 from asyncflow_torch.packed_rows import packs
 from asyncflow_torch.policy import context_of, load_policy, trained, vocabulary_of
 from asyncflow_torch.ranks import Ranks
@@ -122,7 +122,7 @@ class FsdpEngine(DataParallelEngine):
         """Yield this rank's shards of the trained tensors of the model folder. No communication."""
         return self._folder.published(self._runs().items(), bucket_bytes=self.bucket_bytes)
 
-    def _runs(self) -> dict[str, Run]:
+    def _runs(self) -> dict[str, FlatRun]:
         return runs_of(self._model, rank=self._ranks.rank)
 
     def save_policy(self, path: Path) -> None:
@@ -154,4 +154,4 @@ def _widen_rounded(model: Any, folder: FolderMap) -> None:
     """Convert parameters to float32 if the folder has them so and the model has rounded them, with the folder's numbers."""
     rounded = {name: each for name, each in trained(model) if each.dtype.itemsize < folder.dtypes[name].itemsize}
     widen(rounded.values())
-    folder.exact({name: Run(each) for name, each in rounded.items()})
+    folder.exact({name: FlatRun(each) for name, each in rounded.items()})

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import DTensor
 
-from asyncflow_torch.folder_map import Run
+from asyncflow_torch.folder_map import FlatRun
 
 
 class LocalRows(NamedTuple):
@@ -38,7 +38,7 @@ def local(tensor: Any, rank: int) -> LocalRows | None:
     return LocalRows(rows, min(rank * per_rank, whole[0]), whole) if rows.numel() else None
 
 
-def runs_of(model: Any, *, rank: int) -> dict[str, Run]:
+def runs_of(model: Any, *, rank: int) -> dict[str, FlatRun]:
     """Return the elements of each parameter on this rank, by the model's names, tied ones once. No communication."""
     found = ((name, local(parameter, rank)) for name, parameter in model.named_parameters())
-    return {name: Run(rows.tensor, rows.first_element) for name, rows in found if rows is not None}
+    return {name: FlatRun(rows.tensor, rows.first_element) for name, rows in found if rows is not None}

@@ -11,7 +11,7 @@ import torch
 
 from asyncflow_sdk.workflow.model_folder import copy_small_files
 
-from .folder_map import FolderMap, Run
+from .folder_map import FolderMap, FlatRun
 from .ranks import Ranks
 from .sharded_files import RANK_BUCKET_BYTES, FileParts, Kind, Piece, nbytes_of, write_together
 
@@ -20,7 +20,7 @@ FILE_BYTES = 5 << 30
 
 
 def export_folder(
-    path: Path, folder: FolderMap, runs: Collection[tuple[str, Run]], ranks: Ranks, *, bucket_bytes: int = RANK_BUCKET_BYTES,
+    path: Path, folder: FolderMap, runs: Collection[tuple[str, FlatRun]], ranks: Ranks, *, bucket_bytes: int = RANK_BUCKET_BYTES,
     file_bytes: int = FILE_BYTES,
 ) -> None:  # fmt: skip
     """Write a model folder like the one of the start: its names, dtypes, configuration and small files, and the bytes of

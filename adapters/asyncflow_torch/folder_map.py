@@ -40,7 +40,7 @@ from .policy import element
 from .sharded_files import Kind, Piece, Reader
 
 
-class Run:
+class FlatRun:
     """Elements of a flattened parameter from ``first`` on: contiguous ones of ``tensor``, a live view."""
 
     def __init__(self, tensor: Any, first: int = 0) -> None:
@@ -52,12 +52,12 @@ class Run:
         return self.first + int(self.flat.numel())
 
 
-def runs_of(model: Any) -> dict[str, Run]:
+def runs_of(model: Any) -> dict[str, FlatRun]:
     """Return all elements of each parameter, tied ones once."""
-    return {name: Run(weight) for name, weight in model.named_parameters()}
+    return {name: FlatRun(weight) for name, weight in model.named_parameters()}
 
 
-class Part(NamedTuple):
+class Region(NamedTuple):
     """Elements of the folder's tensor ``name``, a rectangle of ``shape`` from index ``start`` on, and the same ones of the
     parameter ``live``, flattened: element ``offset`` is the first, and ``strides`` lead to the next in each dimension."""
 
@@ -68,7 +68,7 @@ class Part(NamedTuple):
     offset: int
     strides: tuple[int, ...]
 
-    def within(self, run: Run) -> Any:
+    def within(self, run: FlatRun) -> Any:
         """Return a view of these elements of the parameter."""
         return run.flat.as_strided(self.shape, self.strides, run.flat.storage_offset() + self.offset - run.first)
 
@@ -76,14 +76,14 @@ class Part(NamedTuple):
         """Return a view of these elements of the whole folder tensor."""
         return tensor[tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))]
 
-    def narrow(self, dim: int, first: int, count: int) -> Part:
+    def narrow(self, dim: int, first: int, count: int) -> Region:
         """Return ``count`` indices of one dimension, from ``first`` on."""
         start, shape = list(self.start), list(self.shape)
         start[dim], shape[dim] = start[dim] + first, count
         offset = self.offset + first * self.strides[dim]
         return self._replace(start=tuple(start), shape=tuple(shape), offset=offset)
 
-    def cut(self, low: int, high: int) -> Iterator[Part]:
+    def cut(self, low: int, high: int) -> Iterator[Region]:
         """Yield the parts among the elements from ``low`` to ``high`` of the flattened parameter: at most three per
         dimension."""
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
@@ -114,7 +114,7 @@ class FolderMap:
     folder: ModelFolder
     kinds: Mapping[str, Kind]
     untrained: tuple[str, ...]
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[Region, ...]]
     second: Mapping[str, str]
 
     @classmethod
@@ -126,7 +126,7 @@ class FolderMap:
         alias = {name: first.setdefault(id(each), name) for name, each in named}
         state = model.state_dict(keep_vars=True).items()
         shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in state}
-        parts: dict[str, list[Part]] = {name: [] for name in first.values() if name in shapes}
+        parts: dict[str, list[Region]] = {name: [] for name in first.values() if name in shapes}
         absent: dict[str, str] = {}
         for live, found in _traced(model, shapes, held.tensors):
             if live in alias:
@@ -191,7 +191,7 @@ class FolderMap:
         }
 
     @functools.cached_property
-    def by_name(self) -> dict[str, list[Part]]:
+    def by_name(self) -> dict[str, list[Region]]:
         """Parts by tensor of the folder."""
         parts = sorted((part for each in self.parts.values() for part in each), key=lambda part: part.name)
         found = {name: list(each) for name, each in itertools.groupby(parts, lambda part: part.name)}
@@ -210,7 +210,7 @@ class FolderMap:
         """Raise WeightMismatch unless ``update`` is a version of these tensors, in any floating-point dtype."""
         check_version(update, self.types, lambda dtype: (dtype, *FLOATS) if dtype in FLOATS else (dtype,))
 
-    def published(self, runs: Iterable[tuple[str, Run]], *, bucket_bytes: int = 0) -> Iterator[tuple[str, Any]]:
+    def published(self, runs: Iterable[tuple[str, FlatRun]], *, bucket_bytes: int = 0) -> Iterator[tuple[str, Any]]:
         """Yield (name, tensor or Shard) of elements of parameters: views, except where the dtype differs; these are at
         most ``bucket_bytes`` each if it is given, or one row."""
         for live, run in runs:
@@ -225,7 +225,7 @@ class FolderMap:
                     yield piece.name, tensor if piece.shape == whole else Shard(tensor, piece.start, whole)
                     del tensor
 
-    def fill(self, name: str, tensor: Any, runs: Mapping[str, Run]) -> None:
+    def fill(self, name: str, tensor: Any, runs: Mapping[str, FlatRun]) -> None:
         """Copy a whole tensor of the folder into the elements of parameters that are given."""
         with torch.no_grad():
             for whole in self.by_name[name]:
@@ -233,14 +233,14 @@ class FolderMap:
                     for part in whole.cut(run.first, run.stop):
                         part.within(run).copy_(part.of(tensor))
 
-    def pieces(self, names: Collection[str], runs: Iterable[tuple[str, Run]]) -> Iterator[Piece]:
+    def pieces(self, names: Collection[str], runs: Iterable[tuple[str, FlatRun]]) -> Iterator[Piece]:
         """Yield runs of elements of the named tensors, for a file."""
         for live, run in runs:
             for part in self._cut(live, run):
                 if part.name in names:
                     yield from _in_order(part.name, part.within(run), part.start, self.kinds[part.name][1])
 
-    def whole(self, name: str, runs: Mapping[str, Run]) -> Any:
+    def whole(self, name: str, runs: Mapping[str, FlatRun]) -> Any:
         """Return a tensor of the folder from whole parameters: a view, if it is one part in the folder's dtype."""
         parts = self.by_name[name]
         dtype, shape = self.kinds[self.second.get(name, name)]
@@ -251,11 +251,11 @@ class FolderMap:
             part.of(joined).copy_(part.within(runs[part.live]))
         return joined
 
-    def is_rounded(self, name: str, dtype: Any, runs: Mapping[str, Run]) -> bool:
+    def is_rounded(self, name: str, dtype: Any, runs: Mapping[str, FlatRun]) -> bool:
         """True if the parameters of a tensor are less precise than ``dtype``."""
         return any(runs[part.live].flat.dtype.itemsize < dtype.itemsize for part in self.by_name[name])
 
-    def exact(self, runs: Mapping[str, Run]) -> None:
+    def exact(self, runs: Mapping[str, FlatRun]) -> None:
         """Fill elements in float32 with the folder's numbers where a model in a lower precision has rounded them."""
         for name, (dtype, _) in self.kinds.items():
             if dtype == torch.float32 and any(part.live in runs for part in self.by_name[name]):
@@ -275,7 +275,7 @@ class FolderMap:
             config = json.dumps(_with_dtype(json.loads(config), dtype) | {"dtype": dtype}, indent=2).encode()
         (path / "config.json").write_bytes(config)
 
-    def _cut(self, live: str, run: Run) -> Iterator[Part]:
+    def _cut(self, live: str, run: FlatRun) -> Iterator[Region]:
         for part in self.parts.get(live, ()):
             yield from part.cut(run.first, run.stop)
 
@@ -302,14 +302,14 @@ class _Views(TorchFunctionMode):  # type: ignore[misc]
 
 def _traced(
     model: Any, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, TensorType]
-) -> Iterator[tuple[str, list[Part]]]:
+) -> Iterator[tuple[str, list[Region]]]:
     """Yield the parts of each parameter and buffer: by transformers' names, if the folder has them all; else by the live
     name, if the folder has that."""
     starts = list(itertools.accumulate(map(math.prod, shapes.values()), initial=0))
     flat = torch.empty(starts[-1], dtype=torch.bfloat16, device="meta")
     lives = list(shapes)
     views = {live: flat[a:b].view(shapes[live]) for live, a, b in zip(lives, starts, starts[1:], strict=False)}
-    found: dict[str, list[Part]] = {live: [] for live in lives}
+    found: dict[str, list[Region]] = {live: [] for live in lives}
 
     def place(name: str, tensor: Any, start: tuple[int, ...]) -> None:
         """Record the parts of one result."""
@@ -321,7 +321,7 @@ def _traced(
         elif tensor.untyped_storage()._cdata == flat.untyped_storage()._cdata:
             number = bisect.bisect_right(starts, tensor.storage_offset()) - 1
             offset = tensor.storage_offset() - starts[number]
-            part = Part(name, lives[number], start, tuple(tensor.shape), offset, tuple(tensor.stride()))
+            part = Region(name, lives[number], start, tuple(tensor.shape), offset, tuple(tensor.stride()))
             found[part.live].append(part)
 
     with _Views() as mode:
@@ -331,7 +331,7 @@ def _traced(
     for live, parts in found.items():
         name, shape = _in_folder(live, model.base_model_prefix, held), shapes[live]
         if not all(map(held.get, (part.name for part in parts))) and name in held and held[name].shape == shape:
-            parts = [Part(name, live, (0,) * len(shape), shape, 0, tuple(views[live].stride()))]
+            parts = [Region(name, live, (0,) * len(shape), shape, 0, tuple(views[live].stride()))]
         yield live, parts
 
 
@@ -370,7 +370,7 @@ def _near(pattern: str, names: Collection[str]) -> list[str]:
     return sorted(names, key=lambda name: (-len({*near} & {*name.split(".")}), name))[:3]
 
 
-def _size(part: Part) -> int:
+def _size(part: Region) -> int:
     return math.prod(part.shape)
 
 

@@ -25,7 +25,7 @@ from asyncflow_sdk.workflow.model_folder import copy_small_files
 from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
 from .demo.model import BOS, EOS, PAD, tokenizer
-from .folder_map import FolderMap, Run, runs_of
+from .folder_map import FolderMap, FlatRun, runs_of
 from .kit_model import kit_model
 from .policy import context_of, element, load_policy, no_progress_bar, vocabulary_of
 
@@ -193,7 +193,7 @@ class HuggingFacePolicy(Policy):
         return {name: _noisy(name, array, version) for name, array in self._first.items()}
 
 
-def _in_float32(folder: str, dtype: str) -> tuple[Any, FolderMap, dict[str, Run]]:
+def _in_float32(folder: str, dtype: str) -> tuple[Any, FolderMap, dict[str, FlatRun]]:
     """Return the model of a folder, with its map and its parameters: the numbers of ``dtype``, in float32."""
     model = load_policy(folder, dtype=dtype, device="cpu").float().requires_grad_(False)
     found, runs = FolderMap.of(model, folder, dtype=dtype), runs_of(model)

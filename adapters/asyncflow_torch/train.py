@@ -20,7 +20,7 @@ from . import checkpoint
 from .critic import TorchCritic
 from .data_parallel import DataParallelEngine
 from .export import export_folder
-from .folder_map import FolderMap, Run
+from .folder_map import FolderMap, FlatRun
 from .masters import Masters
 from .policy import context_of, load_policy, trained, vocabulary_of
 from .ranks import Ranks
@@ -45,7 +45,7 @@ class TorchEngine(DataParallelEngine):
         self._masters = Masters(loaded, dtypes=self._folder.dtypes, frozen=options.frozen)
         if not options.frozen:
             rounded = (name for name, each in trained(loaded) if each.dtype.itemsize < torch.float32.itemsize)
-            self._folder.exact({name: Run(self._masters.named[name]) for name in rounded})
+            self._folder.exact({name: FlatRun(self._masters.named[name]) for name in rounded})
         optimizer = torch.optim.AdamW(self._masters.named.values(), lr=options.learning_rate, **options.adamw)
         self._values = TorchCritic(options) if options.needs_critic else None
         super().__init__(
@@ -91,12 +91,12 @@ class TorchEngine(DataParallelEngine):
         """Return the trained tensors of the model folder: live views where the model has them in the folder's dtype."""
         return self._folder.published(self._published())
 
-    def _published(self) -> Iterator[tuple[str, Run]]:
+    def _published(self) -> Iterator[tuple[str, FlatRun]]:
         """Yield weights in the published dtype; of a higher one, their masters."""
         dtypes = self._folder.dtypes
         for name, weight in trained(self._model):
             low = weight.dtype.itemsize < dtypes[name].itemsize
-            yield name, Run(self._masters.named[name] if low else weight)
+            yield name, FlatRun(self._masters.named[name] if low else weight)
 
     def save_policy(self, path: Path) -> None:
         """Write master weights, optimizer and random state."""
@@ -109,7 +109,7 @@ class TorchEngine(DataParallelEngine):
     def replace_weights(self, update: WeightUpdate) -> None:
         """Copy the weights of ``update`` and reset the optimizer."""
         self._folder.check(update)
-        runs = {name: Run(each) for name, each in self._masters.named.items()}
+        runs = {name: FlatRun(each) for name, each in self._masters.named.items()}
         for name, tensor in update:
             self._folder.fill(name, tensor, runs)
         self._masters.give_weights()

@@ -13,13 +13,13 @@ from transformers.core_model_loading import Chunk, Interleave, WeightConverter
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types import Shard
 from asyncflow_torch.families import FAMILIES, family
-from asyncflow_torch.folder_map import FolderMap, Part, Run, runs_of
+from asyncflow_torch.folder_map import FolderMap, Region, FlatRun, runs_of
 from asyncflow_torch.policy import load_policy
 
 RANKS = 3
 
 
-def runs_of_rank(model: Any, rank: int, ranks: int) -> dict[str, Run]:
+def runs_of_rank(model: Any, rank: int, ranks: int) -> dict[str, FlatRun]:
     """A rank's elements of each parameter."""
     found = {}
     for name, weight in model.named_parameters():
@@ -29,7 +29,7 @@ def runs_of_rank(model: Any, rank: int, ranks: int) -> dict[str, Run]:
             weight.numel() * (rank + 1) // ranks,
         )
         if low < high:
-            found[name] = Run(flat[low:high], low)
+            found[name] = FlatRun(flat[low:high], low)
     return found
 
 
@@ -75,13 +75,13 @@ def test_each_tensor_of_the_folder_is_a_part_of_the_model(name: str, tmp_path: P
 def test_a_run_cuts_any_view_of_a_parameter() -> None:
     """Every run of a parameter of 4 × 6 × 5, and a transposed slice of it."""
     values = torch.arange(120)
-    part = Part("w", "live", (0, 0, 0), (4, 3, 2), 7, (30, 5, 1))._replace(shape=(2, 4, 3), strides=(1, 30, 5))
+    part = Region("w", "live", (0, 0, 0), (4, 3, 2), 7, (30, 5, 1))._replace(shape=(2, 4, 3), strides=(1, 30, 5))
     for low in range(0, 120, 3):
         for high in range(low, 121, 4):
             seen = torch.zeros(2, 4, 3, dtype=torch.long)
             for each in part.cut(low, high):
-                each.of(seen).add_(each.within(Run(values[low:high], low)))
-            wanted = part.within(Run(values))
+                each.of(seen).add_(each.within(FlatRun(values[low:high], low)))
+            wanted = part.within(FlatRun(values))
             assert torch.equal(seen, torch.where((wanted >= low) & (wanted < high), wanted, 0))
 
 

@@ -74,10 +74,10 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         assert max(lengths) == max_seqlen_q == max_seqlen_k
         calls.append(lengths)
         rows = zip(*(each.split(lengths) for each in (q, k, v)), strict=True)
-        found = (
-            attention(*(part[None] for part in row), causal, softmax_scale, window_size, s_aux)[0] for row in rows
-        )
-        return torch.cat([*found])
+        found = [
+            attention(a[None], b[None], c[None], causal, softmax_scale, window_size, s_aux)[0] for a, b, c in rows
+        ]
+        return torch.cat(found)
 
     monkeypatch.setattr(flash_attention, "_loaded_implementation", None)
     monkeypatch.setattr(flash_attention, "_lazy_imports", lambda *_, **__: (attention, packed, None, None, None))
