@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncflow_torch.folder_map import FolderMap, FlatRun
+from asyncflow_torch.folder_map import FlatRun, FolderMap
 from asyncflow_torch.policy import trained
 
 

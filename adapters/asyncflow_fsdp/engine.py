@@ -22,7 +22,7 @@ from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import device_of
 from asyncflow_torch.export import export_folder
-from asyncflow_torch.folder_map import FolderMap, FlatRun
+from asyncflow_torch.folder_map import FlatRun, FolderMap
 from asyncflow_torch.packed_rows import packs
 from asyncflow_torch.policy import context_of, load_policy, trained, vocabulary_of
 from asyncflow_torch.ranks import Ranks

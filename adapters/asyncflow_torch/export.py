@@ -11,7 +11,7 @@ import torch
 
 from asyncflow_sdk.workflow.model_folder import copy_small_files
 
-from .folder_map import FolderMap, FlatRun
+from .folder_map import FlatRun, FolderMap
 from .ranks import Ranks
 from .sharded_files import RANK_BUCKET_BYTES, FileParts, Kind, Piece, nbytes_of, write_together
 

@@ -67,7 +67,7 @@ def _problem(plain: Any, model: Any, critic: ValueCritic | None, *, vocabulary: 
     if "position_ids" not in inspect.signature(plain.forward).parameters:
         return f"{type(plain).__name__} takes no position ids"
     readers: list[tuple[Any, Callable[[MicroBatch], Any]]] = [
-        (model.get_output_embeddings(), partial(response_logprobs, model, temperature=1.0))
+        (model.get_output_embeddings(), partial(response_logprobs, model, head=None, temperature=1.0))
     ]
     if critic is not None:
         readers.append((critic.model.head, critic.values))

@@ -19,11 +19,12 @@ def recompute_activations(model: Any) -> None:
 
 
 def layers_of(model: Any) -> Iterator[Any]:
-    """Yield the blocks of a model, named by transformers as not to be split; without names, the
-    modules of its longest list."""
+    """Yield the blocks of a model, named by transformers as not to be split, without blocks inside them (Mamba names
+    both); without names, the modules of its longest list."""
     names = set(model._no_split_modules or ())
     found = [module for module in model.modules() if type(module).__name__ in names]
     if not found:
         lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
         found = list(max(lists, key=len, default=()))
-    yield from found
+    inner = {id(each) for module in found for each in module.modules() if each is not module}
+    yield from (module for module in found if id(module) not in inner)

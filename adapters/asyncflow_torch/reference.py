@@ -25,7 +25,7 @@ from asyncflow_sdk.workflow.model_folder import copy_small_files
 from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
 from .demo.model import BOS, EOS, PAD, tokenizer
-from .folder_map import FolderMap, FlatRun, runs_of
+from .folder_map import FlatRun, FolderMap, runs_of
 from .kit_model import kit_model
 from .policy import context_of, element, load_policy, no_progress_bar, vocabulary_of
 

@@ -20,7 +20,7 @@ from . import checkpoint
 from .critic import TorchCritic
 from .data_parallel import DataParallelEngine
 from .export import export_folder
-from .folder_map import FolderMap, FlatRun
+from .folder_map import FlatRun, FolderMap
 from .masters import Masters
 from .policy import context_of, load_policy, trained, vocabulary_of
 from .ranks import Ranks

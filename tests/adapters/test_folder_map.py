@@ -13,7 +13,7 @@ from transformers.core_model_loading import Chunk, Interleave, WeightConverter
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types import Shard
 from asyncflow_torch.families import FAMILIES, family
-from asyncflow_torch.folder_map import FolderMap, Region, FlatRun, runs_of
+from asyncflow_torch.folder_map import FlatRun, FolderMap, Region, runs_of
 from asyncflow_torch.policy import load_policy
 
 RANKS = 3

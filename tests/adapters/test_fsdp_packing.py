@@ -20,18 +20,16 @@ from asyncflow_sdk.types import Batch
 from asyncflow_torch.families import FAMILIES, family
 
 GPT_OSS_KERNEL = "kernels-community/vllm-flash-attn3"
-STATES = {"qwen3_next", "qwen3_5_text", "qwen3_5", "mamba2", "lfm2"}
-UNMASKED = {"gpt_oss"}
-"""Its masks are made without position ids; FlashAttention reads them itself."""
-UNKNOWN = {"mistral3", "qwen2_5_vl"}
-"""Not loaded as causal language models."""
-WITHOUT_SDPA = {"gpt_oss", "mamba2"}
+STATES = {name for name, each in FAMILIES.items() if each.kind == "hybrid"} | {"qwen3_5"}
+UNMASKED = {"gpt_oss", "qwen2_5_vl"}
+"""Their masks are made without position ids; FlashAttention reads them itself."""
+WITHOUT_SDPA = {"gpt_oss", "mamba", "mamba2"}
 LENGTHS = [(3, 12), (9, 4), (1, 9), (14, 17), (6, 1), (2, 7)]
 CASES = [
     (name, attention)
     for name in FAMILIES
     for attention in ("eager", "sdpa")
-    if name not in UNKNOWN and not (attention == "sdpa" and name in WITHOUT_SDPA)
+    if not (attention == "sdpa" and name in WITHOUT_SDPA)
 ]
 
 
