@@ -81,6 +81,7 @@ docs/benchmarks.md: make bench-scale
 docs/benchmarks.md: make bench-hosts ARGS=--markdown
 docs/benchmarks.md: python -m benchmarks.hosts.weights
 docs/benchmarks.md: make bench-engines ARGS="--markdown"
+docs/benchmarks.md: python -m benchmarks.trainers --memory 1024,4096,16384
 """
 _RANKS = "needs torchrun or deepspeed on two hosts; tests start both on one"
 GAPS = dict.fromkeys(_BENCHMARKS.splitlines(), _BENCHMARK) | {
