@@ -111,9 +111,10 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         self.taken = {name for name, places in self._places.items() if places}
 
     def _finish(self) -> None:
+        kept = {layer for layer in self._loading() if not get_layerwise_info(layer).load_numel}
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
-            self._pack_output_layers()
+            self._pack_layers(kept)
 
     def _loaded(self, tensors: list[tuple[str, Any]]) -> set[str]:
         loaded = self.model.load_weights(iter(tensors))
@@ -135,9 +136,12 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
     def _loading(self) -> Iterator[Any]:
         return (layer for layer in self.model.modules() if get_layerwise_info(layer).can_load())
 
-    def _pack_output_layers(self) -> None:
-        """Repack output layers tied to the embedding. Linear layers on a CPU compute with a
-        packed copy, and vLLM does not renew this one when the embedding is loaded."""
+    def _pack_layers(self, kept: set[Any]) -> None:
+        """Pack loaded weights for a CPU, which vLLM does after its first load only: experts, and output
+        layers tied to the embedding. ``kept``: layers without new weights."""
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear") and module.weight.numel():
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is not None and module not in kept:
+                kernel.fused_experts.process_weights_after_loading(module)
