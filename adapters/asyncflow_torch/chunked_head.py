@@ -143,9 +143,8 @@ class _ChunkedStats(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Any, weight: Any, bias: Any, targets: Any, head: ChunkedHead, temperature: float, entropy_gradient: bool
-    ) -> Any:  # fmt: skip
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, targets: Any, head: ChunkedHead, *given: Any) -> Any:
+        temperature, _ = given
         found = []
         for h, t in zip(hidden.split(head.tokens), targets.split(head.tokens), strict=True):
             logits = _scaled(head.tail(linear(h, weight, bias)), temperature)
@@ -156,7 +155,7 @@ class _ChunkedStats(torch.autograd.Function):  # type: ignore[misc]
             del logits, p
         kept = torch.cat(found, 1)
         ctx.save_for_backward(hidden, weight, bias, targets, kept)
-        ctx.given = head, temperature, entropy_gradient
+        ctx.given = head, *given
         return kept[None, :2].clone()  # no view: FSDP would warn
 
     @staticmethod
