@@ -12,11 +12,9 @@
 from __future__ import annotations
 
 import inspect
-import json
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -26,7 +24,7 @@ from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import Algorithm
 from asyncflow_sdk.types import check_above
 from asyncflow_sdk.types.dtypes import floating_name
-from asyncflow_sdk.workflow.model_folder import ModelFolder
+from asyncflow_sdk.workflow.model_folder import stored_dtype
 
 from .sharded_files import RANK_BUCKET_BYTES
 from .shares import VALUES
@@ -107,14 +105,7 @@ class TrainOptions:
         """``dtype``; for "auto" the model folder's: of its configuration, else of its weights."""
         if self.dtype != "auto":
             return floating_name(self.dtype) or self.dtype
-        try:
-            config = json.loads(Path(self.model, "config.json").read_bytes())
-            if named := floating_name(config.get("dtype") or config.get("torch_dtype")):
-                return named
-            found = {each.dtype for each in ModelFolder(self.model).tensors.values()}
-        except (OSError, ValueError, AttributeError, ConfigError):  # refused where it is loaded
-            return "float32"
-        return next((dtype for dtype in ("bfloat16", "float16") if dtype in found), "float32")
+        return stored_dtype(self.model) or "float32"  # without one it is refused where it is loaded
 
     @property
     def adamw(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from ..interfaces import TensorType, WeightUpdate
 from ..interfaces.weights import FilePlace
 from ..memory import make_private_directory
-from ..types.dtypes import carrier
+from ..types.dtypes import carrier, floating_name
 from ..types.safetensors import plan, read_header
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf")
@@ -162,6 +162,18 @@ def own_model(folder: str | Path) -> tuple[str, bool]:
         return str(config.get("model_type") or ""), bool(own)
     except (OSError, ValueError, AttributeError):
         return "", False
+
+
+def stored_dtype(folder: str | Path) -> str:
+    """Return the dtype of a folder by its configuration, else by its weights; "" if neither tells."""
+    try:
+        config = text_config(json.loads(Path(folder, "config.json").read_bytes()))
+        if named := floating_name(config.get("dtype") or config.get("torch_dtype")):
+            return named
+        found = {each.dtype for each in ModelFolder(folder).tensors.values()}
+    except (OSError, ValueError, AttributeError, ConfigError):
+        return ""
+    return next((dtype for dtype in ("bfloat16", "float16", "float32") if dtype in found), "")
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

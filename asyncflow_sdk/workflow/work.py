@@ -22,6 +22,7 @@ from ..types import Chat, Sampling
 from ..types.dtypes import floating_name
 from ..types.validation import check_least
 from .hub import model_folder
+from .model_folder import stored_dtype, text_config
 from .serialization import Serializable
 
 
@@ -62,13 +63,11 @@ class EngineSpec(Serializable):
             config = msgspec.json.decode(Path(self.model or "-", "config.json").read_bytes(), type=dict[str, Any])
         except (OSError, msgspec.MsgspecError):
             return {}
-        return config | (config.get("text_config") or config.get("llm_config") or {})
+        return text_config(config)
 
     def dtype_of(self, option: str) -> str:
         """Return the dtype that an engine's option means, for "auto" the model folder's; "" if unknown here."""
-        if option != "auto":
-            return floating_name(option)
-        return floating_name(self.config.get("dtype") or self.config.get("torch_dtype"))
+        return floating_name(option) if option != "auto" else stored_dtype(self.model or "-")
 
 
 class Logprobs(EngineSpec):

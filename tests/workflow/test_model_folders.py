@@ -31,7 +31,7 @@ def write(file: Path, **tensors: int) -> None:
 def folder(path: Path, tie: bool = False, **tensors: int) -> Path:
     """Write a model folder with one file of weights."""
     write(path / "model.safetensors", **tensors)
-    (path / "config.json").write_text(json.dumps({"vocab_size": 4, "tie_word_embeddings": tie}))
+    (path / "config.json").write_text(json.dumps({"vocab_size": 1024, "tie_word_embeddings": tie}))
     return path
 
 
@@ -79,7 +79,7 @@ def test_a_folder_that_engines_would_read_differently_is_refused(tmp_path: Path)
 def test_a_tied_output_layer_is_a_copy_or_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     for name, head in (("equal", 1), ("other", 3)):
         path = folder(tmp_path / name, **{BODY: 0, HEAD: head, EMBEDDING: 1})
-        (path / "config.json").write_text(json.dumps({"vocab_size": 4} | config))
+        (path / "config.json").write_text(json.dumps({"vocab_size": 1024} | config))
 
     assert ModelFolder(tmp_path / "equal").redundant == {HEAD}
     with pytest.raises(ConfigError, match=r"its lm_head.weight is not its model.embed_tokens.weight.*Set tie_word"):
