@@ -38,7 +38,7 @@ def workflow(start: str, pair: Pair, environments: Environments) -> af.Workflow:
         prompts={"prompt": [*WORDS] * STEPS},
         rollout=af.Rollout(
             rollout.name, group_size=4, sampling=af.Sampling(max_tokens=12, seed=0), python=environments.of(rollout),
-            **common, **rollout.options,
+            max_restarts=0, **common, **rollout.options,
         ),
         reward=reward,
         train=af.Train(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
@@ -177,7 +178,8 @@ def watch(cell: Cell, make: Callable[[], af.Workflow], directory: Path) -> Cell:
         flow = make()
         summary = flow.run(directory, on_event=hear).summary
     except (af.AsyncFlowError, LookupError) as error:
-        return cell.refused(str(error).replace(f"{directory.parent}/", ""))
+        said, cause = str(error).partition("\n")[0], _cause(directory)
+        return cell.refused((said if cause in said else f"{said}: {cause}").replace(f"{directory.parent}/", ""))
     steps = summary["steps_wanted"]
     missing = sorted(set(range(1, steps)) - loaded)
     why = ""
@@ -189,6 +191,13 @@ def watch(cell: Cell, make: Callable[[], af.Workflow], directory: Path) -> Cell:
         cell, green=not why, why=why, steps=summary["steps"], proven=len(loaded - {0}), drift=max(drifts),
         wall_s=time.monotonic() - began,
     )  # fmt: skip
+
+
+def _cause(directory: Path) -> str:
+    """Return the first error in the logs of a run, "" without one: an engine's own processes log theirs."""
+    logs = (path.read_text(errors="replace") for path in sorted(directory.glob("logs/*.log")))
+    found = (re.search(r"\b\w+(?:Error|Exception): .+", log) for log in logs)
+    return next((each[0] for each in found if each), "")
 
 
 def read(path: Path | None) -> dict[tuple[str, str, str], Cell]:
