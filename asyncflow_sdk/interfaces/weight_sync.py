@@ -27,7 +27,7 @@ from typing import Any
 
 from ..types import Manifest, Probe
 from ..types.defaults import FETCH_S, NEXT_S
-from .weights import NamedWeights, SliceOf, WeightUpdate
+from .weights import NamedWeights, WeightUpdate
 
 
 class Publication(abc.ABC):
@@ -177,14 +177,11 @@ class WeightSync(abc.ABC):
         timeout_s: float = NEXT_S,
         fetch_timeout_s: float = FETCH_S,
         rename: Callable[[str], str] | None = None,
-        slices: SliceOf | None = None,
     ) -> WeightSubscriber:
         """Open a replica's end. ``loaded``: the version already in its engine. ``timeout_s``: limit
         of the wait for a version, ``fetch_timeout_s``: of its fetch. ``rename``: maps the
-        checkpoint's names to the engine's. ``slices``: fetch only a part of each tensor; called
-        with its published name and shape, returns the range (start, stop) of its first dimension,
-        or None for all of it. Updates then hold these parts. Raises ConfigError if this session is
-        a replica already."""
+        checkpoint's names to the engine's. Raises ConfigError if this session is a replica
+        already."""
 
     @abc.abstractmethod
     def rollback(self, version: int, reason: str = "") -> RollbackResult:

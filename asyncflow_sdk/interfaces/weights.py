@@ -15,17 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..types import Manifest, TensorInfo
+from ..types import Manifest
 
 Bytes = npt.NDArray[np.uint8]
 NamedWeights = Mapping[str, Any] | Iterable[tuple[str, Any]]
-SliceOf = Callable[[str, tuple[int, ...]], tuple[int, int] | None]
-"""Called with name and shape of a published tensor. Returns the range (start, stop) of its first
-dimension to fetch; None for all of it."""
 
 
 class TensorType(NamedTuple):
@@ -198,8 +194,7 @@ class Fetched:
     """A version's bytes at the fetching end, verified. ``chunks``: uint8 (nbytes,) each,
     contiguous; writing into them changes nothing elsewhere. ``moved``: bytes moved by ``encoding``:
     mapped (0 bytes), full or delta. ``places``: of each chunk in a file, if other processes of this
-    host can map it until ``release``; else empty. ``notes``: troubles on the way, for people.
-    ``whole_root``: root of the version's manifest, if only a slice was fetched."""
+    host can map it until ``release``; else empty. ``notes``: troubles on the way, for people."""
 
     manifest: Manifest
     chunks: Sequence[Any]
@@ -208,7 +203,6 @@ class Fetched:
     on_release: Callable[[], None] | None = None
     places: Sequence[FilePlace] = ()
     notes: Sequence[str] = ()
-    whole_root: str = ""
 
     def release(self) -> None:
         """Give the bytes back. Existing views stay valid. Idempotent."""
@@ -235,21 +229,6 @@ class WeightReceiver(abc.ABC):
         tensors, WireError or DeadlineExceeded naming the peer, MemoryFull. Can be called again
         after any of them.
         """
-
-    def fetch_slice(
-        self,
-        manifest: Manifest,
-        tensors: tuple[TensorInfo, ...],
-        where: bytes,
-        *,
-        base: Fetched | None = None,
-        timeout_s: float,
-    ) -> Fetched:
-        """Like ``fetch``, for ``tensors``: parts of the manifest's, at their places in the version.
-        Optional: the default fetches the whole version."""
-        fetched = self.fetch(manifest, where, timeout_s=timeout_s)
-        fetched.manifest = msgspec.structs.replace(manifest, tensors=tensors)
-        return fetched
 
     def interrupt(self) -> None:
         """Make a running ``fetch`` in another thread raise soon. Optional."""

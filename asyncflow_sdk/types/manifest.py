@@ -100,24 +100,6 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             for index, start in enumerate(range(0, chunk.nbytes, self.bucket_bytes)):
                 yield Bucket(number, index, start, min(start + self.bucket_bytes, chunk.nbytes))
 
-    def problem(self, info: TensorInfo) -> str:
-        """Return why a tensor of this manifest cannot be read; "" if it can."""
-        if any(size < 0 for size in info.shape) or (
-            info.nbytes
-            and not (
-                0 <= info.chunk < len(self.chunks)
-                and 0 <= info.offset <= info.offset + info.nbytes <= self.chunks[info.chunk].nbytes
-                and info.offset % carrier(info.dtype).itemsize == 0
-            )
-        ):
-            return f"it does not lie in chunk {info.chunk}"
-        if info.whole and not (
-            len(info.start) == len(info.shape) == len(info.whole)
-            and all(0 <= a <= a + n <= w for a, n, w in zip(info.start, info.shape, info.whole, strict=True))
-        ):
-            return f"a piece {info.shape} at {info.start} does not lie in {info.whole}"
-        return ""
-
     def check(self, bucket: Bucket, data: memoryview) -> None:
         """Raise DigestMismatch, naming version, bucket and tensors, if ``data`` differ from the
         published bytes. A version without digests passes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,6 @@ import msgspec
 
 from ..errors import DigestMismatch, ProtocolError
 from ..interfaces import Fetched, WeightReceiver
-from ..interfaces.weights import SliceOf
 from ..ledger import commands as cmd
 from ..queue import Connection
 from ..types import Manifest, Probe
@@ -20,7 +18,6 @@ from ..types import events as ev
 from ..types.probe import validate_probe
 from .choices import make_transport
 from .host import host_of
-from .slices import slice_tensors
 from .threads import run_in_thread
 from .update import Update
 
@@ -44,18 +41,12 @@ class VersionFetcher:
     """Fetches one version at a time, each part in a thread. Not thread-safe.
 
     It owns the receivers, and the *base*: the loaded version, kept if a receiver can fetch less
-    with its help. ``rename``: from published names to the engine's. ``slices``: see
-    ``WeightSync.weight_updates``. ``timeout_s``: limit of each part.
+    with its help. ``rename``: from published names to the engine's. ``timeout_s``: limit of each
+    part.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        rename: Callable[[str], str] | None,
-        timeout_s: float,
-        slices: SliceOf | None = None,
-    ) -> None:
-        self._connection, self._rename, self._timeout_s, self._slices = connection, rename, timeout_s, slices
+    def __init__(self, connection: Connection, rename: Callable[[str], str] | None, timeout_s: float) -> None:
+        self._connection, self._rename, self._timeout_s = connection, rename, timeout_s
         self._receivers: dict[str, WeightReceiver] = {}
         self._stuck: set[WeightReceiver] = set()  # their thread did not end in time
         self._interruptible: WeightReceiver | None = None
@@ -127,10 +118,7 @@ class VersionFetcher:
     async def _fetch_part(
         self, receiver: WeightReceiver, manifest: Manifest, where: bytes, base: Fetched | None
     ) -> Fetched:
-        fetch = functools.partial(receiver.fetch, manifest)
-        if self._slices is not None:
-            fetch = functools.partial(receiver.fetch_slice, manifest, slice_tensors(manifest, self._slices))
-        work = run_in_thread("fetch", functools.partial(fetch, where, base=base, timeout_s=self._timeout_s))
+        work = run_in_thread("fetch", lambda: receiver.fetch(manifest, where, base=base, timeout_s=self._timeout_s))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:

@@ -44,7 +44,6 @@ from ..errors import (
     WeightMismatch,
     WireError,
 )
-from ..interfaces.weights import SliceOf
 from ..ledger import commands as cmd
 from ..queue import Connection, LoopPort, QueueClient
 from ..queue.coroutines import wait_for_event
@@ -87,8 +86,8 @@ class ReplicaSubscriber:
     ``loaded``: the engine's version; None for none. ``own``: True if it names the engine's initial
     weights; a published version of that number is loaded all the same. ``changed`` is set on each
     change of ``state``, on a ``failure``, and when the run has ``ended``. ``rename``: from published
-    names to the engine's. ``slices``: see VersionFetcher. ``task``: of its rows. From ``open`` to
-    ``close`` it is the connection's only replica. Not thread-safe.
+    names to the engine's. ``task``: of its rows. From ``open`` to ``close`` it is the connection's
+    only replica. Not thread-safe.
 
     Failed versions are reported and retried with a growing delay; a newer version is fetched at
     once. A newer version interrupts the fetch of an older one, but never twice in a row: otherwise
@@ -104,12 +103,11 @@ class ReplicaSubscriber:
         own: bool = False,
         rename: Callable[[str], str] | None = None,
         fetch_timeout_s: float = FETCH_S,
-        slices: SliceOf | None = None,
         task: str = "",
     ) -> None:
         self._task = task
         self._port = LoopPort(queue.connection)
-        self._fetcher = VersionFetcher(queue.connection, rename, fetch_timeout_s, slices)
+        self._fetcher = VersionFetcher(queue.connection, rename, fetch_timeout_s)
         self._changed = changed
         self._role = object()
         self._tasks: list[asyncio.Task[None]] = []

@@ -22,7 +22,6 @@ import numpy as np
 
 from ..errors import AsyncFlowError, Ended
 from ..interfaces import FilePlace, LoadableUpdate, WeightSubscriber
-from ..interfaces.weights import SliceOf
 from ..queue import QueueClient
 from ..types import Probe
 from ..types.defaults import FETCH_S, NEXT_S
@@ -113,7 +112,6 @@ class TransportSubscriber(WeightSubscriber):
         timeout_s: float = NEXT_S,
         fetch_timeout_s: float = FETCH_S,
         rename: Callable[[str], str] | None = None,
-        slices: SliceOf | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._current: StagedUpdate | None = None  # handed out, and its block not left yet
@@ -121,7 +119,7 @@ class TransportSubscriber(WeightSubscriber):
         self._connection = queue.connection
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="asyncflow-weights", daemon=True).start()
-        options = {"rename": rename, "slices": slices, "fetch_timeout_s": fetch_timeout_s}
+        options = {"rename": rename, "fetch_timeout_s": fetch_timeout_s}
         try:
             self._submit(self._start(queue, loaded, options)).result()
         except BaseException:

@@ -33,8 +33,7 @@ class Update(WeightUpdate):
         given: dict[str, str] = {}
         for part in parts:
             for info in part.manifest.tensors:
-                if problem := part.manifest.problem(info):
-                    raise self._mismatch(info.name, problem)
+                self._check(part, info)
                 name = info.name if rename is None else rename(info.name)
                 if given.setdefault(name, info.name) != info.name:
                     raise self._mismatch(name, f"both {given[name]!r} and {info.name!r} are renamed to it")
@@ -96,6 +95,23 @@ class Update(WeightUpdate):
         return whole
 
     # ---- checks
+
+    def _check(self, part: Fetched, info: TensorInfo) -> None:
+        chunks = part.manifest.chunks
+        if any(size < 0 for size in info.shape) or (
+            info.nbytes
+            and not (
+                0 <= info.chunk < len(chunks)
+                and 0 <= info.offset <= info.offset + info.nbytes <= chunks[info.chunk].nbytes
+                and info.offset % carrier(info.dtype).itemsize == 0
+            )
+        ):
+            raise self._mismatch(info.name, f"it does not lie in chunk {info.chunk}")
+        if info.whole and not (
+            len(info.start) == len(info.shape) == len(info.whole)
+            and all(0 <= a <= a + n <= w for a, n, w in zip(info.start, info.shape, info.whole, strict=True))
+        ):
+            raise self._mismatch(info.name, f"a piece {info.shape} at {info.start} does not lie in {info.whole}")
 
     def _covering(self, name: str, pieces: list[tuple[Fetched, TensorInfo]]) -> list[tuple[Fetched, TensorInfo]]:
         """Return the pieces of a whole tensor, without duplicates. Raises WeightMismatch."""

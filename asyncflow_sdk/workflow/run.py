@@ -32,7 +32,6 @@ from ..interfaces import (
     WorkerSettings,
 )
 from ..interfaces.store import StorageHome
-from ..interfaces.weights import SliceOf
 from ..ledger import Audit
 from ..ledger import commands as cmd
 from ..queue import Connection, QueueClient, QueueServer, Recovered, open_queue
@@ -276,16 +275,10 @@ class Run(WeightSync):
         timeout_s: float = NEXT_S,
         fetch_timeout_s: float = FETCH_S,
         rename: Callable[[str], str] | None = None,
-        slices: SliceOf | None = None,
     ) -> TransportSubscriber:
         """Return a subscriber of the run's weights, closed with this run; see ``WeightSync``."""
         updates = TransportSubscriber(
-            self.queue,
-            loaded=loaded,
-            timeout_s=timeout_s,
-            fetch_timeout_s=fetch_timeout_s,
-            rename=rename,
-            slices=slices,
+            self.queue, loaded=loaded, timeout_s=timeout_s, fetch_timeout_s=fetch_timeout_s, rename=rename
         )
         self._updates.append(updates)
         return updates

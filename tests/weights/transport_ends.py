@@ -138,11 +138,11 @@ class RelayHosts(contextlib.ExitStack):
         return join
 
     def join(
-        self, sent: Sent, host: str, relay: bytes = b"nowhere", part: str = "", failed: bytes = b""
+        self, sent: Sent, host: str, relay: bytes = b"nowhere", failed: bytes = b""
     ) -> tuple[ServiceClient, bytes]:
-        """Join as a host, for a slice. Return the connection, and the address of the assigned relay."""
+        """Join as a host. Return the connection, and the address of the assigned relay."""
         client = ServiceClient(msgspec.msgpack.decode(sent.where)[0])
-        call = msgspec.msgpack.encode(["join", sent.version, sent.manifest.root, host, relay, failed, part])
+        call = msgspec.msgpack.encode(["join", sent.version, sent.manifest.root, host, relay, failed])
         return client, msgspec.msgpack.decode(client.call(call, LIMIT_S).body)[0]
 
     def last(self, sent: Sent) -> bytes:

@@ -20,7 +20,6 @@ from ...memory import own_directories
 from ...types import Manifest
 from ...types.manifest import BUCKET_BYTES
 from ...wire import ServiceAddress, ServiceClient
-from ..slices import VersionSlice
 from .relay import Relay
 from .shm import ShmReceiver
 from .streaming_fetch import PartialVersion
@@ -59,25 +58,15 @@ class RelayReceiver:
         """Host memory held as a relay."""
         return 0 if self._relay is None else self._relay.nbytes
 
-    def fetch(
-        self,
-        manifest: Manifest,
-        address: TcpAddress,
-        *,
-        base: Fetched | None,
-        timeout_s: float,
-        part: VersionSlice | None = None,
-    ) -> Fetched:
-        """See ``WeightReceiver.fetch``. ``part``: the slice that ``manifest`` describes; None for
-        whole versions. Relays of a slice serve hosts with the same slice."""
-        root, key = (manifest.root, "") if part is None else (part.root, part.key)
+    def fetch(self, manifest: Manifest, address: TcpAddress, *, base: Fetched | None, timeout_s: float) -> Fetched:
+        """See ``WeightReceiver.fetch``."""
         self._stopped, self._until = False, time.monotonic() + timeout_s
         version, relay = manifest.version, self._open_relay(address)
         notes, chunks, moved, failed = list[str](), None, 0, b""
         try:
             while True:
                 if len(notes) < MOST_SOURCES:
-                    join = Join(address.version, root, self._host.identity, relay.where, failed, key)
+                    join = Join(address.version, manifest.root, self._host.identity, relay.where, failed)
                     source = decode(self._call(address.service, join), JoinReply)
                 else:
                     source = JoinReply(b"", False)
@@ -88,8 +77,7 @@ class RelayReceiver:
                         fetched.notes = notes
                         return fetched
                     chunks = relay.begin(manifest) if chunks is None else chunks
-                    whole = None if source.source else part
-                    fetch = self._fetch_from(source.source or address.service, manifest, address, chunks, base, whole)
+                    fetch = self._fetch_from(source.source or address.service, manifest, address, chunks, base)
                     moved += fetch.moved
                     if fetch.error is not None:
                         raise fetch.error
@@ -134,13 +122,7 @@ class RelayReceiver:
         return self._relay
 
     def _fetch_from(
-        self,
-        service: bytes,
-        manifest: Manifest,
-        address: TcpAddress,
-        chunks: list[Bytes],
-        base: Fetched | None,
-        part: VersionSlice | None,
+        self, service: bytes, manifest: Manifest, address: TcpAddress, chunks: list[Bytes], base: Fetched | None
     ) -> TcpFetch:
         """Fetch the missing buckets from a publisher or relay."""
         assert self._relay is not None
@@ -152,15 +134,7 @@ class RelayReceiver:
         relayed = service != address.service
         left = self._until - time.monotonic()
         fetch = TcpFetch(
-            self._client(service),
-            where,
-            manifest,
-            None,
-            left,
-            relay.arrive,
-            from_relay=relayed,
-            few_bytes=FEW_BYTES,
-            part=part,
+            self._client(service), where, manifest, None, left, relay.arrive, from_relay=relayed, few_bytes=FEW_BYTES
         )
         fetch.begin(chunks, base, partial)
         if self._stopped:  # before the fetch could be interrupted

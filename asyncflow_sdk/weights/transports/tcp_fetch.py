@@ -18,7 +18,6 @@ from ...interfaces.weights import Bytes, Fetched
 from ...types import Manifest
 from ...types.manifest import Bucket
 from ...wire import ServiceClient
-from ..slices import VersionSlice
 from . import delta
 from .stream import PIECE, StreamClient
 from .streaming_fetch import PartialVersion, RunningDigests, StreamingFetch
@@ -73,7 +72,7 @@ class FetchThreads:
 
 
 class _ThreadPool:
-    """Daemon threads, which keep their connections between fetches."""
+    """Daemon threads. They keep their connections between fetches."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -93,7 +92,7 @@ class _ThreadPool:
             self._done.get()
 
     def end(self) -> None:
-        """End the threads after the work that was begun."""
+        """End the threads after the work in progress."""
         for _ in range(self._count):
             self._work.put(None)
 
@@ -115,9 +114,8 @@ class _BucketRange(NamedTuple):
 class TcpFetch:
     """One fetch from a publisher. Several threads ``work`` until no bucket is missing, or one has
     an ``error``. ``on_bucket``: called with the number of each verified bucket. ``from_relay``:
-    True to fetch from a relay, where the buckets may still be arriving. ``few_bytes``: size
-    of an answer above which the next request has fewer buckets. ``part``: a slice, if the source
-    has the whole version and only the slice is fetched."""
+    True to fetch from a relay, where the buckets may still be arriving. ``few_bytes``: after
+    a larger answer, the next request has fewer buckets."""
 
     def __init__(
         self,
@@ -130,14 +128,12 @@ class TcpFetch:
         *,
         from_relay: bool = False,
         few_bytes: int = FEW_BYTES,
-        part: VersionSlice | None = None,
     ) -> None:
         self._few_bytes = few_bytes
         self._on_bucket, self._from_relay, self._waits = on_bucket, from_relay, 0
         self._client, self._since = client, client.interrupts
         self._address, self._stream, self._streaming = address, address.stream, streaming
-        self.manifest, self._part = manifest, part
-        self._root = manifest.root if part is None else part.root
+        self.manifest, self._root = manifest, manifest.root
         self._began = time.monotonic()
         self._deadline = self._began + timeout_s
         self._connections: list[StreamClient] = []
@@ -171,14 +167,13 @@ class TcpFetch:
         self._buckets = list(self.manifest.buckets())  # after memory is allocated: a manifest may claim any size
         first = 0
         for number, bucket in enumerate([*self._buckets, None]):
-            arrived = bucket is not None and partial is not None and partial.has(self.manifest, bucket)
-            if bucket is not None and not arrived and not self._leaves_gap(number):
-                continue
-            if bucket is not None and arrived:
+            if bucket is not None:
+                if partial is None or not partial.has(self.manifest, bucket):
+                    continue
                 self._count(bucket.stop - bucket.start)
             if first < number:
                 self._todo.append(_BucketRange(first, number, base is None))
-            first = number + arrived
+            first = number + 1
 
     def interrupt(self) -> None:
         """Make all threads end soon."""
@@ -239,14 +234,6 @@ class TcpFetch:
             if rest < stop:
                 self._put_back(_BucketRange(rest, stop, False))
             return _BucketRange(first, rest, False)
-
-    def _number(self, number: int) -> int:
-        """Return the number of a bucket at the source."""
-        return number if self._part is None else self._part.numbers[number]
-
-    def _leaves_gap(self, number: int) -> bool:
-        """True if the source has other buckets between this one and the one before."""
-        return number > 0 and self._number(number) != self._number(number - 1) + 1
 
     def _is_whole(self, span: _BucketRange) -> bool:
         return span.whole or self._base is None or not self._address.deltas
@@ -310,9 +297,7 @@ class TcpFetch:
                 raise DigestMismatch(f"bucket {span.first + number} was changed while it was hashed")
             self._count(len(view), number=span.first + number)
 
-        if connection.read(
-            self._address.version, self._root, self._number(span.first), views, self._deadline, on_bytes
-        ):
+        if connection.read(self._address.version, self._root, span.first, views, self._deadline, on_bytes):
             return True
         self._stream = None  # the service has the bucket, or raises the reason
         return False
@@ -324,10 +309,8 @@ class TcpFetch:
         if left <= 0:
             raise DeadlineExceeded("no time is left")
         count, base = span.stop - span.first, None if span.whole else self._base
-        held = (-1, "")
-        if base is not None:
-            held = base.manifest.version, base.manifest.root if self._part is None else base.whole_root
-        get = Get(self._address.version, self._root, self._number(span.first), count, *held)
+        held = (-1, "") if base is None else (base.manifest.version, base.manifest.root)
+        get = Get(self._address.version, self._root, span.first, count, *held)
         what = f"buckets {span.first} to {span.stop - 1} of version {self.manifest.version}"
         most = sum(each.stop - each.start for each in self._buckets[span.first : span.stop]) + _SLACK_BYTES
         silence_s = min(left, STALL_S if self._from_relay else SILENCE_S)

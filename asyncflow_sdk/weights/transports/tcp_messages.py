@@ -57,15 +57,13 @@ class GetReply(msgspec.Struct, frozen=True, array_like=True):
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     """Ask the publisher where this host gets a version. ``relay``: address of the asking relay.
-    ``failed``: address of a source to be replaced. ``part``: key of the slice to fetch; "": the
-    whole version."""
+    ``failed``: address of a source to be replaced."""
 
     version: int
     root: str
     host: Annotated[str, msgspec.Meta(max_length=200)]
     relay: Annotated[bytes, msgspec.Meta(max_length=2000)]
     failed: bytes = b""
-    part: Annotated[str, msgspec.Meta(max_length=32)] = ""
 
 
 class JoinReply(msgspec.Struct, frozen=True, array_like=True):

@@ -9,9 +9,8 @@ from typing import ClassVar
 from ...errors import DeadlineExceeded, MemoryFull, WireError
 from ...interfaces.weights import Bytes, Fetched, Host, WeightReceiver
 from ...memory import BufferPool
-from ...types import Manifest, TensorInfo
+from ...types import Manifest
 from ...wire import ServiceClient
-from ..slices import VersionSlice, cut_slice
 from .relay_receiver import RelayReceiver
 from .streaming_fetch import StreamingFetch, alike
 from .tcp_fetch import FetchThreads, TcpFetch
@@ -44,41 +43,17 @@ class TcpReceiver(WeightReceiver):
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         """See ``WeightReceiver.fetch``."""
-        return self._fetch_part(manifest, None, where, base, timeout_s)
-
-    def fetch_slice(
-        self,
-        manifest: Manifest,
-        tensors: tuple[TensorInfo, ...],
-        where: bytes,
-        *,
-        base: Fetched | None = None,
-        timeout_s: float,
-    ) -> Fetched:
-        """See ``WeightReceiver.fetch_slice``. Versions without digests are fetched whole."""
-        if not manifest.digested:
-            return super().fetch_slice(manifest, tensors, where, timeout_s=timeout_s)
-        part = cut_slice(manifest, tensors)
-        fetched = self._fetch_part(part.manifest, part, where, base, timeout_s)
-        fetched.whole_root = part.root
-        return fetched
-
-    def _fetch_part(
-        self, manifest: Manifest, part: VersionSlice | None, where: bytes, base: Fetched | None, timeout_s: float
-    ) -> Fetched:
-        """Fetch a slice, or the whole version. ``manifest``: of what is fetched."""
         address = decode(where, TcpAddress)
         notes: list[str] = []
         if address.fanout > 0 and address.host != self._host.identity and manifest.digested:
             try:
-                relayed = self._relayed_from(address.rank)
-                return relayed.fetch(manifest, address, base=base, timeout_s=timeout_s, part=part)
+                return self._relayed_from(address.rank).fetch(manifest, address, base=base, timeout_s=timeout_s)
             except MemoryFull as error:
                 notes.append(f"version {manifest.version} is not shared on this host: {error}")
         client = self._client(address.service)
         with self._lock:
             streaming = self._streaming.pop(address.rank, None)
-            fetch = self._fetch = TcpFetch(client, address, manifest, streaming, timeout_s, part=part)
+            fetch = self._fetch = TcpFetch(client, address, manifest, streaming, timeout_s)
         try:
             chunks = self._run(fetch, base)
         finally:
@@ -89,8 +64,7 @@ class TcpReceiver(WeightReceiver):
             self._services[address.rank] = address.service
             for service in set(self._clients) - set(self._services.values()):
                 self._disconnect(service)  # replaced publishers: a replica may outlive many
-            if part is None:
-                self._stream_next(address, manifest, chunks, base)
+            self._stream_next(address, manifest, chunks, base)
             return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full", notes=notes)
         self._pool.give_back(chunks)  # frames of the error's traceback still refer to them
         if isinstance(fetch.error, (WireError, DeadlineExceeded)):

@@ -17,13 +17,10 @@ from ...interfaces.weights import Bytes, Host, WeightSender
 from ...types import Manifest
 from .bucket_server import BucketServer, HeldVersion
 from .in_progress import GONE, InProgressVersion
-from .relay_plan import Assignment, RelayPlan
+from .relay_plan import RelayPlan
 from .stream import StreamServer
 from .tcp_messages import Join, JoinReply, ShareRequest, TcpAddress, encode
 from .version_memory import SharedRoom, VersionMemory
-
-MOST_SLICES = 64
-"""Limit of different slices with relays; hosts with further ones fetch from the publisher."""
 
 
 class TcpSender(WeightSender):
@@ -33,7 +30,7 @@ class TcpSender(WeightSender):
     def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int, fanout: int) -> None:
         self._host, self._fanout = host, fanout
         self._unannounced: int | None = None
-        self._plans: dict[str, RelayPlan] = {}  # by key of the fetched slice
+        self._plan = RelayPlan(fanout)
         self._relays: dict[str, bytes] = {}  # by peer of the service
         self._lock = threading.Lock()
         self._in_progress = InProgressVersion()
@@ -112,8 +109,7 @@ class TcpSender(WeightSender):
     def _forget_all_but(self, versions: Sequence[int]) -> None:
         self._buckets.keep(versions)
         with self._lock:
-            for plan in self._plans.values():
-                plan.keep(versions)
+            self._plan.keep(versions)
 
     # ---- the stream's StreamSource
 
@@ -140,15 +136,10 @@ class TcpSender(WeightSender):
             raise ProtocolError("a publisher shares no memory with other hosts")
         self._buckets.find(call.version, call.root)
         with self._lock:
-            found = Assignment(b"", False)
-            if call.part in self._plans or len(self._plans) < MOST_SLICES:
-                plan = self._plans.setdefault(call.part, RelayPlan(self._fanout))
-                found = plan.join(call.version, call.host, call.relay, call.failed)
+            found = self._plan.join(call.version, call.host, call.relay, call.failed)
             self._relays[peer] = call.relay
         self._buckets.service.answer(ticket, encode(JoinReply(*found)))
 
     def _leave(self, peer: str) -> None:
         with self._lock:
-            relay = self._relays.pop(peer, b"")
-            for plan in self._plans.values():
-                plan.leave(relay)
+            self._plan.leave(self._relays.pop(peer, b""))
