@@ -34,7 +34,7 @@ from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
 from asyncflow_sdk.types import Shard
 from asyncflow_sdk.types.dtypes import FLOATS
-from asyncflow_sdk.workflow.model_folder import ModelFolder
+from asyncflow_sdk.workflow.model_folder import ModelFolder, with_dtype
 
 from .policy import element
 from .sharded_files import Kind, Piece, Reader
@@ -272,7 +272,7 @@ class FolderMap:
         for dtype in {
             each.dtype for name, each in self.types.items() if each.dtype != self.folder.tensors[name].dtype
         }:
-            config = json.dumps(_with_dtype(json.loads(config), dtype) | {"dtype": dtype}, indent=2).encode()
+            config = json.dumps(with_dtype(json.loads(config), dtype), indent=2).encode()
         (path / "config.json").write_bytes(config)
 
     def _cut(self, live: str, run: FlatRun) -> Iterator[Region]:
@@ -349,18 +349,6 @@ def _in_order(name: str, tensor: Any, start: tuple[int, ...], whole: tuple[int, 
     for index, row in enumerate(tensor, start[0]):
         for _, run, at in _in_order(name, row, start[1:], whole[1:]):
             yield name, run, index * math.prod(whole[1:]) + at
-
-
-def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a configuration with another dtype, also in its parts."""
-    return {
-        key: dtype
-        if key in ("dtype", "torch_dtype")
-        else _with_dtype(value, dtype)
-        if isinstance(value, dict)
-        else value
-        for key, value in config.items()
-    }
 
 
 def _near(pattern: str, names: Collection[str]) -> list[str]:

@@ -14,7 +14,10 @@ from typing import Any
 from ..errors import ConfigError, PluginError
 from .model_folder import PICKLED
 
-IGNORED = (*PICKLED, "consolidated*.safetensors", "adapter_model*.safetensors", "*/*.safetensors")
+IGNORED = (
+    *PICKLED, "consolidated*.safetensors", "adapter_model*.safetensors", "*/*.safetensors", "model.*.safetensors",
+    "*.tflite", "*.task", "*.litertlm", "*.nemo", "*.zip", "*.tar*", "*.npz", "*.llamafile", "*.mlpackage/*",
+)  # fmt: skip
 """Files of a repository that are no part of its model: weights in other formats, adapters, copies."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?$")

@@ -30,10 +30,13 @@ from ..memory import make_private_directory
 from ..types.dtypes import carrier, floating_name
 from ..types.safetensors import plan, read_header
 
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf")
 """Weights in other formats than safetensors."""
 _SMALL_BYTES = 64 << 20
 _COMPARED_BYTES = 16 << 20
+_TIED = ("gemma", "cohere")
+"""Beginnings of model types that tie their embeddings unless the configuration says otherwise."""
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embeddings|embed_in)\.weight$")
 
 
@@ -53,7 +56,7 @@ class ModelFolder:
         self.folder, path = str(folder), Path(folder)
         self.tensors: dict[str, TensorType] = {}
         self.places: dict[str, FilePlace] = {}
-        file = path / "model.safetensors.index.json"
+        file = path / WEIGHTS[1]
         try:
             for file in weight_files(path.resolve()):
                 with file.open("rb") as opened:
@@ -69,21 +72,27 @@ class ModelFolder:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """config.json. Raises ConfigError if it is missing or has no vocab_size."""
+        """config.json. Raises ConfigError if it cannot be read."""
         try:
-            config = json.loads(Path(self.folder, "config.json").read_bytes())
-            int(text_config(config)["vocab_size"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return dict(json.loads(Path(self.folder, "config.json").read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"model folder {self.folder!r} has no config.json with a vocab_size: {error!r}; give the path of a"
+                f"model folder {self.folder!r} has no config.json that can be read: {error!r}; give the path of a"
                 " Hugging Face model folder"
             ) from None
-        return dict(config)
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below it."""
-        return int(text_config(self.config)["vocab_size"])
+        """Token ids are below it: of the configuration, else of the embedding (multimodal ones leave defaults out).
+        Raises ConfigError if both are unknown."""
+        with contextlib.suppress(KeyError, ValueError, TypeError):
+            return int(text_config(self.config)["vocab_size"])
+        rows = [kind.shape[0] for name, kind in self.tensors.items() if _EMBEDDING.search(name) and kind.shape]
+        if not rows:
+            raise ConfigError(
+                f"model folder {self.folder!r} has neither a vocab_size in its config.json nor an embedding"
+            )
+        return max(rows)
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """Return a copy of a tensor."""
@@ -109,9 +118,11 @@ class ModelFolder:
 
     def _tied_heads(self) -> Iterator[str]:
         heads = [name for name in self.tensors if f".{name}".endswith(".lm_head.weight")]
+        tied_by_default, is_tied = False, None
         with contextlib.suppress(ConfigError):  # without a configuration nothing is tied
-            heads = heads if heads and text_config(self.config).get("tie_word_embeddings") else []
-        for head in heads:
+            tied_by_default = str(self.config.get("model_type")).startswith(_TIED)
+            is_tied = text_config(self.config).get("tie_word_embeddings")
+        for head in heads if (tied_by_default if is_tied is None else is_tied) else ():
             tied = self.embeddings(head)
             if tied and not any(self._is_equal(head, each) for each in tied):
                 raise ConfigError(
@@ -135,7 +146,7 @@ class ModelFolder:
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of a folder's weights. Raises ValueError for an index with a file outside the folder, or
     beside a model.safetensors of its own."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = (folder / name for name in WEIGHTS)
     if not index.is_file():
         return [single] if single.is_file() else []
     files = indexed_files(index)
@@ -176,28 +187,41 @@ def stored_dtype(folder: str | Path) -> str:
     return next((dtype for dtype in ("bfloat16", "float16", "float32") if dtype in found), "")
 
 
+def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a configuration with another dtype, also in its parts."""
+
+    def changed(part: dict[str, Any]) -> dict[str, Any]:
+        named = {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in part.items()}
+        return {key: changed(value) if isinstance(value, dict) else value for key, value in named.items()}
+
+    return changed(config) | {"dtype": dtype}
+
+
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration with the fields of the language model of a multimodal one."""
-    return config | next((config[key] for key in ("text_config", "llm_config") if key in config), {})
+    return config | (config.get("text_config") or config.get("llm_config") or {})
 
 
 def copy_small_files(source: str | Path, path: Path) -> None:
     """Copy the files of a model folder to another one, except its weights: configuration, tokenizer, templates,
-    processor, Python, licence. Hidden files, files above 64 MiB and directories with weights stay."""
-    for file in _small_files(Path(source)):
+    processor, Python, licence. Hidden files, files above 64 MiB, directories with weights and one with ``path``
+    stay."""
+    for file in [*_small_files(Path(source), path.resolve())]:
         target = path / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)  # writable, where the source is not
 
 
-def _small_files(folder: Path) -> Iterator[Path]:
+def _small_files(folder: Path, target: Path) -> Iterator[Path]:
     for each in sorted(folder.iterdir()):
         if each.name.startswith(".") or each.name == "__pycache__" or _holds_weights(each):
             continue
         if each.is_file() and each.stat().st_size <= _SMALL_BYTES:
             yield each
-        elif each.is_dir() and not each.is_symlink() and not any(map(_holds_weights, each.rglob("*"))):
-            yield from _small_files(each)
+        elif not each.is_dir() or each.is_symlink() or target.is_relative_to(each.resolve()):
+            continue
+        elif not any(map(_holds_weights, each.rglob("*"))):
+            yield from _small_files(each, target)
 
 
 def _holds_weights(file: Path) -> bool:
@@ -259,14 +283,12 @@ def write_model_folder(update: WeightUpdate, model: str, path: Path) -> None:
     base = ModelFolder(model) if update.untrained else None
     untrained = {} if base is None else {name: base.tensors[name] for name in update.untrained}
     tensors = {**update.tensors, **untrained}
-    dtypes = {kind.dtype for kind in tensors.values()}
+    dtypes = {kind.dtype for kind in update.tensors.values()}
     with whole_folder(path) as part:
         copy_small_files(model, part)
         config = part / "config.json"
         if len(dtypes) == 1 and config.is_file():  # loaded as it was published
-            described = json.loads(config.read_bytes())
-            described.pop("torch_dtype", None)
-            config.write_text(json.dumps({**described, "dtype": dtypes.pop()}, indent=2) + "\n")
+            config.write_text(json.dumps(with_dtype(json.loads(config.read_bytes()), dtypes.pop()), indent=2) + "\n")
         layout = plan({name: (kind.dtype, kind.shape) for name, kind in tensors.items()})
         kept = () if base is None else ((name, base.array(name)) for name in untrained)
         with open(part / "model.safetensors", "wb") as weights:

@@ -75,7 +75,10 @@ def test_a_folder_that_engines_would_read_differently_is_refused(tmp_path: Path)
             ModelFolder(path)
 
 
-@pytest.mark.parametrize("config", [{"tie_word_embeddings": True}, {"text_config": {"tie_word_embeddings": True}}])
+@pytest.mark.parametrize(
+    "config",
+    [{"tie_word_embeddings": True}, {"text_config": {"tie_word_embeddings": True}}, {"model_type": "gemma3_text"}],
+)
 def test_a_tied_output_layer_is_a_copy_or_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     for name, head in (("equal", 1), ("other", 3)):
         path = folder(tmp_path / name, **{BODY: 0, HEAD: head, EMBEDDING: 1})
@@ -85,6 +88,20 @@ def test_a_tied_output_layer_is_a_copy_or_refused(tmp_path: Path, config: dict[s
     with pytest.raises(ConfigError, match=r"its lm_head.weight is not its model.embed_tokens.weight.*Set tie_word"):
         ModelFolder(tmp_path / "other")
     assert ModelFolder(folder(tmp_path / "untied", **{HEAD: 1, EMBEDDING: 1})).redundant == frozenset()
+
+
+@pytest.mark.parametrize(
+    "config", ["{}", '{"text_config": null}', '{"text_config": {"model_type": "qwen3"}}', "no JSON"]
+)
+def test_a_configuration_that_says_little_ties_nothing(tmp_path: Path, config: str) -> None:
+    path = folder(tmp_path / "untied", **{BODY: 0, HEAD: 3, EMBEDDING: 1})
+    (path / "config.json").write_text(config)
+
+    found = ModelFolder(path)
+
+    assert found.redundant == frozenset()
+    if config != "no JSON":
+        assert found.vocabulary == found.tensors[EMBEDDING].shape[0]
 
 
 def test_folders_of_trainer_and_rollouts_are_compared_before_anything_starts(tmp_path: Path) -> None:
@@ -148,9 +165,12 @@ def test_small_files_travel_and_weights_stay(tmp_path: Path) -> None:
         (source / name).chmod(0o444)
     os.truncate(source / "video.mp4", (64 << 20) + 1)
     target.mkdir()
+    (within := source / "out" / "first").mkdir(parents=True)
 
     copy_small_files(source, target)
+    copy_small_files(source, within)
 
     found = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
     assert found == small
+    assert not (within / "out").exists()
     assert os.stat(target / "config.json").st_mode & 0o200, "an export changes it"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ..model_folder import ModelFolder, own_model
+from ..model_folder import WEIGHTS, ModelFolder, own_model
 from ..specs import Rollout, Train
 from .plan import Plan
 from .problems import Problems, is_checked_here
@@ -30,9 +30,9 @@ def check_folders(plan: Plan, problems: Problems) -> None:
 
     def folder_of(spec: Rollout | Train, *key: str | int) -> ModelFolder | None:
         here = is_checked_here(spec.task) and not spec.place.hosts and spec.model
-        if not here or not any(Path(spec.model).glob("*.safetensors")):
-            return None
         path = os.path.realpath(spec.model)
+        if not here or not any(Path(path, name).is_file() for name in WEIGHTS):  # for its engine to judge
+            return None
         with problems.collect(*key, "model"):
             read[path] = read.get(path) or ModelFolder(spec.model)
         return read.get(path)
