@@ -169,10 +169,11 @@ def test_prompts_are_read_once_for_a_group_and_again_once_for_a_version(
     # given two groups of eight of one prompt, and one of another
     prompt = np.arange(10, 20, dtype=np.int32)
     requests = [Request(ids, Sampling(max_tokens=6), n=8) for ids in (prompt, prompt, prompt[:4])]
+    versions = _versions(endless, 1)
     engine, watched = rollout(endless), passes()
 
     # when a version comes after the pass over the prompts and four more
-    swapped(engine, requests, _versions(endless, 1), [5])
+    swapped(engine, requests, versions, [5])
 
     # then both prompts are read once more, and four tokens of each row
     assert watched.shapes == [(2, 10), *[(24, 1)] * 4, (2, 10), (24, 4), (24, 1)]
