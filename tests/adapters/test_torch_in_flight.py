@@ -315,9 +315,9 @@ def test_a_request_aborted_during_a_swap_is_gone_and_the_others_go_on(
 
         # then the other is whole, and nothing is left behind
         got = await kept
-        gate.shapes.clear()
+        before = len(gate.shapes)
         await _all(engine, Request(np.array([5], np.int32), Sampling(max_tokens=3)))
-        assert gate.shapes == [(1, 1)] * 3
+        assert gate.shapes[before:] == [(1, 1)] * 3
         return got
 
     got = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
