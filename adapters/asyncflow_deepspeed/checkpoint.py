@@ -15,7 +15,7 @@ from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_torch.checkpoint import RANDOM_STATE, open_checkpoint, write_checkpoint
 from asyncflow_torch.export import export_folder
 from asyncflow_torch.folder_map import FolderMap
-from asyncflow_torch.policy import named_weights, trained
+from asyncflow_torch.policy import stored_tensors, trained
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.schedules import steps_made
 from asyncflow_torch.sharded_files import FileParts, Kind, Piece, kind_of
@@ -143,4 +143,4 @@ def _moment_kinds(parameters: Mapping[str, Kind]) -> dict[str, Kind]:
 def _buffers(engine: Any) -> dict[str, Any]:
     """Return stored tensors other than parameters. They are the same on all ranks."""
     parameters = {name for name, _ in engine.module.named_parameters()}
-    return {name: tensor for name, tensor in named_weights(engine.module) if name not in parameters}
+    return {name: tensor for name, tensor in stored_tensors(engine.module) if name not in parameters}

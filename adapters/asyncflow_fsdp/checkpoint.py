@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncflow_torch.checkpoint import RANDOM_STATE, open_checkpoint, state_by_name, write_checkpoint
-from asyncflow_torch.policy import named_weights
+from asyncflow_torch.policy import stored_tensors
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.sharded_files import FileParts, Piece, Reader, kind_of
 
@@ -22,14 +22,14 @@ def save(path: Path, model: Any, optimizer: Any, ranks: Ranks, *, bucket_bytes: 
     """Write model, optimizer, and the random state of rank 0 below ``path``, a directory visible
     to all ranks. A collective."""
     state = state_by_name(optimizer, model.named_parameters())
-    weights = _parts(dict(named_weights(model)), ranks)
+    weights = _parts(dict(stored_tensors(model)), ranks)
     write_checkpoint(path, weights, _parts(state, ranks), ranks, bucket_bytes=bucket_bytes)
 
 
 def load(path: Path, model: Any, optimizer: Any, ranks: Ranks, *, bucket_bytes: int) -> None:
     """Restore a checkpoint in place. Raises ConfigError, before any change, if it is not one of
     this model. A collective."""
-    weights = dict(named_weights(model))
+    weights = dict(stored_tensors(model))
 
     def read() -> None:
         for name, tensor in weights.items():

@@ -1,6 +1,6 @@
 """Checkpoints of the train engines: weights and optimizer as safetensors, exact, without pickle.
 
-PATH/weights.safetensors      named as in named_weights, float32 masters where weights have one
+PATH/weights.safetensors      named as in stored_tensors, float32 masters where weights have one
 PATH/optimizer.safetensors    "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME" and "random_state"
 PATH/state.json               written last: without it the checkpoint is incomplete
 
@@ -21,7 +21,7 @@ import torch
 from asyncflow_sdk.errors import ConfigError
 
 from .masters import Masters
-from .policy import named_weights
+from .policy import stored_tensors
 from .ranks import Ranks
 from .sharded_files import RANK_BUCKET_BYTES, FileParts, Kind, Reader, kind_of, write_together
 
@@ -119,7 +119,7 @@ def open_checkpoint(
 
 def _weights(model: Any, masters: Masters) -> dict[str, Any]:
     """Return masters, other weights and stored buffers by name."""
-    return dict(named_weights(model)) | masters.named
+    return dict(stored_tensors(model)) | masters.named
 
 
 def _unlike(wanted: Mapping[str, Kind], found: Mapping[str, Kind]) -> list[str]:

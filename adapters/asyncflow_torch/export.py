@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,25 +33,14 @@ def export_folder(
             yield name, folder.read(name), 0
 
     kinds = {**folder.kinds, **untrained}
-    export_together(
-        path, folder, folder.folder.folder, kinds, pieces, ranks, bucket_bytes=bucket_bytes, file_bytes=file_bytes
-    )
-
-
-def export_together(
-    path: Path, config: Any, source: str, kinds: Mapping[str, Kind], pieces: Callable[[Collection[str]], Iterable[Piece]],
-    ranks: Ranks, *, bucket_bytes: int, file_bytes: int = FILE_BYTES,
-) -> None:  # fmt: skip
-    """Write the tensors of ``kinds`` with the model's ``config`` and the small files of the folder
-    ``source``. ``pieces``: return the pieces of this rank of the named tensors. A collective."""
     files = _split(kinds, file_bytes)
 
     def begin() -> None:
         """Write configuration, tokenizer and other small files."""
         path.mkdir(parents=True, exist_ok=True)
         if ranks.first:
-            copy_small_files(source, path)
-            config.save_pretrained(path)
+            copy_small_files(folder.folder.folder, path)
+            folder.save_pretrained(path)
 
     def end() -> None:
         """Write the index."""

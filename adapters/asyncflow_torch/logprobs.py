@@ -12,7 +12,7 @@ import torch
 
 from asyncflow_sdk.types import Batch, Ragged
 
-from .chunked_head import ChunkedHead, chunked_head
+from .chunked_head import ChunkedHead
 from .collate import MicroBatch, micro_batches
 
 
@@ -50,11 +50,12 @@ def response_logprobs(
     return TokenStats(logprobs, entropy)
 
 
-def batch_logprobs(model: Any, batch: Batch, *, temperature: float, tokens: int | None) -> Ragged:
+def batch_logprobs(
+    model: Any, batch: Batch, *, head: ChunkedHead | None, temperature: float, tokens: int | None
+) -> Ragged:
     """Log-probs of ``response_ids`` after ``prompt_ids``, without gradient, in the batch's order; in passes of
     at most ``tokens`` input tokens. The ids must be checked."""
     parts = micro_batches(batch, tokens=tokens, device=model.device)
-    head = chunked_head(model, model.device)
     return of_parts(lambda p: response_logprobs(model, p, head=head, temperature=temperature).logprobs, batch, parts)
 
 

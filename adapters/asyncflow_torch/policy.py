@@ -1,24 +1,21 @@
 """The policy: a causal language model from a Hugging Face folder, its weights by name.
 
 model = load_policy("runs/demo/model", dtype="auto", device="cpu")
-dict(named_weights(model))             # {"model.embed_tokens.weight": tensor, ...}
+dict(stored_tensors(model))            # {"model.embed_tokens.weight": tensor, ...}
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from asyncflow_http.model_folder import check_version
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.interfaces import TensorType, WeightUpdate
-from asyncflow_sdk.types.dtypes import FLOATS
 from asyncflow_sdk.workflow.model_folder import OWN_CODE, ModelFolder, own_model
 
 from .devices import device_of
@@ -92,7 +89,7 @@ def _reason(folder: Path, error: Exception) -> str:
     return f"{type(error).__name__}: {text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''}"
 
 
-def named_weights(model: Any) -> Iterator[tuple[str, Any]]:
+def stored_tensors(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, tensor) of each trained parameter and stored buffer by the model's own name: live views without
     gradient, tied weights once."""
     seen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
@@ -100,20 +97,6 @@ def named_weights(model: Any) -> Iterator[tuple[str, Any]]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor.detach()
-
-
-def published_tensors(
-    update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, Any]
-) -> Iterator[tuple[str, Any]]:
-    """Yield (name, tensor) of a version published by this trainer, in the trainer's ``dtypes``:
-    whole tensors, each valid until the next.
-
-    ``shapes``: of all weights, by published name. Raises WeightMismatch, before the first tensor,
-    for a missing or unknown weight, or one of another shape or kind of number.
-    """
-    held = {name: TensorType(str(dtypes[name]).removeprefix("torch."), shape) for name, shape in shapes.items()}
-    check_version(update, held, lambda dtype: (dtype, *FLOATS) if dtype in FLOATS else (dtype,))
-    return ((name, tensor.to(dtypes[name])) for name, tensor in update)
 
 
 def trained(model: Any) -> Iterator[tuple[str, Any]]:

@@ -29,6 +29,7 @@ from asyncflow_sdk.types import check_least
 from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
 from .assign import PartialLoad, assign
+from .chunked_head import ChunkedHead, chunked_head
 from .folder_map import FolderMap, runs_of
 from .generation.decode import Decoder
 from .generation.decode_thread import DecodeThread, Job
@@ -172,7 +173,11 @@ class TransformersEngine(RolloutEngine):
 
     def _score(self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         self._check_whole()
-        return score(self._model, prompt_ids, response_ids)
+        return score(self._model, self._head, prompt_ids, response_ids)
+
+    @functools.cached_property
+    def _head(self) -> ChunkedHead | None:
+        return chunked_head(self._model, self._model.device)
 
     def _check_whole(self) -> None:
         if self._thread.refusal:

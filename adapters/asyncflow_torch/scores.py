@@ -11,13 +11,16 @@ import numpy.typing as npt
 from asyncflow_sdk.errors import EngineError, SchemaError
 from asyncflow_sdk.types import Batch
 
+from .chunked_head import ChunkedHead
 from .collate import check_tokens
 from .generation.prefill import PASS_TOKENS
 from .logprobs import batch_logprobs
 from .policy import context_of, vocabulary_of
 
 
-def score(model: Any, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+def score(
+    model: Any, head: ChunkedHead | None, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+) -> list[list[float]]:
     """Return log-probs of each response after its prompt, at temperature 1. Raises EngineError for
     sequences that the model cannot take."""
     if len(prompts) != len(responses):
@@ -29,7 +32,8 @@ def score(model: Any, prompts: Sequence[Sequence[int]], responses: Sequence[Sequ
         check_tokens(batch, vocabulary=vocabulary_of(model), context=context_of(model))
     except SchemaError as error:
         raise EngineError(f"sequences cannot be scored: {error}") from error
-    return [row.tolist() for row in batch_logprobs(model, batch, temperature=1.0, tokens=PASS_TOKENS)]
+    found = batch_logprobs(model, batch, head=head, temperature=1.0, tokens=PASS_TOKENS)
+    return [row.tolist() for row in found]
 
 
 def _ids(rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.int64]]:

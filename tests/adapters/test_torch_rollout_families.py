@@ -18,7 +18,7 @@ from asyncflow_sdk.types import Sampling
 from asyncflow_sdk.types.events import Event, StepTrained
 from asyncflow_torch.families import FAMILIES, family
 from asyncflow_torch.kit_model import VOCABULARY
-from asyncflow_torch.policy import load_policy, named_weights
+from asyncflow_torch.policy import load_policy, stored_tensors
 
 REFUSED = {"recurrent_gemma": r"RecurrentGemmaForCausalLM \(its layers \[0\] do not use the cache\); use vllm"}
 LOADED_LATER = {"mistral3", "qwen2_5_vl"}
@@ -77,7 +77,7 @@ def test_rows_of_a_family_are_those_of_plain_transformers(
         gate.hold(6)
         gate.go_on()
         await gate.reached()
-        await gate.load(engine, make_update(dict(named_weights(versions[1]))))
+        await gate.load(engine, make_update(dict(stored_tensors(versions[1]))))
         return await asyncio.gather(*running)
 
     groups = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
