@@ -93,6 +93,8 @@ class TrainOptions:
             0, learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm, temperature=self.temperature,
             micro_batch_tokens=self.micro_batch_tokens, updates=self.updates, critic_learning_rate=self.critic_learning_rate, threads=self.threads,
         )  # fmt: skip
+        if isinstance(self.freeze, str):
+            raise ConfigError(f"freeze={self.freeze!r} is no list of patterns; say freeze=[{self.freeze!r}]")
         if not self.frozen and self.computed_dtype == "float16":
             whose = f", the dtype of model folder {self.model!r}," if self.dtype == "auto" else ""
             raise ConfigError(
