@@ -85,7 +85,9 @@ class DeepSpeedEngine(DataParallelEngine):
         try:
             with ranks.calling("make"):
                 plain = load(options.model)
-                self._folder = FolderMap.of(plain, options.model, dtype=options.dtype).freeze(plain, options.freeze)
+                self._folder = FolderMap.of(plain, options.model, dtype=options.dtype, frozen=options.frozen).freeze(
+                    plain, options.freeze
+                )
                 self.untrained = self._folder.untrained
                 self._policy = under_zero(plain, options.learning_rate)
                 if options.dtype == "auto" and dtype == "bfloat16" and not options.frozen:

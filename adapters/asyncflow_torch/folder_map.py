@@ -1,4 +1,4 @@
-"""FolderMap: which part of which parameter each tensor of a model folder is.
+"""FolderMap: the region of a parameter behind each tensor of a model folder.
 
     folder = FolderMap.of(model, "models/mine", dtype="auto")
     runs = runs_of(model)                                         # or this rank's elements of each parameter
@@ -107,31 +107,33 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class FolderMap:
-    """``folder``: the model folder. ``kinds``: dtype and shape by name of its trained tensors. ``untrained``: names of its
-    other tensors: buffers, and those without a place in the model. ``parts``: parts by parameter, the first of tied ones.
-    ``second``: further names of tied weights, not in the folder, each with a name in it."""
+    """``folder``: the model folder. ``kinds``: dtype and shape of its trained tensors, by name. ``untrained``: names of its
+    other tensors: buffers, and tensors without a place in the model. ``regions``: the regions of each parameter; of tied
+    parameters, of the first. ``second``: further names of tied weights, not in the folder, each with its name there."""
 
     folder: ModelFolder
     kinds: Mapping[str, Kind]
     untrained: tuple[str, ...]
-    parts: Mapping[str, tuple[Region, ...]]
+    regions: Mapping[str, tuple[Region, ...]]
     second: Mapping[str, str]
 
     @classmethod
-    def of(cls, model: Any, folder: str, *, dtype: str = "auto") -> FolderMap:
-        """Return the map of a model loaded from ``folder``. ``dtype``: wanted in all trained floating-point tensors;
-        "auto": each as in the folder. Raises ConfigError, with the names, for parameters with another form there."""
+    def of(cls, model: Any, folder: str, *, dtype: str = "auto", frozen: bool = False) -> FolderMap:
+        """Return the map of a model loaded from ``folder``. ``dtype``: of all trained floating-point tensors; "auto" keeps
+        the dtypes of the folder. Raises ConfigError, with the names, for parameters with another form there, and for a
+        quantised folder. The map of a ``frozen`` model is empty then: nothing is written back."""
         held, first = ModelFolder(folder), dict[int, str]()
         named = model.named_parameters(remove_duplicate=False)
         alias = {name: first.setdefault(id(each), name) for name, each in named}
         state = model.state_dict(keep_vars=True).items()
         shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in state}
         parts: dict[str, list[Region]] = {name: [] for name in first.values() if name in shapes}
-        absent: dict[str, str] = {}
+        absent, reordered = dict[str, str](), set[str]()
         for live, found in _traced(model, shapes, held.tensors):
             if live in alias:
                 there = [part._replace(live=alias[live]) for part in found if part.name in held.tensors]
                 parts[alias[live]] += there
+                reordered |= set() if found else {live}
                 if not there and len(found) == 1:
                     absent[found[0].name] = alias[live]
         sizes = collections.Counter[str]()
@@ -139,11 +141,17 @@ class FolderMap:
             sizes[part.name] += _size(part)
         lost = [name for name, each in parts.items() if sum(map(_size, each)) < math.prod(shapes[name])]
         lost += [name for name, size in sizes.items() if size != math.prod(held.tensors[name].shape)]
-        if lost:
-            raise ConfigError(
-                f"model folder {folder!r} has these weights in a form that cannot be written back:\n  {listed(lost)}\n"
-                "save the model again with save_pretrained"
-            )
+        try:
+            held.check_unquantised(sizes)
+            if lost:
+                cure = "" if reordered & {*lost} else "\nsave the model again with save_pretrained"
+                raise ConfigError(
+                    f"model folder {folder!r} has these weights in a form that cannot be written back:\n  {listed(lost)}{cure}"
+                )
+        except ConfigError:
+            if not frozen:
+                raise
+            return cls(held, {}, (), {}, {})
         kinds = {name: (_dtype(each, dtype), each.shape) for name, each in held.tensors.items() if name in sizes}
         second = {name: parts[live][0].name for name, live in absent.items()}
         untrained = tuple(sorted(held.tensors.keys() - kinds.keys()))
@@ -161,8 +169,8 @@ class FolderMap:
                     f"freeze={pattern!r} matches no tensor of model folder {self.folder.folder!r}; near: {near}"
                 )
             matched |= {*found}
-        kept = dict(self.parts)
-        for live, parts in self.parts.items():
+        kept = dict(self.regions)
+        for live, parts in self.regions.items():
             free = {part.name for part in parts} - matched
             if len(free) < len({part.name for part in parts}):
                 del kept[live]
@@ -172,7 +180,7 @@ class FolderMap:
                 f"freeze={list(patterns)} leaves out parts of weights that are one in the model; match these, too:\n"
                 f"  {listed(partly)}"
             )
-        if not kept:
+        if patterns and not kept:
             raise ConfigError(
                 f"freeze={list(patterns)} leaves no weight to train in model folder {self.folder.folder!r}"
             )
@@ -181,7 +189,7 @@ class FolderMap:
         kinds = {name: kind for name, kind in self.kinds.items() if name not in matched}
         second = {name: other for name, other in self.second.items() if other in kinds}
         untrained = tuple(sorted(names - kinds.keys()))
-        return replace(self, kinds=kinds, untrained=untrained, parts=kept, second=second)
+        return replace(self, kinds=kinds, untrained=untrained, regions=kept, second=second)
 
     @functools.cached_property
     def types(self) -> dict[str, TensorType]:
@@ -192,15 +200,15 @@ class FolderMap:
 
     @functools.cached_property
     def by_name(self) -> dict[str, list[Region]]:
-        """Parts by tensor of the folder."""
-        parts = sorted((part for each in self.parts.values() for part in each), key=lambda part: part.name)
+        """Regions by tensor of the folder."""
+        parts = sorted((part for each in self.regions.values() for part in each), key=lambda part: part.name)
         found = {name: list(each) for name, each in itertools.groupby(parts, lambda part: part.name)}
         return found | {name: found[other] for name, other in self.second.items()}
 
     @functools.cached_property
     def dtypes(self) -> dict[str, Any]:
         """Published dtype by parameter."""
-        return {live: self.kinds[parts[0].name][0] for live, parts in self.parts.items()}
+        return {live: self.kinds[parts[0].name][0] for live, parts in self.regions.items()}
 
     def place(self, name: str) -> tuple[Any, ...]:
         """Return what is equal for two names of the same elements."""
@@ -276,7 +284,7 @@ class FolderMap:
         (path / "config.json").write_bytes(config)
 
     def _cut(self, live: str, run: FlatRun) -> Iterator[Region]:
-        for part in self.parts.get(live, ()):
+        for part in self.regions.get(live, ()):
             yield from part.cut(run.first, run.stop)
 
 

@@ -40,7 +40,9 @@ class TorchEngine(DataParallelEngine):
         )
         if options.gradient_checkpointing:
             recompute_activations(loaded)
-        self._folder = FolderMap.of(loaded, options.model, dtype=options.dtype).freeze(loaded, options.freeze)
+        self._folder = FolderMap.of(loaded, options.model, dtype=options.dtype, frozen=options.frozen).freeze(
+            loaded, options.freeze
+        )
         self.untrained = self._folder.untrained
         self._masters = Masters(loaded, dtypes=self._folder.dtypes, frozen=options.frozen)
         if not options.frozen:

@@ -16,7 +16,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,7 @@ _COMPARED_BYTES = 16 << 20
 _TIED = ("gemma", "cohere")
 """Beginnings of model types that tie their embeddings unless the configuration says otherwise."""
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embeddings|embed_in)\.weight$")
-
-
+_TRAINED = ("bfloat16", "float16", "float32", "float64")
 OWN_CODE = "the folder has Python of its own for it: trust_remote_code=True of Train or Rollout runs that"
 
 
@@ -99,6 +98,21 @@ class ModelFolder:
         (dtype, shape), (file, offset) = self.tensors[name], self.places[name]
         raw = np.fromfile(file, np.uint8, math.prod(shape) * carrier(dtype).itemsize, offset=offset)
         return raw.view(carrier(dtype)).reshape(shape)
+
+    def check_unquantised(self, names: Iterable[str] = ()) -> None:
+        """Raise ConfigError for a quantised model, by its configuration or the dtypes of ``names``: it can be loaded, and
+        trained weights cannot be written back to these tensors."""
+        found = [
+            f"{self.tensors[name].dtype} in {name}" for name in names if self.tensors[name].dtype not in _TRAINED
+        ]
+        with contextlib.suppress(ConfigError):  # without a configuration the dtypes tell
+            if text_config(self.config).get("quantization_config"):
+                found.insert(0, "quantization_config in config.json")
+        if found:
+            raise ConfigError(
+                f"model folder {self.folder!r} is quantised ({found[0]}), and a trainer cannot write its weights back: save"
+                " it dequantised"
+            )
 
     def differences(self, other: ModelFolder, own: str, others: str) -> list[str]:
         """Return other names and shapes in another folder, one a line. A redundant head may be missing."""

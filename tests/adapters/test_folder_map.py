@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import Chunk, Interleave, WeightConverter
 
 from asyncflow_sdk.errors import ConfigError
@@ -131,8 +132,25 @@ def test_a_tensor_of_the_folder_may_be_several_parameters(tmp_path: Path) -> Non
     assert all(torch.equal(folder.whole(name, runs), tensor + 1) for name, tensor in given.items())
 
 
-def test_numbers_in_another_order_are_refused(tmp_path: Path) -> None:
+def test_numbers_in_another_order_are_refused_where_they_are_trained(tmp_path: Path) -> None:
     """Their reversal is no view, so it could not be written back in part."""
     model, path = _saved_with([Interleave(0)], ["mlp.down_proj.weight"], "mlp.down_proj.weight", tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot be written back:\n.*mlp.down_proj"):
+    with pytest.raises(ConfigError, match=r"cannot be written back:\n.*mlp.down_proj") as refused:
         FolderMap.of(model, path)
+    assert "save_pretrained" not in str(refused.value)  # which would put them in that order again
+    assert not FolderMap.of(model, path, frozen=True).freeze(model, ()).kinds
+
+
+def test_quantised_weights_are_refused_where_they_are_trained(tmp_path: Path) -> None:
+    path = Path(family("llama", tmp_path))
+    model = load_policy(str(path), dtype="auto", device="cpu")
+    config, weights = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    for told, stored, says in (
+        ({"quantization_config": {"quant_method": "mxfp4"}}, torch.float32, "quantization_config in config.json"),
+        ({}, torch.float8_e4m3fn, "float8_e4m3fn in model"),
+    ):
+        (path / "config.json").write_text(json.dumps(config | told))
+        save_file({name: each.to(stored) for name, each in weights.items()}, path / "model.safetensors")
+        with pytest.raises(ConfigError, match=rf"{says}.*save it dequantised"):
+            FolderMap.of(model, str(path))
+        assert not FolderMap.of(model, str(path), frozen=True).kinds

@@ -126,6 +126,15 @@ def test_folders_of_trainer_and_rollouts_are_compared_before_anything_starts(tmp
     assert str(refused.value).count("engines differ") == 1
 
 
+def test_a_quantised_folder_is_refused_to_the_trainer_before_anything_starts(tmp_path: Path) -> None:
+    base, quantised = folder(tmp_path / "base", w=1), folder(tmp_path / "quantised", w=1)
+    (quantised / "config.json").write_text(json.dumps({"vocab_size": 1024, "quantization_config": {"bits": 4}}))
+
+    echo_workflow(train={"model": str(base)}, rollout={"model": str(quantised)})
+    with pytest.raises(ConfigError, match="quantization_config in config.json.*save it dequantised"):
+        echo_workflow(train={"model": str(quantised)}, rollout={"model": str(quantised)})
+
+
 def test_a_version_brings_a_copy_of_the_tied_embedding_with_equal_bytes_or_none(tmp_path: Path) -> None:
     both = ModelFolder(folder(tmp_path / "both", tie=True, **{BODY: 0, EMBEDDING: 1, HEAD: 1}))
     bare = ModelFolder(folder(tmp_path / "bare", tie=True, **{BODY: 0, EMBEDDING: 1}))

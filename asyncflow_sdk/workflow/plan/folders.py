@@ -19,8 +19,8 @@ _SHOWN = 10
 
 
 def check_folders(plan: Plan, problems: Problems) -> None:
-    """Find rollouts with other tensors in their folder than the trainer's, by name and shape, and folders with a
-    tied configuration and another ``lm_head``.
+    """Find a quantised folder of the trainer, rollouts with other tensors in their folder than the trainer's, by name
+    and shape, and folders with a tied configuration and another ``lm_head``.
 
     Reads headers only, and the bytes of a tied ``lm_head``, which a folder may also lack. Numbers are not
     compared: a rollout loads a version before its first prompt, except tensors that training leaves out. Folders
@@ -38,6 +38,9 @@ def check_folders(plan: Plan, problems: Problems) -> None:
         return read.get(path)
 
     trained = folder_of(plan.train, "train")
+    if trained is not None:
+        with problems.collect("train", "model"):
+            trained.check_unquantised()
     for number, rollout in enumerate(plan.rollouts):
         served = folder_of(rollout, "rollout", number)
         with problems.collect("rollout", number, "model"):

@@ -45,7 +45,7 @@ class AccelerateEngine(DataParallelEngine):
         self._plain = load_policy(
             options.model, dtype=options.dtype, device="cpu", trust_remote_code=options.trust_remote_code
         )
-        self._folder = FolderMap.of(self._plain, options.model, dtype=options.dtype).freeze(
+        self._folder = FolderMap.of(self._plain, options.model, dtype=options.dtype, frozen=options.frozen).freeze(
             self._plain, options.freeze
         )
         self.untrained = self._folder.untrained
