@@ -18,7 +18,6 @@ from asyncflow_torch.collate import no_rows
 from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import local_device
-from asyncflow_torch.folder_map import FolderMap
 from asyncflow_torch.open_step import UNDIVIDED, StepSums
 from asyncflow_torch.packed_rows import packs
 from asyncflow_torch.policy import context_of, load_policy
@@ -85,9 +84,7 @@ class DeepSpeedEngine(DataParallelEngine):
         try:
             with ranks.calling("make"):
                 plain = load(options.model)
-                self._folder = FolderMap.of(plain, options.model, dtype=options.dtype, frozen=options.frozen).freeze(
-                    plain, options.freeze
-                )
+                self._folder = options.trained_part(plain)
                 self.untrained = self._folder.untrained
                 self._policy = under_zero(plain, options.learning_rate)
                 if options.dtype == "auto" and dtype == "bfloat16" and not options.frozen:

@@ -61,9 +61,7 @@ class FsdpEngine(DataParallelEngine):
             trust_remote_code=options.trust_remote_code,
         )
         plain = load(options.model)
-        self._folder = FolderMap.of(plain, options.model, dtype=options.dtype, frozen=options.frozen).freeze(
-            plain, options.freeze
-        )
+        self._folder = options.trained_part(plain)
         self.untrained = self._folder.untrained
         vocabulary, context, compute = vocabulary_of(plain), context_of(plain), plain.dtype
         if not options.frozen:

@@ -20,7 +20,7 @@ from . import checkpoint
 from .critic import TorchCritic
 from .data_parallel import DataParallelEngine
 from .export import export_folder
-from .folder_map import FlatRun, FolderMap
+from .folder_map import FlatRun
 from .masters import Masters
 from .policy import context_of, load_policy, trained, vocabulary_of
 from .ranks import Ranks
@@ -40,9 +40,7 @@ class TorchEngine(DataParallelEngine):
         )
         if options.gradient_checkpointing:
             recompute_activations(loaded)
-        self._folder = FolderMap.of(loaded, options.model, dtype=options.dtype, frozen=options.frozen).freeze(
-            loaded, options.freeze
-        )
+        self._folder = options.trained_part(loaded)
         self.untrained = self._folder.untrained
         self._masters = Masters(loaded, dtypes=self._folder.dtypes, frozen=options.frozen)
         if not options.frozen:

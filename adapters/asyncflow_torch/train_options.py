@@ -26,6 +26,7 @@ from asyncflow_sdk.types import check_above
 from asyncflow_sdk.types.dtypes import floating_name
 from asyncflow_sdk.workflow.model_folder import stored_dtype
 
+from .folder_map import FolderMap
 from .sharded_files import RANK_BUCKET_BYTES
 from .shares import VALUES
 
@@ -123,6 +124,11 @@ class TrainOptions:
     def needs_critic(self) -> bool:
         """True if the algorithm needs values."""
         return VALUES in self.used_algorithm.asks
+
+    def trained_part(self, model: Any) -> FolderMap:
+        """Turn off the gradients of ``freeze`` in the model of the folder, and return the map of its other weights."""
+        found = FolderMap.of(model, self.model, dtype=self.dtype, frozen=self.frozen)
+        return found.freeze(model, self.freeze)
 
     def prepare_torch(self) -> None:
         """Set torch's threads and seed."""

@@ -19,7 +19,7 @@ from asyncflow_torch import checkpoint
 from asyncflow_torch.data_parallel import ENTROPY, PROXIMAL, DataParallelEngine
 from asyncflow_torch.devices import device_of
 from asyncflow_torch.export import export_folder
-from asyncflow_torch.folder_map import FolderMap, runs_of
+from asyncflow_torch.folder_map import runs_of
 from asyncflow_torch.masters import Masters
 from asyncflow_torch.policy import context_of, load_policy, trained, vocabulary_of
 from asyncflow_torch.ranks import Ranks
@@ -45,9 +45,7 @@ class AccelerateEngine(DataParallelEngine):
         self._plain = load_policy(
             options.model, dtype=options.dtype, device="cpu", trust_remote_code=options.trust_remote_code
         )
-        self._folder = FolderMap.of(self._plain, options.model, dtype=options.dtype, frozen=options.frozen).freeze(
-            self._plain, options.freeze
-        )
+        self._folder = options.trained_part(self._plain)
         self.untrained = self._folder.untrained
         mixed = "bf16" if self._plain.dtype == torch.bfloat16 else "no"
         self._accelerator = Accelerator(mixed_precision=mixed, cpu=device_of(options.device).type == "cpu")
