@@ -17,7 +17,7 @@ from asyncflow_sdk.workflow.model_folder import ModelFolder
 from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
 from .access import Access, VllmAnswer
-from .folder import check_update
+from .folder import WholeLayers, check_update
 from .requests import Limits, completions, drawing, scoring
 
 CLOSE_S = 10.0
@@ -122,7 +122,7 @@ class VllmRollout(RolloutEngine):
         await self._prepare()
         async with self._lock:
             second = await asyncio.to_thread(check_update, update, self._folder, self._dtype)
-            given = self._handover.give(update)
+            given = self._handover.give(WholeLayers(update, self._folder))
             handed = await asyncio.to_thread(given.__enter__)
             try:
                 await self._access.pause()
@@ -138,7 +138,7 @@ class VllmRollout(RolloutEngine):
             failures, names = zip(*await self._access.load(handed), strict=True)
             if any(failures):
                 raise WeightError("; ".join(f"rank {rank}: {why}" for rank, why in enumerate(failures) if why))
-            await asyncio.to_thread(self._check_loaded, update, set().union(*names), second)
+            await asyncio.to_thread(self._check_loaded, update, update.tensors.keys() & set().union(*names), second)
             await self._access.name_version(update.version)
             await self._access.resume()
             return set(update.tensors)

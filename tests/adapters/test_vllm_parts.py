@@ -10,10 +10,11 @@ import pytest
 
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import Request
+from asyncflow_sdk.testing.kit.updates import HeldUpdate
 from asyncflow_sdk.types import Sampling
 from asyncflow_sdk.weights import Handover, map_handover
 from asyncflow_sdk.workflow.model_folder import ModelFolder
-from asyncflow_vllm.folder import FolderWeights
+from asyncflow_vllm.folder import FolderWeights, WholeLayers
 from asyncflow_vllm.requests import Limits
 
 torch = pytest.importorskip("torch")
@@ -52,6 +53,28 @@ def test_the_weights_of_a_folder_are_told_of_where_they_lie(tmp_path: Path, dtyp
         assert found[name].dtype == read[name].dtype
         assert found[name].tobytes() == read[name].tobytes() == tensor.view(torch.uint8).numpy().tobytes()
     handover.close()
+
+
+def test_a_layer_trained_in_part_is_handed_over_whole(tmp_path: Path) -> None:
+    # given a folder of links, as the hub's cache, and a version without a fused part of layer 0, all of layer 1 and the head
+    from safetensors.numpy import load_file, save_file
+
+    down, up = (f"model.layers.0.mlp.experts.1.{each}_proj.weight" for each in ("down", "up"))
+    kept = [down, "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "mtp.norm.weight"]
+    held = {name: np.full(2, number, np.float32) for number, name in enumerate([up, "model.norm.weight", *kept])}
+    save_file(held, tmp_path / "blob")
+    (tmp_path / "model.safetensors").symlink_to("blob")
+    update = HeldUpdate(1, {name: held[name] + 9 for name in held.keys() - {*kept}})
+    update.untrained = kept
+
+    # when
+    with Handover().give(WholeLayers(update, ModelFolder(tmp_path))) as told:
+        found = {name: np.array(array) for name, array in map_handover(told)}
+
+    # then the rest of layer 0 comes from the folder
+    wanted = {**dict(update.arrays()), down: held[down]}
+    assert found.keys() == wanted.keys() == load_file(tmp_path / "blob").keys() - {*kept[1:]}
+    assert all(np.array_equal(found[name], array) for name, array in wanted.items())
 
 
 def test_weights_across_the_grain_of_their_dtype_are_copied(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import EngineError, WeightError, WeightMismatch
 from asyncflow_sdk.testing.transport_harness import TransportHarness
 from asyncflow_sdk.weights import Update, make_transport
+from asyncflow_sdk.workflow.model_folder import ModelFolder
 
 EMBEDDING, HEAD, KEYS = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.k_proj.weight"
 
@@ -127,3 +128,24 @@ def test_a_load_that_breaks_off_in_the_workers_is_followed_by_nothing_but_a_whol
             version += 2
 
     tied.ask(body, "loads that break off")
+
+
+def test_of_a_layer_trained_in_part_the_rest_is_the_folders(tied: Any) -> None:
+    async def body(lab: Any) -> None:
+        # given a version without some of the tensors that vLLM fuses, and its twin with those of the folder
+        folder, version, found = ModelFolder(lab.policy.folder), lab.version + 1, []
+        kept = {name: folder.array(name) for name in (KEYS, "model.layers.0.mlp.up_proj.weight")}
+        whole = lab.policy.tensors(version) | kept
+        part = lab.make_update(version + 1, {name: each for name, each in whole.items() if name not in kept})
+        part.untrained = tuple(kept)
+
+        # when
+        for update in (lab.make_update(version, whole), part):
+            await lab.load(update)
+            found.append(await lab.engine.logprobs([[5, 6]], [[7, 8, 9]]))
+        await load(lab, version + 2, lab.policy.tensors(version + 2))
+
+        # then
+        np.testing.assert_allclose(found[1], found[0], atol=1e-5)
+
+    tied.ask(body, "a version without some of what is fused")
