@@ -91,8 +91,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     @property
     def root(self) -> str:
         """Digest of names, dtypes, shapes, layout and all bucket digests; equal for equal weights."""
-        body = msgspec.msgpack.encode((self.tensors, self.chunks, self.bucket_bytes, self.untrained))
-        return xxhash.xxh3_128_hexdigest(body)
+        body = (self.tensors, self.chunks, self.bucket_bytes) + ((self.untrained,) if self.untrained else ())
+        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(body))
 
     def buckets(self) -> Iterator[Bucket]:
         """Yield all buckets in order."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 from flaky_proxy import WHOLE, FlakyProxy
 from replicas import LIMIT_S, PROBE, Served, load, model, value_of
 from scripted_transport import Scripted, ScriptedReceiver, fails, until_interrupted
@@ -27,6 +28,7 @@ from asyncflow_sdk.queue import Connection, LoopPort
 from asyncflow_sdk.testing import EchoRollout
 from asyncflow_sdk.testing.memory import MemorySender
 from asyncflow_sdk.types import Manifest, Probe, TensorInfo
+from asyncflow_sdk.types.manifest import BUCKET_BYTES
 from asyncflow_sdk.weights import TransportSubscriber
 
 
@@ -468,3 +470,4 @@ def test_an_update_names_what_no_version_holds(served: Served) -> None:
         update.took(update.tensors)
         assert update.untrained == ("mtp.norm.weight",)
     assert Manifest(1, (), (), untrained=("mtp.norm.weight",)).root != Manifest(1, (), ()).root
+    assert Manifest(1, (), ()).root == xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(((), (), BUCKET_BYTES)))
