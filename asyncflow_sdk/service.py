@@ -16,7 +16,7 @@ Each call is one or two calls of ``Run``, its queue and its publisher, which rem
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from .errors import ConfigError, DeadlineExceeded, Ended, SchemaError
 from .interfaces import TRAIN_COLUMNS, LeasedBatch, PutRows
+from .interfaces.weights import NamedWeights
 from .types.defaults import SERVICE_CALL_S, STEP_LEASE_S
 from .weights import TransportPublisher
 from .workflow import Rollout, Run, Stage, load_prompts
@@ -33,8 +34,7 @@ from .workflow.data import Prompts
 class Trainer:
     """The five calls of the paper's trainer, over ``run``, which is served here or connected to.
     ``timeout_s``: default limit of a call; after it DeadlineExceeded names the missing thing.
-    ``transport``, ``options``: of ``run.weight_publisher``. For one thread. The caller closes
-    ``run``."""
+    ``transport``, ``options``: of ``run.weight_publisher``. For one thread. The caller closes ``run``."""
 
     def __init__(
         self, run: Run, *, timeout_s: float = SERVICE_CALL_S, transport: str = "auto", **options: Any
@@ -50,13 +50,14 @@ class Trainer:
         *engines: Rollout | Stage,
         batch_size: int | None = None,
         columns: Sequence[str] = TRAIN_COLUMNS,
-        weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        weights: NamedWeights | None = None,
+        untrained: Sequence[str] = (),
         **task: Any,
     ) -> None:
-        """Start engines, and declare the task "train" with steps of ``batch_size`` rows and
-        ``columns`` (None: it is declared elsewhere). ``weights``: published as version 0, with
-        which rollouts then start; without them, rollouts start with their own model. ``task``:
-        arguments of ``queue.declare``, such as ``sampler``. Raises ConfigError, PluginError."""
+        """Start engines, and declare the task "train" with steps of ``batch_size`` rows and ``columns``
+        (None: it is declared elsewhere). ``weights``, ``untrained``: published as version 0, with which
+        rollouts then start; without them, rollouts start with their own model. ``task``: arguments of
+        ``queue.declare``, such as ``sampler``. Raises ConfigError, PluginError."""
         if batch_size is not None:
             self.run.queue.declare("train", needs=columns, batch_rows=batch_size, **{"lease_s": STEP_LEASE_S, **task})
         elif task:
@@ -64,7 +65,7 @@ class Trainer:
         for engine in engines:
             self.run.start(engine, needs_first=isinstance(engine, Rollout) and weights is not None)
         if weights is not None:
-            self.weight_sync_notify(weights)
+            self.weight_sync_notify(weights, untrained=untrained)
 
     def put_prompts_data(
         self,
@@ -92,8 +93,7 @@ class Trainer:
         """Lease rows of ``task`` that have all needed columns: one whole step of "train", up to
         ``count`` rows of other tasks. ``columns``: the columns to read. Without a following
         ``put_experience_data`` the rows are leased again, by any client. Raises the errors of
-        ``queue.get``, such as Ended after the last row, and the error of a failed worker of this
-        run."""
+        ``queue.get``, such as Ended after the last row, and the error of a failed worker of this run."""
         try:
             batch = self.run.queue.get(task, count, columns=columns, timeout_s=self._left(timeout_s))
         except (Ended, DeadlineExceeded):
@@ -121,15 +121,15 @@ class Trainer:
         batch.complete(columns, index=index, filtered=filtered)
 
     def weight_sync_notify(
-        self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]], *, version: int | None = None
+        self, weights: NamedWeights, *, version: int | None = None, untrained: Sequence[str] = ()
     ) -> int:
-        """Make ``weights`` the current version. Rollouts fetch it while they generate, and load it
-        at their next safe point. Return its number: by default the version that the last step
-        trained towards, and 0 before a step. Blocks for one copy, not for loads. Raises the errors
-        of ``TransportPublisher.publish``."""
+        """Make ``weights`` the current version. Rollouts fetch it while they generate, and load it at their
+        next safe point. Return its number: by default the version that the last step trained towards, and 0
+        before a step. Blocks for one copy. ``untrained`` and errors: as of ``TransportPublisher.publish``."""
         if self._publisher is None:
             self._publisher = self.run.weight_publisher(self._transport, **self._options)
-        return self._publisher.publish(self._trained + 1 if version is None else version, weights).version
+        number = self._trained + 1 if version is None else version
+        return self._publisher.publish(number, weights, untrained=untrained).version
 
     def close(self) -> None:
         """Wait until the published version is current, and release the publisher's role.

@@ -25,7 +25,7 @@ def main(model: str, data: str, out: str, group_size: int = 8, batch_size: int =
         weights = run.weight_publisher("shm")
         for step in run.consumer("train", batch_size=batch_size):
             result = engine.train_step(step)
-            weights.publish(step.version + 1, engine.named_weights())
+            weights.publish(step.version + 1, engine.named_weights(), untrained=engine.untrained)
             step.ack(filtered=result.filtered)
             print(f"step {step.index}: reward {result.metrics['reward']:.3f}", flush=True)
         print(run.audit())

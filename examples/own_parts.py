@@ -43,7 +43,7 @@ def main(model: str, data: str, out: str) -> None:
         weights = run.weight_publisher("shm")
         for step in run.queue.stream("train", timeout_s=60.0):
             result = engine.train_step(step)
-            weights.publish(step.version + 1, engine.named_weights())
+            weights.publish(step.version + 1, engine.named_weights(), untrained=engine.untrained)
             step.ack(filtered=result.filtered)
             print(f"step {step.index}: reward {result.metrics['reward']:.3f}", flush=True)
         for part in parts:

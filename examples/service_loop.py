@@ -23,7 +23,7 @@ def main(model: str, data: str, out: str) -> None:
         for _ in range(2):
             step = trainer.get_experience_data()
             result = engine.train_step(step)
-            version = trainer.weight_sync_notify(engine.named_weights())
+            version = trainer.weight_sync_notify(engine.named_weights(), untrained=engine.untrained)
             trainer.put_experience_data(step, filtered=result.filtered)
             print(f"step {step.index}: reward {result.metrics['reward']:.3f}, version {version}", flush=True)
         print(run.audit())

@@ -36,7 +36,7 @@ def main(model: str, data: str, out: str, group_size: int = 8, batch_size: int =
                 engine.abort_step()
                 continue
             result = engine.end_step()
-            weights.publish(step.version + 1, engine.named_weights())
+            weights.publish(step.version + 1, engine.named_weights(), untrained=engine.untrained)
             step.ack(filtered=result.filtered)
             print(f"step {step.index}: reward {result.metrics['reward']:.3f}, in {parts} parts", flush=True)
         print(run.audit())

@@ -232,6 +232,22 @@ def test_an_example_that_is_given_too_little_says_what_it_takes(tmp_path: Path) 
     assert "python examples/whole_workflow.py MODEL_FOLDER DATA.jsonl OUT_DIRECTORY [STEPS]" in done.stderr
 
 
+def test_every_written_loop_names_the_weights_that_it_does_not_train() -> None:
+    written = [
+        path
+        for folder in ("examples", "docs", "asyncflow_sdk", "adapters")
+        for path in (REPOSITORY / folder).rglob("*.*")
+        if path.suffix in (".py", ".md")
+    ]
+
+    loops = {path: re.findall(r"(?:publish|notify)\(.*named_weights\(\).*", path.read_text()) for path in written}
+
+    assert sum(map(len, loops.values())) >= 14
+    assert [
+        path for path, found in loops.items() if not all("untrained=engine.untrained" in each for each in found)
+    ] == []
+
+
 @pytest.mark.parametrize("name", ["own_loop", "streamed_step", "own_parts", "service_loop", "remote_workers"])
 @pytest.mark.starts(
     "examples/own_loop.py",

@@ -2,7 +2,7 @@
 
 engine = DeepSpeedEngine("models/mine", stage=3, learning_rate=1e-5)   # in each process, under torchrun, deepspeed or the SDK's own launcher
 result = engine.train_step(batch)                           # each rank with its rows; metrics are of the whole step
-publisher.publish(version, engine.named_weights())          # each rank its part
+publisher.publish(version, engine.named_weights(), untrained=engine.untrained)          # each rank its part
 """
 
 from __future__ import annotations

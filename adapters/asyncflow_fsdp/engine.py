@@ -3,7 +3,7 @@ N processes (FSDP2).
 
 engine = FsdpEngine("models/mine", learning_rate=1e-5)              # in each process, under torchrun or the SDK's own launcher
 result = engine.train_step(batch)                        # each rank with its rows; metrics are of the whole step
-publisher.publish(version, engine.named_weights())       # each rank its shards
+publisher.publish(version, engine.named_weights(), untrained=engine.untrained)       # each rank its shards
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 engine = TorchEngine("runs/demo/model", learning_rate=2e-4)
 result = engine.train_step(batch)                        # result.metrics["reward"]
-publisher.publish(version, engine.named_weights())
+publisher.publish(version, engine.named_weights(), untrained=engine.untrained)
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A plugin implements it, and a worker of the run calls it:
             return self.model.named_parameters()
 
     result = engine.train_step(batch)                               # in the trainer's worker
-    publisher.publish(version + 1, engine.named_weights())
+    publisher.publish(version + 1, engine.named_weights(), untrained=engine.untrained)
 """
 
 from __future__ import annotations

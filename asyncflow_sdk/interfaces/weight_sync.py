@@ -1,7 +1,7 @@
 """WeightSync: moves versions of the policy's weights from one publisher to any number of replicas.
 
     publisher = run.weight_publisher("shm")                              # the trainer
-    publisher.publish(step.version + 1, engine.named_weights())          # returns when the weights may change again
+    publisher.publish(version, engine.named_weights(), untrained=engine.untrained)   # returns when the weights may change again
 
     for update in run.weight_updates():                                  # a replica: versions arrive fetched and verified
         with update:                                                     # leaving the block commits; an exception does not

@@ -1,8 +1,8 @@
 """TransportPublisher: publishes versions for a trainer.
 
     publisher = TransportPublisher(queue, "shm", dtype="bfloat16")
-    publication = publisher.publish(version, engine.named_weights())   # copied: training may go on
-    publication.wait()                                                 # current
+    publication = publisher.publish(version, engine.named_weights(), untrained=engine.untrained)   # copied: training may go on
+    publication.wait()                                                                             # current
 
 ``VersionWriter`` copies the tensors. A background thread completes their digests, sends the version
 through the transport and reports it to the ledger. One version at a time is in progress; an error

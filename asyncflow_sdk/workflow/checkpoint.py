@@ -4,7 +4,7 @@ point = run.resume()                                # at the start of one's own 
 if point.path is not None:
     engine.load(point.path)
 if point.version is not None:
-    weights.publish(point.version, engine.named_weights())
+    weights.publish(point.version, engine.named_weights(), untrained=engine.untrained)
 for step in run.consumer("train", batch_size=256):
     ...
     step.ack()

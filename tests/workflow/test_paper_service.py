@@ -42,7 +42,10 @@ def test_the_role_of_the_publisher_is_given_up_with_the_trainer() -> None:
     with af.serve() as run:
         with af.Trainer(run) as trainer:
             assert trainer.weight_sync_notify({"w": np.ones(3, np.float32)}) == 0
-            assert trainer.weight_sync_notify({"w": np.ones(3, np.float32)}, version=5) == 5
+            assert trainer.weight_sync_notify({"w": np.ones(3, np.float32)}, version=5, untrained=["mtp.w"]) == 5
+            with run.weight_updates(timeout_s=60) as updates, next(iter(updates)) as update:
+                assert update.untrained == ("mtp.w",)
+                update.took(["w"])
         assert run.queue.status().publisher == ""
         assert run.queue.status().version == 5
 
