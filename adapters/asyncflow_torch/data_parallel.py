@@ -40,6 +40,7 @@ from asyncflow_sdk.types import Batch, Ragged
 from .chunked_head import chunked_head
 from .collate import MicroBatch, check_tokens, check_training, collate, no_rows, split
 from .critic import ValueCritic
+from .drift import NAMES as DRIFT
 from .logprobs import TokenStats, of_parts, response_logprobs
 from .open_step import OpenStep, StepSums, divisor_of
 from .per_token import PerToken
@@ -145,13 +146,12 @@ class DataParallelEngine(TrainEngine):
         """Make one optimizer step, or ``updates`` of them, on the rows of ``batch``, whole groups,
         and of the other ranks.
 
-        If the algorithm drops rows of advantage 0 and drops all, no step is made, and ``rows_used``
-        is 0. Metrics of all ranks' rows: reward, reward_std, response_tokens (mean length),
-        rows_used; of the trained tokens (the column loss_mask if present): tokens (their number),
-        loss, grad_norm (before clipping), entropy (under the weights before the step), those of
-        `Drift.metrics`, and the algorithm's own; of several updates their means, and
-        updates_skipped: number of updates left out for gradients that are not finite. Raises
-        EngineError if all were left out: the weights are unchanged.
+        If the algorithm drops rows of advantage 0 and drops all, no step is made, and ``rows_used`` is 0. Metrics of
+        all ranks' rows: reward, reward_std, response_tokens (mean length), rows_used; of the trained tokens (the column
+        loss_mask if present): tokens (their number), loss, grad_norm (before clipping), entropy (under the weights
+        before the step), those of `Drift.metrics`, and the algorithm's own; of several updates their means, of
+        `Drift.metrics` those of the first, and updates_skipped: number of updates left out for gradients that are not
+        finite. Raises EngineError if all were left out: the weights are unchanged.
         """
         self._refuse_open("train_step")
         self._check_trains()
@@ -290,6 +290,7 @@ class DataParallelEngine(TrainEngine):
         if self._updates == 1:
             return made[0]
         means = {name: sum(each[name] for each in made) / len(made) for name in made[0]}
+        means |= {name: made[0][name] for name in DRIFT if name in made[0]}  # later ones move the weights
         return means | {"updates_skipped": float(len(skipped))}
 
     def _no_step(self, norms: dict[str, float]) -> Exception:
@@ -385,8 +386,7 @@ class DataParallelEngine(TrainEngine):
         return loss, {**measured, "loss": loss.detach(), "entropy": entropy}
 
     def logprobs(self, batch: Batch) -> Ragged:
-        """Return log-probs of ``response_ids`` under the current weights and the engine's
-        temperature. A collective."""
+        """Return log-probs of ``response_ids`` under the current weights and the engine's temperature. A collective."""
         with self._ranks.calling("logprobs"):
             self._ranks.together(lambda: self._check(batch))
             return self._logprobs_of(batch, self._passes(batch))

@@ -14,6 +14,8 @@ import torch
 
 from asyncflow_sdk.algorithms import clamp_log_ratio
 
+NAMES = ("logprob_drift", "behaviour_kl", "importance_mean", "importance_max", "importance_ess")
+
 
 class Drift:
     """Sums over the tokens of one rank. They stay on the device until ``counts``."""
@@ -40,14 +42,11 @@ class Drift:
 
     @staticmethod
     def metrics(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return metrics of all ranks' tokens, with w = π / π_behaviour: ``logprob_drift``, the
-        mean of |log w|; ``behaviour_kl``, the mean of w - 1 - log w, an estimate of KL(behaviour
-        ‖ π); ``importance_mean`` and ``importance_max`` of w; ``importance_ess``, the effective
-        sample size (Σ w)² / Σ w² as a fraction of the tokens."""
+        """Return metrics of all ranks' tokens, with w = π / π_behaviour: ``logprob_drift``, the mean of |log w|;
+        ``behaviour_kl``, the mean of w - 1 - log w, an estimate of KL(behaviour ‖ π); ``importance_mean`` and
+        ``importance_max`` of w; ``importance_ess``, the effective sample size (Σ w)² / Σ w² as a fraction of the tokens."""
         tokens, apart, weights, squares, kl = (sum(each) for each in zip(*(c["sums"] for c in counts), strict=True))
         if not tokens:
             return {}
-        return {
-            "logprob_drift": apart / tokens, "behaviour_kl": kl / tokens, "importance_mean": weights / tokens,
-            "importance_max": max(each["most"] for each in counts), "importance_ess": weights**2 / squares / tokens,
-        }  # fmt: skip
+        most, size = max(each["most"] for each in counts), weights**2 / squares
+        return dict(zip(NAMES, (apart / tokens, kl / tokens, weights / tokens, most, size / tokens), strict=True))

@@ -299,6 +299,17 @@ def test_the_drift_between_rollout_and_training_is_told_of_each_step(
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
 
 
+def test_the_drift_of_several_updates_is_that_of_the_first(trainer: Any, stale: Batch) -> None:
+    """Later updates move the weights, and the engines agree nevertheless."""
+    plain = af.GRPO(drop_zero_advantage=False)
+    drawn = with_columns(stale, logprobs=trainer(algorithm=plain).logprobs(stale))
+
+    metrics = trainer(algorithm=plain, updates=3, learning_rate=1e-2).train_step(drawn).metrics
+
+    assert metrics["logprob_drift"] < 1e-5
+    assert metrics["importance_max"] == pytest.approx(1, abs=1e-4)
+
+
 def test_staleness_is_of_each_token_by_the_version_that_drew_it(trainer: Any, stale: Batch) -> None:
     # given: step 9, which trains version 11 after a rollback took two numbers; each response was drawn by two versions
     lengths = stale.ragged("response_ids").lengths
