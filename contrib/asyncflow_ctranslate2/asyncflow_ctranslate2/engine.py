@@ -31,6 +31,7 @@ class CTranslate2Engine(af.RolloutEngine):
     """``model``: a Hugging Face folder of a decoder supported by CTranslate2 (Llama, Mistral, Qwen,
     GPT-2, ...). ``compute_type``: "float32" or another type of CTranslate2. ``device``: "cpu" or
     "cuda". ``intra_threads``: threads of a generation; 0 is CTranslate2's default. ``max_rows``: responses at once.
+    ``trust_remote_code``: run the folder's own Python for a model that transformers does not have.
 
     Requests run one after another, the responses of a request together. Log-probs are computed by
     scoring each response once more, over the whole vocabulary, at the request's temperature.
@@ -44,18 +45,15 @@ class CTranslate2Engine(af.RolloutEngine):
         device: str = "cpu",
         intra_threads: int = 0,
         max_rows: int = 64,
+        trust_remote_code: bool = False,
     ) -> None:
-        self._folder = model
+        self._folder, self._trust = model, {"trust_remote_code": trust_remote_code}
         self._options = {"compute_type": compute_type, "device": device, "intra_threads": intra_threads}
         transformers.utils.logging.disable_progress_bar()
-        first = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False)
+        first = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto", **self._trust)
         self._config, self._ends = first.config, end_tokens(model)
-        self.capabilities = af.Capabilities(
-            max_rows=max_rows,
-            context=getattr(first.config, "max_position_embeddings", None),
-            logprobs=True,
-            stop_texts=True,
-        )
+        context = getattr(first.config, "max_position_embeddings", None)
+        self.capabilities = af.Capabilities(max_rows=max_rows, context=context, logprobs=True, stop_texts=True)
         self._generator = self._convert(first)
 
     # ---- generating
@@ -131,7 +129,7 @@ class CTranslate2Engine(af.RolloutEngine):
 
     def _take(self, update: af.WeightUpdate) -> Any:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(self._config, trust_remote_code=False)
+            model = transformers.AutoModelForCausalLM.from_config(self._config, **self._trust)
         tied = set(getattr(model, "all_tied_weights_keys", None) or ())
         try:
             found = model.load_state_dict(dict(update), strict=False, assign=True)
@@ -147,7 +145,7 @@ class CTranslate2Engine(af.RolloutEngine):
 
     def _convert(self, model: Any) -> Any:
         with tempfile.TemporaryDirectory(prefix="asyncflow-ct2-", dir=SHM if SHM.is_dir() else None) as folder:
-            _InMemory(self._folder, model).convert(folder, force=True)
+            _InMemory(self._folder, model, self._trust).convert(folder, force=True)
             return ctranslate2.Generator(folder, **self._options)
 
 
@@ -157,8 +155,8 @@ SHM = Path("/dev/shm")
 class _InMemory(TransformersConverter):  # type: ignore[misc]
     """Converts a loaded model. Tokens are named by their numbers, so nothing is tokenized."""
 
-    def __init__(self, folder: str, model: Any) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: str, model: Any, trust: dict[str, bool]) -> None:
+        super().__init__(folder, **trust)
         self._model = model
 
     def load_model(self, *_: Any, **__: Any) -> Any:
