@@ -126,9 +126,9 @@ class Weights(UserConfig):
     ``keep``: number of newest versions available for fetches and rollbacks. ``max_swapping``:
     replicas loading at once, beside those that get no prompts before they load; 0: all.
     ``quorum``: replicas that must have a version staged before any loads it; the others then get no
-    rows until they follow; 0: none. ``probe``: sequences published with the trainer's log-probs of
-    each version. ``verify``: checks of a load beyond names: "probe", "held" (see
-    ``RolloutEngine``). Engines with log-probs compare a probe in any case.
+    rows until they follow; 0: none. ``probe``: sequences published with the trainer's log-probs of each
+    version; None: a default where bytes cannot be compared; False: none. ``verify``: checks of a load beyond
+    names: "probe", "held" (see ``RolloutEngine``). Engines with log-probs compare a probe in any case.
     """
 
     transport: str = "auto"
@@ -137,7 +137,7 @@ class Weights(UserConfig):
     keep: int = KEEP_VERSIONS
     max_swapping: int = 0
     quorum: int = 0
-    probe: Probe | None = None
+    probe: Probe | bool | None = None
     verify: Sequence[Proof] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -152,9 +152,9 @@ class Weights(UserConfig):
             check_floating(self.dtype)
         check_policy(self.swap)
         check_proofs(self.verify)
-        if "probe" in self.verify and self.probe is None:
+        if "probe" in self.verify and not self.probe:
             raise ConfigError('verify needs a probe: give probe=, or leave "probe" out')
-        if self.probe is not None:
+        if self.probe is not None and self.probe is not False:
             object.__setattr__(self, "probe", validate_probe(self.probe, scored=False))
 
 

@@ -33,9 +33,8 @@ def names_taken(version: int, names: Any, source: str = "load_weights returned",
 
 
 def check_probe(update: WeightUpdate, probe: Probe, logprobs: Sequence[Sequence[float]]) -> None:
-    """Raise WeightError unless the engine's ``logprobs`` of the probe's responses equal the
-    trainer's within its tolerance. The error names the worst token: sequence, position, and both
-    values."""
+    """Raise WeightError unless the engine's ``logprobs`` of the probe's responses equal the trainer's within
+    its tolerance. The error names the worst token: sequence, position, and both values."""
     whole = len(logprobs) == len(probe.logprobs)
     worst, where = -1.0, (0, 0, 0.0, 0.0)
     for number, (mine, theirs) in enumerate(zip(logprobs, probe.logprobs, strict=False)):
@@ -58,7 +57,8 @@ def check_probe(update: WeightUpdate, probe: Probe, logprobs: Sequence[Sequence[
         raise WeightError(
             f"version {update.version}: the engine does not compute what the trainer does: sequence {number} of the"
             f" probe, token {at}: log-prob {mine_at:.6g}, the trainer's {theirs_at:.6g}, {worst:.3g} apart where"
-            f" {probe.tolerance:g} is allowed. Either weights were not taken, or tolerance is too small for its dtype"
+            f" {probe.tolerance:g} is allowed. Either weights were not taken, or tolerance is too small for its dtype:"
+            " weights=af.Weights(probe=af.Probe(..., tolerance=...)) allows another, probe=False compares none"
         )
 
 

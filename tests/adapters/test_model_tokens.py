@@ -131,6 +131,9 @@ def test_engines_that_cannot_compare_bytes_get_a_probe(model: Path) -> None:
     assert all(10 <= token < 32 for row in (*exact.prompt_ids, *exact.response_ids) for token in row)
     assert "probe: off: one is compared at temperature 1, and training computes at 0.7" in str(off)
     assert off.plan.chosen_weights.probe is None
+    unasked = workflow(model, engine="vllm", weights=af.Weights(probe=False))
+    assert "probe: off: as asked" in str(unasked)
+    assert unasked.plan.chosen_weights.probe is None
     assert workflow(model, engine="vllm", weights=own).plan.chosen_weights.probe == own.probe
     for quiet in (workflow(model), workflow(model, engine="vllm", weights=af.Weights(swap="in_flight"))):
         assert quiet.plan.chosen_weights.probe is None

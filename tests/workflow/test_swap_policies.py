@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from echo_runs import check_whole, echo_workflow
+from echo_runs import check_whole, echo_workflow, events_of
 from gates import Gates, Listener
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
+from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.types.events import Committed, Event, Loaded, Span, WeightState, WorkerState
 
 LONG = {"prompt_ids": af.Ragged.of([list(range(1, 13)), list(range(1, 20)), [7] * 15])}
@@ -227,6 +228,18 @@ def test_every_version_is_proven_by_its_probe(tmp_path: Path) -> None:
     assert all("sequence 0 of the probe, token 0: log-prob -3, the trainer's -4" in e.detail for e in failed)
 
 
+class Partly(EchoTrain):
+    untrained = ("a.w", "b.w", "c.w", "d.w")
+
+
+def test_what_stays_as_in_the_model_folder_is_noted_once(tmp_path: Path) -> None:
+    result = echo_workflow(train=af.Train(Partly, launcher="thread")).run(tmp_path / "run")
+
+    noted = [note for note in events_of(tmp_path / "run", "note") if "in the model folder" in note["text"]]
+    assert [note["text"] for note in noted] == ["4 tensors stay as in the model folder: a.w, b.w, c.w, …"]
+    assert result.summary["warnings"] == []
+
+
 def test_a_rollback_in_a_running_workflow(tmp_path: Path) -> None:
     """Replicas follow to the old weights under a new number; rows of what was given up expire; training goes on."""
     told, gates = Told(), Gates(tmp_path / "gates", 7)
@@ -275,6 +288,7 @@ def test_a_rollback_in_a_running_workflow(tmp_path: Path) -> None:
         ({"quorum": 2}, "quorum=2 replicas must have a version staged .* there are 1"),
         ({"swap": "never"}, "swap must be one of auto, drain, boundary, partial, in_flight, not 'never'"),
         ({"verify": ["probe"]}, "verify needs a probe"),
+        ({"verify": ["probe"], "probe": False}, "verify needs a probe"),
         ({"verify": ["digest"]}, "verify must be a list of 'probe' and 'held'"),
         ({"probe": af.Probe(((1,),), ())}, "at least one prompt, and as many responses"),
         ({"probe": af.Probe(((1,), ()), ((2,), (3,)))}, "sequence 1 of the probe has no prompt or no response"),

@@ -208,6 +208,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         ("train.delay_s", "1e-3", lambda flow: flow.plan.train.options == {"delay_s": 0.001}),
         ("rollout.sampling.max_tokens", "9", lambda flow: flow.plan.rollout.sampling.max_tokens == 9),
         ("weights.transport", "tcp", lambda flow: flow.plan.weights.transport == "tcp"),
+        ("weights.probe", "false", lambda flow: flow.plan.weights.probe is False),
         (
             "rollout",
             '[{engine="echo", prompt="prompt_ids", group_size=2}]',

@@ -315,7 +315,7 @@ def _check_weights(plan: Plan) -> None:
     if here and plan.transport != AUTO:  # else the choice has reported why
         check_publisher(plan.transport, plan.weights.options)
     temperature = plan.train.options.get("temperature", 1.0)
-    if plan.weights.probe is not None and temperature != 1.0:
+    if plan.weights.probe and temperature != 1.0:
         raise ConfigError(
             f"a probe is compared at temperature 1, and training computes log-probs at {temperature:g}: leave the"
             " probe out"

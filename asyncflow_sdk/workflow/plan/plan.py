@@ -182,14 +182,17 @@ class Plan:
 
     def _choose_probe(self) -> Iterator[Choice]:
         """Choose the probe: without a given one, a default for engines that score responses and cannot compare bytes."""
-        self.probe = self.weights.probe
+        asked = self.weights.probe
+        self.probe = asked if isinstance(asked, Probe) else None
+        if asked is False:
+            yield Choice("probe", "off", "as asked")
         scoring = [
             each
             for each, swap in zip(self.rollouts, self.swaps, strict=True)
             if swap != "in_flight"
             and {"logprobs", "held_weights"}.intersection(_declared(each, "has") or ()) == {"logprobs"}
         ]
-        if self.probe is not None or not scoring:
+        if asked is not None or not scoring:
             return
         temperature, vocabulary = self.train.options.get("temperature", 1.0), self.train.config.get("vocab_size")
         if temperature != 1.0:
@@ -205,10 +208,8 @@ class Plan:
             prompts, responses = np.random.default_rng(0).integers(low, high, (2, 4, 5)).tolist()
             self.probe = validate_probe(Probe(prompts, responses, tolerance=tolerance), scored=False)
             names = ", ".join(dict.fromkeys(each.engine for each in scoring))
-            reason = (
-                f"log-probs of {names} must be the trainer's to {tolerance:g}, or say weights=af.Weights(probe=...)"
-            )
-            yield Choice("probe", "4 sequences at each version", reason)
+            reason = f"log-probs of {names} must be the trainer's to {tolerance:g}; af.Weights(probe=...) gives"
+            yield Choice("probe", "4 sequences at each version", f"{reason} another one, probe=False none")
 
     def _end_tokens(self) -> Iterator[Choice]:
         """The end tokens of each model that names different ones in several places."""
@@ -241,11 +242,8 @@ class Plan:
         """Mention cuda-ipc if all engines are on GPUs of one host: it is chosen only on request."""
         options = (*(each.options for each in self.rollouts), self.train.options)
         devices = [each.get("device", "auto") for each in options]
-        if (
-            choice.chosen != "shm"
-            or self.weights.transport != AUTO
-            or not all(str(d).startswith("cuda") for d in devices)
-        ):
+        on_gpus = all(str(each).startswith("cuda") for each in devices)
+        if choice.chosen != "shm" or self.weights.transport != AUTO or not on_gpus:
             return choice
         try:
             there = not registry().get("transport", "cuda-ipc").missing

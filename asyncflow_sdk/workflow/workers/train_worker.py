@@ -51,25 +51,23 @@ def train(
 ) -> None:
     """Train each step until the stream ends, publish its version, and export the policy at the end.
 
-    Publishes version 0 first: rollouts begin with exactly these weights. With ``checkpoints`` it
-    resumes from the newest, or from the start if there is none; it saves one after every ``every``
-    steps, and a last one. Without them, if another trainer has published versions before it died,
-    it continues with the next step and the weights of ``engine``, and reports this.
+    Publishes version 0 first: rollouts begin with exactly these weights. With ``checkpoints`` it resumes from the
+    newest, or from the start if there is none; it saves one after every ``every`` steps, and a last one. Without
+    them, if another trainer has published versions before it died, it continues with the next step and the weights
+    of ``engine``, and reports this.
 
-    After a rollback it loads the version's weights before it trains, saves or exports anything:
-    with the optimizer's state from the checkpoint of that version, else by ``load_weights``. A step
-    trained before that is not published, but trained again from these weights; so each acknowledged
-    step is one of the later versions.
+    After a rollback it loads the version's weights before it trains, saves or exports anything: with the optimizer's
+    state from the checkpoint of that version, else by ``load_weights``. A step trained before that is not published,
+    but trained again from these weights; so each acknowledged step is one of the later versions.
 
-    ``models``: where to write the policy every few steps. At the end it waits until the evaluation of
-    the last version, if there is one, can no longer roll it back. ``ready`` is called before the first
-    step, after a resume.
+    ``models``: where to write the policy every few steps. At the end it waits until the evaluation of the last
+    version, if there is one, can no longer roll it back. ``ready`` is called before the first step, after a resume.
 
-    ``part_rows``: train each step in parts of at least so many rows, while the rest of it is being
-    generated; 0: whole steps. A step in parts is discarded if its lease ends, as when one of its
-    rows is removed, and then trained again as the queue delivers it. ``drift_limit``: the argument of ``Train``.
-    ``model``: the engine's model folder. ``ranks``: the barrier of several trainers; each trains its shard of every step and
-    publishes its part of every version, and the first rank reports for all.
+    ``part_rows``: train each step in parts of at least so many rows, while the rest of it is being generated; 0: whole
+    steps. A step in parts is discarded if its lease ends, as when one of its rows is removed, and then trained again as
+    the queue delivers it. ``drift_limit``: the argument of ``Train``. ``model``: the engine's model folder. ``ranks``: the
+    barrier of several trainers; each trains its shard of every step and publishes its part of every version, and the
+    first rank reports for all.
     """
     ranks, log = ranks or RankCommunicator(), WorkerLog(queue.connection)
     with contextlib.ExitStack() as ending:  # everything is closed, even if the run is gone or one close fails
@@ -233,11 +231,14 @@ class _TrainedVersions:
 
     def publish(self, version: int, *, at_once: bool = False) -> bool:
         """Publish the weights. Return False after a rollback. ``at_once``: wait for this rank's part."""
-        probe = _scored(self._probe, self._engine) if self._probe is not None else None
+        probe = _scored(self._probe, self._engine) if isinstance(self._probe, Probe) else None
         try:
             self._publisher.flush()
             given, untrained = self._engine.named_weights(), self._engine.untrained
             self._last = self._publisher.publish(version, given, probe=probe, untrained=untrained).version
+            if not version and untrained and self._ranks.first:
+                named = ", ".join(untrained[:3]) + (", …" if len(untrained) > 3 else "")
+                self._log.note(f"{len(untrained)} tensors stay as in the model folder: {named}", "info")
             if at_once:
                 self._publisher.flush()
         except (ConfigError, VersionGone):
