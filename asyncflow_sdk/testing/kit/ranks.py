@@ -34,7 +34,7 @@ from ...workflow.workers.ranks import free_port
 from .check import CheckFailed
 from .rank_files import WeightPiece, read_pieces, write_batch, write_pieces
 
-MAKE_S, ANSWER_S = 90.0, 60.0
+MAKE_S, ANSWER_S = 240.0, 60.0
 AFTER_AN_ERROR_S = 15.0
 """Seconds for the other ranks to return from a call after one raised."""
 

@@ -9,33 +9,33 @@ import pytest
 from deepspeed_parts import RANKS, options
 
 from asyncflow_sdk.testing import Conformance
-from asyncflow_torch.families import OF_EACH_KIND, family
+from asyncflow_torch.families import family
 
 KEPT = "DeepSpeed 0.19.8 keeps what stage 3 has trained with in classes that it makes for autograd, until its process ends"
 STEPS = ["step", "row_order", "resume"]
 ON_TWO_RANKS = {
-    "stage 3": Conformance("train", RANKS, options=options(3), limit_s=120.0),
+    "stage 3": Conformance("train", RANKS, options=options(3), limit_s=400.0),
     # it differs from stage 3 in what is whole on each rank
     "stage 2": Conformance(
-        "train", RANKS, options=options(2), limit_s=120.0, only=["names", *STEPS, "export", "live_views", "small_updates"]
+        "train", RANKS, options=options(2), limit_s=400.0, only=["names", *STEPS, "export", "live_views", "small_updates"]
     ),
     # it differs from stage 2 in when gradients are summed
-    "stage 1": Conformance("train", RANKS, options=options(1), limit_s=120.0, only=[*STEPS, "small_updates"]),
+    "stage 1": Conformance("train", RANKS, options=options(1), limit_s=400.0, only=[*STEPS, "small_updates"]),
     "stage 0": Conformance(
-        "train", RANKS, options=options(0), limit_s=120.0, only=["names", *STEPS, "export", "live_views", "small_updates"]
+        "train", RANKS, options=options(0), limit_s=400.0, only=["names", *STEPS, "export", "live_views", "small_updates"]
     ),
     # activations computed again, the optimizer offloaded, several passes, and parameters that stay whole as by default
     "with more": Conformance(
-        "train", RANKS, limit_s=120.0, only=["fresh_logprobs", "row_order", "resume", "live_views"],
+        "train", RANKS, limit_s=400.0, only=["fresh_logprobs", "row_order", "resume", "live_views"],
         options=options(3, gradient_checkpointing=True, offload=True, micro_batch_tokens=64, config={}),
     ),
 }  # fmt: skip
 ALONE = {
     "stage 3": Conformance(
-        "train", "deepspeed", options=options(3, micro_batch_tokens=96), limit_s=120.0, expected={"closes": KEPT},
+        "train", "deepspeed", options=options(3, micro_batch_tokens=96), limit_s=400.0, expected={"closes": KEPT},
         only=["logprobs", *STEPS, "save_is_whole", "closes"],
     ),
-    "stage 0": Conformance("train", "deepspeed", options=options(0), limit_s=120.0, only=[*STEPS, "closes"]),
+    "stage 0": Conformance("train", "deepspeed", options=options(0), limit_s=400.0, only=[*STEPS, "closes"]),
 }  # fmt: skip
 
 
@@ -56,12 +56,12 @@ def test_one_rank(check: Any) -> None:
     check()
 
 
-@pytest.mark.parametrize("model", OF_EACH_KIND)
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_next"])
 def test_two_ranks_with_family_of_each_kind(model: str, tmp_path: Path) -> None:
     checks = ["names", "logprobs", "fresh_logprobs", "export", "load_weights"]
 
     report = Conformance(
-        "train", RANKS, model=family(model, tmp_path), options=options(3), limit_s=120.0, only=checks
+        "train", RANKS, model=family(model, tmp_path), options=options(3), limit_s=400.0, only=checks
     ).run()
 
     assert [(each.check.name, each.detail) for each in report.results if each.outcome != "passed"] == []
