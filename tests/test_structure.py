@@ -34,7 +34,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/memory": (1_603, 13), "asyncflow_sdk/plugins": (862, 9), "asyncflow_sdk/queue": (8_897, 46),
     "asyncflow_sdk/testing": (9_698, 57), "asyncflow_sdk/types": (2_624, 20), "asyncflow_sdk/weights": (6_794, 38),
     "asyncflow_sdk/wire": (3_986, 25), "asyncflow_sdk/workflow": (11_641, 70),
-    "adapters/asyncflow_deepspeed": (807, 8), "adapters/asyncflow_fsdp": (393, 6),
+    "adapters/asyncflow_deepspeed": (807, 8), "adapters/asyncflow_fsdp": (403, 6),
     "adapters/asyncflow_http": (500, 6), "adapters/asyncflow_sglang": (1_506, 17),
     "adapters/asyncflow_torch": (7_025, 52), "adapters/asyncflow_vllm": (1_527, 15),
     "contrib/asyncflow_accelerate": (243, 4), "contrib/asyncflow_ctranslate2": (241, 4),

@@ -15,13 +15,13 @@ from asyncflow_torch.policy import stored_tensors
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.sharded_files import FileParts, Piece, Reader, kind_of
 
-from .shards import local
+from .shards import as_shards, local
 
 
 def save(path: Path, model: Any, optimizer: Any, ranks: Ranks, *, bucket_bytes: int) -> None:
     """Write model, optimizer, and the random state of rank 0 below ``path``, a directory visible
     to all ranks. A collective."""
-    state = state_by_name(optimizer, model.named_parameters())
+    state = state_by_name(optimizer, as_shards(model).named_parameters())
     weights = _parts(dict(stored_tensors(model)), ranks)
     write_checkpoint(path, weights, _parts(state, ranks), ranks, bucket_bytes=bucket_bytes)
 
@@ -29,7 +29,7 @@ def save(path: Path, model: Any, optimizer: Any, ranks: Ranks, *, bucket_bytes: 
 def load(path: Path, model: Any, optimizer: Any, ranks: Ranks, *, bucket_bytes: int) -> None:
     """Restore a checkpoint in place. Raises ConfigError, before any change, if it is not one of
     this model. A collective."""
-    weights = dict(stored_tensors(model))
+    weights = dict(stored_tensors(as_shards(model)))
 
     def read() -> None:
         for name, tensor in weights.items():

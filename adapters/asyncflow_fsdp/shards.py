@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from asyncflow_torch.folder_map import FlatRun
@@ -38,7 +39,16 @@ def local(tensor: Any, rank: int) -> LocalRows | None:
     return LocalRows(rows, min(rank * per_rank, whole[0]), whole) if rows.numel() else None
 
 
+def as_shards(model: Any) -> Any:
+    """Return ``model`` with its parameters in shards. With ``reshard_after_forward=False`` they are whole after a pass
+    without a backward pass: what is written into them then would be lost."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return model
+
+
 def runs_of(model: Any, *, rank: int) -> dict[str, FlatRun]:
     """Return the elements of each parameter on this rank, by the model's names, tied ones once. No communication."""
-    found = ((name, local(parameter, rank)) for name, parameter in model.named_parameters())
+    found = ((name, local(parameter, rank)) for name, parameter in as_shards(model).named_parameters())
     return {name: FlatRun(rows.tensor, rows.first_element) for name, rows in found if rows is not None}

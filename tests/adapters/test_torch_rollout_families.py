@@ -17,11 +17,11 @@ from asyncflow_sdk.interfaces import Completion, Request
 from asyncflow_sdk.types import Sampling
 from asyncflow_sdk.types.events import Event, StepTrained
 from asyncflow_torch.families import FAMILIES, family
+from asyncflow_torch.folder_map import FolderMap, runs_of
 from asyncflow_torch.kit_model import VOCABULARY
-from asyncflow_torch.policy import load_policy, stored_tensors
+from asyncflow_torch.policy import load_policy
 
 REFUSED = {"recurrent_gemma": r"RecurrentGemmaForCausalLM \(its layers \[0\] do not use the cache\); use vllm"}
-LOADED_LATER = {"mistral3", "qwen2_5_vl"}
 LIMIT_S = 240
 # Of plain transformers, too: a recurrent layer reads a prompt in chunks, and decodes token by token.
 ATOL = 5e-5
@@ -46,13 +46,16 @@ async def _all(engine: Any, request: Request) -> list[Completion]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - REFUSED.keys() - LOADED_LATER))
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - REFUSED.keys()))
 def test_rows_of_a_family_are_those_of_plain_transformers(
     name: str, tmp_path: Path, rollout: Callable[..., Any], passes: Callable[..., Any], make_update: Any
 ) -> None:
     # given two versions, greedy requests and sampled groups of prompts of several lengths, and one that is aborted
     folders = [family(name, tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     versions = [load_policy(folder, dtype="auto", device="cpu") for folder in folders]
+    held, runs = FolderMap.of(versions[1], folders[1]), runs_of(versions[1])
+    update = make_update({name: held.whole(name, runs) for name in held.kinds})
+    update.untrained = held.untrained
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, VOCABULARY, length).astype(np.int32) for length in (6, 1, 12, 9)]
     limits = (20, 5, 30, 25)
@@ -77,7 +80,7 @@ def test_rows_of_a_family_are_those_of_plain_transformers(
         gate.hold(6)
         gate.go_on()
         await gate.reached()
-        await gate.load(engine, make_update(dict(stored_tensors(versions[1]))))
+        await gate.load(engine, update)
         return await asyncio.gather(*running)
 
     groups = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
