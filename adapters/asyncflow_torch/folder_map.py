@@ -158,7 +158,7 @@ class FolderMap:
         return cls(held, kinds, untrained, {live: tuple(each) for live, each in parts.items()}, second)
 
     def freeze(self, model: Any, patterns: Sequence[str]) -> FolderMap:
-        """Turn off the gradients of parameters whose tensors in the folder match ``patterns`` (as of fnmatch), and return
+        """Turn off the gradients of parameters whose tensors in the folder match ``patterns`` of fnmatch, and return
         the map without them. Raises ConfigError for a pattern without a match, a parameter with a match in a part of its
         tensors, and if no parameter is left."""
         names, matched, partly = self.folder.tensors.keys(), set[str](), list[str]()
