@@ -1,10 +1,9 @@
-"""``make models``: families of models, each with every engine that trains and every engine that generates: docs/models.md.
+"""``make models`` writes docs/models.md: families of models with each train engine and each rollout engine.
 
 A cell is a run of three synchronous steps over real processes, in float32, with a tiny model of the family
-(`asyncflow_torch.families`). It is green if the versions were loaded and proven by a probe, the drift is below `LIMIT`, and the
-folder exported after the second step passes `check_export`. Finished cells stay in build/models.jsonl: a second start runs those
-that are missing or not green. Remove the file to begin anew.
-"""
+(`asyncflow_torch.families`). It is green if the versions were loaded and proven by a probe, the drift is below
+`LIMIT`, and the folder exported after the second step passes `check_export`. Finished cells stay in
+build/models.jsonl: a second start runs those that are missing or not green. Remove the file to begin anew."""
 
 from __future__ import annotations
 
@@ -68,11 +67,11 @@ def run_cell(pair: Pair, environments: Environments) -> Cell:
 
 
 def check_export(start: Path, run: Path, untrained: Sequence[str]) -> float:
-    """Return the largest difference between the log-probs recorded in the last step, which version 2 drew, and those by plain
-    transformers from the folder exported after the second step, which holds version 2.
+    """Return the largest difference between the log-probs recorded in the last step, which version 2 drew, and those
+    by plain transformers from the folder exported after the second step, which holds version 2.
 
-    Raises ValueError if this is not below LIMIT, if the export lacks a file or a tensor of the folder ``start`` or has another
-    one, shape or dtype, if ``untrained`` or vision tensors have other bytes, or if no tensor was trained.
+    Raises ValueError if this is not below LIMIT, if the export lacks a file or a tensor of the folder ``start`` or
+    has another one, shape or dtype, if ``untrained`` or vision tensors have other bytes, or if no tensor was trained.
     """
     import torch
     import transformers

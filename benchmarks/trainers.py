@@ -4,9 +4,9 @@ python -m benchmarks.trainers [--steps N] [--seeds 0,1,2] [--staleness 1] [--eng
                               [--picture PATH] [--markdown] [--json PATH]
 python -m benchmarks.trainers --memory 4096,16384        # of one response of so many tokens, and nothing else
 
-The same start, prompts and learning rate for each seed, and the same engine that generates: only which engine trains differs. Runs are
-asynchronous, so that two runs of one engine and one seed differ, too; the measure of alike is how far the plain engine's seeds lie apart.
-"""
+The same start, prompts and learning rate for each seed, and the same engine that generates: only which engine trains
+differs. Runs are asynchronous, so that two runs of one engine and one seed differ, too; the measure of alike is how
+far the plain engine's seeds lie apart."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def curves(found: list[dict[str, Any]]) -> npt.NDArray[np.float64]:
 
 
 def cells(results: Results) -> list[list[str]]:
-    """Rewards are means over seeds ± their standard deviation. In the row of the plain engine the distance is that of its own seeds
-    from each other: highest less lowest."""
+    """Rewards are means over seeds ± their standard deviation. In the row of the plain engine the distance is that of
+    its own seeds from each other: highest less lowest."""
     plain = curves(next(iter(results.values())))
     low, high = plain.min(0), plain.max(0)
     rows = []
@@ -114,9 +114,9 @@ def draw(results: Results, path: Path) -> None:
 
 
 def peak(tokens: int, way: str) -> tuple[float, float]:
-    """Return MiB above the peak before a forward and backward pass of one response, and its processor time in seconds.
-    ``way``: "own" is the model without its output layer, "chunks" as the engines compute log-probs, "full" with all logits.
-    """
+    """Return MiB above the peak before a forward and backward pass of one response, and its processor time in
+    seconds. ``way``: "own" is the model without its output layer, "chunks" as the engines compute log-probs, "full"
+    with all logits."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -148,7 +148,8 @@ def peak(tokens: int, way: str) -> tuple[float, float]:
 
 
 def memory(lengths: Sequence[int], full: int) -> None:
-    """Print the memory of one long response, each number by a process of its own. ``full``: maximum of tokens with full logits."""
+    """Print the memory of one long response, each number by a process of its own. ``full``: maximum of tokens with
+    full logits."""
     print("| tokens | the model's own MiB | with log-probs in chunks | with full logits |\n|---|---|---|---|")
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
         for tokens in lengths:

@@ -151,7 +151,7 @@ class FsdpEngine(DataParallelEngine):
 
 
 def _widen_rounded(model: Any, folder: FolderMap) -> None:
-    """Convert parameters to float32 if the folder has them so and the model has rounded them, with the folder's numbers."""
+    """Make parameters float32, with the folder's numbers, where the folder has them so and the model rounded them."""
     rounded = {name: each for name, each in trained(model) if each.dtype.itemsize < folder.dtypes[name].itemsize}
     widen(rounded.values())
     folder.exact({name: FlatRun(each) for name, each in rounded.items()})

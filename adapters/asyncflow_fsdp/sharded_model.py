@@ -25,9 +25,9 @@ from . import checkpoint
 
 
 class ShardedModel:
-    """``model`` is sharded in place, layer by layer: a process holds its shards and one whole
-    layer at a time. ``compute``: dtype of forward and backward passes; weights and sums of
-    gradients are float32, and weights of a frozen model as they are. ``reshard``: gather each layer again for its backward pass."""
+    """``model`` is sharded in place, layer by layer: a process holds its shards and one whole layer at a time.
+    ``compute``: dtype of forward and backward passes; weights and sums of gradients are float32, and weights of a
+    frozen model as they are. ``reshard``: gather each layer again for its backward pass."""
 
     def __init__(
         self, model: Any, mesh: Any, options: ShardedOptions, *, learning_rate: float, compute: Any, reshard: bool

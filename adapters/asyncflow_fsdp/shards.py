@@ -40,8 +40,8 @@ def local(tensor: Any, rank: int) -> LocalRows | None:
 
 
 def as_shards(model: Any) -> Any:
-    """Return ``model`` with its parameters in shards. With ``reshard_after_forward=False`` they are whole after a pass
-    without a backward pass: what is written into them then would be lost."""
+    """Return ``model`` with its parameters in shards. With ``reshard_after_forward=False`` they are whole after a
+    pass without a backward pass: what is written into them then would be lost."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -54,8 +54,8 @@ def assign(model: Any, folder: FolderMap, update: WeightUpdate) -> dict[str, Any
 
 
 def _second_names(folder: FolderMap, update: WeightUpdate, dtype: str) -> dict[str, str]:
-    """Return tensors of an update that are also given by another name, with this name. ``dtype``: the model's, accepted
-    beside the folder's. Raises WeightMismatch with all problems of the update."""
+    """Return tensors of an update that are also given by another name, with this name. ``dtype``: the model's,
+    accepted beside the folder's. Raises WeightMismatch with all problems of the update."""
     types, places = dict(folder.types), {name: folder.place(name) for name in folder.by_name}
     types |= {name: types[other] for name, other in folder.second.items()}
     given = {places[name] for name in update.tensors if name in places}

@@ -50,8 +50,8 @@ class ChunkedHead:
 
         Hazard: the weights of the output layer are whole only within its own call (ZeRO-3) or that of the model
         (FSDP2), in the forward and in the backward pass. So one hook replaces its output before the wrapper's hooks
-        see it, and another makes it the only output of the model: two would gather in different orders on ranks that use one.
-        """
+        see it, and another makes it the only output of the model: two would gather in different orders on ranks that
+        use one."""
         inputs, outputs = [], []
 
         def pick(_layer: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -81,7 +81,7 @@ class ChunkedHead:
 
 def chunked_head(model: Any, device: Any) -> ChunkedHead | None:
     """Return the way to compute log-probs of ``model`` in chunks, by a pass of one token whose logits are replaced.
-    None, said in the log, if its output layer is not linear or changed in an unknown way. All ranks call it together."""
+    None, said in the log, if its output layer is not linear or changed in an unknown way. All ranks call it."""
     layer = model.get_output_embeddings()
     found: list[tuple[int, Any]] = []
 
@@ -110,7 +110,7 @@ def chunked_head(model: Any, device: Any) -> ChunkedHead | None:
 
 
 def _tails(config: Any, *dtypes: Any) -> Iterator[Callable[[Any], Any]]:
-    """Yield the known changes by each number of a model's configuration: names of options do not tell the operation."""
+    """Yield the known changes by each number of a configuration: names of options do not tell the operation."""
     numbers = [1.0]
     for part in (config, config.get_text_config()):
         numbers += [float(each) for each in part.to_dict().values() if isinstance(each, int | float) and each]

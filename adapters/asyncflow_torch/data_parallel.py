@@ -147,12 +147,11 @@ class DataParallelEngine(TrainEngine):
         and of the other ranks.
 
         If the algorithm drops rows of advantage 0 and drops all, no step is made, and ``rows_used`` is 0. Metrics of
-        all ranks' rows: reward, reward_std, response_tokens (mean length), rows_used; of the trained tokens (the column
-        loss_mask if present): tokens (their number), loss, grad_norm (before clipping), entropy (under the weights
-        before the step), those of `Drift.metrics`, and the algorithm's own; of several updates their means, of
-        `Drift.metrics` those of the first, and updates_skipped: number of updates left out for gradients that are not
-        finite. Raises EngineError if all were left out: the weights are unchanged.
-        """
+        all ranks' rows: reward, reward_std, response_tokens (mean length), rows_used; of the trained tokens (the
+        column loss_mask if present): tokens (their number), loss, grad_norm (before clipping), entropy (under the
+        weights before the step), those of `Drift.metrics`, and the algorithm's own; of several updates their means,
+        of `Drift.metrics` those of the first, and updates_skipped: number of updates left out for gradients that are
+        not finite. Raises EngineError if all were left out: the weights are unchanged."""
         self._refuse_open("train_step")
         self._check_trains()
         with self._ranks.calling("train_step"):
@@ -386,7 +385,7 @@ class DataParallelEngine(TrainEngine):
         return loss, {**measured, "loss": loss.detach(), "entropy": entropy}
 
     def logprobs(self, batch: Batch) -> Ragged:
-        """Return log-probs of ``response_ids`` under the current weights and the engine's temperature. A collective."""
+        """Return log-probs of ``response_ids`` under the current weights, at the engine's temperature. A collective."""
         with self._ranks.calling("logprobs"):
             self._ranks.together(lambda: self._check(batch))
             return self._logprobs_of(batch, self._passes(batch))

@@ -22,8 +22,8 @@ def export_folder(
     path: Path, folder: FolderMap, runs: Collection[tuple[str, FlatRun]], ranks: Ranks, *, bucket_bytes: int = RANK_BUCKET_BYTES,
     file_bytes: int = FILE_BYTES,
 ) -> None:  # fmt: skip
-    """Write a model folder like the one of the start: its names, dtypes, configuration and small files, and the bytes of
-    its untrained tensors. ``runs``: this rank's elements of the parameters. A collective."""
+    """Write a model folder like the one of the start: its names, dtypes, configuration and small files, and the bytes
+    of its untrained tensors. ``runs``: this rank's elements of the parameters. A collective."""
     held = {name: folder.folder.tensors[name] for name in folder.untrained}
     untrained = {name: (getattr(torch, each.dtype), each.shape) for name, each in held.items()}
 

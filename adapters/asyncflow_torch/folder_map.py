@@ -5,9 +5,8 @@
     publisher.publish(0, folder.published(runs.items()), untrained=folder.untrained)   # by the folder's names
     for name, tensor in update: folder.fill(name, tensor, runs)
 
-transformers fuses experts and renames prefixes as it loads. The map is a trace of its own reversal of that, over tensors
-without data: names and shapes are enough.
-"""
+transformers fuses experts and renames prefixes as it loads. The map is a trace of its own reversal of that, over
+tensors without data: names and shapes are enough."""
 
 from __future__ import annotations
 
@@ -58,8 +57,8 @@ def runs_of(model: Any) -> dict[str, FlatRun]:
 
 
 class Region(NamedTuple):
-    """Elements of the folder's tensor ``name``, a rectangle of ``shape`` from index ``start`` on, and the same ones of the
-    parameter ``live``, flattened: element ``offset`` is the first, and ``strides`` lead to the next in each dimension."""
+    """Elements of the folder's tensor ``name``, a rectangle of ``shape`` from index ``start`` on, and the same ones
+    of the parameter ``live``, flattened: from element ``offset`` on, by ``strides`` in each dimension."""
 
     name: str
     live: str
@@ -84,8 +83,7 @@ class Region(NamedTuple):
         return self._replace(start=tuple(start), shape=tuple(shape), offset=offset)
 
     def cut(self, low: int, high: int) -> Iterator[Region]:
-        """Yield the parts among the elements from ``low`` to ``high`` of the flattened parameter: at most three per
-        dimension."""
+        """Yield the regions among elements ``low`` to ``high`` of the flattened parameter, at most three a dimension."""
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         if low <= self.offset and last < high:
             yield self
@@ -107,9 +105,9 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class FolderMap:
-    """``folder``: the model folder. ``kinds``: dtype and shape of its trained tensors, by name. ``untrained``: names of its
-    other tensors: buffers, and tensors without a place in the model. ``regions``: the regions of each parameter; of tied
-    parameters, of the first. ``second``: further names of tied weights, not in the folder, each with its name there."""
+    """``folder``: the model folder. ``kinds``: dtype and shape of its trained tensors, by name. ``untrained``: names
+    of its other tensors: buffers, and tensors without a place in the model. ``regions``: the regions of each
+    parameter; of tied parameters, of the first. ``second``: further names of tied weights, absent in the folder."""
 
     folder: ModelFolder
     kinds: Mapping[str, Kind]
@@ -119,27 +117,27 @@ class FolderMap:
 
     @classmethod
     def of(cls, model: Any, folder: str, *, dtype: str = "auto", frozen: bool = False) -> FolderMap:
-        """Return the map of a model loaded from ``folder``. ``dtype``: of all trained floating-point tensors; "auto" keeps
-        the dtypes of the folder. Raises ConfigError, with the names, for parameters with another form there, and for a
-        quantised folder. The map of a ``frozen`` model is empty then: nothing is written back."""
+        """Return the map of a model loaded from ``folder``. ``dtype``: of all trained floating-point tensors; "auto"
+        keeps the dtypes of the folder. Raises ConfigError, with the names, for parameters with another form there,
+        and for a quantised folder. The map of a ``frozen`` model is empty then: nothing is written back."""
         held, first = ModelFolder(folder), dict[int, str]()
         named = model.named_parameters(remove_duplicate=False)
         alias = {name: first.setdefault(id(each), name) for name, each in named}
         state = model.state_dict(keep_vars=True).items()
         shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in state}
-        parts: dict[str, list[Region]] = {name: [] for name in first.values() if name in shapes}
+        regions: dict[str, list[Region]] = {name: [] for name in first.values() if name in shapes}
         absent, reordered = dict[str, str](), set[str]()
         for live, found in _traced(model, shapes, held.tensors):
             if live in alias:
-                there = [part._replace(live=alias[live]) for part in found if part.name in held.tensors]
-                parts[alias[live]] += there
+                there = [region._replace(live=alias[live]) for region in found if region.name in held.tensors]
+                regions[alias[live]] += there
                 reordered |= set() if found else {live}
                 if not there and len(found) == 1:
                     absent[found[0].name] = alias[live]
         sizes = collections.Counter[str]()
-        for part in itertools.chain(*parts.values()):
-            sizes[part.name] += _size(part)
-        lost = [name for name, each in parts.items() if sum(map(_size, each)) < math.prod(shapes[name])]
+        for region in itertools.chain(*regions.values()):
+            sizes[region.name] += _size(region)
+        lost = [name for name, each in regions.items() if sum(map(_size, each)) < math.prod(shapes[name])]
         lost += [name for name, size in sizes.items() if size != math.prod(held.tensors[name].shape)]
         try:
             held.check_unquantised(sizes)
@@ -153,14 +151,14 @@ class FolderMap:
                 raise
             return cls(held, {}, (), {}, {})
         kinds = {name: (_dtype(each, dtype), each.shape) for name, each in held.tensors.items() if name in sizes}
-        second = {name: parts[live][0].name for name, live in absent.items()}
+        second = {name: regions[live][0].name for name, live in absent.items()}
         untrained = tuple(sorted(held.tensors.keys() - kinds.keys()))
-        return cls(held, kinds, untrained, {live: tuple(each) for live, each in parts.items()}, second)
+        return cls(held, kinds, untrained, {live: tuple(each) for live, each in regions.items()}, second)
 
     def freeze(self, model: Any, patterns: Sequence[str]) -> FolderMap:
         """Turn off the gradients of parameters whose tensors in the folder match ``patterns`` of fnmatch, and return
-        the map without them. Raises ConfigError for a pattern without a match, a parameter with a match in a part of its
-        tensors, and if no parameter is left."""
+        the map without them. Raises ConfigError for a pattern without a match, a parameter with a match in a part of
+        its tensors, and if no parameter is left."""
         names, matched, partly = self.folder.tensors.keys(), set[str](), list[str]()
         for pattern in patterns:
             if not (found := fnmatch.filter(names, pattern)):
@@ -170,9 +168,9 @@ class FolderMap:
                 )
             matched |= {*found}
         kept = dict(self.regions)
-        for live, parts in self.regions.items():
-            free = {part.name for part in parts} - matched
-            if len(free) < len({part.name for part in parts}):
+        for live, regions in self.regions.items():
+            free = {region.name for region in regions} - matched
+            if len(free) < len({region.name for region in regions}):
                 del kept[live]
                 partly += free
         if partly:
@@ -201,34 +199,34 @@ class FolderMap:
     @functools.cached_property
     def by_name(self) -> dict[str, list[Region]]:
         """Regions by tensor of the folder."""
-        parts = sorted((part for each in self.regions.values() for part in each), key=lambda part: part.name)
-        found = {name: list(each) for name, each in itertools.groupby(parts, lambda part: part.name)}
+        regions = sorted(itertools.chain(*self.regions.values()), key=lambda region: region.name)
+        found = {name: list(each) for name, each in itertools.groupby(regions, lambda region: region.name)}
         return found | {name: found[other] for name, other in self.second.items()}
 
     @functools.cached_property
     def dtypes(self) -> dict[str, Any]:
         """Published dtype by parameter."""
-        return {live: self.kinds[parts[0].name][0] for live, parts in self.regions.items()}
+        return {live: self.kinds[regions[0].name][0] for live, regions in self.regions.items()}
 
     def place(self, name: str) -> tuple[Any, ...]:
         """Return what is equal for two names of the same elements."""
-        return tuple(part[1:] for part in self.by_name[name])
+        return tuple(region[1:] for region in self.by_name[name])
 
     def check(self, update: WeightUpdate) -> None:
         """Raise WeightMismatch unless ``update`` is a version of these tensors, in any floating-point dtype."""
         check_version(update, self.types, lambda dtype: (dtype, *FLOATS) if dtype in FLOATS else (dtype,))
 
     def published(self, runs: Iterable[tuple[str, FlatRun]], *, bucket_bytes: int = 0) -> Iterator[tuple[str, Any]]:
-        """Yield (name, tensor or Shard) of elements of parameters: views, except where the dtype differs; these are at
-        most ``bucket_bytes`` each if it is given, or one row."""
+        """Yield (name, tensor or Shard) of elements of parameters: views, except where the dtype differs; these are
+        at most ``bucket_bytes`` each if it is given, or one row."""
         for live, run in runs:
-            for part in self._cut(live, run):
-                dtype, whole = self.kinds[part.name]
-                rows = limit = part.shape[0] if part.shape else 1
+            for region in self._cut(live, run):
+                dtype, whole = self.kinds[region.name]
+                rows = limit = region.shape[0] if region.shape else 1
                 if bucket_bytes and run.flat.dtype != dtype:
-                    limit = max(1, bucket_bytes * rows // max(1, _size(part) * dtype.itemsize))
+                    limit = max(1, bucket_bytes * rows // max(1, _size(region) * dtype.itemsize))
                 for low in range(0, rows, limit):
-                    piece = part.narrow(0, low, min(limit, rows - low)) if limit < rows else part
+                    piece = region.narrow(0, low, min(limit, rows - low)) if limit < rows else region
                     tensor = piece.within(run).to(dtype)
                     yield piece.name, tensor if piece.shape == whole else Shard(tensor, piece.start, whole)
                     del tensor
@@ -238,35 +236,35 @@ class FolderMap:
         with torch.no_grad():
             for whole in self.by_name[name]:
                 if (run := runs.get(whole.live)) is not None:
-                    for part in whole.cut(run.first, run.stop):
-                        part.within(run).copy_(part.of(tensor))
+                    for region in whole.cut(run.first, run.stop):
+                        region.within(run).copy_(region.of(tensor))
 
     def pieces(self, names: Collection[str], runs: Iterable[tuple[str, FlatRun]]) -> Iterator[Piece]:
         """Yield runs of elements of the named tensors, for a file."""
         for live, run in runs:
-            for part in self._cut(live, run):
-                if part.name in names:
-                    yield from _in_order(part.name, part.within(run), part.start, self.kinds[part.name][1])
+            for region in self._cut(live, run):
+                if region.name in names:
+                    yield from _in_order(region.name, region.within(run), region.start, self.kinds[region.name][1])
 
     def whole(self, name: str, runs: Mapping[str, FlatRun]) -> Any:
-        """Return a tensor of the folder from whole parameters: a view, if it is one part in the folder's dtype."""
-        parts = self.by_name[name]
+        """Return a tensor of the folder from whole parameters: a view, if it is one region in the folder's dtype."""
+        regions = self.by_name[name]
         dtype, shape = self.kinds[self.second.get(name, name)]
-        if len(parts) == 1:
-            return parts[0].within(runs[parts[0].live]).to(dtype)
-        joined = torch.empty(shape, dtype=dtype, device=runs[parts[0].live].flat.device)
-        for part in parts:
-            part.of(joined).copy_(part.within(runs[part.live]))
+        if len(regions) == 1:
+            return regions[0].within(runs[regions[0].live]).to(dtype)
+        joined = torch.empty(shape, dtype=dtype, device=runs[regions[0].live].flat.device)
+        for region in regions:
+            region.of(joined).copy_(region.within(runs[region.live]))
         return joined
 
     def is_rounded(self, name: str, dtype: Any, runs: Mapping[str, FlatRun]) -> bool:
         """True if the parameters of a tensor are less precise than ``dtype``."""
-        return any(runs[part.live].flat.dtype.itemsize < dtype.itemsize for part in self.by_name[name])
+        return any(runs[region.live].flat.dtype.itemsize < dtype.itemsize for region in self.by_name[name])
 
     def exact(self, runs: Mapping[str, FlatRun]) -> None:
         """Fill elements in float32 with the folder's numbers where a model in a lower precision has rounded them."""
         for name, (dtype, _) in self.kinds.items():
-            if dtype == torch.float32 and any(part.live in runs for part in self.by_name[name]):
+            if dtype == torch.float32 and any(region.live in runs for region in self.by_name[name]):
                 self.fill(name, self.read(name), runs)
 
     def read(self, name: str) -> Any:
@@ -284,12 +282,12 @@ class FolderMap:
         (path / "config.json").write_bytes(config)
 
     def _cut(self, live: str, run: FlatRun) -> Iterator[Region]:
-        for part in self.regions.get(live, ()):
-            yield from part.cut(run.first, run.stop)
+        for region in self.regions.get(live, ()):
+            yield from region.cut(run.first, run.stop)
 
 
 class _Views(TorchFunctionMode):  # type: ignore[misc]
-    """Keep views of tensors as views, and the parts of tensors that are put together."""
+    """Keep views of tensors as views, and the pieces of tensors that are put together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,16 +301,16 @@ class _Views(TorchFunctionMode):  # type: ignore[misc]
         result = func(*args, **given)
         if func in (torch.cat, torch.stack):
             dim = (args[1] if len(args) > 1 else given.get("dim", 0)) % result.dim()
-            parts = [each.unsqueeze(dim) if func is torch.stack else each for each in args[0]]
-            self.joined[id(result)] = result, parts, dim
+            pieces = [each.unsqueeze(dim) if func is torch.stack else each for each in args[0]]
+            self.joined[id(result)] = result, pieces, dim
         return result
 
 
 def _traced(
     model: Any, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, TensorType]
 ) -> Iterator[tuple[str, list[Region]]]:
-    """Yield the parts of each parameter and buffer: by transformers' names, if the folder has them all; else by the live
-    name, if the folder has that."""
+    """Yield the regions of each parameter and buffer: by transformers' names, if the folder has them all; else by the
+    live name, if the folder has that."""
     starts = list(itertools.accumulate(map(math.prod, shapes.values()), initial=0))
     flat = torch.empty(starts[-1], dtype=torch.bfloat16, device="meta")
     lives = list(shapes)
@@ -320,27 +318,27 @@ def _traced(
     found: dict[str, list[Region]] = {live: [] for live in lives}
 
     def place(name: str, tensor: Any, start: tuple[int, ...]) -> None:
-        """Record the parts of one result."""
+        """Record the regions of one result."""
         if id(tensor) in mode.joined:
-            _, parts, dim = mode.joined[id(tensor)]
-            for each in parts:
+            _, pieces, dim = mode.joined[id(tensor)]
+            for each in pieces:
                 place(name, each, start)
                 start = (*start[:dim], start[dim] + each.shape[dim], *start[dim + 1 :])
         elif tensor.untyped_storage()._cdata == flat.untyped_storage()._cdata:
             number = bisect.bisect_right(starts, tensor.storage_offset()) - 1
             offset = tensor.storage_offset() - starts[number]
-            part = Region(name, lives[number], start, tuple(tensor.shape), offset, tuple(tensor.stride()))
-            found[part.live].append(part)
+            region = Region(name, lives[number], start, tuple(tensor.shape), offset, tuple(tensor.stride()))
+            found[region.live].append(region)
 
     with _Views() as mode:
         reverted = revert_weight_conversion(model, dict(views))
     for name, tensor in reverted.items():
         place(_in_folder(name, model.base_model_prefix, held), tensor, (0,) * tensor.dim())
-    for live, parts in found.items():
+    for live, regions in found.items():
         name, shape = _in_folder(live, model.base_model_prefix, held), shapes[live]
-        if not all(map(held.get, (part.name for part in parts))) and name in held and held[name].shape == shape:
-            parts = [Region(name, live, (0,) * len(shape), shape, 0, tuple(views[live].stride()))]
-        yield live, parts
+        if not all(map(held.get, (region.name for region in regions))) and name in held and held[name].shape == shape:
+            regions = [Region(name, live, (0,) * len(shape), shape, 0, tuple(views[live].stride()))]
+        yield live, regions
 
 
 def _in_folder(name: str, prefix: str, held: Mapping[str, TensorType]) -> str:
@@ -366,8 +364,8 @@ def _near(pattern: str, names: Collection[str]) -> list[str]:
     return sorted(names, key=lambda name: (-len({*near} & {*name.split(".")}), name))[:3]
 
 
-def _size(part: Region) -> int:
-    return math.prod(part.shape)
+def _size(region: Region) -> int:
+    return math.prod(region.shape)
 
 
 def _dtype(held: TensorType, dtype: str) -> Any:

@@ -17,8 +17,9 @@ from .collate import MicroBatch, micro_batches
 
 
 class TokenStats(NamedTuple):
-    """Of each response token, packed: its log-prob (with gradient), and the entropy of the distribution it
-    was drawn from (with gradient where it was asked for); float32, or float64 for a model in float64, (tokens,), natural logarithm."""
+    """Of each response token, packed: its log-prob (with gradient), and the entropy of the distribution it was drawn
+    from (with gradient where it was asked for); float32, or float64 for a model in float64, (tokens,), natural
+    logarithm."""
 
     logprobs: Any
     entropy: Any

@@ -17,9 +17,9 @@ from .policy import trained
 
 
 class Masters:
-    """A float32 twin of each weight of lower precision; other weights, and all of a ``frozen`` model,
-    are their own masters. ``named``: by the model's parameter names, tied ones once. ``dtypes``: published, by the same
-    names; a float32 weight published in less has a twin, and is rounded as the published one.
+    """A float32 twin of each weight of lower precision; other weights, and all of a ``frozen`` model, are their own
+    masters. ``named``: by the model's parameter names, tied ones once. ``dtypes``: published, by the same names; a
+    float32 weight published in less has a twin, and is rounded as the published one.
 
     bfloat16 has 8 bits: beside a weight of 0.1, a step of 1e-6 is a four-hundredth of its
     resolution and would be rounded away each time.

@@ -88,7 +88,8 @@ class TorchEngine(DataParallelEngine):
         return norms
 
     def named_weights(self) -> Iterable[tuple[str, Any]]:
-        """Return the trained tensors of the model folder: live views where the model has them in the folder's dtype."""
+        """Return the trained tensors of the model folder: live views where the model has them in the folder's
+        dtype."""
         return self._folder.published(self._published())
 
     def _published(self) -> Iterator[tuple[str, FlatRun]]:

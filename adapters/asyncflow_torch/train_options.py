@@ -126,7 +126,8 @@ class TrainOptions:
         return VALUES in self.used_algorithm.asks
 
     def trained_part(self, model: Any) -> FolderMap:
-        """Turn off the gradients of ``freeze`` in the model of the folder, and return the map of its other weights."""
+        """Turn off the gradients of ``freeze`` in the model of the folder, and return the map of its other
+        weights."""
         found = FolderMap.of(model, self.model, dtype=self.dtype, frozen=self.frozen)
         return found.freeze(model, self.freeze)
 

@@ -1,5 +1,5 @@
-"""Weights of a model folder: as a version for vLLM's workers to map, as the measure of later versions, and as the rest
-of layers trained in part."""
+"""Weights of a model folder: as a version for vLLM's workers to map, as the measure of later versions, and as the
+rest of layers trained in part."""
 
 from __future__ import annotations
 

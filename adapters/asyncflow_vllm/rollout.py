@@ -20,11 +20,10 @@ from .requests import Limits
 
 
 class VllmEngine(VllmRollout):
-    """``model``: a Hugging Face folder with safetensors. ``dtype``: of vLLM; "auto" is the
-    folder's. ``tensor_parallel``: ranks of one engine. ``max_rows``: responses generated at once (vLLM's max_num_seqs). ``context``: maximum
-    of tokens of prompt and response; None: the model's. ``version``: of the folder's weights.
-    ``options``: other engine arguments of vLLM (``gpu_memory_utilization``, ``enforce_eager``,
-    ...).
+    """``model``: a Hugging Face folder with safetensors. ``dtype``: of vLLM; "auto" is the folder's.
+    ``tensor_parallel``: ranks of one engine. ``max_rows``: responses generated at once (vLLM's max_num_seqs).
+    ``context``: maximum of tokens of prompt and response; None: the model's. ``version``: of the folder's weights.
+    ``options``: other engine arguments of vLLM (``gpu_memory_utilization``, ``enforce_eager``, ...).
 
     Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also
     with top-k or top-p. A request with a seed repeats its tokens up to rounding, which in vLLM

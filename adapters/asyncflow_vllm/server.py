@@ -86,9 +86,10 @@ class _Description(msgspec.Struct):
 
 
 class VllmServer(VllmRollout):
-    """``model``: the server's Hugging Face folder with safetensors. ``url``: of the server. ``key_env``: environment variable with its
-    --api-key. ``max_rows``: concurrent responses. ``version``: of the folder's weights, which are loaded when the engine is made.
-    ``request_s``, ``update_s``: time limits of a response and of each call of a load; a slower server counts as lost.
+    """``model``: the server's Hugging Face folder with safetensors. ``url``: of the server. ``key_env``: environment
+    variable with its --api-key. ``max_rows``: concurrent responses. ``version``: of the folder's weights, which are
+    loaded when the engine is made. ``request_s``, ``update_s``: time limits of a response and of each call of a load;
+    a slower server counts as lost.
 
     One engine of this host has the server; others are refused. All else is as with ``vllm``. Calls
     raise EngineGone once the server is lost.

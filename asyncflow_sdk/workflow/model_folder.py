@@ -100,8 +100,8 @@ class ModelFolder:
         return raw.view(carrier(dtype)).reshape(shape)
 
     def check_unquantised(self, names: Iterable[str] = ()) -> None:
-        """Raise ConfigError for a quantised model, by its configuration or the dtypes of ``names``: it can be loaded, and
-        trained weights cannot be written back to these tensors."""
+        """Raise ConfigError for a quantised model, by its configuration or the dtypes of ``names``: it can be loaded,
+        and trained weights cannot be written back to these tensors."""
         found = [
             f"{self.tensors[name].dtype} in {name}" for name in names if self.tensors[name].dtype not in _TRAINED
         ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,32 @@ def test_frozen_weights_are_not_trained_not_published_and_exported_as_they_are(
     other.load(tmp_path / "state")
     assert set(other.untrained) == frozen
     assert same(held(other), trained)
+
+
+WORKFLOW = """\
+steps = 2
+batch_size = 4
+reward = "rewards:length"
+prompts = { prompt_ids = [[1, 2], [3, 4]] }
+rollout = { engine = "transformers", model = "base", prompt = "prompt_ids", group_size = 2, sampling = { max_tokens = 4, seed = 1 } }
+train = { engine = "torch", model = "base", learning_rate = 0.01, freeze = ["*embed_tokens*"], drift_limit = 0.01 }
+weights = { probe = false }
+"""
+
+
+def test_a_file_names_what_is_frozen(tmp_path: Path) -> None:
+    given = tensors_in(family_folder("mixtral", tmp_path / "base"))
+    (tmp_path / "rewards.py").write_text("def length(response_ids):\n    return [sum(r) % 7 for r in response_ids]\n")
+    (tmp_path / "run.toml").write_text(WORKFLOW)
+
+    said = subprocess.run(
+        [sys.executable, "-m", "asyncflow_sdk.cli", "run", "run.toml", "out"], cwd=tmp_path, text=True, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+    assert said.returncode == 0, said.stdout
+    trained = tensors_in(tmp_path / "out" / "model")
+    assert {name for name in given if torch.equal(trained[name], given[name])} == {"model.embed_tokens.weight"}
 
 
 @pytest.mark.parametrize(

@@ -149,3 +149,9 @@ def test_a_capacity_below_the_steps_under_way_is_said(capacity_rows: int, said: 
     """Two steps of 16 rows may be under way."""
     workflow = echo_workflow(capacity_rows=capacity_rows, staleness=af.Staleness(max_staleness=1))
     assert ("fewer than the 1 + 1 steps" in str(workflow)) == said
+
+
+@pytest.mark.parametrize(("sampling", "cuts"), [({"top_p": 0.9}, "top_p"), ({}, "")])
+def test_draws_from_a_part_of_the_vocabulary_are_said(sampling: dict[str, float], cuts: str) -> None:
+    workflow = echo_workflow(rollout={"sampling": af.Sampling(**sampling)})
+    assert (f"{cuts} cut them, and log-probs are of the whole vocabulary" in str(workflow)) == bool(cuts)
