@@ -7,22 +7,26 @@ reward=af.HttpReward("http://judge:8000/score", needs=["prompt", "response"])
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import ipaddress
 import os
-import random
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, PluginError
 from ..plugins import import_path
+from ..queue.error_text import error_text
 from ..types import Batch
 from ..types.validation import check_above, check_least
 from .serialization import Serializable
 from .work import is_coroutine, needs_of
+from .workers.user_code import ServiceAway, ServiceWatch
 
 PREFIX = "reward_"
 """Prefix of the columns of single rewards."""
@@ -110,64 +114,115 @@ def reward_means(parts: Sequence[RewardSums]) -> dict[str, float]:
 
 class HttpReward(Serializable):
     """A reward function behind HTTP. Each call posts {"column": [one value a row], ...} of the columns
-    ``needs`` as JSON to ``url``, and is answered by a list of numbers, null for a row that it leaves
-    out, or by {"rewards": [...]}.
+    ``needs`` as JSON to ``url``, and is answered by a list with a number for each row, null for a row
+    without a reward, or by {"rewards": [...]}. Needs aiohttp.
 
-    Connection errors, time-outs and the statuses 408, 429 and 5xx are retried, with growing pauses,
-    until ``deadline_s``. ``timeout_s``: limit of one attempt. ``token_env``: the variable with a bearer
-    token. ``name``: of its column among several rewards. ``concurrency`` of a Stage limits the calls at
-    a time. Calling it raises ConfigError for another answer or status, and after the deadline.
+    Connection errors, incomplete answers, time-outs and the statuses 408, 425, 429 and 5xx are retried,
+    with growing pauses and one warning, until ``deadline_s``: a service without an answer to any call
+    then ends the run; if it has answered others meanwhile, these rows fail. ``timeout_s``: limit of one
+    attempt with its whole answer. ``token_env``: the variable with a bearer token. ``name``: name of its
+    column among several rewards. ``proxy``: URL of an HTTP proxy; default: the environment's for an
+    address of the internet, none for a private one. Redirects are not followed. ``concurrency`` of a
+    Stage limits the calls at a time. Calling it raises ConfigError for another answer or status, and
+    after the deadline.
     """
 
     def __init__(
         self, url: str, *, needs: Sequence[str] = ("response",), name: str = "http", timeout_s: float = 60.0,
-        deadline_s: float = 600.0, token_env: str = "",
+        deadline_s: float = 600.0, token_env: str = "", proxy: str | None = None,
     ) -> None:  # fmt: skip
         check_above(0, timeout_s=timeout_s, deadline_s=deadline_s)
         check_least(1, needs=len(needs))
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"a reward service has a URL of http or https, not {url!r}")
+        for each in (url,) if proxy is None else (url, proxy):
+            if not each.startswith(("http://", "https://")) or not urlsplit(each).hostname:
+                raise ConfigError(f"a reward service has a URL of http or https, not {each!r}")
+        if importlib.util.find_spec("aiohttp") is None:
+            raise PluginError("HttpReward needs aiohttp; install it with: pip install 'asyncflow-sdk[http]'")
         self.url, self.needs, self.name = url, tuple(needs), name
-        self._timeout_s, self._deadline_s, self._token_env = timeout_s, deadline_s, token_env
+        self._timeout_s, self._deadline_s, self._token_env, self._proxy = timeout_s, deadline_s, token_env, proxy
+        self.watch = ServiceWatch(url, deadline_s)
+        """Its absences."""
 
     async def __call__(self, **columns: Any) -> list[float | None]:
         """Return one reward a row."""
         values = {name: column.tolist() if hasattr(column, "tolist") else column for name, column in columns.items()}
-        body, until, attempts = msgspec.json.encode(values), time.monotonic() + self._deadline_s, 0
-        while True:
-            attempts += 1
-            left_s = until - time.monotonic()
+        rows, body = len(next(iter(values.values()))), msgspec.json.encode(values)
+        began, failed, answer = time.monotonic(), list[float](), None
+        while answer is None:
+            left_s = max(began + self._deadline_s - time.monotonic(), 0.01)
             try:
-                answer = await asyncio.to_thread(self._post, body, max(min(self._timeout_s, left_s), 0.01))
-                break
-            except (OSError, TimeoutError) as error:  # an HTTPError is an OSError
-                status = getattr(error, "code", None)
-                if status is not None and status not in (408, 429) and status < 500:
-                    raise ConfigError(f"{self.url} refused the rewards: {error}") from None
-                pause_s = min(0.2 * 2 ** min(attempts, 8), 20.0) * random.uniform(0.5, 1.0)
-                if time.monotonic() + pause_s > until:
-                    raise ConfigError(
-                        f"{self.url} gave no rewards in {self._deadline_s:g} s and {attempts} attempts: {error}"
-                    ) from None
-                await asyncio.sleep(pause_s)
+                answer = await self._post(body, min(self._timeout_s, left_s))
+            except (OSError, TimeoutError) as error:
+                if not await self.watch.pause(hash(body), began, failed, error):
+                    spent = f"{failed[-1] - began:.3g} s and {len(failed)} attempts"
+                    raise ConfigError(f"{self.url} gave no rewards in {spent}: {error}") from None
+        self.watch.succeed()
         try:
             found = msgspec.json.decode(answer, type=dict[str, Any] | list[float | None])
-            return msgspec.convert(found["rewards"] if isinstance(found, dict) else found, list[float | None])
+            rewards = msgspec.convert(found["rewards"] if isinstance(found, dict) else found, list[float | None])
         except (msgspec.MsgspecError, KeyError) as error:
             raise ConfigError(f"{self.url} answered with no list of rewards: {error}: {answer[:100]!r}") from None
+        if len(rewards) != rows:
+            raise ConfigError(f"{self.url} answered with {len(rewards)} rewards for {rows} rows")
+        return rewards
 
-    def _post(self, body: bytes, timeout_s: float) -> bytes:
-        headers = {"Content-Type": "application/json"}
+    async def _post(self, body: bytes, timeout_s: float) -> bytes:
+        """Return the whole answer. Raises OSError and TimeoutError for what may pass."""
+        import aiohttp
+
+        headers, answer = {"Content-Type": "application/json"}, bytearray()
         if self._token_env:
-            headers["Authorization"] = f"Bearer {os.environ.get(self._token_env, '')}"
-        until, parts, size = time.monotonic() + timeout_s, [], 0
-        asked = urllib.request.Request(self.url, body, headers)
-        with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
-            while part := answer.read1(1 << 16):  # the limit of urllib is that of one packet
-                parts.append(part)
-                size += len(part)
-                if time.monotonic() > until:
-                    raise TimeoutError(f"the answer was not complete in {timeout_s:g} s")
-                if size > ANSWER_BYTES:
-                    raise ConfigError(f"{self.url} answered with more than {ANSWER_BYTES >> 20} MiB")
-        return b"".join(parts)
+            if not (token := os.environ.get(self._token_env, "").strip()):
+                raise ServiceAway(
+                    f"{self.url} needs a token, and the variable {self._token_env} is not set in its worker"
+                )
+            headers["Authorization"] = f"Bearer {token}"
+        try:
+            limit, proxy = aiohttp.ClientTimeout(total=timeout_s), await self._find_proxy(timeout_s)
+            options = {"headers": headers, "timeout": limit, "proxy": proxy, "allow_redirects": False}
+            async with aiohttp.ClientSession() as session, session.post(self.url, data=body, **options) as response:
+                async for part in response.content.iter_any():
+                    answer += part
+                    if len(answer) > ANSWER_BYTES:
+                        raise ConfigError(f"{self.url} answered with more than {ANSWER_BYTES >> 20} MiB")
+        except asyncio.TimeoutError:
+            raise TimeoutError(f"the answer was not complete in {timeout_s:.3g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionError(error_text(error)) from None
+        status, text = (
+            response.status,
+            f"{response.status} {response.reason}: {answer[:200].decode(errors='replace')}",
+        )
+        if status in (408, 425, 429) or status >= 500:
+            raise ConnectionError(text)
+        if 300 <= status < 400:
+            to = response.headers.get("Location")
+            raise ConfigError(f"{self.url} redirects to {to}, which is not followed: name that place as the URL")
+        if status >= 400:
+            raise ConfigError(f"{self.url} refused the rewards: {text}")
+        if (
+            not {"Content-Length", "Transfer-Encoding"} & response.headers.keys()
+        ):  # its end may be a broken connection
+            try:
+                msgspec.json.decode(answer)
+            except msgspec.DecodeError:
+                raise ConnectionError(f"the answer ended after {len(answer)} bytes") from None
+        return bytes(answer)
+
+    async def _find_proxy(self, timeout_s: float) -> str | None:
+        """Return the given proxy, or the environment's unless the service has a private address."""
+        parts = urlsplit(self.url)
+        host, found = parts.hostname or "", urllib.request.getproxies().get(parts.scheme)
+        if self._proxy is not None or not found or urllib.request.proxy_bypass(host):
+            return self._proxy
+        if not {".", ":"} & set(host):  # a name of this network
+            return None
+        try:
+            places = await asyncio.wait_for(asyncio.get_running_loop().getaddrinfo(host, None), timeout_s)
+        except OSError:  # only the proxy knows it
+            return found
+        return (
+            found
+            if any(ipaddress.ip_address(str(each[4][0]).partition("%")[0]).is_global for each in places)
+            else None
+        )

@@ -19,7 +19,7 @@ PACKAGES = (
     "asyncflow_sdk",
     *(f"asyncflow_{name}" for name in ("deepspeed", "fsdp", "http", "sglang", "torch", "vllm")),
 )
-RESOLVED = ("torch", "fsdp", "deepspeed", "text", "data", "hub", "report", "kit", "docs", "dev")
+RESOLVED = ("torch", "fsdp", "deepspeed", "text", "data", "http", "hub", "report", "kit", "docs", "dev")
 """Extras resolved here. Those of vllm and sglang would download their packages for CUDA."""
 USE = """
 import asyncflow_sdk as af

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +21,9 @@ from functions import length
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
+from asyncflow_sdk.workflow import rewards
+from asyncflow_sdk.workflow.workers import user_code
+from asyncflow_sdk.workflow.workers.user_code import ServiceAway
 
 
 def even(prompt_ids: Any) -> list[float | None]:
@@ -99,20 +106,30 @@ class Judge:
         self.script: list[Any] = []
         self.bodies: list[dict[str, Any]] = []
         self.tokens: list[str | None] = []
+        self.requests, self.poison = 0, [0]
         self.released = threading.Event()
         judge = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                judge.requests += 1
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 judge.bodies.append(body)
                 judge.tokens.append(self.headers["Authorization"])
+                judge.requests += 1
                 answer = judge.script.pop(0) if judge.script else [float(len(row)) for row in body["response_ids"]]
+                if judge.poison in body["response_ids"]:
+                    answer = 500
                 if answer == "hang":
                     judge.released.wait(60)
                     return
                 if answer == "hang up":
                     self.connection.close()
+                    return
+                if callable(answer):
+                    answer(self)
                     return
                 if isinstance(answer, int):
                     self.send_error(answer)
@@ -126,7 +143,8 @@ class Judge:
             def log_message(self, *_: Any) -> None:
                 """Keep quiet."""
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.released = self.released
         self.url = f"http://127.0.0.1:{self.server.server_port}/score"
         self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
         self.thread.start()
@@ -140,6 +158,13 @@ class Judge:
 
 @pytest.fixture
 def judge() -> Iterator[Judge]:
+    made = Judge()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other() -> Iterator[Judge]:
     made = Judge()
     yield made
     made.close()
@@ -162,10 +187,8 @@ def test_a_service_scores_a_run_beside_a_function(
     assert list(judge.bodies[0]) == ["response_ids"]
 
 
-def test_what_will_not_pass_is_raised_with_its_reason(judge: Judge) -> None:
-    def ask(**options: Any) -> list[float | None]:
-        return asyncio.run(af.HttpReward(judge.url, needs=["response_ids"], **options)(response_ids=[[1, 2], [3]]))
-
+def test_what_will_not_pass_is_raised_with_its_reason(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = functools.partial(globals()["ask"], judge.url)
     assert ask() == [2.0, 1.0]
     judge.script = [404]
     with pytest.raises(ConfigError, match="refused the rewards: .*404"):
@@ -176,11 +199,127 @@ def test_what_will_not_pass_is_raised_with_its_reason(judge: Judge) -> None:
     judge.script = [{"rewards": ["good"]}]
     with pytest.raises(ConfigError, match="answered with no list of rewards: Expected `float"):
         ask()
-    judge.script = ["hang"] * 100
-    with pytest.raises(ConfigError, match=r"gave no rewards in 0.5 s and \d+ attempts: "):
-        ask(timeout_s=0.1, deadline_s=0.5)
-    with pytest.raises(ConfigError, match="a reward service has a URL of http or https, not 'file:///etc/passwd'"):
-        af.HttpReward("file:///etc/passwd")
+    judge.script = [[1.0]]
+    with pytest.raises(ConfigError, match="answered with 1 rewards for 2 rows"):
+        ask()
+    monkeypatch.setattr(rewards, "ANSWER_BYTES", 1 << 20)
+    judge.script = [b" " * ((1 << 20) + 1)]
+    with pytest.raises(ConfigError, match="answered with more than 1 MiB"):
+        ask()
+    with pytest.raises(ServiceAway, match="needs a token, and the variable NO_TOKEN is not set"):
+        ask(token_env="NO_TOKEN")
+    for url in ("file:///etc/passwd", "http://"):
+        with pytest.raises(ConfigError, match=f"a reward service has a URL of http or https, not '{url}'"):
+            af.HttpReward(url)
+
+
+def ask(url: str, rows: Any = ((1, 2), (3,)), **options: Any) -> list[float | None]:
+    return asyncio.run(af.HttpReward(url, needs=["response_ids"], **options)(response_ids=rows))
+
+
+def drip(part: bytes, then: bytes, handler: Any) -> None:
+    """Send without end, and never as slowly as the limit of an attempt."""
+    with contextlib.suppress(OSError):
+        handler.wfile.write(part)
+        while not handler.server.released.wait(0.02):
+            handler.wfile.write(then)
+
+
+def cut(head: bytes, reset: bool, handler: Any) -> None:
+    """Close the connection within an answer."""
+    handler.wfile.write(head + b"[1.0, 2.")
+    if reset:
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.connection.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda handler: handler.server.released.wait(60),
+        functools.partial(drip, b"HTTP/1.1 200 OK\r\n", b"X: 1\r\n"),
+        functools.partial(drip, b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", b" "),
+    ],
+    ids=["silence", "slow headers", "slow body"],
+)
+def test_deadline_holds_against_slow_answers(judge: Judge, answer: Any) -> None:
+    judge.script = [answer] * 100
+    with pytest.raises(
+        ConfigError, match=r"gave no rewards in [\d.]+ s and \d+ attempts: the answer was not complete"
+    ):
+        ask(judge.url, timeout_s=0.3, deadline_s=1.0)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("length", [b"Content-Length: 10\r\n", b"", b"Transfer-Encoding: chunked\r\n"])
+def test_incomplete_answer_is_retried(judge: Judge, length: bytes, reset: bool) -> None:
+    judge.script = [functools.partial(cut, b"HTTP/1.1 200 OK\r\n" + length + b"\r\n", reset)]
+    assert ask(judge.url) == [2.0, 1.0]
+    assert len(judge.bodies) == 2
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_token_never_follows_a_redirect(
+    judge: Judge, other: Judge, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def redirect(handler: Any) -> None:
+        handler.send_response(status)
+        handler.send_header("Location", other.url)
+        handler.end_headers()
+
+    monkeypatch.setenv("JUDGE_TOKEN", "secret\n")
+    judge.script = [redirect]
+    with pytest.raises(ConfigError, match=f"redirects to {other.url}, which is not followed"):
+        ask(judge.url, token_env="JUDGE_TOKEN")
+    assert (judge.tokens, other.requests) == (["Bearer secret"], 0)
+
+
+def test_environment_proxy_serves_public_addresses_only(
+    judge: Judge, other: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", other.url)
+    assert ask(judge.url) == [2.0, 1.0]
+    assert other.requests == 0
+    assert ask("http://1.1.1.1/score") == ask("http://judge.invalid/score") == [2.0, 1.0]
+    assert other.requests == 2
+    monkeypatch.delenv("http_proxy")
+    assert ask(judge.url, proxy=other.url) == [2.0, 1.0]
+    assert (other.requests, judge.requests) == (3, 1)
+
+
+def test_absent_service_ends_the_run_and_one_that_fails_for_some_rows_does_not(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a service that fails for all, or for the rows of one call
+    async def call(service: af.HttpReward, *rows: list[int]) -> list[Any]:
+        return await asyncio.gather(*(service(response_ids=[row]) for row in rows), return_exceptions=True)
+
+    notes = list[str]()
+    monkeypatch.setattr(user_code, "LAST_ATTEMPT", 2)
+    judge.script = [503] * 100
+    away = af.HttpReward(judge.url, needs=["response_ids"], deadline_s=1.0)
+    away.watch.report_to(notes.append)
+    # when
+    failed = asyncio.run(call(away, [1], [2]))
+    # then
+    assert ServiceAway in map(type, failed)
+    assert "away for 1 s: ConnectionError: 503" in str(failed)
+    assert len(notes) == 1
+
+    # given
+    judge.script, judge.poison = [], [9]
+    service = af.HttpReward(judge.url, needs=["response_ids"])
+
+    async def others() -> list[Any]:
+        poisoned = asyncio.ensure_future(call(service, [9]))
+        while not poisoned.done():
+            assert await service(response_ids=[[1]]) == [1.0]
+        return await poisoned
+
+    # when
+    (failed,) = asyncio.run(others())
+    # then
+    assert type(failed) is ConfigError
 
 
 def test_a_file_names_several_rewards(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ...queue.error_text import error_text
 from ...types import Batch, Ragged
 from ...types.columns import find_invalid_entry, pack
 from ...types.defaults import CONCURRENCY, NEXT_S
-from ..rewards import Rewards
+from ..rewards import HttpReward, Rewards
 from ..rollout.chat import PromptEncoder
 from ..rollout.completion_batcher import ResponseColumns
 from ..rollout.prompt_lease import PromptReader
@@ -28,7 +28,7 @@ from ..rollout.tokenizer import Tokenizer, with_stop_ids
 from ..work import Generate, Logprobs, is_coroutine, needs_of
 from .engines import loading_model, make_engine
 from .rank_communicator import RankCommunicator
-from .user_code import FunctionFailed, user_error_text
+from .user_code import FunctionFailed, ServiceAway, user_error_text
 from .worker_log import WorkerLog
 
 FILTERED = "filtered"
@@ -53,6 +53,9 @@ def run_stage(
     Raises FunctionFailed for an error of the function, EngineError for one of the engine.
     """
     stage = _Stage(queue, task, gives)
+    for service in work.functions if isinstance(work, Rewards) else [work]:
+        if isinstance(service, HttpReward):
+            service.watch.report_to(stage.note)
     if isinstance(work, Logprobs):
         with _scoring(stage, work, needs) as score:
             stage.run(batch, score, ranks)
@@ -80,6 +83,7 @@ class _Stage:
         self.queue, self.task, self.gives = queue, task, gives
         self.kind = gives[0] if gives else task
         self._log = WorkerLog(queue.connection)
+        self.note = self._log.note
         self._cpu_s = time.process_time()
 
     def run(
@@ -243,6 +247,8 @@ class _UserFunction:
     def _errors(self, rows: Batch) -> Iterator[None]:
         try:
             yield
+        except ServiceAway:
+            raise
         except Exception as error:
             ids = f"rows {rows.ids[0]} to {rows.ids[-1]}" if rows.rows > 1 else f"row {rows.ids[0]}"
             text = f"{self._name}() raised {error_text(error)} (called with {', '.join(rows)} of {ids})"

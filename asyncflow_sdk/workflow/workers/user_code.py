@@ -5,8 +5,18 @@ raise FunctionFailed(user_error_text("score() raised KeyError: 'x'", error)) fro
 
 from __future__ import annotations
 
+import asyncio
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Hashable
+
 from ...errors import ConfigError
-from ...queue.error_text import user_trace
+from ...queue.error_text import error_text, user_trace
+
+LAST_ATTEMPT = 5
+"""A call with this many failed attempts fails if others were answered meanwhile."""
 
 
 class FunctionFailed(ConfigError):
@@ -17,3 +27,51 @@ class FunctionFailed(ConfigError):
 def user_error_text(what: str, error: BaseException) -> str:
     """Return ``what`` was wrong, with the frames of the user's code."""
     return f"{what}\n{user_trace(error)}".rstrip()
+
+
+class ServiceAway(FunctionFailed):
+    """Internal: raised if a service stayed away too long. It ends the run: no row is the cause."""
+
+
+class ServiceWatch:
+    """Decides after failed calls to a service: wait, because it is away, or give up the call's rows.
+
+    ``what``: the name of the service. ``deadline_s``: the longest time of waiting. Used on one event
+    loop at a time.
+    """
+
+    def __init__(self, what: str, deadline_s: float, note: Callable[[str], None] | None = None) -> None:
+        self._what, self._deadline_s = what, deadline_s
+        self._note = note or (lambda text: print(text, file=sys.stderr))
+        self._answered = -math.inf
+        self._failing: set[Hashable] = set()  # calls without an answer since ``_answered``
+
+    def report_to(self, note: Callable[[str], None]) -> None:
+        """Send warnings to ``note``; default: standard error."""
+        self._note = note
+
+    def succeed(self) -> None:
+        """Note an answer."""
+        self._answered = time.monotonic()
+        self._failing.clear()
+
+    async def pause(self, call: Hashable, began: float, failed: list[float], error: BaseException) -> bool:
+        """Wait before the next attempt of ``call``, which ``began`` and ``failed`` at these times. The
+        first failure of an absence is a warning. Return False if the call's rows are the cause: others
+        were answered after its first failure, or it is the only one at the deadline. Raises ServiceAway
+        at the deadline."""
+        failed.append(time.monotonic())
+        if not self._failing:
+            self._note(
+                f"{self._what} is away: {error_text(error)}. It is asked again for up to {self._deadline_s:g} s"
+            )
+        self._failing.add(call)
+        if self._answered > failed[0] and len(failed) >= LAST_ATTEMPT:
+            return False
+        pause_s = min(0.2 * 2 ** min(len(failed), 8), 20.0) * random.uniform(0.5, 1.0)
+        if time.monotonic() + pause_s > began + self._deadline_s:
+            if len(self._failing) == 1:
+                return False
+            raise ServiceAway(f"{self._what} was away for {self._deadline_s:g} s: {error_text(error)}")
+        await asyncio.sleep(pause_s)
+        return True
