@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import ipaddress
+import itertools
 import os
 import time
 import urllib.request
@@ -25,7 +26,7 @@ from ..queue.error_text import error_text
 from ..types import Batch
 from ..types.validation import check_above, check_least
 from .serialization import Serializable
-from .work import is_coroutine, needs_of
+from .work import full_name, is_coroutine, needs_of, plain_function, short_name, takes_all
 from .workers.user_code import ServiceAway, ServiceWatch
 
 PREFIX = "reward_"
@@ -36,15 +37,18 @@ ANSWER_BYTES = 64 << 20
 
 class Rewards(Serializable):
     """Reward functions with weights, the work of one stage: it gives their weighted sum ``reward`` and
-    a float32 column ``reward_NAME`` for each. A function may return None for a row: the row's
+    a float32 column ``reward_NAME`` for each; further functions of one name are NAME_2 and so on. A function may return None for a row: the row's
     sum leaves it out, and its column has NaN. Raises ConfigError for an invalid list."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float]) -> None:
         self.functions, self.weights = tuple(functions), tuple(map(float, weights))
-        self.names = [f"{PREFIX}{_name(function)}" for function in self.functions]
-        twice = sorted({name for name in self.names if self.names.count(name) > 1})
-        if twice or not self.functions:
-            raise ConfigError(f"rewards need one or more functions of different names; twice: {', '.join(twice)}")
+        if len(set(map(id, self.functions))) < len(self.functions) or not self.functions:
+            raise ConfigError(f"rewards need one or more functions, each once, not {self.functions!r:.300}")
+        self.names: list[str] = []
+        for function in self.functions:
+            name = str(getattr(plain_function(function), "name", "") or short_name(function))
+            several = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+            self.names.append(next(each for each in (f"{PREFIX}{one}" for one in several) if each not in self.names))
         self.needs = tuple(dict.fromkeys(name for function in self.functions for name in needs_of(function)))
         self.gives = ("reward", *self.names)
 
@@ -58,6 +62,11 @@ class Rewards(Serializable):
         return cls([function for function, _ in pairs], [weight for _, weight in pairs])
 
     @property
+    def takes_all(self) -> bool:
+        """True if one of its functions gets all columns of the data set."""
+        return any(map(takes_all, self.functions))
+
+    @property
     def awaited(self) -> bool:
         """True if a call of one of its functions is awaited."""
         return any(map(is_coroutine, self.functions))
@@ -69,10 +78,6 @@ class Rewards(Serializable):
         return np.where(np.isnan(each).all(axis=0), np.nan, total)
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "name", "") or getattr(function, "__name__", type(function).__name__.lower()))
-
-
 def work_path(work: Any) -> str | None:
     """Return the import path of a stage's function or functions; None if another process cannot make
     them."""
@@ -80,6 +85,12 @@ def work_path(work: Any) -> str | None:
         paths = [work_path(function) for function in work.functions]
         return None if None in paths else ", ".join(map(str, paths))
     return work if isinstance(work, str) else import_path(type(work) if isinstance(work, Serializable) else work)
+
+
+def function_names(work: Any) -> str:
+    """Return the names of a stage's function or functions, for people."""
+    functions = work.functions if isinstance(work, Rewards) else [work]
+    return ", ".join(import_path(plain_function(each)) or full_name(each) for each in functions)
 
 
 # ---- their means in a step

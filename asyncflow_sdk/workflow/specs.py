@@ -34,6 +34,8 @@ from .work import (
     Logprobs,
     is_coroutine,
     needs_of,
+    short_name,
+    takes_all,
     without_fast_file,
 )
 from .workers.rank_communicator import RankCommunicator
@@ -254,7 +256,7 @@ class Stage(Serializable):
     """A step between rollout and training: takes rows with the columns it needs and writes the columns it gives.
 
     ``work``: a function, called with columns by name and a batch of rows, returning one value a row
-    (or a dict of columns, for several ``gives``); a coroutine function, with up to ``concurrency``
+    (or a dict of columns, for several ``gives``); with ``**columns`` it gets all columns of the data set, too; a coroutine function, with up to ``concurrency``
     calls at a time; or an engine: ``Logprobs``, ``Generate``. A function with a parameter ``groups``
     (int64, equal for rows of one prompt) gets whole groups. The dict may hold "filtered": bool, True
     for rows to drop together with their groups.
@@ -293,15 +295,12 @@ class Stage(Serializable):
             raise ConfigError(f'a stage needs a function, "module:function", a Logprobs or a Generate, not {work!r}')
         self.work: Callable[..., Any] | Logprobs | Generate | Rewards | str = work
         name = task or (gives[0] if gives and isinstance(work, (Logprobs, Generate)) else None)
-        named = (
-            work.rpartition(":")[2]
-            if isinstance(work, str)
-            else getattr(work, "__name__", type(work).__name__.lower())
-        )
-        self.task = name or named.strip("<>")
+        self.task = name or (work.rpartition(":")[2] if isinstance(work, str) else short_name(work))
         parameters = needs_of(work)
         self.whole_groups = "groups" in parameters and "groups" not in (needs or ())
         self.needs = tuple(needs) if needs is not None else tuple(c for c in parameters if c != "groups")
+        everything = work.takes_all if isinstance(work, Rewards) else takes_all(work)
+        self._takes_all = everything and needs is None
         self.gives = tuple(gives) if gives is not None else (self.task,)
         self.partitions = _partitions("stage", self.task, partitions)
         self.world_size = work.world_size if isinstance(work, Logprobs) else 1
@@ -347,6 +346,15 @@ class Stage(Serializable):
     def here(self) -> bool:
         """True if it runs in the driver's process, since no other process can import its function."""
         return not isinstance(self.work, (Logprobs, Generate)) and self.path is None
+
+    def of_data(self, columns: Mapping[str, set[str]]) -> Stage:
+        """Return the stage for the data of each partition: a function with ``**columns`` needs all columns
+        of its partitions."""
+        if not self._takes_all:
+            return self
+        taken = [columns.get(each, set()) for each in (columns if "*" in self.partitions else self.partitions)]
+        more = set.intersection(*taken) - ({"groups"} if self.whole_groups else set())
+        return type(self)(**{**self.init_args, "needs": tuple(dict.fromkeys((*self.needs, *sorted(more))))})
 
     def find_model(self) -> None:
         """Find the model of its engine, if it has one, as ``Rollout`` does."""

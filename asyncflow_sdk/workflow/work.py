@@ -8,6 +8,7 @@ needs=["question"], gives=["verdict"])
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -24,6 +25,9 @@ from ..types.validation import check_least
 from .hub import model_folder
 from .model_folder import stored_dtype, text_config
 from .serialization import Serializable
+
+TRL_COLUMNS = {"prompts": "prompt", "completions": "response", "completion_ids": "response_ids"}
+"""Columns by the names of TRL's reward functions."""
 
 
 class EngineSpec(Serializable):
@@ -186,11 +190,57 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def needs_of(work: Any) -> tuple[str, ...]:
-    """Return the columns that a stage's work declares, or else its parameters."""
-    declared = getattr(work, "needs", None)
-    return tuple(declared) if declared is not None else parameters_of(work) if callable(work) else ()
+    """Return the columns that a stage's work declares, or else its parameters, without TRL's names."""
+    declared = getattr(plain_function(work), "needs", None)
+    if declared is not None:
+        return tuple(declared)
+    names = TRL_COLUMNS if takes_all(work) else {}
+    return tuple(names.get(each, each) for each in parameters_of(work)) if callable(work) else ()
+
+
+def takes_all(work: Any) -> bool:
+    """True for a function with ``**columns``: it gets all columns of the data set, too."""
+    if not callable(work) or hasattr(plain_function(work), "needs"):
+        return False
+    try:
+        return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(work).parameters.values())
+    except (TypeError, ValueError):
+        return False
+
+
+def is_of_trl(function: Callable[..., Any]) -> bool:
+    """True for a function with TRL's signature: (prompts, completions, **columns), or one of both."""
+    return takes_all(function) and bool(TRL_COLUMNS.keys() & parameters_of(function))
+
+
+def as_trl(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return columns as lists by TRL's names, and completions of chats as messages."""
+    given = {name: values.tolist() if hasattr(values, "tolist") else values for name, values in columns.items()}
+    if "response" in given and any(isinstance(prompt, list) for prompt in given.get("prompt", ())):
+        given["response"] = [[{"role": "assistant", "content": text}] for text in given["response"]]
+    return given | {name: given.pop(column) for name, column in TRL_COLUMNS.items() if column in given}
 
 
 def is_coroutine(function: Callable[..., Any]) -> bool:
     """True if calls of ``function`` are awaited."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    plain = plain_function(function)
+    return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(type(plain).__call__)
+
+
+def plain_function(function: Any) -> Any:
+    """Return the function of a functools.partial, or any other object itself."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def full_name(function: Any) -> str:
+    """Return a function's name for messages; for an object its class's."""
+    plain = plain_function(function)
+    return str(getattr(plain, "__qualname__", type(plain).__name__))
+
+
+def short_name(function: Any) -> str:
+    """Return a function's name for tasks and columns; for an object its class's in lower case."""
+    plain = plain_function(function)
+    return str(getattr(plain, "__name__", type(plain).__name__.lower())).strip("<>")

@@ -177,9 +177,11 @@ class Workflow(Serializable):
         train = train.needing(LOSS_MASK) if masked else train
         source = prompt_source(prompts, first.prompt)
         stream = source if isinstance(source, PromptStream) else None
+        data = source.head if isinstance(source, PromptStream) else source
+        columns = {TRAINED[0]: set(data), EVALUATION: set(held_out if held_out is not None else data)}
+        stages = tuple(each.of_data(columns) for each in (*scoring, *stages))
         self.plan = Plan(
-            data=source.head if isinstance(source, PromptStream) else source, stream=stream, rollouts=rollouts,
-            stages=(*scoring, *stages), reward=bool(scoring),
+            data=data, stream=stream, rollouts=rollouts, stages=stages, reward=bool(scoring),
             train=train.sized(batch_size, first.group_size, steps), batch_size=batch_size, steps=steps, epochs=epochs,
             evaluation=evaluate, held_out=held_out, save_steps=save_steps, save_total_limit=save_total_limit,
             seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import signal
 import socket
 import struct
 import threading
@@ -22,6 +23,7 @@ from functions import length
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.workflow import rewards
+from asyncflow_sdk.workflow.work import as_trl, is_of_trl, needs_of
 from asyncflow_sdk.workflow.workers import user_code
 from asyncflow_sdk.workflow.workers.user_code import ServiceAway
 
@@ -37,6 +39,21 @@ async def slow(response_ids: Any, groups: Any) -> list[float]:
     return [2.0] * len(response_ids)
 
 
+def alarmed(response_ids: Any) -> list[float]:
+    """A verifier with a limit of its own; only a main thread may set one."""
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(60)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    return [0.0] * len(response_ids)
+
+
+def of_trl(completion_ids: list[list[int]], kind: list[str], **columns: Any) -> list[float]:
+    assert set(columns) >= {"prompt_ids", "number"}
+    assert all(isinstance(values, list) for values in columns.values())
+    return [float(len(ids)) if each == "a" else 0.0 for ids, each in zip(completion_ids, kind, strict=True)]
+
+
 def nothing(response_ids: Any) -> list[None]:
     return [None] * len(response_ids)
 
@@ -47,8 +64,14 @@ def words(response_ids: Any) -> list[str]:
 
 def test_rewards_are_summed_by_weight_and_each_is_kept_and_reported(tmp_path: Path) -> None:
     # given
-    workflow = echo_workflow(reward=[length, (even, 0.5), (slow, 0.25)], steps=2)
-    assert "function functions:length, test_rewards:even, test_rewards:slow" in str(workflow)
+    prompts = {
+        "prompt_ids": [[1] * (each % 3 + 1) for each in range(16)],
+        "kind": ["a", "b"] * 8,
+        "number": range(16),
+    }
+    rewards = [length, (even, 0.5), (slow, 0.25), (alarmed, 1.0), (of_trl, 0.0)]
+    workflow = echo_workflow(reward=rewards, prompts=prompts, steps=2)
+    assert "function functions:length, test_rewards:even, test_rewards:slow, test_rewards:alarmed" in str(workflow)
     # when
     workflow.run(tmp_path / "run")
     # then
@@ -58,6 +81,7 @@ def test_rewards_are_summed_by_weight_and_each_is_kept_and_reported(tmp_path: Pa
         np.testing.assert_array_equal(batch["reward_length"], sizes)
         np.testing.assert_array_equal(batch["reward_even"], np.where(pairs, 1.0, np.nan))
         np.testing.assert_array_equal(batch["reward_slow"], 2.0)
+        assert 0 < np.count_nonzero(batch["reward_of_trl"]) < batch.rows
         np.testing.assert_allclose(batch["reward"], sizes + 0.5 * pairs + 0.5)
     metrics = [event["metrics"] for event in events_of(tmp_path / "run", "step")]
     assert all(
@@ -74,7 +98,7 @@ def test_rewards_are_summed_by_weight_and_each_is_kept_and_reported(tmp_path: Pa
     ("reward", "message"),
     [
         ([], "rewards need one or more functions"),
-        ([length, length], "of different names; twice: reward_length"),
+        ([length, length], "one or more functions, each once, not "),
         ([(length, "2")], r"a reward is a function, or a pair \(function, weight\), not \(<function length"),
         ([length, 3], "a reward is a function, or a pair"),
     ],
@@ -94,6 +118,53 @@ def test_lists_that_are_no_rewards_are_refused(reward: Any, message: str) -> Non
 def test_a_row_without_any_reward_ends_the_run_with_its_reason(tmp_path: Path, reward: Any, message: str) -> None:
     with pytest.raises(WorkerFailed, match=message):
         echo_workflow(reward=reward).run(tmp_path / "run")
+
+
+# ---- names and signatures
+
+
+def scaled(factor: float, response_ids: Any) -> list[float]:
+    return [factor * len(ids) for ids in response_ids]
+
+
+class Scale:
+    def __call__(self, response_ids: Any) -> list[float]:
+        return [0.0 for _ in response_ids]
+
+
+def test_rewards_of_one_name_get_numbers() -> None:
+    # given
+    half, twice = functools.partial(scaled, 0.5), functools.partial(scaled, factor=2.0)
+    several = [lambda response_ids: [0.0], lambda prompt_ids: [0.0], half, Scale(), Scale(), twice]
+    # when
+    workflow = echo_workflow(reward=several)
+    # then
+    (stage,) = workflow.plan.stages
+    names = ["lambda", "lambda_2", "scaled", "scale", "scale_2", "scaled_2"]
+    assert stage.gives == ("reward", *(f"reward_{name}" for name in names))
+    assert stage.needs == ("response_ids", "prompt_ids")
+    assert "test_rewards:scaled" in str(workflow)
+    assert "signal.alarm needs a process of its own" in str(workflow)
+    assert af.Stage(half).task == "scaled"
+    services = [af.HttpReward("http://judge/score", needs=["response_ids"]) for _ in range(2)]
+    assert echo_workflow(reward=services).plan.stages[0].gives == ("reward", "reward_http", "reward_http_2")
+
+
+def trl_accuracy(prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def test_trl_functions_get_lists_by_their_names() -> None:
+    assert is_of_trl(trl_accuracy)
+    assert not is_of_trl(even)
+    assert needs_of(trl_accuracy) == ("prompt", "response", "answer")
+    texts = {"prompt": ["1+1="], "response": ["2"], "answer": np.array([2]), "level": ["easy"]}
+    assert as_trl(texts) == {
+        "prompts": ["1+1="], "completions": ["2"], "answer": [2], "level": ["easy"]
+    }  # fmt: skip
+    chat = [{"role": "user", "content": "1+1="}]
+    given = as_trl({"prompt": [chat], "response": ["2"]})
+    assert given == {"prompts": [chat], "completions": [[{"role": "assistant", "content": "2"}]]}
 
 
 # ---- a service

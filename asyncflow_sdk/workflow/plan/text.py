@@ -13,6 +13,7 @@ from ...interfaces import Placement
 from ...types import Sampling
 from ..events.trackers import tracker_label
 from ..hub import snapshot_of
+from ..rewards import function_names
 from ..specs import TRAINED, Rollout, Stage, Train, takes_trained
 from ..work import Generate, Logprobs
 from .dataflow import PROMPTS
@@ -89,7 +90,7 @@ def _worked(stage: Stage) -> dict[str, Any]:
     if isinstance(work, (Logprobs, Generate)):
         more = {"sampling": msgspec.to_builtins(work.sampling)} if isinstance(work, Generate) else _ranks(work)
         return {type(work).__name__: {"engine": work.engine, "model": work.model, "options": work.options, **more}}
-    return {"function": stage.path or _name_of(work), "process": not stage.here}
+    return {"function": stage.path or function_names(work), "process": not stage.here}
 
 
 def plan_text(plan: Plan) -> str:
@@ -136,7 +137,7 @@ def _stage(stage: Stage) -> str:
             f"{_where(stage.place)}"
         )
     where = " in a thread of the driver" if stage.here else ""
-    return f"function {stage.path or _name_of(work)}{where}{_where(stage.place)}"
+    return f"function {stage.path or function_names(work)}{where}{_where(stage.place)}"
 
 
 def _train(train: Train) -> str:
@@ -230,8 +231,9 @@ def choices(plan: Plan) -> dict[str, str]:
         elif rollout.prefix:
             found[f"task {rollout.task}"] = "answers every prompt once more; the staleness rule does not hold it"
     for stage in plan.stages:
-        if stage.here:
-            found[f"stage {stage.task}"] = "a thread of the driver: no other process can import its function"
+        if stage.here or stage.place.launcher == "thread":
+            why = ": no other process can import its function" if stage.here else ""
+            found[f"stage {stage.task}"] = f"a thread of the driver{why}; signal.alarm needs a process of its own"
         elif stage.whole_groups:
             found[f"stage {stage.task}"] = "works on whole groups: its function asks for groups"
         if stage.partitions != TRAINED:
@@ -278,7 +280,3 @@ def mermaid(plan: Plan) -> str:
     lines = [f'  {ids[task]}["{task}"]' for task in tasks]
     lines += [f'  {ids[e.giver]} -->|"{", ".join(e.columns)}"| {ids[e.taker]}' for e in drawn_edges]
     return "\n".join(["flowchart LR", *lines])
-
-
-def _name_of(function: Any) -> str:
-    return str(getattr(function, "__qualname__", type(function).__name__))

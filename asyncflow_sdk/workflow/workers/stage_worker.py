@@ -25,10 +25,10 @@ from ..rollout.completion_batcher import ResponseColumns
 from ..rollout.prompt_lease import PromptReader
 from ..rollout.rollout_worker import RolloutWorker
 from ..rollout.tokenizer import Tokenizer, with_stop_ids
-from ..work import Generate, Logprobs, is_coroutine, needs_of
+from ..work import Generate, Logprobs, as_trl, full_name, is_coroutine, is_of_trl, needs_of, takes_all
 from .engines import loading_model, make_engine
 from .rank_communicator import RankCommunicator
-from .user_code import FunctionFailed, ServiceAway, user_error_text
+from .user_code import FunctionFailed, MainThread, ServiceAway, user_error_text
 from .worker_log import WorkerLog
 
 FILTERED = "filtered"
@@ -64,7 +64,7 @@ def run_stage(
     elif isinstance(work, Rewards):
         rewards = _RewardFunctions(work)
         if work.awaited:
-            asyncio.run(stage.run_async(batch, concurrency, rewards))
+            rewards.main.run(stage.run_async(batch, concurrency, rewards))
         else:
             stage.run(batch, rewards.run)
     else:
@@ -224,7 +224,7 @@ class _UserFunction:
         needs: tuple[str, ...] | None = None, scores: bool = False,
     ) -> None:  # fmt: skip
         self._function, self._gives, self._groups, self._needs, self._scores = function, gives, groups, needs, scores
-        self._name = getattr(function, "__qualname__", type(function).__name__)
+        self._name, self._trl = full_name(function), is_of_trl(function)
 
     def run(self, rows: Batch) -> dict[str, Any]:
         """Call the function."""
@@ -241,7 +241,8 @@ class _UserFunction:
 
     def _arguments(self, rows: Batch) -> dict[str, Any]:
         given = dict(rows) if self._needs is None else {name: rows[name] for name in self._needs}
-        return {**given, "groups": rows.groups} if self._groups else given
+        given |= {"groups": rows.groups} if self._groups else {}
+        return as_trl(given) if self._trl else given
 
     @contextlib.contextmanager
     def _errors(self, rows: Batch) -> Iterator[None]:
@@ -308,11 +309,11 @@ class _RewardFunctions:
     """Calls reward functions on a lease and adds up their rewards. Raises FunctionFailed."""
 
     def __init__(self, rewards: Rewards) -> None:
-        self._rewards = rewards
+        self._rewards, self.main = rewards, MainThread()
         self._calls = []
         for function, name in zip(rewards.functions, rewards.names, strict=True):
             needs = needs_of(function)
-            plain = tuple(column for column in needs if column != "groups")
+            plain = None if takes_all(function) else tuple(column for column in needs if column != "groups")
             call = _UserFunction(function, (name,), "groups" in needs, plain, scores=True)
             self._calls.append((call, is_coroutine(function)))
 
@@ -321,10 +322,8 @@ class _RewardFunctions:
         return self._sum([call.run(rows) for call, _ in self._calls], rows)
 
     async def run_async(self, rows: Batch) -> dict[str, Any]:
-        """Await all functions together; plain ones run in threads."""
-        calls = [
-            call.run_async(rows) if awaits else asyncio.to_thread(call.run, rows) for call, awaits in self._calls
-        ]
+        """Await all functions together; plain ones run in the thread of ``main``."""
+        calls = [call.run_async(rows) if awaits else self.main.call(call.run, rows) for call, awaits in self._calls]
         return self._sum(await asyncio.gather(*calls), rows)
 
     def _sum(self, scored: list[dict[str, Any]], rows: Batch) -> dict[str, Any]:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import queue
 import random
 import sys
+import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
+from concurrent.futures import Future
+from typing import Any
 
 from ...errors import ConfigError
 from ...queue.error_text import error_text, user_trace
@@ -75,3 +79,39 @@ class ServiceWatch:
             raise ServiceAway(f"{self._what} was away for {self._deadline_s:g} s: {error_text(error)}")
         await asyncio.sleep(pause_s)
         return True
+
+
+class MainThread:
+    """Runs an event loop in a thread beside, and its plain functions here, one at a time: signals, such as
+    ``signal.alarm`` of verifiers, work in the main thread of a process only."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def run(self, main: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine to its end, and the functions that it gives to ``call`` in this thread."""
+        ended: Future[None] = Future()
+
+        def loop() -> None:
+            _settle(ended, asyncio.run, main)
+            self._calls.put(None)
+
+        threading.Thread(target=loop, name="event loop", daemon=True).start()
+        while (call := self._calls.get()) is not None:
+            call()
+        ended.result()
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a function, called in the thread of ``run``."""
+        done: Future[Any] = Future()
+        self._calls.put(lambda: _settle(done, function, *args))
+        return await asyncio.wrap_future(done)
+
+
+def _settle(done: Future[Any], function: Callable[..., Any], *args: Any) -> None:
+    """Call a function unless its call is cancelled."""
+    if done.set_running_or_notify_cancel():
+        try:
+            done.set_result(function(*args))
+        except BaseException as error:
+            done.set_exception(error)
