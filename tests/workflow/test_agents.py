@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.testing import EchoRollout
 from asyncflow_sdk.types.events import Event, Loaded
+from asyncflow_sdk.workflow.rollout import agent_runner
+from asyncflow_sdk.workflow.workers.user_code import ServiceAway
 
 LIMIT_S = 60
 
@@ -33,6 +37,7 @@ class Tool:
     """Something slow between turns. ``waits``: its first use ends once new weights were loaded."""
 
     waits, loaded = False, False
+    never = threading.Event()
 
     @classmethod
     async def use(cls) -> None:
@@ -40,6 +45,16 @@ class Tool:
         while waits and not cls.loaded:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.005)
+
+
+def plain_two_turns(turns: Any, length: Any) -> Any:
+    """The same as a plain function, in a thread."""
+    assert threading.current_thread().name == "plain_two_turns"
+    first = turns.generate(max_tokens=2)
+    second = turns.generate([90, 91, *first.token_ids.tolist()])
+    turns.observe([99])
+    assert len(turns.response_ids) == 11
+    return {"reward": float(length + len(second.token_ids)), "said": second.token_ids}
 
 
 async def slow_tool(turns: Any) -> float:
@@ -70,6 +85,42 @@ async def never_ends(turns: Any, prompt_ids: Any) -> float:
     await turns.generate()
     if prompt_ids[0] == 5:
         await asyncio.Event().wait()
+    return 1.0
+
+
+async def blocks(turns: Any, prompt_ids: Any) -> float:
+    """Stops its event loop for the prompt that begins with 5."""
+    await turns.generate()
+    if prompt_ids[0] == 5:
+        Tool.never.wait()
+    return 1.0
+
+
+def plain_blocks(turns: Any, prompt_ids: Any) -> float:
+    turns.generate()
+    if prompt_ids[0] == 5:
+        Tool.never.wait()
+    return 1.0
+
+
+async def exits(turns: Any, prompt_ids: Any) -> float:
+    await turns.generate()
+    if prompt_ids[0] == 5:
+        sys.exit(0)
+    return 1.0
+
+
+def plain_exits(turns: Any, prompt_ids: Any) -> float:
+    turns.generate()
+    if prompt_ids[0] == 5:
+        next(iter(()))
+    return 1.0
+
+
+async def cancels(turns: Any, prompt_ids: Any) -> float:
+    await turns.generate()
+    if prompt_ids[0] == 5:
+        raise asyncio.CancelledError
     return 1.0
 
 
@@ -142,9 +193,10 @@ def answered(run: af.Run, agent: af.Agent, prompts: dict[str, Any], engine: Any 
     return sorted(rows, key=lambda row: row["id"])
 
 
-def test_a_row_is_what_was_drawn_and_observed_token_by_token(run: af.Run) -> None:
+@pytest.mark.parametrize("function", [two_turns, plain_two_turns])
+def test_a_row_is_what_was_drawn_and_observed_token_by_token(run: af.Run, function: Any) -> None:
     # given an environment that speaks between two turns, and after them
-    agent = af.Agent(function=two_turns, gives=("reward", "said"))
+    agent = af.Agent(function=function, gives=("reward", "said"))
 
     # when
     (row,) = answered(run, agent, {"prompt_ids": [[1, 2, 3]], "length": [5]}, sampling=af.Sampling(max_tokens=4))
@@ -187,6 +239,11 @@ def test_a_conversation_ends_where_the_context_does(run: af.Run) -> None:
         ),
         ("says_no_text", 600, ["agent says_no_text() raised ValueError: \\ud800xxx", "xxx ... xxx"]),
         ("never_ends", 0.3, ["agent never_ends() did not end in 0.3 s"]),
+        ("blocks", 0.3, ["agent blocks() did not end in 0.3 s: it blocks its event loop at", "test_agents.py:"]),
+        ("plain_blocks", 0.3, ["agent plain_blocks() did not end in 0.3 s: it is at", "test_agents.py:"]),
+        ("exits", 600, ["agent exits() raised RuntimeError: SystemExit: 0", "sys.exit(0)"]),
+        ("plain_exits", 600, ["agent plain_exits() raised RuntimeError: StopIteration", "next(iter(()))"]),
+        ("cancels", 600, ["agent cancels() raised RuntimeError: CancelledError"]),
         ("silent", 600, ["agent silent(): its model never said anything"]),
         ("gives_no_number", 600, ["the reward nan; that is one finite number"]),
         ("gives_text", 600, ["the reward 'a'"]),
@@ -208,6 +265,88 @@ def test_an_agent_that_fails_costs_its_own_row_only(
     (letter,) = run.queue.failed()
     assert all(part in letter.reasons[-1] for part in why)
     assert len(letter.reasons) == 3
+
+
+class Spoken:
+    """A conversation with one turn."""
+
+    failure = None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def row(self, columns: Any) -> Any:
+        return columns
+
+
+def rewards_of(agent: af.Agent, notes: list[str], rows: int = 1) -> list[Any]:
+    """What conversations at the same time give, or raise."""
+
+    async def converse() -> list[Any]:
+        runner = agent_runner.AgentRunner(agent, notes.append)
+        each = [runner.converse(Spoken, {"number": number}, number) for number in range(rows)]
+        try:
+            return await asyncio.gather(*each, return_exceptions=True)
+        finally:
+            await runner.close()
+
+    return asyncio.run(converse())
+
+
+def test_code_that_blocks_the_event_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given
+    notes, freed = list[str](), threading.Event()
+
+    async def slow(turns: Any, number: int) -> float:
+        assert freed.wait(60)  # as a request of a blocking client
+        return 1.0
+
+    class Notes(list[str]):
+        def append(self, text: str) -> None:
+            super().append(text)
+            freed.set()
+
+    monkeypatch.setattr(agent_runner, "BLOCKED_S", 0.2)
+    notes = Notes()
+    # when
+    rewards = rewards_of(af.Agent(function=slow, gives=("reward",)), notes)
+    # then
+    assert rewards == [{"reward": 1.0}]
+    line = slow.__code__.co_firstlineno + 1
+    assert f"has blocked its event loop for 0.2 s, at {__file__}:{line}, in slow()" in notes[0]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_absent_service_is_waited_for_with_one_warning(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a service that is back after three attempts of each conversation, or never
+    tries: list[int] = []
+    limit = 3
+
+    def ask(turns: Any, number: int) -> float:
+        tries.append(number)
+        if tries.count(number) <= limit:
+            try:
+                raise ConnectionRefusedError("nobody listens")
+            except OSError as error:
+                raise RuntimeError("no answer") from error
+        return 1.0
+
+    async def ask_softly(turns: Any, number: int) -> float:
+        return ask(turns, number)
+
+    agent, notes = af.Agent(function=ask if plain else ask_softly, gives=("reward",)), list[str]()
+    # when
+    rewards = rewards_of(agent, notes, 2)
+    # then
+    assert rewards == [{"reward": 1.0}] * 2
+    assert len(notes) == 1
+    # when
+    limit = 10**6
+    monkeypatch.setattr(agent_runner, "SERVICE_S", 1.0)
+    failed = rewards_of(replace(agent, timeout_s=1.0), notes, 2)
+    # then
+    assert ServiceAway in map(type, failed)
+    assert "was away for 1 s: RuntimeError: no answer" in str(failed)
 
 
 def test_a_bug_in_every_conversation_ends_the_producer_with_its_traceback(run: af.Run) -> None:
@@ -233,6 +372,10 @@ def test_what_the_engine_refuses_fails_the_row_even_if_the_agent_does_not_mind(r
     assert "EngineError: not today" in letter.reasons[-1]
 
 
+async def yields(turns: Any) -> Any:
+    yield 1.0
+
+
 async def _in_main(turns: Any) -> float:
     return 1.0
 
@@ -240,7 +383,8 @@ async def _in_main(turns: Any) -> float:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"agent": lambda turns: 1.0}, "an agent is a coroutine function"),
+        ({"agent": lambda turns: 1.0}, "cannot be imported by its worker"),
+        ({"agent": yields}, "an agent returns its columns; yields yields them"),
         ({"agent": two_turns, "agent_timeout_s": 0}, "agent_timeout_s must be above 0"),
         ({"gives": ["reward"]}, "needs= and gives= are an agent's"),
     ],

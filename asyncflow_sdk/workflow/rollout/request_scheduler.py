@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ...types import Sampling
 from ..workers.user_code import FunctionFailed
 from ..workers.worker_log import WorkerLog
 from .agent import Agent, AgentFailed, Turns
+from .agent_runner import AgentRunner
 from .completion_batcher import CompletionBatcher
 from .engine_gateway import RESPONSE_S, EngineGateway, Generated, derived_seed
 from .prompt_lease import PromptLease
@@ -46,7 +48,8 @@ class RequestScheduler:
         samplings: Mapping[str, Sampling] | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._gateway, self._batcher, self._log, self._wake = engine, gateway, batcher, log, wake
-        self._sampling, self._tokenizer, self._agent, self._kind = sampling, tokenizer, agent, kind
+        self._sampling, self._tokenizer, self._kind = sampling, tokenizer, kind
+        self._agent = None if agent is None else AgentRunner(agent, log.note)
         self._samplings = samplings or {}  # of other partitions
         self.failure: BaseException | None = None
         self._running: dict[asyncio.Task[None], _Running] = {}
@@ -137,14 +140,15 @@ class RequestScheduler:
             async for generated in responses:
                 self._finish(work, [work.rows[index] for index in generated.indices], generated)
 
-    async def _converse(self, agent: Agent, work: _Running) -> None:
+    async def _converse(self, agent: AgentRunner, work: _Running) -> None:
         row = work.rows[0]
-        turns = Turns(
-            self._gateway, work.lease.prompt_ids[row], self._sampling_of(work), seed=self._seed(work), tokenizer=self._tokenizer,
-            context=self._engine.capabilities.context,
+        begin = functools.partial(
+            Turns, self._gateway, work.lease.prompt_ids[row], self._sampling_of(work), seed=self._seed(work),
+            tokenizer=self._tokenizer, context=self._engine.capabilities.context,
         )  # fmt: skip
-        columns = {name: work.lease.batch[name][row] for name in agent.needs or ()}
-        self._finish(work, [row], await agent.converse(turns, columns))
+        columns = {name: work.lease.batch[name][row] for name in agent.agent.needs or ()}
+        group = int(work.lease.batch.groups[row])
+        self._finish(work, [row], await agent.converse(begin, columns, group))
 
     def _sampling_of(self, work: _Running) -> Sampling:
         return self._samplings.get(work.lease.batch.partition, self._sampling)
@@ -221,6 +225,12 @@ class RequestScheduler:
     async def close(self) -> None:
         """Cancel all requests. The end of the session gives their rows to other workers."""
         await self._cancel(list(self._running))
+
+    async def end(self) -> None:
+        """Cancel all requests, and end the agent's threads."""
+        await self.close()
+        if self._agent is not None:
+            await self._agent.close()
 
     async def _cancel(self, tasks: list[asyncio.Task[None]]) -> None:
         for task in tasks:

@@ -253,7 +253,7 @@ class RolloutWorker:
         try:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(self._requests.close(), *tasks, return_exceptions=True)
+            await asyncio.gather(self._requests.end(), *tasks, return_exceptions=True)
             with contextlib.suppress(asyncio.TimeoutError):  # an engine that hangs must not hide the error
                 await asyncio.wait_for(self._engine.close(), CLOSE_S)
         finally:

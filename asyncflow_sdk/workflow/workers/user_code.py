@@ -16,9 +16,13 @@ from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import AsyncFlowError, ConfigError
 from ...queue.error_text import error_text, user_trace
 
+SERVICE_S = 600.0
+"""A service may be away for this long (seconds)."""
+AWAY = {"ConnectionError", "TimeoutError", "Timeout", "TransportError", "ClientConnectionError", "APIConnectionError"}
+"""Classes of errors of an absent service: built in, and of requests, httpx, aiohttp and openai."""
 LAST_ATTEMPT = 5
 """A call with this many failed attempts fails if others were answered meanwhile."""
 
@@ -82,21 +86,21 @@ class ServiceWatch:
 
 
 class MainThread:
-    """Runs an event loop in a thread beside, and its plain functions here, one at a time: signals, such as
+    """Runs an event loop in a thread beside, and its plain functions here, one at a time: signals, as the
     ``signal.alarm`` of verifiers, work in the main thread of a process only."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine to its end, and the functions that it gives to ``call`` in this thread."""
+        """Run a coroutine to its end, and the functions of its ``call`` in this thread."""
         ended: Future[None] = Future()
 
-        def loop() -> None:
-            _settle(ended, asyncio.run, main)
+        def _loop() -> None:
+            settle(ended, asyncio.run, main)
             self._calls.put(None)
 
-        threading.Thread(target=loop, name="event loop", daemon=True).start()
+        threading.Thread(target=_loop, name="event loop", daemon=True).start()
         while (call := self._calls.get()) is not None:
             call()
         ended.result()
@@ -104,14 +108,25 @@ class MainThread:
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return the result of a function, called in the thread of ``run``."""
         done: Future[Any] = Future()
-        self._calls.put(lambda: _settle(done, function, *args))
+        self._calls.put(lambda: settle(done, function, *args))
         return await asyncio.wrap_future(done)
 
 
-def _settle(done: Future[Any], function: Callable[..., Any], *args: Any) -> None:
+def settle(done: Future[Any], function: Callable[..., Any], *args: Any, **columns: Any) -> None:
     """Call a function unless its call is cancelled."""
     if done.set_running_or_notify_cancel():
         try:
-            done.set_result(function(*args))
+            done.set_result(function(*args, **columns))
         except BaseException as error:
+            if isinstance(error, StopIteration) or not isinstance(error, Exception):  # asyncio takes none of them
+                error = RuntimeError(error_text(error)).with_traceback(error.__traceback__)
             done.set_exception(error)
+
+
+def is_away(error: BaseException | None) -> bool:
+    """True for the errors of an absent service, also as a cause."""
+    while error is not None:
+        if not isinstance(error, AsyncFlowError) and any(each.__name__ in AWAY for each in type(error).__mro__):
+            return True
+        error = error.__cause__
+    return False
