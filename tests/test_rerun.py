@@ -48,7 +48,7 @@ def run(folder: Path, code: str, *options: str, **variables: str) -> tuple[int, 
 
 
 def rerun(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
-    environment = os.environ | {"PYTHONPATH": ""} | variables
+    environment = os.environ | {"PYTHONPATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | variables
     done = subprocess.run(
         [sys.executable, str(RERUN), *arguments], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=250, check=False,
@@ -56,7 +56,14 @@ def rerun(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "xdist"])
+def check_red(folder: Path, code: str, red: str, *options: str) -> None:
+    status, said = run(folder, code, *options)
+
+    assert status in (1, 2), said
+    assert red in said
+
+
+@pytest.mark.parametrize("options", [(), ("-p", "xdist", "-n", "2")], ids=["one process", "xdist"])
 class TestBothWays:
     def test_what_passes_alone_is_listed_with_its_first_failure(
         self, tmp_path: Path, options: tuple[str, ...]
@@ -74,25 +81,13 @@ class TestBothWays:
     @pytest.mark.parametrize(
         ("code", "red"),
         [
-            (LOADED.replace("COUNT", "4"), "at most 3 are accepted"),
             (LOADED.replace("COUNT", "1") + FAULTY, "1 failed, 1 passed only alone"),
-            (LOADED.replace("COUNT", "1") + SKIPPED, "1 failed, 1 passed only alone"),
-            (LOADED.replace("COUNT", "21"), "21 failed"),
             ("import no_such_module\n" + FAULTY, "1 error"),
         ],
-        ids=[
-            "too many",
-            "one fails alone",
-            "one is skipped alone",
-            "far too many",
-            "a module that cannot be imported",
-        ],
+        ids=["one fails alone", "a module that cannot be imported"],
     )
     def test_other_failures_are_red(self, tmp_path: Path, options: tuple[str, ...], code: str, red: str) -> None:
-        status, said = run(tmp_path, code, *options)
-
-        assert status in (1, 2), said
-        assert red in said
+        check_red(tmp_path, code, red, *options)
 
     def test_a_run_that_was_stopped_is_red(self, tmp_path: Path, options: tuple[str, ...]) -> None:
         assert run(tmp_path, LOADED.replace("COUNT", "2"), "-x", *options)[0] != 0
@@ -101,6 +96,19 @@ class TestBothWays:
         code = "import os\nprocess = os.environ.get('PYTEST_XDIST_WORKER', '')\nexec(f'def test_{process}(): assert process == 0')"
 
         assert run(tmp_path, code, *options)[0] != 0
+
+
+@pytest.mark.parametrize(
+    ("code", "red"),
+    [
+        (LOADED.replace("COUNT", "4"), "at most 3 are accepted"),
+        (LOADED.replace("COUNT", "1") + SKIPPED, "1 failed, 1 passed only alone"),
+        (LOADED.replace("COUNT", "21"), "21 failed"),
+    ],
+    ids=["too many", "one is skipped alone", "far too many"],
+)
+def test_what_does_not_pass_alone_or_is_too_much_is_red(tmp_path: Path, code: str, red: str) -> None:
+    check_red(tmp_path, code, red)
 
 
 def test_any_id_is_found_again(tmp_path: Path) -> None:
