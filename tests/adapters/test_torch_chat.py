@@ -143,7 +143,7 @@ def test_a_model_without_a_template_is_refused_before_a_run(tiny: str) -> None:
         workflow(tiny, [[USER]])
 
 
-def test_a_run_answers_chats_and_keeps_their_ids(talking: str, tmp_path: Path) -> None:
+def test_a_run_answers_chats_and_keeps_their_ids(talking: str, tmp_path: Path, warm: None) -> None:
     # given chats, and a template with arguments
     chat = af.Chat(system_prompt="Be brief.", chat_template_kwargs={"enable_thinking": False})
     made = workflow(talking, CHATS[::2], chat=chat)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import warm_python
 from transformers import AutoModelForCausalLM
 
 from asyncflow_sdk.errors import ConfigError, EngineError
@@ -427,7 +427,7 @@ def test_no_code_of_a_model_folder_is_executed(tmp_path: Path, tiny: str) -> Non
         f"from asyncflow_torch.reference import HuggingFacePolicy as P; p = P({tiny!r}); p._folder = {str(folder)!r}; p._tokenizer",
     )
     for code in (load[0].format("policy import load_policy"), load[1]):
-        subprocess.run([sys.executable, "-c", code], input=b"y\n" * 9, stderr=subprocess.PIPE, timeout=500)
+        subprocess.run([warm_python(), "-c", code], input=b"y\n" * 9, stderr=subprocess.PIPE, timeout=500)
     # then nothing of it ran
     assert not (tmp_path / "executed").exists()
 
