@@ -25,12 +25,9 @@ UNMASKED = {"gpt_oss", "qwen2_5_vl"}
 """Their masks are made without position ids; FlashAttention reads them itself."""
 WITHOUT_SDPA = {"gpt_oss", "mamba", "mamba2"}
 LENGTHS = [(3, 12), (9, 4), (1, 9), (14, 17), (6, 1), (2, 7)]
-CASES = [
-    (name, attention)
-    for name in FAMILIES
-    for attention in ("eager", "sdpa")
-    if not (attention == "sdpa" and name in WITHOUT_SDPA)
-]
+CASES = [(name, "eager" if name in WITHOUT_SDPA else "sdpa") for name in FAMILIES]
+CASES += [(name, "eager") for name in ("llama", "gemma3_text", "deepseek_v3", "qwen3_next", "qwen2_5_vl")]
+"""Each family, and a model of each kind of layers with the other attention."""
 
 
 @pytest.fixture(scope="module")
