@@ -4,7 +4,8 @@ def consume(address): ...; say("ready"); hear()          # in a module that impo
 with Child(consume, address) as child: child.hear(); child.stop(); child.resume(); child.say(1); child.kill()
 subprocess.run([warm_python(), "script.py"])             # or -m MODULE, or -c CODE, as sys.executable takes them
 
-A client sends its arguments, variables, directory and descriptors to the server, which forks the process that runs them.
+A client sends its arguments, variables, directory, descriptors and namespaces to the server, which forks the process that
+runs them there.
 The server passes on signals and the exit status, and kills the process if its client is killed. All processes that run tests
 share one server with torch and one without. Each imports its modules at its first request.
 """
@@ -42,20 +43,21 @@ from waiting import until
 LIMIT_S = 200.0
 """Only ends a test that would hang."""
 _CALL = """\
+print(number, flush=True)
 import importlib, json, multiprocessing, sys
 sys.executable, folders, module, function, arguments = sys.argv[1:]
 multiprocessing.set_executable(sys.executable)
 sys.path[1:1] = json.loads(folders)
 getattr(importlib.import_module(module), function)(*json.loads(arguments))
 """
-_NUMBER = "import os\nprint(os.getpid(), flush=True)\n"
 _PROGRAM = """\
 #!{python} -IS
 import _signal as signal, _socket, marshal, os, struct, sys  # the module signal takes as long to import as the rest
 fds = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)]
 line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
 line.connect({address!r})
-request = (sys.argv[0], sys.argv[1:], fds, dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)))
+request = (sys.argv[0], sys.argv[1:], fds[:], dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)))
+fds += [os.open("/proc/self/ns/" + each, os.O_RDONLY) for each in ("pid", "net", "uts", "mnt")]
 rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack(f"{{len(fds)}}i", *fds))]
 line.sendmsg([marshal.dumps(request)], rights)
 for fd in fds:
@@ -70,8 +72,8 @@ except ConnectionResetError:  # reported once, if the child ended with a signal 
 status = int(status or -9)
 if status < 0:
     signal.signal(-status, signal.SIG_DFL) if status != -9 else None
-    os.kill(os.getpid(), -status)
-os._exit(status)
+    os.kill(os.getpid(), -status)  # which the first process of a host ignores
+os._exit(status if status >= 0 else 128 - status)
 """
 _TORCH = [
     "torch", "transformers.models.qwen3.modeling_qwen3", "asyncflow_torch.train", "asyncflow_torch.rollout",
@@ -107,23 +109,30 @@ def answer(known: dict[str, Any]) -> None:
 
 
 class Child:
-    """A process that runs ``function``. With ``within`` that command starts it, in a new interpreter. It is killed when the
-    block ends."""
+    """A process that runs ``function``. With ``within`` that command starts it. It is killed when the block ends."""
 
     def __init__(self, function: Callable[..., None], *arguments: Any, within: Sequence[str] = ()) -> None:
         path = Path(function.__code__.co_filename)
-        server = "TORCH" if path.parent.name == "adapters" else "SDK"
-        start = [*within, sys.executable, "-c", _CALL] if within else [_python(server), "-c", _NUMBER + _CALL]
+        program = _python("TORCH" if path.parent.name == "adapters" else "SDK")
+        python = program if within else sys.executable  # of those that it starts; here tests look at their numbers
         folders = json.dumps([str(path.parent), str(Path(__file__).parent)])
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the child
         self._process = subprocess.Popen(
-            [*start, sys.executable, folders, path.stem, function.__name__, json.dumps(arguments)], bufsize=0,
+            [*within, program, "-c", _CALL, python, folders, path.stem, function.__name__, json.dumps(arguments)], bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True,
         )  # fmt: skip
         self._said = b""  # received, and not returned by hear() yet
-        self.pid = self._process.pid if within else self.hear()
+
+    @functools.cached_property
+    def pid(self) -> int:
+        """Its number here, also if it has another one where it runs. The first that it says."""
+        return int(self._line())
 
     def hear(self) -> Any:
+        assert self.pid
+        return json.loads(self._line())
+
+    def _line(self) -> bytes:
         ready = select.poll()  # select takes no descriptor past 1023
         ready.register(self._process.stdout, select.POLLIN)
         while b"\n" not in self._said:
@@ -131,7 +140,7 @@ class Child:
             assert more, f"the child said nothing; it ended with {self._process.poll()}:\n{self.errors()}"
             self._said += more
         line, _, self._said = self._said.partition(b"\n")
-        return json.loads(line)
+        return line
 
     def say(self, value: Any) -> None:
         self._process.stdin.write(json.dumps(value).encode() + b"\n")
@@ -231,10 +240,16 @@ def _end_server(server: subprocess.Popen[bytes]) -> None:
 # ---- the server
 
 
-def _serve(listener: socket.socket) -> tuple[list[int], bytes]:
+def _enter(space: int) -> None:
+    """Enter a namespace; one of processes only with the next fork. Others than its own are there for root only."""
+    ctypes.CDLL(None).setns(space, 0)
+
+
+def _serve(listener: socket.socket) -> tuple[list[int], bytes, int]:
     """Fork for each client, pass its signals on to its process, and the exit status back. Returns in the forked processes
-    only: the client's descriptors, and its request."""
+    only: the client's descriptors, its request, and the number of the process here."""
     clients: dict[int, tuple[int, socket.socket]] = {}  # by a descriptor of the process
+    here = os.open("/proc/self/ns/pid", os.O_RDONLY)
     while True:
         lines = [line for _, line in clients.values()]
         ready = select.select([0, listener, *clients, *lines], [], [])[0]
@@ -261,19 +276,32 @@ def _serve(listener: socket.socket) -> tuple[list[int], bytes]:
                 line.close()
                 continue
             line.settimeout(None)
-            if not (pid := os.fork()):
+            *fds, numbers, net, uts, mounts = fds
+            _enter(numbers)
+            try:
+                pid = os.fork()
+            except OSError:  # the first process of the namespace has ended, and the client with it
+                pid = -1
+            if not pid:
+                number = int(os.readlink("/proc/self"))
+                for space in (net, uts, mounts):
+                    _enter(space)
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the server
                 for each in (listener, line, *lines):
                     each.close()
-                return fds, request
-            clients[os.pidfd_open(pid)] = pid, line
-            for fd in fds:
+                return fds, request, number
+            _enter(here)
+            for fd in (*fds, numbers, net, uts, mounts):
                 os.close(fd)
+            if pid < 0:
+                line.close()
+                continue
+            clients[os.pidfd_open(pid)] = pid, line
             with contextlib.suppress(OSError):
                 line.send(b"%d" % pid)
 
 
-def _run(libraries: list[str], fds: list[int], request: bytes) -> None:
+def _run(libraries: list[str], fds: list[int], request: bytes, own_number: int) -> None:
     """Run what the client was told to run, as its interpreter would."""
     program, arguments, numbers, environment, directory, cpus = marshal.loads(request)  # noqa: S302 - of our own client
     os.setsid()
@@ -304,7 +332,7 @@ def _run(libraries: list[str], fds: list[int], request: bytes) -> None:
     if how == "-m":
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif how == "-c":
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__", "number": own_number})
     else:
         runpy.run_path(how, run_name="__main__")
 

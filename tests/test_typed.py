@@ -69,13 +69,13 @@ def typed(
 ) -> Command:
     """Type words of the documents. ``more``: further words, to end sooner. ``replaced``: placeholders and their values.
 
-    On this host, programs of ``folder``/bin fork from a process with torch; on other hosts, the installed ones start anew.
+    Programs of the folder's bin fork from a process with torch, also on other hosts.
     """
     for placeholder, value in replaced:
         assert placeholder in words
         words = words.replace(placeholder, value)
     words = words if "&&" in words else f"exec {words}"  # bash is then that process, which gets the signals
-    path = f"{Path(sys.executable).parent if within else folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     return Command([*within, "bash", "-c", f"{words} {more}"], folder, {"PATH": path, "COLUMNS": "150"})
 
 
@@ -116,7 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         program.write_text(f'#!/bin/sh\nexec {warm_python()} {words} "$@"\n')
         program.chmod(0o755)
     (folder / "examples").symlink_to(CLONE / "examples")
-    ended(typed("python -m asyncflow_torch.demo.model runs/start", folder))
+    ended(typed("python -m asyncflow_torch.demo.model runs/start", folder, "0"))  # test_guide.py warms it up
     for name in ("model", "data.jsonl"):
         (folder / name).symlink_to(f"runs/start/{name}")
     (folder / "rewards.py").write_text(REWARDS)
@@ -294,6 +294,7 @@ def test_each_host_joins_by_the_command_that_the_server_prints(folder: Path, tmp
         server.until(r"asyncflow top")
         there = tmp_path / "there"
         there.mkdir()
+        (there / "bin").symlink_to(folder / "bin")
         shutil.copy(folder / "runs" / "x" / "run.key", there)
         store = command("docs/queue.md: asyncflow store tcp://10.0.0.1:7000 --key run.key")
         unit = running.enter_context(typed(store, there, "", [("10.0.0.1", head)], net.within(2)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,7 @@ def test_a_run_on_five_hosts_learns_as_on_one(tiny: str, tmp_path: Path) -> None
         there["train.launcher_options"] = there["rollout.launcher_options"]
         changes = [word for name, value in (small | there).items() for word in ("--set", f"{name}={value}")]
         done = subprocess.run(
-            [*net.within(1), sys.executable, "-m", "asyncflow_sdk.cli", "run", "run.toml", "several", *changes],
+            [*net.within(1), python, "-m", "asyncflow_sdk.cli", "run", "run.toml", "several", *changes],
             cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         logs = {path.name: path.read_text() for path in (tmp_path / "several" / "logs").glob("*")}

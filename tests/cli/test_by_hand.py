@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,8 +21,7 @@ PROMPTS = [{"prompt_ids": [1, 2, n]} for n in range(8)]
 
 def asyncflow(*arguments: str, cwd: Path, within: Sequence[str] = ()) -> Command:
     """``within``: the command that starts it on another host."""
-    python = sys.executable if within else warm_python()  # its server is a process of this host
-    return Command([*within, python, "-m", "asyncflow_sdk.cli", *arguments], cwd)
+    return Command([*within, warm_python(), "-m", "asyncflow_sdk.cli", *arguments], cwd)
 
 
 @pytest.fixture
