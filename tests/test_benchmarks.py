@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +92,8 @@ def test_replicas_in_numbers_are_run_and_further_ones_simulated(tmp_path: Path) 
 @pytest.mark.starts("asyncflow store", "docs/queue.md: asyncflow store tcp://10.0.0.1:7000 --key run.key")
 def test_columns_stay_off_the_link_of_the_server(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.hosts",
-        "--quick",
-        "--pairs",
-        "1",
-        "--rate",
-        "none",
-        "--json",
-        str(path),
-    ]
+    small = ["--quick", "--pairs", "1", "--rate", "none", "--json"]
+    command = [warm_python(), "-m", "benchmarks.hosts", *small, str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())
@@ -118,7 +107,7 @@ def test_columns_stay_off_the_link_of_the_server(tmp_path: Path) -> None:
 def test_weights_leave_their_publisher_once_for_two_hosts(tmp_path: Path) -> None:
     path = tmp_path / "weights.json"
     small = ["--quick", "--hosts", "2", "--rate", "400", "--fanout", "1", "--json"]
-    command = [sys.executable, "-m", "benchmarks.hosts.weights", *small, str(path)]
+    command = [warm_python(), "-m", "benchmarks.hosts.weights", *small, str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stderr
     last, first, copies = (row["ours"] for row in json.loads(path.read_text()))
