@@ -25,7 +25,7 @@ from ..workflow.events.recorder import Recorder
 from ..workflow.run_directory import RunDirectory
 from .formats import printable
 from .screens.live_view import LiveView
-from .signals import sigterm_as_interrupt
+from .signals import stop_as_interrupt
 
 SHOW_S = 5.0
 MOST_QUEUED = 10_000
@@ -82,7 +82,7 @@ def serve_run(
     show = LiveView(steps, f"asyncflow serve {directory}", console) if steps else EventPrinter(console)
     relay = EventRelay(show)
     options = {"address": address, "insecure": insecure, "on_event": relay, **limits}
-    with sigterm_as_interrupt(), _recorded(directory, console, options) as run:
+    with stop_as_interrupt(), _recorded(directory, console, options) as run:
         if feed is not None:
             run.feed(**feed)
         served = next((each for each in run.addresses if each.startswith("tcp:")), run.address)

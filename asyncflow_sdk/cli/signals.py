@@ -1,4 +1,4 @@
-"""Signals: Ctrl-C during imports, and SIGTERM as Ctrl-C."""
+"""Signals: Ctrl-C during imports, and SIGTERM and SIGHUP as Ctrl-C."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def _exit(number: int, frame: Any) -> None:
 
 
 @contextlib.contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM within the block. No effect outside the main thread."""
+def stop_as_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt on each of ``stop_signals`` within the block. No effect outside the main thread."""
+    from ..workflow.workers.signals import stop_signals  # an import for which Ctrl-C must be handled already
+
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -39,8 +41,9 @@ def sigterm_as_interrupt() -> Iterator[None]:
     def _stop(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, _stop)
+    before = {number: signal.signal(number, _stop) for number in stop_signals()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -12,7 +12,7 @@ from ..queue.unit_start import UnitConfig
 from ..types.defaults import CALL_S
 from ..wire import RunKey
 from ..workflow.endpoints import find_run
-from .signals import sigterm_as_interrupt
+from .signals import stop_as_interrupt
 
 
 def serve_store(
@@ -26,6 +26,6 @@ def serve_store(
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    with sigterm_as_interrupt():
+    with stop_as_interrupt():
         run_unit(config, say, threading.Event())
     say("the run has ended")

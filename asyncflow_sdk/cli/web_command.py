@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..errors import ConfigError
-from .signals import sigterm_as_interrupt
+from .signals import stop_as_interrupt
 from .web.live_figures import LiveFigures
 from .web.page_server import PageServer
 
@@ -24,6 +24,6 @@ def serve_page(where: str, address: str, console: Console, key: Path | None, ins
         except OSError as error:
             raise ConfigError(f"no page can be served at {address}: {error.strerror or error}") from None
         figures.json()  # reads all past events before anybody waits for them
-        with server, sigterm_as_interrupt():
+        with server, stop_as_interrupt():
             console.print(server.url, markup=False, highlight=False, soft_wrap=True)
             server.serve_forever()

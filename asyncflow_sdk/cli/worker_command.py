@@ -230,7 +230,7 @@ def _start_from_file(group: _GroupOptions, task: str) -> None:
 def _work(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> None:
     """Join the run, work until the stream ends, and leave."""
     from ..workflow import connect
-    from .signals import sigterm_as_interrupt
+    from .signals import stop_as_interrupt
 
     console = Console()
 
@@ -238,7 +238,7 @@ def _work(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> N
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     with (
-        sigterm_as_interrupt(),
+        stop_as_interrupt(),
         connect(group.address, key=group.key, insecure=group.insecure, name="worker", logs="logs") as run,
     ):
         if batch_size:

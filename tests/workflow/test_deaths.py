@@ -19,6 +19,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
 from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.types.events import Event, LeaseReturned, Note, WorkerState
+from asyncflow_sdk.workflow.workers.signals import stop_signals
 
 LONG = 100_000
 
@@ -95,7 +96,7 @@ def long_workflow(reward: str = "length") -> af.Workflow:
     )
 
 
-@pytest.mark.parametrize(("number", "words"), [(signal.SIGINT, "worker ready reward-0"), (signal.SIGTERM, "step 3")])
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGINT, "worker ready reward-0"), (signal.SIGHUP, "step 3")])
 def test_stopping_by_signal_leaves_no_process_and_no_memory(tmp_path: Path, words: str, number: int) -> None:
     driver = Driver(tmp_path / "run", "test_deaths:long_workflow")
     while not driver.last.startswith(words):
@@ -112,6 +113,16 @@ def test_stopping_by_signal_leaves_no_process_and_no_memory(tmp_path: Path, word
     assert driver.last.startswith("interrupted")
     assert not segments(driver.pid)
     assert '"interrupted"' in (tmp_path / "run" / "summary.json").read_text()
+
+
+def test_hangups_stop_a_run_unless_they_are_ignored_as_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert stop_signals() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert stop_signals() == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_ctrl_c_kills_the_workers_that_the_first_has_not_ended(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""StopSignals: Ctrl-C and SIGTERM during a run in the main thread.
+"""StopSignals: Ctrl-C, SIGTERM and SIGHUP during a run in the main thread.
 
 with StopSignals() as signals:
     work()                                      # a signal raises KeyboardInterrupt
@@ -17,6 +17,12 @@ from collections.abc import Callable
 from types import FrameType
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a run: SIGHUP, of a closed terminal, unless it is ignored, as under nohup."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
+
+
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     """The first signal stops the work; later ones hurry the closing. In other threads than the main
     one it does nothing, since signals arrive only there."""
@@ -30,7 +36,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in stop_signals():
                 self._before[number] = signal.signal(number, self._received)
         return self
 
