@@ -26,6 +26,12 @@ def vanishes(response_ids):
     os._exit(0)
 
 
+def writes_and_dies(response_ids):
+    print(*(f"line {number}" for number in range(50_000)), sep="\n")
+    os.write(2, b"the last line\n")
+    os._exit(7)
+
+
 def starts_others(response_ids):
     """Each call leaves a process behind, which its log names."""
     print("started", subprocess.Popen(["sleep", "3600"]).pid, flush=True)

@@ -7,10 +7,11 @@ import stat
 from pathlib import Path
 
 import pytest
-from functions import doubled, raises_below
+from functions import doubled, raises_below, writes_and_dies
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
+from asyncflow_sdk.workflow.workers import process_launcher
 
 
 def test_workers_of_a_run_with_a_directory_log_there(tmp_path: Path) -> None:
@@ -55,3 +56,22 @@ def test_the_log_of_a_worker_that_failed_stays(tmp_path: Path, monkeypatch: pyte
     assert os.listdir(tmp_path) == []
     worker.spec.log.unlink()
     worker.spec.log.parent.rmdir()
+
+
+def test_logs_rotate_and_the_last_lines_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a worker that writes three times the size of a log, and dies
+    monkeypatch.setattr(process_launcher, "LOG_BYTES", 200_000)
+    dies = af.Stage(writes_and_dies, task="after", needs=["response_ids"], gives=["again"], max_restarts=0)
+    with af.serve(tmp_path / "run") as run:
+        run.queue.put({"response_ids": [[1]]})
+        (worker,) = run.start(dies)
+        # when its end is reported, then the report has the last lines
+        with pytest.raises(WorkerFailed, match="line 49999\nthe last line"):
+            run.wait(worker, timeout_s=100)
+    # and two files of limited size have all the last lines, in order
+    log = worker.spec.log
+    files = [log.with_name("after-0.log.1"), log]
+    assert sorted(log.parent.iterdir()) == sorted(files)
+    assert all(each.stat().st_size <= 200_000 for each in files)
+    lines = "".join(each.read_text() for each in files).splitlines()[1:]  # the first may be cut
+    assert lines == [*(f"line {number}" for number in range(50_001 - len(lines), 50_000)), "the last line"]

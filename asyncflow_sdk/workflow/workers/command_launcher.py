@@ -28,7 +28,7 @@ import msgspec
 
 from ...errors import ConfigError
 from ...interfaces import FATAL_STATUS, Launcher, WorkerExit, WorkerHandle, WorkerSpec
-from .process_launcher import LogEnd
+from .process_launcher import WorkerOutput
 
 BEAT_S = 10.0
 """Each end sends an empty line this often (seconds)."""
@@ -90,10 +90,10 @@ class CommandLauncher(Launcher):
         find their rank in the variable named by the last argument of ``far_command``. The log of
         rank 0 is the command's standard error. Raises ConfigError."""
         with contextlib.ExitStack() as files:
-            logs = [files.enter_context(LogEnd.opened(spec)) for spec in specs]
+            outputs = [files.enter_context(WorkerOutput.opened(spec)) for spec in specs]
             try:
                 process = subprocess.Popen(
-                    list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=logs[0].file,
+                    list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=outputs[0].file,
                     start_new_session=True,  # Ctrl-C is for the driver only
                 )  # fmt: skip
             except OSError as error:
@@ -101,8 +101,8 @@ class CommandLauncher(Launcher):
         shared = _Command(self, process, len(specs))
         shared.send(b"".join(spec.config + b"\n" for spec in specs))
         return [
-            _CommandHandle(self, spec, shared, rank, log)
-            for rank, (spec, log) in enumerate(zip(specs, logs, strict=True))
+            _CommandHandle(self, spec, shared, rank, output)
+            for rank, (spec, output) in enumerate(zip(specs, outputs, strict=True))
         ]
 
 
@@ -188,10 +188,10 @@ class _Command:
 
 class _CommandHandle(WorkerHandle):
     def __init__(
-        self, launcher: CommandLauncher, spec: WorkerSpec, command: _Command, rank: int, log: LogEnd
+        self, launcher: CommandLauncher, spec: WorkerSpec, command: _Command, rank: int, output: WorkerOutput
     ) -> None:
         self.host = spec.host
-        self._launcher, self._spec, self._command, self._rank, self._log = launcher, spec, command, rank, log
+        self._launcher, self._spec, self._command, self._rank, self._output = launcher, spec, command, rank, output
 
     def wait(self) -> WorkerExit:
         """Wait for the worker. Its exit is the agent's, or else that of the command."""
@@ -202,12 +202,12 @@ class _CommandHandle(WorkerHandle):
             if message.status is not None:
                 ended = message.status
                 break
-        status = self._command.leave()
+        status, lines = self._command.leave(), self._output.text()
         if ended is not None:
             return WorkerExit(ended, text) if text or not ended else self._logged(ended)
         if self.pid:
-            return WorkerExit(status or 1, f"the connection to host {self.host!r} was lost: {self._log.text()}")
-        return self._launcher.explain(self._spec, status, self._log.text()) or self._unanswered(status)
+            return WorkerExit(status or 1, f"the connection to host {self.host!r} was lost: {lines}")
+        return self._launcher.explain(self._spec, status, lines) or self._unanswered(status, lines)
 
     def stop(self) -> None:
         """Ask the agent to stop the worker."""
@@ -217,10 +217,10 @@ class _CommandHandle(WorkerHandle):
         """Kill the command; the agent then kills the worker."""
         self._command.kill()
 
-    def _unanswered(self, status: int) -> WorkerExit:
+    def _unanswered(self, status: int, lines: str) -> WorkerExit:
         python = self._launcher.far_command(self._spec)[0]
-        return no_program(self.host, python, status, self._log.text()) or self._logged(status or 1)
+        return no_program(self.host, python, status, lines) or self._logged(status or 1)
 
     def _logged(self, status: int) -> WorkerExit:
         python = self._launcher.far_command(self._spec)[0]
-        return self._log.exit(status, f"{python} of host {self.host!r}" if self.host else python)
+        return self._output.exit(status, f"{python} of host {self.host!r}" if self.host else python)

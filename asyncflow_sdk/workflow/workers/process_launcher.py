@@ -25,7 +25,11 @@ from ...interfaces import FATAL_STATUS, Launcher, Placement, WorkerExit, WorkerH
 from ...memory import make_private_directory, private_opener
 from .worker_process import COMPLETED, REPORT_BYTES
 
+LOG_BYTES = 32 << 20
+"""Size limit of a log; a full one is renamed to ``NAME.log.1``, in place of the one before."""
 TAIL_BYTES = 64 << 10
+_COPY_S = 2.0
+"""Limit of the wait for the rest of an output (seconds)."""
 _NO_MODULE = re.compile(r"No module named '?[\w.]+'?(?=\)?\s*$)")
 
 
@@ -56,57 +60,69 @@ class ProcessLauncher(Launcher):
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start a process and send it the spec. Raises ConfigError."""
-        with LogEnd.opened(spec) as log:
-            return start_process(spec, log)
+        with WorkerOutput.opened(spec) as output:
+            return start_process(spec, output)
 
 
-class LogEnd:
-    """The part of a worker's log that is written from now on. ``file``: to write to, until the block of
-    ``opened`` ends."""
+class WorkerOutput:
+    """The output of a worker's process, which a thread copies to the worker's log, so that the log rotates.
+    ``file``: to write to, until the block of ``opened`` ends. A full disk loses what it has no room for."""
 
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self.path, self.file = path, file
-        self._start = path.stat().st_size
+    def __init__(self, log: Path, file: IO[bytes], copied: int) -> None:
+        self.log, self.file, self._tail = log, file, b""
+        self._thread = threading.Thread(target=self._copy, args=(copied,), name=f"log {log.stem}", daemon=True)
+        self._thread.start()
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, spec: WorkerSpec) -> Iterator[LogEnd]:
+    def opened(cls, spec: WorkerSpec) -> Iterator[WorkerOutput]:
         """Open the log of a worker."""
         make_private_directory(spec.log.parent)
-        with open(spec.log, "ab", opener=private_opener) as file:
-            yield cls(spec.log, file)
+        open(spec.log, "ab", opener=private_opener).close()
+        copied, into = os.pipe()
+        with open(into, "wb", buffering=0) as file:
+            yield cls(spec.log, file, copied)
+
+    def _copy(self, copied: int) -> None:
+        with open(copied, "rb", buffering=0) as output:
+            while block := output.read(TAIL_BYTES):
+                self._tail = (self._tail + block)[-TAIL_BYTES:]
+                with contextlib.suppress(OSError):
+                    if self.log.is_file() and self.log.stat().st_size + len(block) > LOG_BYTES:
+                        self.log.replace(f"{self.log}.1")
+                    with open(self.log, "ab", opener=private_opener) as file:
+                        file.write(block)
 
     def text(self) -> str:
-        """Return its last lines."""
-        with self.path.open("rb") as file:
-            file.seek(max(self._start, self.path.stat().st_size - TAIL_BYTES))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-25:])
+        """Return the last lines, once all is copied. Call after the process's end."""
+        self._thread.join(_COPY_S)  # a process left behind may hold it open
+        return "\n".join(self._tail.decode(errors="replace").splitlines()[-25:])
 
     def exit(self, status: int, python: str) -> WorkerExit:
-        """Return the exit of a process without a last report: these lines are its text."""
+        """Return the exit of a process without a last report: the last lines are its text."""
         lines = self.text()
         lacks = _NO_MODULE.search(lines)
         if lacks:  # a worker with the SDK sends a report
             how = f"{python} -m pip install asyncflow-sdk=={__version__}"
             return WorkerExit(FATAL_STATUS, f"{python} cannot load the AsyncFlow SDK: {lacks[0]}; run: {how}")
-        return WorkerExit(status, f"\nthe end of its log {self.path}:\n{lines}" if lines else "")
+        return WorkerExit(status, f"\nthe end of its log {self.log}:\n{lines}" if lines else "")
 
 
-def start_process(spec: WorkerSpec, log: LogEnd | None) -> ProcessHandle:
-    """Start a worker on this host, and send it the spec. It writes to ``log``; None: to stderr. Raises
+def start_process(spec: WorkerSpec, output: WorkerOutput | None) -> ProcessHandle:
+    """Start a worker on this host, and send it the spec. It writes to ``output``; None: to stderr. Raises
     ConfigError."""
     placement = spec.placement
     python = placement.python or sys.executable
     env = {**os.environ, "PYTHONUNBUFFERED": "1", **placement.env}
     if placement.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
-    output = sys.stderr if log is None else log.file
+    file = sys.stderr if output is None else output.file
     ours, theirs = socket.socketpair()
     with theirs, _affinity(placement.cpus):
         try:
             process = subprocess.Popen(
                 [python, "-m", "asyncflow_sdk.workflow"],
-                stdin=theirs.fileno(), stdout=output, stderr=output, env=env,
+                stdin=theirs.fileno(), stdout=file, stderr=file, env=env,
                 start_new_session=True,  # Ctrl-C is for the driver only
             )  # fmt: skip
         except OSError as error:
@@ -114,17 +130,17 @@ def start_process(spec: WorkerSpec, log: LogEnd | None) -> ProcessHandle:
             raise ConfigError(f"worker {spec.name!r}: cannot start {python!r}: {error}") from None
     with contextlib.suppress(OSError):  # it died already: wait() returns its exit
         ours.sendall(spec.config + b"\n")
-    return ProcessHandle(process, ours, log, python)
+    return ProcessHandle(process, ours, output, python)
 
 
 class ProcessHandle(WorkerHandle):
     """A process with a session of its own."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], line: socket.socket, log: LogEnd | None, python: str
+        self, process: subprocess.Popen[bytes], line: socket.socket, output: WorkerOutput | None, python: str
     ) -> None:
         self.pid, self.host = process.pid, socket.gethostname()
-        self._process, self._line, self._log, self._python = process, line, log, python
+        self._process, self._line, self._output, self._python = process, line, output, python
         self._lock = threading.Lock()
         self._ended = self._stopped = False
 
@@ -136,13 +152,12 @@ class ProcessHandle(WorkerHandle):
             self._kill()  # the worker's children end with it
             report = self._last_report()
             self._line.close()
+        ended = WorkerExit(status) if self._output is None else self._output.exit(status, self._python)
         if not status:
             if self._stopped or report == COMPLETED:
                 return WorkerExit(0)
             return WorkerExit(1, "its process exited with status 0 before the stream had ended")
-        if report:
-            return WorkerExit(status, report)
-        return WorkerExit(status) if self._log is None else self._log.exit(status, self._python)
+        return WorkerExit(status, report) if report else ended
 
     def stop(self) -> None:
         """End the socket, on which the worker ends."""
