@@ -42,6 +42,17 @@ class DeepSpeedOptions(ShardedOptions):
     stage: int = 3
     config: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.settings()
+
+    def settings(self) -> dict[str, Any]:
+        """Return DeepSpeed's configuration. Raises ConfigError."""
+        return make_config(
+            stage=self.stage, dtype=self.computed_dtype, max_grad_norm=self.max_grad_norm, offload_optimizer=self.offload,
+            given=self.config,
+        )  # fmt: skip
+
 
 class DeepSpeedEngine(DataParallelEngine):
     """Train engine under ZeRO. The optimizer steps on float32, gradients are summed over ranks
@@ -50,15 +61,14 @@ class DeepSpeedEngine(DataParallelEngine):
 
     marks_last_pass = True
 
+    check_options = DeepSpeedOptions
+
     @keywords_of(DeepSpeedOptions)
     def __init__(self, options: DeepSpeedOptions) -> None:
         options.prepare_torch()
         self.bucket_bytes = options.bucket_bytes
         dtype = options.computed_dtype
-        settings = make_config(
-            stage=options.stage, dtype=dtype, max_grad_norm=options.max_grad_norm, offload_optimizer=options.offload,
-            given=options.config,
-        )  # fmt: skip
+        settings = options.settings()
         deepspeed, kind = runtime.start(options.device)
         self._policy: ZeroModel | None = None
         self._values: DeepSpeedCritic | None = None

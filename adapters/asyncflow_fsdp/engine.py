@@ -47,6 +47,8 @@ class FsdpEngine(DataParallelEngine):
     are float32, gradients are summed over ranks in float32. The critic is sharded like the
     policy. Options: `FsdpOptions`, `ShardedOptions`, `TrainOptions`."""
 
+    check_options = FsdpOptions
+
     @keywords_of(FsdpOptions)
     def __init__(self, options: FsdpOptions) -> None:
         options.prepare_torch()

@@ -22,6 +22,17 @@ def device_of(name: str) -> Any:
         raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
+def check_device(name: str) -> None:
+    """Raise ConfigError for a name unknown to torch, and for a GPU if torch is built without CUDA. Touches no
+    device: it may be another host's."""
+    try:
+        kind = torch.device("cpu" if name == "auto" else name).type
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    if kind == "cuda" and not torch.backends.cuda.is_built():
+        raise ConfigError(f"device {name!r} cannot be used here: this torch is built without CUDA")
+
+
 def local_device(name: str) -> str:
     """Return the name of this rank's device, and make it torch's current one: "cuda" is "cuda:1"
     for LOCAL_RANK 1 if two GPUs are visible. "auto": see `device_kind`. Names with an index are

@@ -18,13 +18,26 @@ import transformers
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.workflow.model_folder import OWN_CODE, ModelFolder, own_model
 
-from .devices import device_of
+from .devices import check_device, device_of
 
 _SHOWN = 400
 """Characters of a message of transformers."""
 _loading = threading.Lock()
 """Hazard: transformers replaces methods of its classes during a load. Of two concurrent threads,
 one would restore the other's replacement, and no later model of this process would be tied."""
+
+
+def check_loading(dtype: str, device: str, attention: str | None = None) -> None:
+    """Raise ConfigError for a name of a dtype, a device or an attention that no model could be loaded with."""
+    element(dtype)
+    check_device(device)
+    if attention is None or attention == "eager" or not attention.isidentifier():  # kernels of the hub: "name/repo"
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # takes a second
+
+    known = [name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if name.isidentifier()]
+    if attention not in known:
+        raise ConfigError(f"attention {attention!r} is none of transformers: eager, {', '.join(sorted(known))}")
 
 
 def load_policy(

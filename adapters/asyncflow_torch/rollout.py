@@ -34,7 +34,7 @@ from .folder_map import FolderMap, runs_of
 from .generation.decode import Decoder
 from .generation.decode_thread import DecodeThread, Job
 from .generation.sequence_slots import DecodeWork
-from .policy import context_of, load_policy, vocabulary_of
+from .policy import check_loading, context_of, load_policy, vocabulary_of
 from .scores import score
 
 _Result = TypeVar("_Result")
@@ -70,7 +70,7 @@ class TransformersEngine(RolloutEngine):
         trust_remote_code: bool = False,
         version: int = 0,
     ) -> None:
-        check_least(1, max_rows=max_rows, threads=threads)
+        self.check_options(model, dtype=dtype, device=device, max_rows=max_rows, threads=threads)
         if threads is not None:
             torch.set_num_threads(threads)
         self._model = load_policy(
@@ -102,6 +102,15 @@ class TransformersEngine(RolloutEngine):
             for name, (kind, _) in self._folder.kinds.items()
         }
         self._thread = DecodeThread(decoder, max_rows=max_rows, threads=threads, version=version)
+
+    @staticmethod
+    def check_options(
+        model: str, *, dtype: str = "auto", device: str = "auto", max_rows: int = 1, threads: int | None = None,
+        attn_implementation: str | None = None, **others: Any,
+    ) -> None:  # fmt: skip
+        """Raise ConfigError for values that cannot be used anywhere, before a worker starts."""
+        check_least(1, max_rows=max_rows, threads=threads)
+        check_loading(dtype, device, attn_implementation)
 
     async def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:
         """Yield responses as they finish, packed if one version drew them. Closing the generator

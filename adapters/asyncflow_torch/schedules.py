@@ -18,12 +18,8 @@ from asyncflow_sdk.types import check_least
 SCHEDULES = ("constant", "linear", "cosine")
 
 
-def make_schedule(
-    optimizer: Any, name: str, *, warmup_steps: int = 0, warmup_ratio: float = 0.0, max_steps: int | None = None
-) -> LambdaLR:
-    """Return a schedule: the rate rises over ``warmup_steps`` steps, or over the share
-    ``warmup_ratio`` of ``max_steps``, the first of them with a part of it; then it stays, or falls to
-    0 until step ``max_steps``. Raises ConfigError."""
+def warmup_of(name: str, *, warmup_steps: int = 0, warmup_ratio: float = 0.0, max_steps: int | None = None) -> int:
+    """Return the number of steps of the warm-up. Raises ConfigError for a schedule that cannot be made."""
     if name not in SCHEDULES:
         raise ConfigError(f"lr_scheduler_type {name!r} is none of {', '.join(SCHEDULES)}")
     check_least(0, warmup_steps=warmup_steps)
@@ -37,6 +33,14 @@ def make_schedule(
     warmup = warmup_steps or math.ceil(warmup_ratio * (max_steps or 0))
     if name != "constant" and max_steps is not None and max_steps <= warmup:
         raise ConfigError(f"max_steps={max_steps} end before the {warmup} steps of the warm-up")
+    return warmup
+
+
+def make_schedule(optimizer: Any, name: str, *, max_steps: int | None = None, **warmup_options: Any) -> LambdaLR:
+    """Return a schedule: the rate rises over ``warmup_steps`` steps, or over the share
+    ``warmup_ratio`` of ``max_steps``, the first of them with a part of it; then it stays, or falls to
+    0 until step ``max_steps``. Raises ConfigError."""
+    warmup = warmup_of(name, max_steps=max_steps, **warmup_options)
 
     def factor(step: int) -> float:
         """Return the fraction of the full rate."""

@@ -31,6 +31,8 @@ from .train_options import TrainOptions, keywords_of
 class TorchEngine(DataParallelEngine):
     """Train engine of one process and one device. Options: `TrainOptions`."""
 
+    check_options = TrainOptions
+
     @keywords_of(TrainOptions)
     def __init__(self, options: TrainOptions) -> None:
         options.prepare_torch()

@@ -22,11 +22,13 @@ import torch
 from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import Algorithm
-from asyncflow_sdk.types import check_above
+from asyncflow_sdk.types import check_above, check_least
 from asyncflow_sdk.types.dtypes import floating_name
 from asyncflow_sdk.workflow.model_folder import stored_dtype
 
 from .folder_map import FolderMap
+from .policy import check_loading
+from .schedules import warmup_of
 from .sharded_files import RANK_BUCKET_BYTES
 from .shares import VALUES
 
@@ -93,6 +95,13 @@ class TrainOptions:
         check_above(
             0, learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm, temperature=self.temperature,
             micro_batch_tokens=self.micro_batch_tokens, updates=self.updates, critic_learning_rate=self.critic_learning_rate, threads=self.threads,
+        )  # fmt: skip
+        check_least(0, weight_decay=self.weight_decay)
+        if not (len(self.betas) == 2 and all(0 <= each < 1 for each in self.betas)):
+            raise ConfigError(f"betas must be two numbers from 0 to below 1, not {self.betas!r}")
+        check_loading(self.dtype, self.device)
+        warmup_of(
+            self.lr_scheduler_type, warmup_steps=self.warmup_steps, warmup_ratio=self.warmup_ratio, max_steps=self.max_steps
         )  # fmt: skip
         if isinstance(self.freeze, str):
             raise ConfigError(f"freeze={self.freeze!r} is no list of patterns; say freeze=[{self.freeze!r}]")
@@ -161,6 +170,7 @@ class ShardedOptions(TrainOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_above(0, bucket_bytes=self.bucket_bytes, collective_timeout_s=self.collective_timeout_s)
+        check_loading(self.dtype, self.device, self.attention)
 
 
 def keywords_of(

@@ -17,21 +17,6 @@ from asyncflow_sdk.errors import ConfigError
 from .registration import BACKEND, register
 
 _CALLS = ("pause_generation", "resume_generation", "start_weight_update", "update_weights", "finish_weight_update")
-_REASONS = {
-    "logprobs_mode": "log-probs are those of the contract",
-    "generation_config": "defaults of a model folder would change what is drawn",
-    "override_generation_config": "defaults would change what is drawn",
-    "skip_tokenizer_init": "nothing is tokenised",
-    "tokenizer": "nothing is tokenised",
-    "weight_transfer_config": "weights come from the SDK",
-    "worker_extension_cls": "the SDK sets it",
-    "max_num_seqs": "say max_rows",
-    "max_model_len": "use context",
-    "tensor_parallel_size": "use tensor_parallel",
-    "data_parallel_size": "use replicas= of the rollout",
-    "speculative_config": "its log-probs have not been checked",
-    "logits_processors": "log-probs would not be the policy's",
-}
 
 
 def check_installed() -> None:
@@ -50,11 +35,7 @@ def check_installed() -> None:
 def arguments(
     model: str, *, dtype: str, tensor_parallel: int, max_rows: int, context: int | None, options: Mapping[str, Any]
 ) -> Any:
-    """Return vLLM's AsyncEngineArgs. Raises ConfigError for options unknown to vLLM and for options
-    set by the SDK."""
-    for name, reason in _REASONS.items():
-        if name in options:
-            raise ConfigError(f"option {name!r} of vLLM cannot be set here: {reason}")
+    """Return vLLM's AsyncEngineArgs. Raises ConfigError for options unknown to vLLM."""
     known = inspect.signature(AsyncEngineArgs).parameters
     odd = sorted(options.keys() - known.keys())
     if odd:

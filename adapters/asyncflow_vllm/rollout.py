@@ -13,10 +13,27 @@ from typing import Any
 from asyncflow_http.limits import MAX_ROWS
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types import check_least
+from asyncflow_sdk.types.dtypes import floating_name
 from asyncflow_sdk.workflow.model_folder import ModelFolder
 
 from .engine import VllmRollout
 from .requests import Limits
+
+_REASONS = {
+    "logprobs_mode": "log-probs are those of the contract",
+    "generation_config": "defaults of a model folder would change what is drawn",
+    "override_generation_config": "defaults would change what is drawn",
+    "skip_tokenizer_init": "nothing is tokenised",
+    "tokenizer": "nothing is tokenised",
+    "weight_transfer_config": "weights come from the SDK",
+    "worker_extension_cls": "the SDK sets it",
+    "max_num_seqs": "say max_rows",
+    "max_model_len": "use context",
+    "tensor_parallel_size": "use tensor_parallel",
+    "data_parallel_size": "use replicas= of the rollout",
+    "speculative_config": "its log-probs have not been checked",
+    "logits_processors": "log-probs would not be the policy's",
+}
 
 
 class VllmEngine(VllmRollout):
@@ -44,7 +61,7 @@ class VllmEngine(VllmRollout):
         version: int = 0,
         **options: Any,
     ) -> None:
-        check_least(1, max_rows=max_rows, tensor_parallel=tensor_parallel)
+        self.check_options(model, dtype=dtype, max_rows=max_rows, tensor_parallel=tensor_parallel, **options)
         from .arguments import arguments, check_installed
         from .in_process import InProcessAccess
 
@@ -63,3 +80,15 @@ class VllmEngine(VllmRollout):
         of = config.model_config
         limits = Limits(vocabulary=of.get_vocab_size(), context=of.max_model_len, rows=max_rows)
         super().__init__(access, folder, str(of.dtype).removeprefix("torch."), limits, version=version)
+
+    @staticmethod
+    def check_options(
+        model: str, *, dtype: str = "auto", max_rows: int = 1, tensor_parallel: int = 1, **options: Any
+    ) -> None:
+        """Raise ConfigError for values that cannot be used anywhere and for options set by the SDK, before a worker
+        starts."""
+        check_least(1, max_rows=max_rows, tensor_parallel=tensor_parallel)
+        if dtype != "auto" and not floating_name(dtype):
+            raise ConfigError(f"dtype {dtype!r} is none of vLLM: say auto, bfloat16, float16 or float32")
+        for name in _REASONS.keys() & options.keys():
+            raise ConfigError(f"option {name!r} of vLLM cannot be set here: {_REASONS[name]}")

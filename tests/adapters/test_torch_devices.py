@@ -19,6 +19,7 @@ def test_a_gpu_is_taken_unless_another_device_is_named_and_by_a_rank_its_own(
 ) -> None:
     # given a torch that says it can use two GPUs, and cannot
     current: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)

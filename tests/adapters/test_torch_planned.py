@@ -59,6 +59,28 @@ def test_an_option_of_another_type_is_refused_by_name(tiny: str) -> None:
     workflow(tiny, train={"learning_rate": 1, "betas": (0.9, 0.99), "max_steps": None})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": {"lr_scheduler_type": "cosin"}}, "lr_scheduler_type 'cosin' is none of constant, linear, cosine"),
+        ({"train": {"lr_scheduler_type": "linear", "warmup_steps": 1}}, "max_steps=1 end before the 1 steps of the w"),
+        ({"train": {"device": "gpu"}}, "device 'gpu' cannot be used here: Expected one of cpu, cuda"),
+        ({"train": {"dtype": "float33"}}, "dtype 'float33' is no floating-point dtype"),
+        ({"train": {"betas": (0.9, 1.0)}}, "betas must be two numbers from 0 to below 1"),
+        ({"train": {"warmup_ratio": 2.0}}, "warmup_ratio is a share of max_steps"),
+        ({"train": {"updates": 0}}, "updates must be above 0"),
+        ({"rollout": {"device": "cuda:x"}}, "device 'cuda:x' cannot be used here"),
+        ({"rollout": {"attn_implementation": "flash"}}, "attention 'flash' is none of transformers: eager, flash_att"),
+        ({"rollout": {"max_rows": 0}}, "max_rows must be 1 or more"),
+    ],
+)  # fmt: skip
+def test_a_value_of_an_option_is_refused_before_a_worker_starts(
+    tiny: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"engine '(transformers|torch)': {message}"):
+        workflow(tiny, **options)
+
+
 def test_a_schedule_lasts_as_long_as_the_run(tiny: str) -> None:
     scheduled = {"lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "updates": 2}
 

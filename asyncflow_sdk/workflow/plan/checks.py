@@ -23,7 +23,7 @@ from ..rollout.chat import PromptEncoder
 from ..rollout.tokenizer import Tokenizer, token_ids, with_stop_ids
 from ..specs import Rollout, Stage, Train, takes_trained
 from ..work import Generate, Logprobs
-from ..workers.engines import odd_options, whole_step_text
+from ..workers.engines import frozen_options, odd_options, whole_step_text
 from ..workers.ranks import check_ranks
 from .dataflow import same_name
 from .folders import check_folders, needs_trust
@@ -204,7 +204,12 @@ def _check_engine(
         return
     with problems.collect(*key, "engine"):
         factory = registry().get(spec.kind, spec.engine).load()
-        for option, text in odd_options(spec.engine, factory, spec.options, inspect.signature(type(spec)).parameters):
+        options = {"model": spec.model} | spec.options
+        if isinstance(spec, Logprobs):
+            options = frozen_options(spec.engine, options)
+        elif isinstance(spec, Train):
+            options["algorithm"] = spec.algorithm
+        for option, text in odd_options(spec.engine, factory, options, inspect.signature(type(spec)).parameters):
             problems.add(text, *key, option)
         if needs_trust(spec.model, factory) and not spec.options.get("trust_remote_code"):
             problems.add(

@@ -25,8 +25,8 @@ GIVEN = ("model", "algorithm")
 def odd_options(
     engine: str, factory: Callable[..., Any], options: Mapping[str, Any], also: Iterable[str] = ()
 ) -> list[tuple[str, str]]:
-    """Return unknown options, and options of a wrong type by the factory's signature, each with an
-    error text. ``also``: further names to suggest."""
+    """Return unknown options, options of a wrong type by the factory's signature, and the first value refused by
+    its ``check_options``, if it has one: each with an error text. ``also``: further names to suggest."""
     known = _options_of(factory)
     odd = []
     for option in [name for name in options if known is not None and name not in (*known, *GIVEN)]:
@@ -35,6 +35,12 @@ def odd_options(
         odd.append((option, f"{text}{'?' if meant.endswith('?') else '.'} It takes: {', '.join(known or ())}"))
     plain = {name: value for name, value in options.items() if name not in GIVEN}
     odd += [(name, f"engine {engine!r}, option {name!r} {what}") for name, what in type_errors(factory, plain)]
+    check: Callable[..., Any] | None = getattr(factory, "check_options", None)
+    if check is not None and not odd:
+        try:
+            check(**options)
+        except ConfigError as error:
+            odd.append((next((name for name in plain if name in str(error)), ""), f"engine {engine!r}: {error}"))
     return odd
 
 
@@ -47,6 +53,13 @@ def _options_of(factory: Callable[..., Any]) -> list[str] | None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL and p.name not in GIVEN]
+
+
+def frozen_options(engine: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a train engine for log-probs alone: with ``frozen``, if its adapter declares it."""
+    adapter = registry().find("train", engine)
+    can_freeze = adapter is not None and adapter.spec.declared("frozen") is not None
+    return ({"frozen": True} if can_freeze else {}) | dict(options)
 
 
 def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from ...algorithms import GRPO
 from ...errors import DeadlineExceeded, Ended, EngineError, LeaseLost, SchemaError
 from ...interfaces import LeasedBatch, RolloutEngine, TrainEngine
-from ...plugins import import_name, registry
+from ...plugins import import_name
 from ...queue import AsyncLeasedBatch, QueueClient
 from ...queue.error_text import error_text
 from ...types import Batch, Ragged
@@ -26,7 +26,7 @@ from ..rollout.prompt_lease import PromptReader
 from ..rollout.rollout_worker import RolloutWorker
 from ..rollout.tokenizer import Tokenizer, with_stop_ids
 from ..work import Generate, Logprobs, as_trl, full_name, is_coroutine, is_of_trl, needs_of, takes_all
-from .engines import loading_model, make_engine
+from .engines import frozen_options, loading_model, make_engine
 from .rank_communicator import RankCommunicator
 from .user_code import FunctionFailed, MainThread, ServiceAway, user_error_text
 from .worker_log import WorkerLog
@@ -177,9 +177,7 @@ def _scoring(
 ) -> Iterator[Callable[[LeasedBatch], dict[str, Any]]]:
     """Load a train engine, and give its scoring of leased responses. It is closed after the block."""
     engine: TrainEngine
-    adapter = registry().find("train", work.engine)
-    can_freeze = adapter is not None and adapter.spec.declared("frozen") is not None
-    options = ({"frozen": True} if can_freeze else {}) | work.options
+    options = frozen_options(work.engine, work.options)
     with loading_model(stage.queue, stage.task):
         engine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **options)
 

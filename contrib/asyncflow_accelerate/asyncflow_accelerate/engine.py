@@ -38,6 +38,8 @@ class AccelerateEngine(DataParallelEngine):
 
     computes = (PROXIMAL, ENTROPY, STALENESS)
 
+    check_options = TrainOptions
+
     @keywords_of(TrainOptions)
     def __init__(self, options: TrainOptions) -> None:
         options.prepare_torch()
