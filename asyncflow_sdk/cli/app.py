@@ -384,14 +384,14 @@ def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run with checkpoints.")],
     changes: Annotated[
         Texts,
-        repeatable("Change the number or place of workers, for example rollout.replicas=4.", "KEY=VALUE", "--set"),
+        repeatable("Change a value, for example steps=400 or rollout.replicas=4.", "KEY=VALUE", "--set"),
     ] = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:
     """Resume a run from its newest checkpoint, live, and write a report.
 
-    For a killed, failed or interrupted run.
+    For a killed, failed or interrupted run; with changes also for a completed one.
     """
     from .run_command import resume_run
 

@@ -48,10 +48,10 @@ def run_file(file: Path, out: Path | None, changes: list[str], shown: str, conso
 
 
 def resume_run(out: Path, changes: Mapping[str, Any], console: Console) -> None:
-    """Resume the run in a directory, live; a completed run is only reported. Raises the errors of
+    """Resume the run in a directory, live; a completed run without changes is only reported. Raises the errors of
     ``Workflow.resume``."""
     workflow, directory = Workflow.load(out, changes), RunDirectory(out)
-    if directory.read_summary().get("status") != "completed":
+    if changes or directory.read_summary().get("status") != "completed":
         with (
             outcome_of(out, console),
             LiveView(workflow.plan.steps, f"asyncflow resume {out}", console=console) as view,

@@ -108,7 +108,8 @@ class StepCheckpoints:
                 f"training cannot resume with step {step}: step {following} is the first that this queue has not seen"
                 " acknowledged, so the checkpoint is of another run, or newer than what is left of this one"
             )
-        if not NONE <= version <= max(versions.current, 0):
+        newest = version if versions.current == NONE and step == following else max(versions.current, 0)
+        if not NONE <= version <= newest:  # the first version may be that of another run
             raise ConfigError(f"version {version} was never published; {versions.current} is the newest")
         if version != NONE and versions.lineage.rolled_back(version):
             raise ConfigError(
@@ -158,7 +159,7 @@ class StepCheckpoints:
         versions, publication = self._state.versions, self._publication
         current = versions.current
         if current == NONE:
-            return NONE, False
+            return parent, parent != NONE
         there = current in versions.kept and not versions.lineage.given_up(current)
         if current == parent and there and versions.lineage.step(current) == step:
             return current, False  # no version was published since

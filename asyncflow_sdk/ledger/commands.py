@@ -68,28 +68,26 @@ class SessionOpened(Reply, frozen=True, tag="joined"):
 
 
 class Configure(Command, frozen=True, tag="configure"):
-    """Set limits; None keeps the present value. ``steps``: step ``steps`` - 1 ends the stream.
+    """Set limits; None keeps the present value. ``steps``: step ``steps`` - 1 ends the stream. ``first_step``: the
+    first to train; another run has trained those before.
 
     ``capacity_bytes``: of payload. Each put reserves space for columns to be written later:
     ``row_bytes`` a row or, if that is 0, the bytes of the largest ended row. The limit yields if
     the open step could never fill otherwise.
-
     ``keep_versions``: number of newest versions to keep for fetching and rollback.
     ``max_swapping``: number of replicas allowed to load at once; 0 for all. Replicas that get no
     prompts before they load do not wait for it. ``quorum``: number of replicas that must stage a
     version before any loads it; 0 for none.
-
     ``checkpoints``: rows of acknowledged steps stay until ``AddCheckpoint`` covers them, and
     ``Resume`` can train them again. They count against ``capacity_bytes``, not ``capacity_rows``.
-
     ``staleness``: the policy that interprets ``max_staleness``; by default "wait".
-
     ``home_silence_s``: a home is given up if it has no unit for this long.
     """
 
     capacity_rows: int | None = None
     max_staleness: int | None = None
     steps: int | None = None
+    first_step: int | None = None
     capacity_bytes: int | None = None
     row_bytes: int | None = None
     keep_versions: int | None = None

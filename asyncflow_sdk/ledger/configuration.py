@@ -69,9 +69,9 @@ class QueueConfiguration:
         live = live[~apart]
         if spec.batch_rows is not None:
             self._staleness.use(rule)
-            self._state.steps.declare(
-                task, Window(spec.batch_rows, self._state.limits.max_staleness, self._state.limits.steps), len(live)
-            )
+            limits = self._state.limits
+            window = Window(spec.batch_rows, limits.max_staleness, limits.steps, limits.first_step)
+            self._state.steps.declare(task, window, len(live))
             self._state.context.wake("wanted", *(each.place for each in self._state.tasks))
         self._state.context.wake_puts()  # a parked put may have become impossible
         self._take_live_rows(task, live)

@@ -19,6 +19,7 @@ checkpoints/lost-step-000060/           discarded by a resume; removed by the ne
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -291,6 +292,15 @@ def check(path: Path) -> CheckpointManifest:
         if found != file.digest:
             raise Damaged(f"{name} has other bytes than were written")
     return manifest
+
+
+def newest(directory: Path) -> tuple[CheckpointManifest, Path]:
+    """Return the newest intact checkpoint of a run, and its path. Raises ConfigError without one."""
+    for step in reversed(steps_in(directory)):
+        path = directory / f"step-{step:06d}"
+        with contextlib.suppress(Damaged):
+            return check(path), path
+    raise ConfigError(f"{directory} holds no intact checkpoint to go on from")
 
 
 def _synced(directory: Path) -> dict[str, File]:

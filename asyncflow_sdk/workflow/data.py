@@ -342,7 +342,7 @@ class Feeder:
 
     ``ends``: the partition that ends then; None: the stream. ``epochs``: end it after this many;
     None: continue while steps want rows. Runs in a thread; ``on_failure`` is called there with its
-    error. ``key``: prefix of the keys of its puts.
+    error. ``key``: prefix of the keys of its puts. ``begin``: number of prompts put by earlier queues.
     """
 
     def __init__(
@@ -357,8 +357,9 @@ class Feeder:
         epochs: int | None = None,
         key: str = "prompts",
         ends: str | None = None,
+        begin: int = 0,
     ) -> None:
-        self._ends = ends
+        self._ends, self._begin = ends, begin
         self._queue, self._group_size, self._chunk = queue, group_size, chunk
         self._prompts: PromptOrder = (
             StreamedPrompts(data, epochs) if isinstance(data, PromptStream) else ShuffledPrompts(data, seed, epochs)
@@ -379,9 +380,8 @@ class Feeder:
         """Continue after the last put under this key, by the feeder of a process that died."""
         last: cmd.LastPut = self._queue.send(cmd.GetPut(prefix=f"{self._key}-"))
         number = last.key[len(self._key) + 1 :]
-        if number.isdecimal():
-            self.fed = int(number) + last.count // self._group_size
-            self._prompts.seek(self.fed)
+        self.fed = int(number) + last.count // self._group_size if number.isdecimal() else self._begin
+        self._prompts.seek(self.fed)
 
     def _run(self) -> None:
         try:

@@ -15,7 +15,8 @@ import dataclasses
 import fcntl
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,48 @@ import msgspec
 from ..errors import ConfigError
 from ..interfaces import Placement
 from ..memory import make_private_directory, private_opener
+from ..plugins import import_name
 from ..queue import is_unfinished
+from ..queue.journal_directory import JournalDirectory
 from ..types import Batch
+from ..types.defaults import GROUP_SIZE
 from .address import JOURNAL, check_unserved
+from .checkpoint import newest
 from .events.event_file import EVENTS
 from .events.step_files import STEP_FILE, read_batch, write_batch
-from .serialization import Serializable, from_json, to_json
+from .serialization import MAP, NAME, TYPE, Serializable, differences, from_json, to_json
 
-OF_RUNS = ("address", "advertise", "on_failure", "stall_timeout_s")
-OF_ROLES = ("replicas", "world_size", *(each.name for each in dataclasses.fields(Placement)))
-"""Arguments of a workflow, and of its rollouts, stages and trainer, that may change when it is resumed."""
+PLACES = (
+    "address", "advertise", "on_failure", "stall_timeout_s", "replicas", "world_size",
+    *(each.name for each in dataclasses.fields(Placement)),
+)  # fmt: skip
+"""Arguments of a workflow, and of its rollouts, stages and trainer, that a resumed queue does not depend on."""
+_ORDER = "a run goes on with the order of its prompts"
+_STATE = "the checkpoint has the weights and the optimizer's state of this one"
+_ROWS = "the record of the run has its columns and tokens"
+FIXED = {
+    "prompts": _ORDER, "seed": _ORDER, "checkpoint": "without it there is nothing to go on from",
+    "store": "the record reads its rows", "evaluate": "its scores could not be compared",
+    "train.engine": _STATE, "train.model": _STATE, "train.model_revision": _STATE, "train.dtype": _STATE,
+    "train.freeze": _STATE, "train.critic": _STATE, "train.algorithm.0": _STATE,
+    "rollout.model": _STATE, "rollout.model_revision": _STATE, "rollout.tokenizer": _ROWS, "rollout.prompt": _ROWS,
+    "rollout.task": _ROWS, "rollout.prefix": _ROWS,
+}  # fmt: skip
+"""Arguments that cannot change in a run, and why; also of each of several rollouts."""
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """Training from ``step`` on with changed arguments, by name: the old and the new value. ``prompts``: number of
+    prompts trained before. ``checkpoint``: the one that training goes on from."""
+
+    step: int
+    prompts: int
+    checkpoint: str
+    changes: dict[str, list[Any]]
+
+    def __str__(self) -> str:
+        listed = ", ".join(f"{name} {old!r} to {new!r}" for name, (old, new) in self.changes.items())
+        return f"from step {self.step} on, after {self.checkpoint}, with other arguments: {listed}"
 
 
 class RunDirectory:
@@ -64,34 +97,75 @@ class RunDirectory:
 
     def write_description(
         self, description: dict[str, Any], resumable: Serializable | None, data: Batch | None,
-        held_out: Batch | None = None,
+        held_out: Batch | None = None, legs: Sequence[Leg] = (),
     ) -> None:  # fmt: skip
         """Write workflow.json and, for a ``resumable`` workflow, its arguments and ``data``; None:
         its arguments name the function of its prompts. ``held_out``: prompts of its evaluation.
         Raises ConfigError if another process could not make it again."""
         if resumable is not None:
             if data is not None:
-                resumable.init_args.pop("prompts", None)
                 self._keep("prompts.safetensors", data)
             if held_out is not None:
-                resumable.init_args["evaluate"].init_args.pop("prompts")
                 self._keep("evaluation.safetensors", held_out)
-            description["again"] = {"path": own_path(), "workflow": to_json(resumable, "")}
+            arguments = arguments_of(resumable, data is not None)
+            description |= {"again": {"path": own_path(), "workflow": arguments}, "legs": legs}
         _write_json(self.path / "workflow.json", description)
+
+    def legs(self) -> list[Leg]:
+        """Return the legs of the run after the first, in order."""
+        return msgspec.convert(self._described().get("legs", []), list[Leg])
+
+    def changes_to(self, workflow: Serializable, data: bool) -> dict[str, list[Any]]:
+        """Return the arguments of a workflow that differ from the recorded ones and need a new queue: old and new
+        values by name. ``data``: its prompts are data. Raises ConfigError for those that cannot change."""
+        old = self._again()["workflow"]
+        found = list(differences(old, arguments_of(workflow, data)))
+        found = [each for each in found if not set(each[0].split(".")) & set(PLACES)]
+        for name, before, after in found:
+            plain = ".".join(part for number, part in enumerate(name.split(".")) if number != 1 or not part.isdigit())
+            why = next((why for fixed, why in FIXED.items() if f"{plain}.".startswith(f"{fixed}.")), "")
+            why = why or _STATE * (plain in ("rollout", "train"))
+            if why:
+                raise ConfigError(f"{name} cannot change in a run, here from {before!r} to {after!r}: {why}")
+        return {name: [before, after] for name, before, after in found}
+
+    def begin_leg(self, changes: dict[str, list[Any]], steps: int) -> Leg:
+        """Discard the queue of the run, whose rows are generated anew, and return the leg that goes on from its newest
+        intact checkpoint. Raises ConfigError."""
+        legs, (manifest, path) = self.legs(), newest(self.path / "checkpoints")
+        if steps <= manifest.step:
+            raise ConfigError(f"steps={steps}: {manifest.step} steps are trained already; say steps= a larger number")
+        workflow = self._again()["workflow"]
+        rollout = workflow["rollout"][0] if isinstance(workflow["rollout"], list) else workflow["rollout"]
+        before = legs[-1].step if legs else 0
+        prompts = (manifest.step - before) * workflow["batch_size"] // rollout.get("group_size", GROUP_SIZE)
+        _discard_queue(self.path / JOURNAL, workflow["checkpoint"].get("history", False))
+        for step in (self.path / "steps").glob(STEP_FILE):
+            if int(step.stem) >= manifest.step:
+                step.unlink()
+        prompts += legs[-1].prompts if legs else 0
+        return Leg(step=manifest.step, prompts=prompts, checkpoint=path.name, changes=changes)
+
+    def _again(self) -> dict[str, Any]:
+        """Return what a workflow is made again from."""
+        how = self._described().get("again")
+        if how is None:
+            raise ConfigError(f"{self.path} cannot be resumed: that run was started without checkpoint=")
+        if not isinstance(how, dict) or not isinstance(how.get("path"), list) or "workflow" not in how:
+            raise ConfigError(f"{self.path} holds no workflow: its workflow.json is not what was written")
+        return how
+
+    def _described(self) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode((self.path / "workflow.json").read_bytes(), type=dict[str, Any])
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.path} holds no run: {error}") from None
 
     def read_workflow(self, changes: Mapping[str, Any]) -> Any:
         """Make the workflow of this directory again, with other values by dotted key. Raises
         ConfigError."""
         directory = self.path
-        try:
-            described = msgspec.json.decode((directory / "workflow.json").read_bytes(), type=dict[str, Any])
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{directory} holds no run: {error}") from None
-        how = described.get("again")
-        if how is None:
-            raise ConfigError(f"{directory} cannot be resumed: that run was started without checkpoint=")
-        if not isinstance(how, dict) or not isinstance(how.get("path"), list) or "workflow" not in how:
-            raise ConfigError(f"{directory} holds no workflow: its workflow.json is not what was written")
+        how = self._again()
         sys.path += [entry for entry in how["path"] if entry not in sys.path]
         data: dict[str, Any] = {}
         try:
@@ -106,13 +180,16 @@ class RunDirectory:
             _change(how["workflow"], name, value)
         try:
             return from_json(how["workflow"], **data)
-        except TypeError as error:  # arguments of another version of the SDK
+        except TypeError as error:  # arguments of another version of the SDK, or unknown ones of ``changes``
             raise ConfigError(f"{directory} holds a workflow that cannot be made again: {error}") from error
 
     def _keep(self, name: str, data: Batch) -> None:
-        """Write data, unless it is there."""
-        if not (self.path / name).exists():
-            write_batch(self.path / name, data)
+        """Write data, unless it is there. Raises ConfigError if other data is."""
+        path = self.path / name
+        if not path.exists():
+            write_batch(path, data)
+        elif _content(read_batch(path)) != _content(data):
+            raise ConfigError(f"{path} has other data than this workflow; {FIXED['prompts']}")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json atomically. Raises OSError."""
@@ -152,21 +229,55 @@ class RunDirectory:
             os.close(lock)
 
 
+def _content(data: Batch) -> dict[str, Any]:
+    """Return the columns of a batch, to compare them."""
+    return {
+        n: (str(c.spec), c.values.tobytes(), c.offsets is None or c.offsets.tobytes())
+        for n, c in data.columns.items()
+    }
+
+
 def _change(workflow: Any, name: str, value: Any) -> None:
     """Change a value of a workflow in JSON. Raises ConfigError."""
     *path, last = name.split(".")
-    known = OF_ROLES if path else OF_RUNS
-    if last not in known:
-        raise ConfigError(f"{name} cannot change when a run is resumed; these can: {', '.join(known)}")
     at = workflow
     for part in path:
         try:
-            at = at[int(part) if isinstance(at, list) else part]
+            at = at[int(part)] if isinstance(at, list) else _inside(at, part)
         except (LookupError, ValueError, TypeError):
             at = None
+        at = at.get(MAP, at) if isinstance(at, dict) else at
     if not isinstance(at, dict):
         raise ConfigError(f"{name}: the workflow has nothing at {'.'.join(path)}")
-    at[last] = to_json(value, name)
+    function = isinstance(value, str) and (last in ("reward", "agent") or NAME in (at.get(last) or ()))
+    at[last] = {NAME: value} if function else to_json(value, name)
+
+
+def _inside(at: dict[str, Any], name: str) -> Any:
+    """Return the argument ``name`` of an object in JSON; a new one with its defaults if it was left out."""
+    if at.get(name) is None and TYPE in at:
+        made = typing.get_type_hints(import_name(at[TYPE]).__init__)[name]
+        kinds = [each for each in typing.get_args(made) if isinstance(each, type) and each is not type(None)]
+        at[name] = to_json(kinds[0](), name)
+    return at[name]
+
+
+def arguments_of(workflow: Serializable, data: bool) -> Any:
+    """Return the arguments of a workflow in JSON, without prompts that are ``data`` and those of its evaluation.
+    Raises ConfigError."""
+    if data:
+        workflow.init_args.pop("prompts", None)
+    if workflow.init_args.get("evaluate") is not None:
+        workflow.init_args["evaluate"].init_args.pop("prompts", None)
+    return to_json(workflow, "")
+
+
+def _discard_queue(path: Path, history: bool) -> None:
+    """Remove the journal of a run, and the memory of its rows. Raises ConfigError if a server serves it."""
+    if is_unfinished(path):
+        journal = JournalDirectory(path, None, history)
+        journal.shared_directory().close()
+        journal.close(over=True)
 
 
 def own_path() -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,20 @@ def from_json(data: Any, **more: Any) -> Any:
     ):
         raise ConfigError(f"{data[TYPE]!r} is nothing that a workflow is made of")
     return kind(**{name: from_json(value) for name, value in data.items() if name != TYPE}, **more)
+
+
+def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted name, old value, new value) of each value that differs in two results of ``to_json``; None for a
+    missing one."""
+    if isinstance(old, dict) and isinstance(new, dict) and old.get(TYPE) == new.get(TYPE) and NAME not in old:
+        for key in dict.fromkeys((*old, *new)):
+            inner = name if key == MAP else f"{name}.{key}".lstrip(".")
+            yield from differences(old.get(key), new.get(key), inner)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for number, pair in enumerate(zip(old, new, strict=True)):
+            yield from differences(*pair, f"{name}.{number}")
+    elif old != new:
+        yield name, old, new
 
 
 def _all(things: Mapping[Any, Any], where: str) -> dict[str, Any]:

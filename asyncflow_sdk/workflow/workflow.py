@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, MemoryFull, WorkerFailed
 from ..interfaces import OnFailure, Placement
 from ..ledger import Audit
+from ..ledger import commands as cmd
 from ..plugins import registry
 from ..queue.error_text import error_text
 from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Store, Weights
@@ -48,7 +50,7 @@ from .plan.plan import AHEAD_STEPS, Plan
 from .plan.text import describe, mermaid, plan_text
 from .rewards import Rewards
 from .run import Run
-from .run_directory import RunDirectory
+from .run_directory import Leg, RunDirectory
 from .serialization import Serializable
 from .specs import TRAINED, Rollout, Stage, Train, declare_task
 from .workers.signals import StopSignals
@@ -240,40 +242,50 @@ class Workflow(Serializable):
         progress: bool | None = None,
     ) -> Result:
         """Continue a run with a ``checkpoint`` that was killed, failed or interrupted: the queue as it
-        was, training from the newest checkpoint. ``changes``: new numbers and places of workers by
-        dotted key, as {"rollout.replicas": 4, "train.world_size": 2, "train.hosts": ["gpu3"]}. Returns
-        the result of a completed run. ``on_event``, ``progress``: arguments of ``run``. Raises its errors;
-        ConfigError if another process runs the directory, if a part of the workflow is gone, and for
-        other changes."""
+        was, training from the newest checkpoint. ``changes``: new values by dotted key. With other numbers
+        and places of workers, as {"rollout.replicas": 4, "train.hosts": ["gpu3"]}, the queue stays; with
+        others, as {"steps": 400, "train.learning_rate": 1e-6}, also of a completed run, rows that the
+        checkpoint does not cover are generated anew. Without such changes it returns the result of a
+        completed run. ``on_event``, ``progress``: arguments of ``run``. Raises its errors; ConfigError if
+        another process runs the directory, if a part of the workflow is gone, and for values that cannot
+        change, by name."""
         return cls.load(directory, changes).resume_in(Path(directory), on_event, progress)
 
-    def resume_in(self, directory: Path, on_event: _OnEvent | None, progress: bool | None = None) -> Result:
-        """Continue the run of ``directory`` with this workflow; see ``resume``."""
-        summary = RunDirectory(directory).read_summary()
-        if summary.get("status") == "completed":
+    def resume_in(self, directory: Path, on_event: _OnEvent | None = None, progress: bool | None = None) -> Result:
+        """Continue the run of ``directory`` with this workflow, which may differ from the recorded one; see
+        ``resume``."""
+        record = RunDirectory(directory)
+        summary, changes = record.read_summary(), record.changes_to(self, self.plan.stream is None)
+        if summary.get("status") == "completed" and not changes:
             return Result(directory, summary)
-        return self._run_in(RunDirectory(directory), on_event, progress, again=True)
+        return self._run_in(record, on_event, progress, again=True, changes=changes)
 
     def _run_in(
-        self, directory: RunDirectory, on_event: _OnEvent | None, progress: bool | None, *, again: bool
-    ) -> Result:
+        self, directory: RunDirectory, on_event: _OnEvent | None, progress: bool | None, *, again: bool,
+        changes: dict[str, list[Any]] | None = None,
+    ) -> Result:  # fmt: skip
         resumable = self.plan.checkpoint is not None
-        directory.check_record(continues=again, trained=again)
+        if not changes:
+            directory.check_record(continues=again, trained=again)
         with contextlib.ExitStack() as held:
             if resumable:
                 held.enter_context(directory.lock())
+            legs = directory.legs() if again else []
+            if changes:
+                legs.append(directory.begin_leg(changes, self.plan.steps))
             with directory.writable():
                 recorder = Recorder(directory.path, again=again)
             try:
                 data = self.plan.data if self.plan.stream is None else None
-                directory.write_description(self.describe(), self if resumable else None, data, self.plan.held_out)
+                keeps = self if resumable else None
+                directory.write_description(self.describe(), keeps, data, self.plan.held_out, legs)
             except BaseException:
                 recorder.close()
                 if not again:
                     (directory.path / EVENTS).unlink(missing_ok=True)
                 raise
             line = ProgressLine(self.plan.steps) if (on_event is None if progress is None else progress) else None
-            return _Execution(self.plan, directory, recorder, line, on_event).run(again)
+            return _Execution(self.plan, directory, recorder, line, on_event, legs).run(again, bool(changes))
 
 
 class _Execution:
@@ -286,7 +298,9 @@ class _Execution:
         recorder: Recorder,
         line: ProgressLine | None,
         on_event: _OnEvent | None,
+        legs: Sequence[Leg],
     ) -> None:
+        self._legs = legs
         self._plan, self._directory, self._recorder, self._line = plan, directory, recorder, line
         self._stall = StallTimer(plan.stall_timeout_s)
         self._trainer = TrainerState()
@@ -296,12 +310,14 @@ class _Execution:
         self._error: AsyncFlowError | None = None
         self._audit: Audit | None = None
 
-    def run(self, again: bool) -> Result:
+    def run(self, again: bool, changed: bool) -> Result:
         """Run to the end and write the summary. Raises the run's error."""
         path, recorder = self._directory.path, self._recorder
         began = time.monotonic()
         for sink in self._sinks:
             sink.event(ev.Begun(time_s=began, again=again))
+            if changed:
+                sink.event(ev.Note(time_s=began, text=f"training goes on {self._legs[-1]}"))
         with StopSignals() as signals:
             try:
                 self._serve(signals)
@@ -350,6 +366,8 @@ class _Execution:
             track=plan.trackers, description=describe(plan) if plan.trackers else None,
         )  # fmt: skip
         completed = False
+        if self._legs:
+            run.queue.send(cmd.Configure(first_step=self._legs[-1].step))
         for problem in (*registry().problems, *plan.warnings):
             run.report(ev.Note(time_s=time.monotonic(), text=problem, level="warning"))
         for choice in plan.choices:
@@ -398,6 +416,7 @@ class _Execution:
         Feeder(
             run.queue, plan.stream or plan.data, group_size=group_size, chunk=plan.batch_size // group_size,
             seed=plan.seed, on_failure=run.fail, epochs=plan.epochs, ends=None if plan.evaluation is None else TRAINED[0],
+            begin=self._legs[-1].prompts if self._legs else 0,
         ).start()  # fmt: skip
         return trainer
 
@@ -417,6 +436,7 @@ class _Execution:
             "rows_put": audit.put if audit else 0,
             "rows_live": audit.live if audit else 0,
             "reasons": audit.reasons if audit else {},
+            "legs": msgspec.to_builtins(self._legs),
             "balanced": audit.balanced if audit else None,
             "staleness_max": recorder.staleness_max,
             **self._evaluated(),

@@ -10,6 +10,10 @@ def length(response_ids):
     return [float(len(row)) for row in response_ids]
 
 
+def doubled_length(response_ids):
+    return [2.0 * len(row) for row in response_ids]
+
+
 def doubled(reward):
     return [2 * float(value) for value in reward]
 

@@ -190,8 +190,8 @@ def test_a_run_is_resumed_with_another_number_of_workers(tmp_path: Path, monkeyp
     changes = {"train.world_size": 1, "rollout.replicas": 2}
     with pytest.raises(WorkerFailed, match=r"was saved by 2 ranks, .* not in 1: resume with train.world_size=2"):
         af.resume(directory, changes=changes)
-    with pytest.raises(ConfigError, match=r"train.gates cannot change when a run is resumed; these can: replicas"):
-        af.resume(directory, changes={"train.gates": ""})
+    with pytest.raises(ConfigError, match="seed cannot change in a run, here from 3 to 4: a run goes on with the"):
+        af.resume(directory, changes={"seed": 4})
     # but another engine goes on, with these changes
     monkeypatch.setenv("RESHARDS", "1")
     result = af.resume(directory, on_event=go_on)

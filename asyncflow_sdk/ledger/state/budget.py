@@ -23,6 +23,7 @@ class QueueLimits:
     row_bytes: int = 0
     max_staleness: int = MAX_STALENESS
     steps: int | None = None
+    first_step: int = 0
     checkpoints: bool = False
     keep_versions: int = KEEP_VERSIONS
     max_swapping: int = 0
@@ -32,7 +33,7 @@ class QueueLimits:
 
 LEAST = {
     "capacity_rows": 1, "max_staleness": 0, "steps": 1, "capacity_bytes": 1, "row_bytes": 0, "keep_versions": 1,
-    "max_swapping": 0, "quorum": 0, "home_silence_s": 0,
+    "max_swapping": 0, "quorum": 0, "first_step": 0, "home_silence_s": 0,
 }  # fmt: skip
 """The least value of each numeric limit."""
 

@@ -50,7 +50,7 @@ class Steps:
 
     def declare(self, task: Task, window: Window, unselected: int) -> None:
         """Set the task that makes the steps."""
-        self._task, self._window, self.unselected = task, window, unselected
+        self._task, self._window, self.unselected, self.covered = task, window, unselected, window.step
 
     @property
     def declared(self) -> bool:

@@ -15,13 +15,13 @@ from ...interfaces import StepWindow
 class Window:
     """Counters only; the ledger keeps the rows. ``deadline`` None: rows put complete."""
 
-    def __init__(self, batch_rows: int, max_staleness: int, steps: int | None = None) -> None:
+    def __init__(self, batch_rows: int, max_staleness: int, steps: int | None = None, first: int = 0) -> None:
         if batch_rows < 1:
             raise ConfigError(f"a step needs at least 1 row, not {batch_rows}")
         self.batch_rows = batch_rows
         self.max_staleness = max_staleness
         self.steps = steps
-        self.step = 0
+        self.step = first
         self.free = batch_rows
         self._admitted: Counter[int] = Counter()
 
