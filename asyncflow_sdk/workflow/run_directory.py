@@ -34,6 +34,7 @@ from .address import JOURNAL, check_unserved
 from .checkpoint import newest
 from .events.event_file import EVENTS
 from .events.step_files import STEP_FILE, read_batch, write_batch
+from .model_folder import steps_in
 from .serialization import MAP, NAME, TYPE, Serializable, differences, from_json, to_json
 
 PLACES = (
@@ -66,7 +67,9 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         listed = ", ".join(f"{name} {old!r} to {new!r}" for name, (old, new) in self.changes.items())
-        return f"from step {self.step} on, after {self.checkpoint}, with other arguments: {listed}"
+        return f"from step {self.step} on, after {self.checkpoint}, {f'with other arguments: {listed}' if listed else ''}".rstrip(
+            ", "
+        )
 
 
 class RunDirectory:
@@ -129,11 +132,16 @@ class RunDirectory:
                 raise ConfigError(f"{name} cannot change in a run, here from {before!r} to {after!r}: {why}")
         return {name: [before, after] for name, before, after in found}
 
+    @property
+    def queue_is_over(self) -> bool:
+        """True if the queue of the run is gone, and a checkpoint has what was trained, as after a failed export."""
+        return not is_unfinished(self.path / JOURNAL) and bool(steps_in(self.path / "checkpoints"))
+
     def begin_leg(self, changes: dict[str, list[Any]], steps: int) -> Leg:
         """Discard the queue of the run, whose rows are generated anew, and return the leg that goes on from its newest
         intact checkpoint. Raises ConfigError."""
         legs, (manifest, path) = self.legs(), newest(self.path / "checkpoints")
-        if steps <= manifest.step:
+        if changes and steps <= manifest.step:
             raise ConfigError(f"steps={steps}: {manifest.step} steps are trained already; say steps= a larger number")
         workflow = self._again()["workflow"]
         rollout = workflow["rollout"][0] if isinstance(workflow["rollout"], list) else workflow["rollout"]

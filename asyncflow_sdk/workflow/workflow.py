@@ -258,20 +258,21 @@ class Workflow(Serializable):
         summary, changes = record.read_summary(), record.changes_to(self, self.plan.stream is None)
         if summary.get("status") == "completed" and not changes:
             return Result(directory, summary)
-        return self._run_in(record, on_event, progress, again=True, changes=changes)
+        new = changes or record.queue_is_over
+        return self._run_in(record, on_event, progress, again=True, changes=changes if new else None)
 
     def _run_in(
         self, directory: RunDirectory, on_event: _OnEvent | None, progress: bool | None, *, again: bool,
         changes: dict[str, list[Any]] | None = None,
     ) -> Result:  # fmt: skip
         resumable = self.plan.checkpoint is not None
-        if not changes:
+        if changes is None:
             directory.check_record(continues=again, trained=again)
         with contextlib.ExitStack() as held:
             if resumable:
                 held.enter_context(directory.lock())
             legs = directory.legs() if again else []
-            if changes:
+            if changes is not None:
                 legs.append(directory.begin_leg(changes, self.plan.steps))
             with directory.writable():
                 recorder = Recorder(directory.path, again=again)
@@ -285,7 +286,7 @@ class Workflow(Serializable):
                     (directory.path / EVENTS).unlink(missing_ok=True)
                 raise
             line = ProgressLine(self.plan.steps) if (on_event is None if progress is None else progress) else None
-            return _Execution(self.plan, directory, recorder, line, on_event, legs).run(again, bool(changes))
+            return _Execution(self.plan, directory, recorder, line, on_event, legs).run(again, changes is not None)
 
 
 class _Execution:
@@ -376,6 +377,8 @@ class _Execution:
             )
         try:
             trainer = self._start(run)
+            if self._legs and self._legs[-1].step >= plan.steps:  # the export was missing alone
+                run.queue.end()
             run.wait(trainer, timeout_s=math.inf, stall=self._stall)
             run.join_workers(FINISH_S)
             completed = True

@@ -59,10 +59,10 @@ def test_a_run_in_the_directory_of_another_is_refused_and_writes_nothing(file: P
     code, out, err = said("run", file, one)
     assert (code, err) == (0, "")
     assert "steps trained" in out
-    (one / "summary.json").unlink()  # as if it had been killed after its last step: a resume would train it all again
+    (one / "summary.json").unlink()  # as if it had been killed after its last step
     before = files(one)
 
-    for again in (["run", file, one], ["resume", one], ["serve", one]):
+    for again in (["run", file, one], ["serve", one]):
         code, out, err = said(*again)
 
         assert (code, "steps trained" in out) == (2, False), out

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from echo_runs import echo_workflow
 
+import asyncflow_sdk as af
 from asyncflow_sdk.errors import MemoryFull, WorkerFailed
+from asyncflow_sdk.testing import EchoTrain
 
 FULL = "/dev/full"
 
@@ -41,6 +46,38 @@ def test_why_a_run_failed_is_told_also_where_nothing_can_be_written(tmp_path: Pa
 
     with pytest.raises(WorkerFailed, match="told to fail at step 1"):
         echo_workflow(train={"fail_at": 1, "launcher": "process"}).run(tmp_path / "run")
+
+
+class FullExport(EchoTrain):
+    """There is room for its export once the list is empty."""
+
+    def __init__(self, model: str = "", *, algorithm: Any = None) -> None:
+        super().__init__(model)
+
+    def export(self, path: Path) -> None:
+        (path / "steps").write_text(str(self.steps))
+        if full:
+            raise OSError(errno.ENOSPC, full.pop())
+
+
+full: list[str] = []
+
+
+def test_an_export_without_room_is_made_by_a_resume_and_costs_no_summary(tmp_path: Path) -> None:
+    # given a run whose export fails after its last step
+    full[:] = ["No space left on device"]
+    flow = echo_workflow(
+        train=af.Train("test_run_on_a_full_disk:FullExport", launcher="thread"), checkpoint=af.Checkpoint(every=2)
+    )
+    with pytest.raises(WorkerFailed, match="No space left on device"):
+        flow.run(tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["balanced"]) == ("failed", 3, True)
+    assert not (tmp_path / "run" / "model").exists()
+    # when it is resumed, then the weights of its last step are exported
+    result = af.resume(tmp_path / "run")
+    assert (result.summary["status"], result.summary["steps"]) == ("completed", 3)
+    assert (tmp_path / "run" / "model" / "steps").read_text() == "3"
 
 
 def test_the_page_of_a_run_that_cannot_be_written_costs_neither_its_summary_nor_its_status(tmp_path: Path) -> None:

@@ -181,10 +181,12 @@ def _export(engine: TrainEngine, path: Path, ranks: RankCommunicator, log: Worke
                 engine.export(part)
     except Exception as error:
         optional = isinstance(error, NotImplementedError)
+        if ranks.first:
+            hint = "; with a checkpoint, `asyncflow resume` writes it" if last and not optional else ""
+            text = f"no model folder was written: {type(error).__name__}: {error}{hint}"
+            log.note(text, "info" if optional else "error")
         if not optional and (last or (ranks.world_size > 1 and isinstance(error, RANK_ERRORS))):
             raise
-        if ranks.first:
-            log.note(f"no model folder was written: {type(error).__name__}: {error}", "info" if optional else "error")
     else:
         if ranks.first:
             log.span("export", began, detail=path.name)
