@@ -105,9 +105,15 @@ class TransformersEngine(RolloutEngine):
 
     @staticmethod
     def check_options(
-        model: str, *, dtype: str = "auto", device: str = "auto", max_rows: int = 1, threads: int | None = None,
-        attn_implementation: str | None = None, **others: Any,
-    ) -> None:  # fmt: skip
+        model: str,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_rows: int = 1,
+        threads: int | None = None,
+        attn_implementation: str | None = None,
+        **others: Any,
+    ) -> None:
         """Raise ConfigError for values that cannot be used anywhere, before a worker starts."""
         check_least(1, max_rows=max_rows, threads=threads)
         check_loading(dtype, device, attn_implementation)

@@ -101,8 +101,11 @@ class TrainOptions:
             raise ConfigError(f"betas must be two numbers from 0 to below 1, not {self.betas!r}")
         check_loading(self.dtype, self.device)
         warmup_of(
-            self.lr_scheduler_type, warmup_steps=self.warmup_steps, warmup_ratio=self.warmup_ratio, max_steps=self.max_steps
-        )  # fmt: skip
+            self.lr_scheduler_type,
+            warmup_steps=self.warmup_steps,
+            warmup_ratio=self.warmup_ratio,
+            max_steps=self.max_steps,
+        )
         if isinstance(self.freeze, str):
             raise ConfigError(f"freeze={self.freeze!r} is no list of patterns; say freeze=[{self.freeze!r}]")
         if not self.frozen and self.computed_dtype == "float16":

@@ -38,9 +38,14 @@ from .model_folder import steps_in
 from .serialization import MAP, NAME, TYPE, Serializable, differences, from_json, to_json
 
 PLACES = (
-    "address", "advertise", "on_failure", "stall_timeout_s", "replicas", "world_size",
+    "address",
+    "advertise",
+    "on_failure",
+    "stall_timeout_s",
+    "replicas",
+    "world_size",
     *(each.name for each in dataclasses.fields(Placement)),
-)  # fmt: skip
+)
 """Arguments of a workflow, and of its rollouts, stages and trainer, that a resumed queue does not depend on."""
 _ORDER = "a run goes on with the order of its prompts"
 _STATE = "the checkpoint has the weights and the optimizer's state of this one"
@@ -120,7 +125,7 @@ class RunDirectory:
 
     def changes_to(self, workflow: Serializable, data: bool) -> dict[str, list[Any]]:
         """Return the arguments of a workflow that differ from the recorded ones and need a new queue: old and new
-        values by name. ``data``: its prompts are data. Raises ConfigError for those that cannot change."""
+        values by name. ``data``: True if its prompts are data. Raises ConfigError for those that cannot change."""
         old = self._again()["workflow"]
         found = list(differences(old, arguments_of(workflow, data)))
         found = [each for each in found if not set(each[0].split(".")) & set(PLACES)]

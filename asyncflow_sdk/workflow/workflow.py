@@ -262,9 +262,14 @@ class Workflow(Serializable):
         return self._run_in(record, on_event, progress, again=True, changes=changes if new else None)
 
     def _run_in(
-        self, directory: RunDirectory, on_event: _OnEvent | None, progress: bool | None, *, again: bool,
+        self,
+        directory: RunDirectory,
+        on_event: _OnEvent | None,
+        progress: bool | None,
+        *,
+        again: bool,
         changes: dict[str, list[Any]] | None = None,
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         resumable = self.plan.checkpoint is not None
         if changes is None:
             directory.check_record(continues=again, trained=again)
