@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -25,8 +26,12 @@ from .ragged import Array, Ragged
 Kind = Literal["fixed", "ragged", "text", "bytes", "json"]
 Values: TypeAlias = Array | Ragged | list[str] | list[bytes] | list[Any]
 
-
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
+_NUMBERS = {bool, int, float, complex}
+
+
+class JsonValues(list[Any]):
+    """Values of a json column: anything in JSON, one a row."""
 
 
 class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -101,17 +106,16 @@ def _pack(value: Any) -> Column:
         if value.ndim == 0:
             raise SchemaError("a single number is not a column; give one entry a row")
         return Column(ColumnSpec("fixed", dtype_name(value.dtype), value.shape[1:]), _plain(value), None)
+    if isinstance(value, JsonValues):
+        return _pack_bytes("json", [_json(number, row) for number, row in enumerate(value)])
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
         raise SchemaError(f"a {type(value).__name__} is not a column; give a sequence with one entry a row")
     rows = list(value)
     try:
         return _pack_sequence(rows)
-    except SchemaError:
+    except (SchemaError, ValueError) as error:  # numpy's, of lists within lists
         odd = find_invalid_entry(rows)
-        if odd is None:
-            raise
-        number, description = odd
-    raise SchemaError(f"entry {number} is {description}")
+        raise SchemaError(str(error) if odd is None else f"entry {odd[0]} is {odd[1]}") from None
 
 
 def find_invalid_entry(rows: Iterable[Any]) -> tuple[int, str] | None:
@@ -138,18 +142,13 @@ def is_nested(entry: Any) -> bool:
 def _describe(entry: Any) -> str:
     if isinstance(entry, int):
         return f"{entry}, which does not fit 64 bits"
-    if entry is None:
-        kind = "None"
-    elif isinstance(entry, (list, tuple)):
+    if isinstance(entry, (list, tuple)):
         kind = f"a {type(entry).__name__} of {' and '.join(sorted({type(each).__name__ for each in entry}))}"
     elif isinstance(entry, np.ndarray):
         kind = f"an array of dtype {entry.dtype}"
     else:
-        kind = f"of type {type(entry).__name__}"
+        kind = "None" if entry is None else f"of type {type(entry).__name__}"
     return f"{kind}; a column has one number, array of numbers, text, bytes or record a row"
-
-
-_NUMBERS = {bool, int, float, complex}
 
 
 def _pack_sequence(rows: list[Any]) -> Column:
@@ -166,14 +165,17 @@ def _pack_sequence(rows: list[Any]) -> Column:
         raise SchemaError(f"entries of different types are mixed: {', '.join(sorted(k.__name__ for k in kinds))}")
     plain = kinds <= _NUMBERS  # the usual case of rewards: no need to inspect each row
     if not plain and any(is_nested(row) for row in rows):
-        return _pack_bytes("json", [_json(number, row) for number, row in enumerate(rows)])
+        for number, row in enumerate(rows):
+            if not (is_nested(row) or (isinstance(row, (list, tuple)) and not row)):
+                raise SchemaError(f"entry {number} is a {type(row).__name__}, and others are records; give only one")
+        return _pack(JsonValues(rows))
     if not plain and any(is_torch(row) for row in rows):
         rows = [from_torch(row) if is_torch(row) else row for row in rows]
     numbers = [plain or isinstance(row, np.generic) or np.ndim(row) == 0 for row in rows]
     if all(numbers):
         array = np.asarray(rows)
         whole = array.dtype.kind == "f" and int in kinds
-        if whole and any(int(a) != row for a, row in zip(array, rows, strict=True) if type(row) is int):
+        if whole and any(kinds == {int} or int(a) != b for a, b in zip(array, rows, strict=True) if type(b) is int):
             raise SchemaError("integers that neither int64 nor float64 represents exactly")
         return Column(ColumnSpec("fixed", dtype_name(array.dtype)), array, None)
     if any(numbers):
@@ -183,18 +185,15 @@ def _pack_sequence(rows: list[Any]) -> Column:
             "every row is an empty list without a dtype; give empty arrays of the column's dtype, such as"
             " np.empty(0, np.int32)"
         )
-    try:
-        return _pack(Ragged.of(rows))
-    except ValueError as error:
-        raise SchemaError(str(error)) from None
+    return _pack(Ragged.of(rows))
 
 
 def _json(number: int, row: Any) -> bytes:
-    if not (is_nested(row) or (isinstance(row, (list, tuple)) and not row)):
-        raise SchemaError(f"entry {number} is a {type(row).__name__}, and others are records; give only one of them")
     try:
-        return msgspec.json.encode(row)
-    except (TypeError, ValueError, UnicodeEncodeError, RecursionError) as error:
+        text = msgspec.json.encode(row)
+        nan = b"null" in text  # or None
+        return json.dumps(msgspec.to_builtins(row, str_keys=True), ensure_ascii=False).encode() if nan else text
+    except (TypeError, ValueError, RecursionError) as error:
         raise SchemaError(f"entry {number} has no form in JSON: {error}") from None
 
 
@@ -240,8 +239,8 @@ def unpack(column: Column) -> Values:
         return pieces
     if column.spec.kind == "json":
         try:
-            return [msgspec.json.decode(piece) for piece in pieces]
-        except (msgspec.DecodeError, RecursionError) as error:
+            return JsonValues(map(json.loads if b"NaN" in raw or b"Infinity" in raw else msgspec.json.decode, pieces))
+        except (ValueError, RecursionError) as error:
             raise SchemaError(f"a json column holds bytes that are not JSON: {error}") from None
     try:
         return [p.decode() for p in pieces]

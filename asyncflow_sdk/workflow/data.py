@@ -7,11 +7,13 @@ source = prompt_source(stream_of_prompts)        # a PromptStream: the function 
 from __future__ import annotations
 
 import abc
+import copy
 import csv
 import importlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -22,8 +24,10 @@ from ..errors import ConfigError, DeadlineExceeded, Ended, SchemaError
 from ..ledger import commands as cmd
 from ..plugins import import_path
 from ..queue import QueueClient
-from ..types import Batch
-from ..types.columns import find_invalid_entry, is_nested
+from ..types import Batch, Column, ColumnSpec, carrier, pack
+from ..types import events as ev
+from ..types.batch import concat
+from ..types.columns import JsonValues, find_invalid_entry, is_nested
 from ..types.defaults import FEED_S, NEXT_S
 
 _PROMPTS = (
@@ -32,6 +36,11 @@ _PROMPTS = (
 )
 HEAD = 8
 """Records of a stream that are read before a run, to know its columns."""
+MOST_LEFT_OUT = 1000
+"""Unusable records of a stream in a row, at which it ends the run."""
+POWERS = {10**digits for digits in range(1, 12)}
+DATA = "data_"
+"""Prefix of columns of the data with the name of one of the run's own columns."""
 
 
 @runtime_checkable
@@ -43,6 +52,50 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+class Selection:
+    """The columns of a data set for a run.
+
+    ``prompt``: the column of prompts. ``needs``: the columns of tasks; None: all. ``gives``: the names of columns given by
+    tasks: the data's column of one of these names is called data_NAME. ``rename``: new names by name in the data.
+    """
+
+    def __init__(
+        self,
+        prompt: str = "prompt",
+        needs: Collection[str] | None = None,
+        gives: Collection[str] = (),
+        rename: Mapping[str, str] | None = None,
+    ) -> None:
+        self.prompt, self.needs, self._gives, self.rename = prompt, needs, gives, rename or {}
+        self.names: dict[str, str] = {}
+        """The new name of each column found so far, also of the ones left out."""
+
+    def of(self, known: Iterable[str], source: str = "prompts") -> dict[str, str]:
+        """Return the new names of the columns to take, by their names in the data. Raises ConfigError for data
+        without prompts, and for two columns of one name."""
+        found: dict[str, str] = {}
+        for name in known:
+            new = self.rename.get(name, name)
+            found[name] = DATA + new if new in self._gives else new
+        for name, new in found.items():
+            if [*found.values()].count(new) > 1 and name != new:
+                raise ConfigError(f"{source}: column {name!r} would be named {new!r}, as another one is: say rename=")
+        if self.prompt not in found.values():
+            raise ConfigError(
+                f"{source}: the data has no column {self.prompt!r}; it has: {', '.join(map(str, found)) or 'none'}. Rename"
+                " a column, or name the column of the prompts: Rollout(prompt=NAME), `asyncflow serve --column NAME`"
+            )
+        self.names = self.names | found
+        return {name: new for name, new in found.items() if self.needs is None or new in self.needs}
+
+    @property
+    def changes(self) -> str:
+        """Columns left out and renamed, for people; "" for none."""
+        left = [name for name, new in self.names.items() if self.needs is not None and new not in self.needs]
+        new = [f"{name} is named {new}" for name, new in self.names.items() if name != new and name not in left]
+        return "; ".join([*([f"no task needs {', '.join(map(str, left))}"] if left else []), *new])
+
+
 Prompts = str | Path | Sequence[Any] | Mapping[str, Any] | Dataset | Iterable[Any] | Callable[[], Any]
 
 
@@ -51,13 +104,37 @@ def load_prompts(prompts: Prompts, column: str = "prompt") -> Batch:
     of records, columns by name, a table (pyarrow, pandas, polars), a function that returns one of
     these, or the path of a .jsonl, .json, .csv, .tsv or .parquet file. Raises ConfigError with file,
     line and reason; also for no data, for records without the prompt column, and for a stream."""
-    source = prompt_source(prompts, column)
+    return select_prompts(prompts, Selection(column))
+
+
+def select_prompts(prompts: Prompts, select: Selection) -> Batch:
+    """``load_prompts``, with the columns of a selection."""
+    source = prompt_source(prompts, select)
     if isinstance(source, PromptStream):
         raise ConfigError("prompts are a stream, which is not loaded as a whole: give it to a Workflow, or to feed()")
     return source
 
 
-def prompt_source(prompts: Prompts, column: str = "prompt") -> Batch | PromptStream:
+def select_like(prompts: Prompts, select: Selection, data: Batch) -> Batch:
+    """``select_prompts`` of held-out data, with the types of ``data``. Raises ConfigError for a value of another type."""
+    found = select_prompts(prompts, copy.copy(select))
+    columns = dict(found.columns)
+    for name, column in columns.items():
+        spec = data.spec(name) if name in data else column.spec
+        if spec != column.spec:
+            values, rows = found[name], list[Column]()
+            for number, value in enumerate(values if isinstance(values, list) else values.tolist()):
+                try:
+                    rows.append(cast(name, value, spec, native=name == select.prompt))
+                except SchemaError as error:
+                    raise ConfigError(
+                        f"held-out record {number} differs from the data of training: {error}"
+                    ) from None
+            columns[name] = concat(rows)
+    return Batch(found.ids, found.groups, columns)
+
+
+def prompt_source(prompts: Prompts, select: Selection) -> Batch | PromptStream:
     """Return all prompts as a batch, or a stream of them: an iterable of records without a length,
     such as ``datasets.IterableDataset``, or a function that returns one. Raises ConfigError."""
     given: Any = prompts
@@ -68,11 +145,14 @@ def prompt_source(prompts: Prompts, column: str = "prompt") -> Batch | PromptStr
                 "prompts are an iterator, which can be read only once: give the function that makes it (prompts=read,"
                 " not prompts=read())"
             )
-        return PromptStream(given, column)
+        return PromptStream(given, select)
     if isinstance(prompts, (str, Path)):
-        return _read(Path(prompts), column)
-    if hasattr(prompts, "__arrow_c_stream__"):
-        prompts = _arrow("pyarrow", "a table of prompts").table(prompts).to_pydict()
+        return _read(Path(prompts), select)
+    if hasattr(prompts, "select_columns"):  # of datasets.Dataset, which decodes what it reads
+        table: Any = prompts
+        prompts = table.select_columns([*select.of(table.column_names)])[:]
+    elif hasattr(prompts, "__arrow_c_stream__"):
+        return _table(_arrow("pyarrow", "a table of prompts").table(prompts), select)
     if isinstance(prompts, Mapping):
         splits = [name for name, values in prompts.items() if hasattr(values, "column_names")]
         if splits:
@@ -80,12 +160,12 @@ def prompt_source(prompts: Prompts, column: str = "prompt") -> Batch | PromptStr
                 f"prompts are a DatasetDict, a dictionary of data sets, {', '.join(map(repr, splits))}: give one of"
                 f" them, prompts=data[{splits[0]!r}]"
             )
-        return _batch(prompts, column)
+        return _batch(prompts, select)
     try:
         rows: list[Any] = list(prompts)  # type: ignore[arg-type]  # __getitem__ is enough
     except TypeError:
         raise ConfigError(f"{_PROMPTS}, not {type(prompts).__name__}: {prompts!r:.80}") from None
-    return _records(rows, column)
+    return _records(rows, select)
 
 
 def _called(function: Callable[[], Any]) -> Any:
@@ -117,51 +197,96 @@ class _Place(NamedTuple):
 _ARGUMENT = _Place()
 
 
-def _records(rows: Sequence[Any], column: str, place: _Place = _ARGUMENT) -> Batch:
+def _records(rows: Sequence[Any], select: Selection, place: _Place = _ARGUMENT) -> Batch:
     """Return the columns of records, texts or chats."""
     if all(isinstance(row, str) or (is_nested(row) and not isinstance(row, Mapping)) for row in rows):
-        return _batch({column: rows}, column, place)
-    first = rows[0] if isinstance(rows[0], Mapping) else {}
+        return _batch({select.prompt: rows}, select, place)
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise ConfigError(f"{place.of(number)} is {type(row).__name__}: {row!r:.80}. {_PROMPTS}")
-        if row.keys() != first.keys():
-            odd = ", ".join(sorted(map(str, row.keys() ^ first.keys())))
-            raise ConfigError(f"{place.of(number)} differs from the first in its columns: {odd}")
-    return _batch({name: [row[name] for row in rows] for name in first}, column, place)
+    known = rows[0].keys() if select.needs is None else dict.fromkeys(name for row in rows for name in row)
+    names = select.of(known, place.source).keys()
+    for number, row in enumerate(rows):
+        if odd := row.keys() ^ known if select.needs is None else names - row.keys():
+            odd_names = ", ".join(sorted(map(str, odd)))
+            raise ConfigError(f"{place.of(number)} differs from the first in its columns: {odd_names}")
+    return _batch({name: [row[name] for row in rows] for name in known if name in names}, select, place)
 
 
-def _batch(columns: Mapping[str, Any], column: str, place: _Place = _ARGUMENT) -> Batch:
-    if column not in columns:
-        known = ", ".join(columns) or "none"
-        raise ConfigError(
-            f"{place.source}: the data has no column {column!r}; it has: {known}. Rename a column, or name the column"
-            " of the prompts: Rollout(prompt=NAME), `asyncflow serve --column NAME`"
-        )
+def _batch(columns: Mapping[str, Any], select: Selection, place: _Place = _ARGUMENT) -> Batch:
+    taken = {new: columns[name] for name, new in select.of(columns, place.source).items()}
     try:
-        batch = Batch.of(columns)
+        try:
+            batch = Batch.of(taken)
+        except SchemaError:
+            batch = Batch.of({name: _storable(name, values, select) for name, values in taken.items()})
     except SchemaError as error:
-        for name, values in columns.items():
-            odd = find_invalid_entry(values) if isinstance(values, (list, tuple)) else None
-            if odd is not None:
-                raise ConfigError(f"{place.of(odd[0])}: column {name!r} is {odd[1]}") from None
+        for name, values in taken.items():
+            for number, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
+                if fault := _fault(name, value, values[0], native=name == select.prompt):
+                    raise ConfigError(f"{place.of(number)}: {fault}") from None
         raise ConfigError(f"{place.source}: {error}") from None
     if not batch.rows:
         raise ConfigError(f"{place.source}: the data set is empty: there is nothing to train on")
     return batch
 
 
+def _storable(name: str, values: Any, select: Selection) -> Any:
+    """Return the values of a column, marked as JSON if no other kind of column can hold them."""
+    try:
+        pack(name, values)
+    except SchemaError:
+        if name != select.prompt and isinstance(values, (list, tuple, np.ndarray)):
+            return _json_values(values)
+    return values
+
+
+def _json_values(values: Iterable[Any]) -> JsonValues:
+    """Return values as JSON has them: dates and decimals as text, bytes as base64, arrays as lists. Raises SchemaError."""
+    try:
+        return JsonValues(msgspec.to_builtins([*values], enc_hook=_json_value, str_keys=True))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SchemaError(f"it has no form in JSON: {error}") from None
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    for convert in ("tolist", "isoformat"):  # of numpy, torch and pandas
+        if hasattr(value, convert):
+            return getattr(value, convert)()
+    raise TypeError(f"JSON has no {type(value).__name__}")
+
+
+def _fault(name: str, value: Any, first: Any, *, native: bool) -> str:
+    """Return the reason why a column cannot hold a value, "" if it can. ``first``: the column's first value.
+    ``native``: True if the column may not become JSON."""
+    try:
+        pack(name, [value] if native else _json_values([value]))
+    except SchemaError as error:
+        odd = find_invalid_entry([value])
+        return str(error) if odd is None else f"column {name!r} is {odd[1]}"
+    if native and isinstance(value, str) != isinstance(first, str):
+        return f"column {name!r} is {type(value).__name__}, and in the first record {type(first).__name__}"
+    return ""
+
+
+def _table(table: Any, select: Selection, place: _Place = _ARGUMENT) -> Batch:
+    """Return the columns of a table of pyarrow."""
+    return _batch(table.select([*select.of(table.column_names, place.source)]).to_pydict(), select, place)
+
+
 # ---- files
 
 
-def _read(path: Path, column: str) -> Batch:
+def _read(path: Path, select: Selection) -> Batch:
     """Read a file by its suffix; JSON lines by default."""
     suffix = path.suffix.lower()
     try:
         if suffix == ".parquet":
             parquet = _arrow("pyarrow.parquet", path)
             with path.open("rb") as file:
-                return _batch(parquet.read_table(file).to_pydict(), column, _Place(str(path)))
+                return _table(parquet.read_table(file), select, _Place(str(path)))
         if suffix in (".csv", ".tsv"):
             with path.open(encoding="utf-8-sig", newline="") as file:
                 rows = list(_csv_records(path, csv.reader(file, delimiter="\t" if suffix == ".tsv" else ",")))
@@ -171,7 +296,7 @@ def _read(path: Path, column: str) -> Batch:
         raise
     except Exception as error:  # of the disk, of UTF-8, or of pyarrow, which has many
         raise ConfigError(f"cannot read prompts from {path}: {error}") from None
-    return _records([row for _, row in rows], column, _Place(str(path), [line for line, _ in rows]))
+    return _records([row for _, row in rows], select, _Place(str(path), [line for line, _ in rows]))
 
 
 def _json_records(path: Path) -> Iterator[tuple[int, Any]]:
@@ -218,12 +343,14 @@ class PromptStream:
 
     ``of``: the iterable of an epoch, or a function that returns it. A new epoch calls its
     ``set_epoch``, if it has one, so that ``datasets.IterableDataset.shuffle`` gives another order.
-    ``head``: the first records. Raises ConfigError for a stream without records of the prompt column.
+    ``head``: the first records, with the columns and types of all. Raises ConfigError for a stream
+    without records of the prompt column.
     """
 
-    def __init__(self, of: Any, column: str) -> None:
-        self._of, self._column = of, column
-        self.head = _records(list(itertools.islice(self.epoch(0), HEAD)), column)
+    def __init__(self, of: Any, select: Selection) -> None:
+        self._of, self._prompt = of, select.prompt
+        self.head = _records(list(itertools.islice(self.epoch(0), HEAD)), select)
+        self._names = {name: new for name, new in select.names.items() if new in self.head}
 
     def epoch(self, number: int) -> Iterator[Any]:
         """Yield the records of an epoch. Raises ConfigError for an error of the stream's own code."""
@@ -243,17 +370,55 @@ class PromptStream:
                 " function of a module that returns it"
             )
 
-    def batch(self, records: Sequence[Any], first: int) -> Batch:
-        """Return the columns of records. ``first``: the position of the first one, for errors."""
-        made = _records(records, self._column, _Place("the stream of prompts", range(first, first + len(records))))
-        if set(made) != set(self.head):
-            odd = ", ".join(sorted(set(made) ^ set(self.head)))
-            raise ConfigError(f"record {first} of the stream of prompts differs from the first in its columns: {odd}")
-        return made
+    def row(self, record: Any) -> Batch:
+        """Return a record with the types of ``head``. Raises SchemaError for a lacking column, and for a value of
+        another type."""
+        values = record if isinstance(record, Mapping) else {self._prompt: record}
+        for name in self._names.keys() - values.keys():
+            raise SchemaError(f"it has no column {name!r}")
+        row = {
+            new: cast(new, values[name], self.head.spec(new), native=new == self._prompt)
+            for name, new in self._names.items()
+        }
+        return Batch(np.zeros(1, np.int64), np.zeros(1, np.int64), row)
+
+
+def cast(name: str, value: Any, spec: ColumnSpec, *, native: bool) -> Column:
+    """Return a value as a column of one row. Raises SchemaError if it is none of this type without a loss.
+    ``native``: True for prompts, for which empty lists and values of JSON are errors."""
+    if spec.kind == "json" and not native:
+        return pack(name, _json_values([value]))
+    if spec.kind == "text" and type(value) in (int, float) and not native:
+        value = str(value)
+    if spec.kind == "ragged" and isinstance(value, (list, tuple)) and not value and not native:
+        value = np.empty((0, *spec.shape), carrier(spec.dtype))
+    if fault := _fault(name, value, value, native=True):
+        raise SchemaError(fault)
+    column = pack(name, [value])
+    if column.spec == spec:
+        return column
+    if (column.spec.kind, column.spec.shape) == (spec.kind, spec.shape) and "text" not in (
+        spec.kind,
+        column.spec.kind,
+    ):
+        with np.errstate(invalid="ignore"):
+            same = column.values.astype(carrier(spec.dtype))
+        if same.tolist() == column.values.tolist():
+            return Column(spec, same, column.offsets)
+    raise SchemaError(f"column {name!r} is {spec}, and here {column.spec}: {value!r:.80}")
+
+
+def join_rows(rows: Sequence[Batch]) -> Batch:
+    """Return rows of the same columns as one batch."""
+    ids = np.arange(len(rows))
+    return Batch(ids, ids, {name: concat([row.columns[name] for row in rows]) for name in rows[0]})
 
 
 class PromptOrder(abc.ABC):
-    """The prompts of a run in their order. For one thread."""
+    """The prompts of a run in their order. For one thread. ``position``: the number of prompts passed so far.
+    ``left_out``: the number of unusable ones among them."""
+
+    position = left_out = 0
 
     @abc.abstractmethod
     def seek(self, position: int) -> None:
@@ -276,7 +441,7 @@ class ShuffledPrompts(PromptOrder):
 
     def seek(self, position: int) -> None:
         """Draw the order of the epoch at the position again."""
-        self._order = np.empty(0, np.int64)
+        self._order, self.position = np.empty(0, np.int64), position
         self._left = None if self._most is None else self._most - position
         self._epoch, within = divmod(position, self._data.rows)  # whole epochs need no order
         self._take(within)
@@ -286,6 +451,7 @@ class ShuffledPrompts(PromptOrder):
         if self._left is not None:
             count = min(count, self._left)
             self._left -= count
+        self.position += count
         return self._data.take(self._take(count))
 
     def _take(self, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -298,33 +464,45 @@ class ShuffledPrompts(PromptOrder):
 
 
 class StreamedPrompts(PromptOrder):
-    """Prompts of a stream, in its order.
+    """Prompts of a stream, in its order. An unusable record is left out: ``note`` is called with its number and
+    the reason, for the first three, then for the tenth, the hundredth and so on.
 
     ``seek`` reads the stream again: the state of a ``datasets.IterableDataset`` lacks the records in
     its shuffle buffer.
     """
 
-    def __init__(self, stream: PromptStream, epochs: int | None) -> None:
-        self._stream, self._epochs = stream, epochs
+    def __init__(self, stream: PromptStream, epochs: int | None, note: Callable[[str], None]) -> None:
+        self._stream, self._epochs, self._note = stream, epochs, note
+        self._in_a_row = 0
         self.seek(0)
 
     def seek(self, position: int) -> None:
         """Read the stream again up to the position."""
-        self._position = 0
         self._records = self._all()
-        while self._position < position and self._read(1):
-            pass
+        self.position = sum(1 for _ in itertools.islice(self._records, position))
 
     def next(self, count: int) -> Batch:
-        """Read the next records. Raises ConfigError for a bad one."""
-        first = self._position
-        records = self._read(count)
-        return self._stream.batch(records, first) if records else self._stream.head.take([])
+        """Read the next records. Raises ConfigError after many unusable ones in a row."""
+        rows: list[Batch] = []
+        for record in self._records:
+            try:
+                rows.append(self._stream.row(record))
+                self._in_a_row = 0
+            except SchemaError as error:
+                self._leave_out(str(error))
+            self.position += 1
+            if len(rows) == count:
+                break
+        return join_rows(rows) if rows else self._stream.head.take([])
 
-    def _read(self, count: int) -> list[Any]:
-        records = list(itertools.islice(self._records, count))
-        self._position += len(records)
-        return records
+    def _leave_out(self, reason: str) -> None:
+        self.left_out += 1
+        self._in_a_row += 1
+        text = f"record {self.position} of the stream of prompts is left out: {reason}"
+        if self._in_a_row == MOST_LEFT_OUT:
+            raise ConfigError(f"{text}. So were the {MOST_LEFT_OUT - 1} before it")
+        if self.left_out <= 3 or self.left_out in POWERS:
+            self._note(f"{text} ({self.left_out} so far)")
 
     def _all(self) -> Iterator[Any]:
         for number in itertools.count() if self._epochs is None else range(self._epochs):
@@ -362,7 +540,9 @@ class Feeder:
         self._ends, self._begin = ends, begin
         self._queue, self._group_size, self._chunk = queue, group_size, chunk
         self._prompts: PromptOrder = (
-            StreamedPrompts(data, epochs) if isinstance(data, PromptStream) else ShuffledPrompts(data, seed, epochs)
+            StreamedPrompts(data, epochs, self._warn)
+            if isinstance(data, PromptStream)
+            else ShuffledPrompts(data, seed, epochs)
         )
         self._on_failure, self._key = on_failure, key
         self.fed = 0
@@ -376,12 +556,26 @@ class Feeder:
         """Wait for the end of its thread."""
         self._thread.join(timeout_s)
 
-    def _resume(self) -> None:
-        """Continue after the last put under this key, by the feeder of a process that died."""
+    @property
+    def left_out(self) -> int:
+        """The number of unusable prompts since its start."""
+        return self._prompts.left_out
+
+    def _warn(self, text: str) -> None:
+        connection = self._queue.connection
+        connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
+
+    def _resume(self) -> bool:
+        """Continue after the last put under this key, by the feeder of a process that died. Return False without one."""
         last: cmd.LastPut = self._queue.send(cmd.GetPut(prefix=f"{self._key}-"))
         number = last.key[len(self._key) + 1 :]
-        self.fed = int(number) + last.count // self._group_size if number.isdecimal() else self._begin
-        self._prompts.seek(self.fed)
+        if not number.isdecimal():
+            self._prompts.seek(self._begin)
+            self.fed = self._begin
+            return False
+        self._prompts.seek(int(number))
+        self.fed = int(number) + self._prompts.next(last.count // self._group_size).rows
+        return True
 
     def _run(self) -> None:
         try:
@@ -391,18 +585,17 @@ class Feeder:
                     wanted = self._queue.wanted(timeout_s=NEXT_S)
                 except DeadlineExceeded:
                     continue  # there are enough rows while training takes this long
+                position = self._prompts.position
                 rows = self._prompts.next(min(self._chunk, -(-wanted // self._group_size)))
                 if not rows.rows:
                     self._queue.end(partition=self._ends)
                     break
                 try:
                     self._queue.put(
-                        dict(rows), group_size=self._group_size, key=f"{self._key}-{self.fed}", timeout_s=FEED_S
+                        dict(rows), group_size=self._group_size, key=f"{self._key}-{position}", timeout_s=FEED_S
                     )
                 except SchemaError:  # the feeder of a dead process put more or fewer rows here
-                    before = self.fed
-                    self._resume()
-                    if self.fed <= before:
+                    if not self._resume() or self._prompts.position <= position:
                         raise
                 else:
                     self.fed += rows.rows

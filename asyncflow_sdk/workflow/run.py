@@ -42,7 +42,7 @@ from ..weights.arguments import version_number
 from .address import remove_addresses
 from .checkpoint import Checkpoints, ResumePoint
 from .consumer import CheckingConsumer
-from .data import Feeder, Prompts, prompt_source
+from .data import Feeder, Prompts, Selection, prompt_source
 from .events.event_sinks import EventSink
 from .events.waits import StallTimer, is_complete, waits_text
 from .specs import Rollout, Stage, Train, declare_task
@@ -257,7 +257,7 @@ class Run(WeightSync):
         if key in self._feeds:
             raise ConfigError(f"a feeder with key {key!r} was started already; give this one a key of its own")
         feeder = Feeder(
-            self.queue, prompt_source(prompts, column), group_size=group_size, chunk=chunk, seed=seed,
+            self.queue, prompt_source(prompts, Selection(column)), group_size=group_size, chunk=chunk, seed=seed,
             on_failure=self.fail, epochs=epochs, key=key,
         )  # fmt: skip
         self._feeds.add(key)

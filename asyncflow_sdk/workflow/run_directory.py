@@ -280,6 +280,7 @@ def arguments_of(workflow: Serializable, data: bool) -> Any:
     Raises ConfigError."""
     if data:
         workflow.init_args.pop("prompts", None)
+        workflow.init_args.pop("rename", None)  # the data kept has the new names
     if workflow.init_args.get("evaluate") is not None:
         workflow.init_args["evaluate"].init_args.pop("prompts", None)
     return to_json(workflow, "")

@@ -193,6 +193,11 @@ class Rollout(EngineSpec):
                 f"prompts are text (column {self.prompt!r}), but {self.model!r} has no tokenizer.json; name a"
                 f" tokenizer, or give token ids in a column prompt_ids{without_fast_file(self.model)}"
             )
+        return self.task_spec
+
+    @property
+    def task_spec(self) -> TaskSpec:
+        """Its task, also of prompts that cannot be encoded."""
         return rollout_task(
             self.task, self.prompt, self.prefix, bool(self.tokenizer), self.agent, self.lease_s, self.partitions
         )
@@ -300,7 +305,7 @@ class Stage(Serializable):
         self.whole_groups = "groups" in parameters and "groups" not in (needs or ())
         self.needs = tuple(needs) if needs is not None else tuple(c for c in parameters if c != "groups")
         everything = work.takes_all if isinstance(work, Rewards) else takes_all(work)
-        self._takes_all = everything and needs is None
+        self.takes_all = everything and needs is None
         self.gives = tuple(gives) if gives is not None else (self.task,)
         self.partitions = _partitions("stage", self.task, partitions)
         self.world_size = work.world_size if isinstance(work, Logprobs) else 1
@@ -350,7 +355,7 @@ class Stage(Serializable):
     def of_data(self, columns: Mapping[str, set[str]]) -> Stage:
         """Return the stage for the data of each partition: a function with ``**columns`` needs all columns
         of its partitions."""
-        if not self._takes_all:
+        if not self.takes_all:
             return self
         taken = [columns.get(each, set()) for each in (columns if "*" in self.partitions else self.partitions)]
         more = set.intersection(*taken) - ({"groups"} if self.whole_groups else set())

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, MemoryFull, WorkerFailed
 from ..interfaces import OnFailure, Placement
-from ..ledger import Audit
+from ..ledger import Audit, TaskSpec
 from ..ledger import commands as cmd
 from ..plugins import registry
 from ..queue.error_text import error_text
@@ -34,7 +34,7 @@ from ..types import events as ev
 from ..types.config import LOCAL
 from ..types.defaults import STALL_S
 from ..types.validation import check_least
-from .data import Feeder, Prompts, PromptStream, load_prompts, prompt_source
+from .data import Feeder, Prompts, PromptStream, Selection, prompt_source, select_like
 from .endpoints import serve
 from .evaluation import EVALUATION, SCORES, Evaluation
 from .evaluator import Evaluator, TrainerState, read_evaluations
@@ -96,6 +96,8 @@ class Workflow(Serializable):
     """Prompts → rollout → stages → train, or any other acyclic dataflow: every task works on the rows
     that have its columns, at the same time as the others. ``print`` shows it.
 
+    ``rename``: new names of columns of the data, by their names there. Columns without a task are left out; one with the
+    name of a task's column is called ``data_NAME``.
     ``rollout``: one, or several of different engines. ``stages``: between rollout and training;
     ``reward``: a further one that gives the column ``reward``: a function, a Stage, or a list of
     functions and pairs (function, weight) whose weighted sum it is; each also fills a column
@@ -128,6 +130,7 @@ class Workflow(Serializable):
         self,
         *,
         prompts: Prompts,
+        rename: Mapping[str, str] | None = None,
         rollout: Rollout | Sequence[Rollout],
         train: Train,
         batch_size: int,
@@ -173,17 +176,19 @@ class Workflow(Serializable):
         ahead = batch_size * (staleness.max_staleness + AHEAD_STEPS)
         held_out = None
         if evaluate is not None:
-            held_out = load_prompts(evaluate.prompts, first.prompt)
-            ahead += held_out.rows * evaluate.samples
             rollouts, stages = evaluate.rollouts(rollouts), (*stages, evaluate.stage)
         train = train.needing(LOSS_MASK) if masked else train
-        source = prompt_source(prompts, first.prompt)
+        columns = _select(first.prompt, rollouts, (*scoring, *stages), train, rename)
+        source = prompt_source(prompts, columns)
         stream = source if isinstance(source, PromptStream) else None
         data = source.head if isinstance(source, PromptStream) else source
-        columns = {TRAINED[0]: set(data), EVALUATION: set(held_out if held_out is not None else data)}
-        stages = tuple(each.of_data(columns) for each in (*scoring, *stages))
+        if evaluate is not None:
+            held_out = select_like(evaluate.prompts, columns, data)
+            ahead += held_out.rows * evaluate.samples
+        names = {TRAINED[0]: set(data), EVALUATION: set(held_out if held_out is not None else data)}
+        stages = tuple(each.of_data(names) for each in (*scoring, *stages))
         self.plan = Plan(
-            data=data, stream=stream, rollouts=rollouts, stages=stages, reward=bool(scoring),
+            data=data, columns=columns, stream=stream, rollouts=rollouts, stages=stages, reward=bool(scoring),
             train=train.sized(batch_size, first.group_size, steps), batch_size=batch_size, steps=steps, epochs=epochs,
             evaluation=evaluate, held_out=held_out, save_steps=save_steps, save_total_limit=save_total_limit,
             seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),
@@ -294,6 +299,16 @@ class Workflow(Serializable):
             return _Execution(self.plan, directory, recorder, line, on_event, legs).run(again, changes is not None)
 
 
+def _select(
+    prompt: str, rollouts: Sequence[Rollout], stages: Sequence[Stage], train: Train, rename: Mapping[str, str] | None
+) -> Selection:
+    """Return the columns of the data for all tasks; all, for a function with ``**columns``. A prompt is always the data's."""
+    tasks: list[TaskSpec | Stage] = [*(each.task_spec for each in rollouts), *stages]
+    needs = {prompt, *train.needs, *(name for each in tasks for name in each.needs)}
+    gives = {name for each in tasks for name in each.gives} - {each.prompt for each in rollouts}
+    return Selection(prompt, None if any(each.takes_all for each in stages) else needs, gives, rename)
+
+
 class _Execution:
     """One process's run of a plan in a directory."""
 
@@ -315,6 +330,7 @@ class _Execution:
         self._status = "completed"
         self._error: AsyncFlowError | None = None
         self._audit: Audit | None = None
+        self._feeder: Feeder | None = None
 
     def run(self, again: bool, changed: bool) -> Result:
         """Run to the end and write the summary. Raises the run's error."""
@@ -421,11 +437,12 @@ class _Execution:
             ).start()  # fmt: skip
         (trainer,) = run.start(plan.train, export=str(path / "model"), weights=weights, **saved)
         group_size = plan.rollout.group_size
-        Feeder(
+        self._feeder = Feeder(
             run.queue, plan.stream or plan.data, group_size=group_size, chunk=plan.batch_size // group_size,
             seed=plan.seed, on_failure=run.fail, epochs=plan.epochs, ends=None if plan.evaluation is None else TRAINED[0],
             begin=self._legs[-1].prompts if self._legs else 0,
-        ).start()  # fmt: skip
+        )  # fmt: skip
+        self._feeder.start()
         return trainer
 
     def _summary(self, wall_s: float) -> dict[str, Any]:
@@ -440,6 +457,7 @@ class _Execution:
             "reward_first": float(np.mean(rewards[:ends])) if rewards else None,
             "reward_last": float(np.mean(rewards[-ends:])) if rewards else None,
             "reward_steps": ends if rewards else 0,
+            "prompts_left_out": self._feeder.left_out if self._feeder is not None else 0,
             "rows": audit.terminal if audit else {},
             "rows_put": audit.put if audit else 0,
             "rows_live": audit.live if audit else 0,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import importlib
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_runs import Driver, column, echo_workflow
+from echo_runs import PROMPTS, Driver, column, echo_workflow, events_of
 from gates import Gates
 
 import asyncflow_sdk as af
@@ -82,6 +86,108 @@ def test_a_bad_row_is_named_with_its_file_line_and_reason(
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=message):
         af.load_prompts(tmp_path / name)
+
+
+# ---- columns
+
+DAY = datetime.datetime(2020, 1, 2)
+VALUES: dict[str, tuple[list[Any], list[Any]]] = {
+    "none": (["a", None], ["a", None]),
+    "flag": ([True, None], [True, None]),
+    "texts": ([["a", "b"], []], [["a", "b"], []]),
+    "date": ([DAY, None], ["2020-01-02T00:00:00", None]),
+    "decimal": ([decimal.Decimal("1.50"), decimal.Decimal(2)], ["1.50", "2"]),
+    "huge": ([2**70, 1], [2**70, 1]),
+    "large": ([2**63, 1], [2**63, 1]),
+    "nested": ([{"a": {"b": [None, 1.5]}}, {"a": None}], [{"a": {"b": [None, 1.5]}}, {"a": None}]),
+    "ragged": ([[[1, 2], [3]], [[4]]], [[[1, 2], [3]], [[4]]]),
+    "empty": ([[], []], [[], []]),
+    "mixed": ([1, "one"], [1, "one"]),
+    "bytes": ([b"a", None], ["YQ==", None]),
+    "ground-truth": (["x", "y"], ["x", "y"]),
+    "class": (["x", "y"], ["x", "y"]),
+}
+"""Columns that are no numbers, texts or records alone: given, and as a function has them."""
+
+
+def test_any_value_travels_to_the_function_that_needs_it(tmp_path: Path) -> None:
+    seen: dict[str, dict[int, Any]] = {name: {} for name in VALUES}
+
+    def judge(**columns: Any) -> list[float]:
+        for name, found in seen.items():
+            found |= {int(ids[0]): value for ids, value in zip(columns["prompt_ids"], columns[name], strict=True)}
+        return [1.0] * len(columns["prompt_ids"])
+
+    data = {"prompt_ids": [[1], [2]], **{name: given for name, (given, _) in VALUES.items()}}
+    reward = af.Stage(judge, task="reward", needs=["prompt_ids", "response_ids", *VALUES])
+    result = echo_workflow(prompts=data, reward=reward, batch_size=8, steps=1).run(tmp_path / "run")
+    assert result.summary["balanced"]
+    assert {name: [found[1], found[2]] for name, found in seen.items()} == {
+        n: wanted for n, (_, wanted) in VALUES.items()
+    }
+
+
+def test_values_of_tables_data_sets_and_files_are_those_of_lists(tmp_path: Path) -> None:
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    # one type a column, as tables have
+    names = ("none", "flag", "texts", "date", "decimal", "nested", "ragged")
+    columns = {"prompt": ["a", "b"], **{name: VALUES[name][0] for name in names}}
+    importlib.import_module("pyarrow.parquet")
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    for kind, prompts in {
+        "table": pyarrow.table(columns),
+        "dataset": datasets.Dataset.from_dict(columns),
+        "parquet": tmp_path / "a.parquet",
+    }.items():
+        batch = af.load_prompts(prompts)
+        found = {name: batch[name] for name in names if name != "decimal"}
+        assert found == {name: VALUES[name][1] for name in found}, kind
+        assert [float(text) for text in batch["decimal"]] == [1.5, 2.0], kind
+    nan = [{"a": math.nan, "b": None}, {"a": 1.0, "b": None}]
+    assert str(af.load_prompts({"prompt": ["a", "b"], "x": nan})["x"]) == str(nan)
+
+
+def test_columns_without_a_task_are_left_out_in_one_line_whatever_they_hold(tmp_path: Path) -> None:
+    extra: dict[str, list[Any]] = {f"column {number}": [object()] * 4 for number in range(80)}
+    workflow = echo_workflow(
+        prompts=PROMPTS | extra | {"reward": [0.5] * 4, "logprobs": ["x"] * 4, "question": ["?"] * 4},
+        rename={"question": "asked"}, stages=[af.Stage(lambda asked, data_reward: data_reward, task="kept")], steps=1,
+    )  # fmt: skip
+    assert set(workflow.plan.data) == {"prompt_ids", "asked", "data_reward"}
+    workflow.run(tmp_path / "run")
+    (line,) = [
+        each["reason"] for each in events_of(tmp_path / "run", "chosen") if each["what"].startswith("columns of")
+    ]
+    assert line.startswith("no task needs column 0, column 1, ")
+    assert line.endswith("column 79, logprobs; reward is named data_reward; question is named asked")
+    assert set(column(tmp_path / "run", "data_reward")) == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": [af.Stage(len, task="a", needs=["ground truth"])]}, r"cannot be named 'ground truth'.*rename=\{'ground truth': 'NAME'\}"),
+        ({"stages": [af.Stage(lambda class_: class_, task="a")]}, r"needs 'class_' \(did you mean 'class', .* rename={'class': 'class_'}"),
+        ({"stages": [af.Stage(lambda reward, again: again, task="again")]}, "Leave one of these needs out, or name it 'data_again'"),
+        ({"rename": {"clas": "label"}}, "rename= names 'clas', and the data has: prompt_ids, ground truth, class"),
+        ({"rename": {"class": "again"}, "stages": [af.Stage(len, task="a", needs=["again"])]}, "'class' would be named 'again', as another"),
+        ({"stages": [af.Stage(len, task="a", needs=["thing"])]}, "prompts: record 1: column 'thing' is of type object"),
+        ({"stages": [af.Stage(len, task="a", needs=["class"], gives=[f"c{i}" for i in range(60)])]}, "give 6. columns, and .* at most 64"),
+        ({"evaluate": af.Evaluation(prompts={"prompt_ids": [[1]], "class": [3.5]}, every=1, reward=lambda response_ids: [1.0]),
+          "stages": [af.Stage(len, task="a", needs=["class"])]}, "held-out record 0 differs .* column 'class' is fixed int64.*: 3.5"),
+    ],
+)  # fmt: skip
+def test_columns_that_cannot_be_given_are_refused_with_the_cure(changes: dict[str, Any], message: str) -> None:
+    ids = PROMPTS["prompt_ids"]
+    data = {
+        "prompt_ids": ids,
+        "ground truth": ["a"] * 4,
+        "class": [1, 2, 3, 4],
+        "again": [1] * 4,
+        "thing": [1, object(), 1, 1],
+    }
+    with pytest.raises(ConfigError, match=message):
+        echo_workflow(prompts=data, **changes)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
@@ -201,8 +307,57 @@ def test_streams_that_cannot_be_fed_are_refused(changes: dict[str, Any], message
         echo_workflow(**changes)
 
 
-def test_a_bad_record_of_a_stream_ends_the_run_with_its_number(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the stream of prompts, line 20: column 'prompt_ids' is a list of str"):
+CHANGES: dict[int, Any] = {
+    20: {"answer": None},
+    21: {"answer": 7, "score": 2.0},
+    22: {"score": 2.5},
+    23: {"note": {"a": [None]}, "more": object()},
+    24: {"prompt_ids": None},
+    25: {"prompt_ids": []},
+}
+
+
+def changing() -> Iterator[dict[str, Any]]:
+    for number in range(ENDLESS):
+        record = {"prompt_ids": [number + 1], "answer": "a", "score": 1, "note": "n", **CHANGES.get(number, {})}
+        yield {name: value for name, value in record.items() if number != 26 or name not in ("answer", "note")}
+
+
+def test_records_of_a_stream_that_change_are_cast_or_left_out_by_name(tmp_path: Path) -> None:
+    seen: dict[int, Any] = {}
+
+    def judge(prompt_ids: Any, answer: list[str], score: Any) -> list[float]:
+        seen.update({int(ids[0]) - 1: pair for ids, *pair in zip(prompt_ids, answer, score.tolist(), strict=True)})
+        return [1.0] * len(answer)
+
+    result = echo_workflow(prompts=changing, reward=judge, steps=10).run(tmp_path / "run")
+    assert result.summary["prompts_left_out"] == 5
+    assert set(range(40)) - set(seen) == {20, 22, 24, 25, 26}
+    assert seen[21] == ["7", 2]
+    assert seen[23] == ["a", 1]
+    notes = [note["text"] for note in events_of(tmp_path / "run", "note") if "left out" in note["text"]]
+    assert [note.split("; ")[0] for note in notes] == [
+        "record 20 of the stream of prompts is left out: column 'answer' is None",
+        "record 22 of the stream of prompts is left out: column 'score' is fixed int64[], and here fixed float64[]: 2.5 (2 so far)",
+        "record 24 of the stream of prompts is left out: column 'prompt_ids' is None",
+    ]  # fmt: skip
+
+
+def test_a_feeder_goes_on_behind_records_that_were_left_out() -> None:
+    records = [{"prompt": None if number in (14, 16) else f"{number}"} for number in range(19)]
+    with af.serve() as run:
+        run.queue.declare("train", needs=["prompt"], batch_rows=2)
+        # given a put of records 13 and 15
+        run.queue.put({"prompt": ["13", "15"]}, key="prompts-13")
+        # when
+        run.feed(lambda: iter(records), group_size=1, chunk=2, epochs=1).join(60)
+        texts = [text for step in run.consumer("train") for text in _acked(step)]
+    # then
+    assert texts == ["13", "15", "17", "18"]
+
+
+def test_a_stream_of_which_nothing_can_be_used_any_more_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="record 1019 .* 'prompt_ids' is a list of str.* So were the 999 before it"):
         echo_workflow(prompts=broken, steps=30).run(tmp_path / "run")
     with pytest.raises(ConfigError, match="prompts are a stream, which is not loaded as a whole"):
         af.load_prompts(plain, "prompt_ids")

@@ -11,6 +11,7 @@ import numpy as np
 from ...errors import ConfigError, PluginError, SchemaError
 from ...interfaces import Placement
 from ...interfaces.rollout import check_restrictions
+from ...ledger.state.columns import MAX_COLUMNS
 from ...plugins import registry
 from ...types import Ragged
 from ...types.config import LOCAL
@@ -284,6 +285,17 @@ def _check_columns(plan: Plan, problems: Problems) -> None:
             found += of.problems()
         for problem in found:
             problems.add(problem.text, *keys.get(problem.task, (problem.task,)))
+        columns = {*plan.data, *(name for node in plan.nodes for name in (*node.needs, *node.gives))}
+        if len(columns) > MAX_COLUMNS:
+            problems.add(
+                f"tasks need and give {len(columns)} columns, and a queue holds at most {MAX_COLUMNS}: put some into one"
+                " record of the data",
+                "prompts",
+            )
+    if odd := [name for name in plan.columns.rename if name not in plan.columns.names]:
+        problems.add(
+            f"rename= names {', '.join(map(repr, odd))}, and the data has: {', '.join(plan.columns.names)}", "rename"
+        )
     admitting = [rollout for rollout in plan.rollouts if rollout.admits]
     if len({rollout.task for rollout in admitting}) != 1:
         names = ", ".join(repr(rollout.task) for rollout in admitting) or "none"

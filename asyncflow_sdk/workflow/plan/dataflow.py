@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import keyword
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...errors import SchemaError
 from ...types import check_column_name
+from ..data import DATA
 
 PROMPTS = "prompts"
 
@@ -114,7 +116,7 @@ class Dataflow:
 
     def _misnamed(self) -> list[Problem]:
         """Find invalid column names, each once, with its first task."""
-        first = dict.fromkeys((column for column, giver in self.givers.items() if giver == PROMPTS), PROMPTS)
+        first: dict[str, str] = {}
         for node in self.nodes:
             for column in (*node.gives, *node.needs):
                 first.setdefault(column, node.task)
@@ -123,7 +125,8 @@ class Dataflow:
             try:
                 check_column_name(column)
             except SchemaError as error:
-                found.append(Problem(task, f"{_task(task)}: {error}"))
+                cure = f". {_rename(column)}" if self.givers.get(column) == PROMPTS else ""
+                found.append(Problem(task, f"{_task(task)}: {error}{cure}"))
         return found
 
     def _missing(self) -> list[Problem]:
@@ -140,7 +143,10 @@ class Dataflow:
 
     def _near(self, column: str) -> str:
         near = [] if _giver(column) else difflib.get_close_matches(column, self.givers, 1, 0.6)
-        return f" (did you mean {near[0]!r}, of {_task(self.givers[near[0]])}?)" if near else ""
+        if not near:
+            return ""
+        cure = "" if near[0].isidentifier() and not keyword.iskeyword(near[0]) else f" {_rename(near[0], column)}"
+        return f" (did you mean {near[0]!r}, of {_task(self.givers[near[0]])}?{cure})"
 
     def _cycles(self) -> list[Problem]:
         """Find each cycle once, with its edges."""
@@ -159,6 +165,10 @@ class Dataflow:
                 ring = [*path[path.index(at) :], at]
                 steps = [f"{_task(a)} needs {waits[a][b]!r} of {_task(b)}" for a, b in itertools.pairwise(ring)]
                 text = f"columns wait for each other: {', '.join(steps)}. Leave one of these needs out"
+                own = [name for a in path for name in waits[a].values() if self.givers.get(DATA + name) == PROMPTS]
+                text += "".join(
+                    f", or name it {DATA + name!r}, as the column of the data is named here" for name in own
+                )
                 found.append(Problem(at, text))
         return found
 
@@ -186,6 +196,11 @@ def _giver(column: str) -> str:
         stage = f"af.Stage(af.Logprobs('torch', model=REFERENCE), gives=[{column!r}])"
         return f"a stage gives log-probs of a reference model: stages=[{stage}]"
     return ""
+
+
+def _rename(column: str, new: str = "NAME") -> str:
+    """Return the cure for a column of the data with an unusable name."""
+    return f"rename={{{column!r}: {new!r}}} of the workflow gives the data's column another name"
 
 
 def _task(name: str) -> str:

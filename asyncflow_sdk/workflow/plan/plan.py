@@ -21,7 +21,7 @@ from ...types import Batch, Checkpoint, Probe, Staleness, Store, Weights
 from ...types.probe import validate_probe
 from ...weights import AUTO, Choice, choose_encoding, choose_swap, choose_transport
 from ...wire import is_loopback
-from ..data import PromptStream
+from ..data import PromptStream, Selection
 from ..evaluation import SCORES, Evaluation
 from ..rollout.tokenizer import named_end_tokens
 from ..specs import TRAINED, Rollout, Stage, Train
@@ -40,13 +40,14 @@ models: at most 0.6 in bfloat16, and 3 and more by other weights."""
 class Plan:
     """The settings of ``Workflow`` with all defaults filled in.
 
-    ``data``: the prompts; of a ``stream`` its first ones. ``held_out``: those of the
+    ``data``: the prompts; of a ``stream`` its first ones. ``columns``: the selection with all its names. ``held_out``: those of the
     ``evaluation``. ``reward``: True if the first stage is the workflow's ``reward``. ``problems``:
     found so far. ``transport``: of the weights. ``swaps``: the swap policy of each rollout; "auto":
     its worker asks the engine. ``choices``: all choices, with reasons. ``probe``: the chosen one.
     """
 
     data: Batch
+    columns: Selection
     stream: PromptStream | None
     rollouts: tuple[Rollout, ...]
     stages: tuple[Stage, ...]
@@ -127,7 +128,7 @@ class Plan:
     @property
     def dataflow(self) -> Dataflow:
         """The tasks of trained rows and their columns. Raises ConfigError as ``nodes`` does."""
-        return Dataflow(list(self.data), [node for node in self.nodes if node.takes(TRAINED[0])])
+        return Dataflow(list(self.columns.names.values()), [node for node in self.nodes if node.takes(TRAINED[0])])
 
     @property
     def other_dataflows(self) -> dict[str, Dataflow]:
@@ -157,7 +158,8 @@ class Plan:
 
     def choose(self) -> None:
         """Choose the transport, its encoding, and each rollout's swap policy. Adds to ``problems``."""
-        choices: list[Choice] = []
+        changes = self.columns.changes
+        choices = [Choice("columns of the prompts", ", ".join(self.data), changes)] if changes else []
         swaps: list[str] = []
         weights = self.weights
         self.transport = weights.transport
