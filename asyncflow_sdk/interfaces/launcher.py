@@ -53,9 +53,8 @@ class Placement:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        object.__setattr__(self, "cpus", tuple(self.cpus))
-        object.__setattr__(self, "gpus", tuple(self.gpus))
-        object.__setattr__(self, "hosts", tuple(self.hosts))
+        for name in ("cpus", "gpus", "hosts"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for host in self.hosts:
             if not host or host.startswith("-") or not host.isprintable() or " " in host:
                 raise ConfigError(f"hosts are names or addresses of hosts, as ssh takes them, not {host!r}")
@@ -89,9 +88,9 @@ class WorkerSettings:
     ``weights``: how versions are published and loaded; None: as the worker's own say. ``swap``: the
     policy chosen for a rollout; "": its own. ``needs_first``: a rollout waits for the first
     published version. ``export``: folder for the final model; "": none. ``checkpoint``: how often
-    the trainer saves; ``checkpoints``: the folder of checkpoints; "": none are made. ``samplings``: of a
-    rollout's rows by partition, other than its own. ``save_steps``: a model folder is written every so
-    many steps into ``models``, of which the newest ``save_total_limit`` stay; None: none, and all.
+    the trainer saves; ``checkpoints``: their folder; "": none are made. ``samplings``: a rollout's, of rows of
+    other partitions than its own. ``save_steps``: a model folder is written every so many steps into ``models``;
+    the newest ``save_total_limit`` stay; None: none, and all. ``prompt_limit``: most tokens of a prompt, its last.
     """
 
     weights: Weights | None = None
@@ -104,6 +103,7 @@ class WorkerSettings:
     models: str = ""
     save_steps: int | None = None
     save_total_limit: int | None = None
+    prompt_limit: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

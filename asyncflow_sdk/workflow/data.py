@@ -7,15 +7,17 @@ source = prompt_source(stream_of_prompts)        # a PromptStream: the function 
 from __future__ import annotations
 
 import abc
+import codecs
 import copy
 import csv
 import importlib
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -50,6 +52,10 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+LongPrompts = Literal["error", "drop", "truncate_left"]
+"""What is done with a prompt that leaves no room for a response."""
 
 
 class Selection:
@@ -300,19 +306,29 @@ def _read(path: Path, select: Selection) -> Batch:
 
 
 def _json_records(path: Path) -> Iterator[tuple[int, Any]]:
-    whole = path.read_bytes()
+    whole = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if path.suffix.lower() == ".json" and whole.lstrip()[:1] == b"[":  # one document
         try:
-            yield from enumerate(msgspec.json.decode(whole, type=list[dict[str, Any]]))
-        except msgspec.DecodeError as error:
+            yield from enumerate(_decoded(whole, list[dict[str, Any]]))
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not a list of JSON objects: {error}") from None
         return
     for number, line in enumerate(whole.splitlines(), 1):
         if line.strip():
             try:
-                yield number, msgspec.json.decode(line, type=dict[str, Any])
+                yield number, _decoded(line, dict[str, Any])
             except (ValueError, RecursionError) as error:  # not JSON, or no UTF-8
                 raise ConfigError(f"{path}, line {number}: not a JSON object: {error}") from None
+
+
+def _decoded(text: bytes, kind: Any) -> Any:
+    """Return a value of JSON, in which Python's json writes NaN and Infinity, too."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except ValueError:
+        if b"NaN" not in text and b"Infinity" not in text:
+            raise
+    return msgspec.convert(json.loads(text), kind)
 
 
 def _csv_records(path: Path, lines: Any) -> Iterator[tuple[int, dict[str, str]]]:
@@ -351,6 +367,16 @@ class PromptStream:
         self._of, self._prompt = of, select.prompt
         self.head = _records(list(itertools.islice(self.epoch(0), HEAD)), select)
         self._names = {name: new for name, new in select.names.items() if new in self.head}
+        self._limits: list[tuple[Callable[[Any], int], int]] = []
+        self._cut = 0
+
+    def limit(self, length: Callable[[Any], int], limit: int) -> None:
+        """Leave out records whose prompt has a greater length than the limit."""
+        self._limits.append((length, limit))
+
+    def cut(self, limit: int) -> None:
+        """Cut off the beginnings of token ids longer than the limit."""
+        self._cut = min(limit, self._cut or limit)
 
     def epoch(self, number: int) -> Iterator[Any]:
         """Yield the records of an epoch. Raises ConfigError for an error of the stream's own code."""
@@ -376,6 +402,12 @@ class PromptStream:
         values = record if isinstance(record, Mapping) else {self._prompt: record}
         for name in self._names.keys() - values.keys():
             raise SchemaError(f"it has no column {name!r}")
+        for name in [name for name, new in self._names.items() if new == self._prompt]:
+            for length, limit in self._limits if values[name] else ():
+                if (tokens := length(values[name])) > limit:
+                    raise SchemaError(f"its prompt has {tokens} tokens, and may have {limit}")
+            if self._cut and values[name] is not None:
+                values = {**values, name: values[name][-self._cut :]}
         row = {
             new: cast(new, values[name], self.head.spec(new), native=new == self._prompt)
             for name, new in self._names.items()

@@ -34,7 +34,7 @@ from ..types import events as ev
 from ..types.config import LOCAL
 from ..types.defaults import STALL_S
 from ..types.validation import check_least
-from .data import Feeder, Prompts, PromptStream, Selection, prompt_source, select_like
+from .data import Feeder, LongPrompts, Prompts, PromptStream, Selection, prompt_source, select_like
 from .endpoints import serve
 from .evaluation import EVALUATION, SCORES, Evaluation
 from .evaluator import Evaluator, TrainerState, read_evaluations
@@ -97,7 +97,8 @@ class Workflow(Serializable):
     that have its columns, at the same time as the others. ``print`` shows it.
 
     ``rename``: new names of columns of the data, by their names there. Columns without a task are left out; one with the
-    name of a task's column is called ``data_NAME``.
+    name of a task's column is called ``data_NAME``. ``long_prompts``: refuse prompts without room for ``max_tokens`` in the
+    model's context, leave them out, or keep their ends.
     ``rollout``: one, or several of different engines. ``stages``: between rollout and training;
     ``reward``: a further one that gives the column ``reward``: a function, a Stage, or a list of
     functions and pairs (function, weight) whose weighted sum it is; each also fills a column
@@ -131,6 +132,7 @@ class Workflow(Serializable):
         *,
         prompts: Prompts,
         rename: Mapping[str, str] | None = None,
+        long_prompts: LongPrompts = "error",
         rollout: Rollout | Sequence[Rollout],
         train: Train,
         batch_size: int,
@@ -188,7 +190,8 @@ class Workflow(Serializable):
         names = {TRAINED[0]: set(data), EVALUATION: set(held_out if held_out is not None else data)}
         stages = tuple(each.of_data(names) for each in (*scoring, *stages))
         self.plan = Plan(
-            data=data, columns=columns, stream=stream, rollouts=rollouts, stages=stages, reward=bool(scoring),
+            data=data, long_prompts=long_prompts, columns=columns, stream=stream, rollouts=rollouts, stages=stages,
+            reward=bool(scoring),
             train=train.sized(batch_size, first.group_size, steps), batch_size=batch_size, steps=steps, epochs=epochs,
             evaluation=evaluate, held_out=held_out, save_steps=save_steps, save_total_limit=save_total_limit,
             seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),
@@ -423,7 +426,8 @@ class _Execution:
             samplings = {EVALUATION: plan.evaluation.sampling_of(plan.rollout)}
             declare_task(run.queue, SCORES)
         for rollout, swap in zip(plan.rollouts, plan.swaps, strict=True):
-            run.start(rollout, needs_first=True, weights=weights, swap=swap, samplings=samplings)
+            limit = plan.prompt_limit(rollout) if plan.long_prompts == "truncate_left" else None
+            run.start(rollout, needs_first=True, weights=weights, swap=swap, samplings=samplings, prompt_limit=limit)
         saved: dict[str, Any] = {}
         if plan.checkpoint is not None:
             saved = {"checkpoint": plan.checkpoint, "checkpoints": str((path / "checkpoints").absolute())}
@@ -457,7 +461,7 @@ class _Execution:
             "reward_first": float(np.mean(rewards[:ends])) if rewards else None,
             "reward_last": float(np.mean(rewards[-ends:])) if rewards else None,
             "reward_steps": ends if rewards else 0,
-            "prompts_left_out": self._feeder.left_out if self._feeder is not None else 0,
+            "prompts_left_out": self._plan.left_out + (self._feeder.left_out if self._feeder is not None else 0),
             "rows": audit.terminal if audit else {},
             "rows_put": audit.put if audit else 0,
             "rows_live": audit.live if audit else 0,

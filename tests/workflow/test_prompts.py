@@ -88,6 +88,61 @@ def test_a_bad_row_is_named_with_its_file_line_and_reason(
         af.load_prompts(tmp_path / name)
 
 
+def test_json_lines_of_python_and_of_windows_are_read(tmp_path: Path) -> None:
+    lines = ['{"prompt": "a", "x": NaN, "y": {"z": [-Infinity, null]}}', '{"prompt": "b", "x": 1, "y": {"z": 3}}']
+    for name, text in (("a.jsonl", "\n".join(lines)), ("a.json", f"[{','.join(lines)}]")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        batch = af.load_prompts(tmp_path / name)
+        assert batch["prompt"] == ["a", "b"]
+        assert str(batch["x"]) == "[nan  1.]"
+        assert batch["y"] == [{"z": [-math.inf, None]}, {"z": 3}]
+
+
+# ---- prompts that leave no room
+
+
+def long_stream() -> Iterator[dict[str, Any]]:
+    for number in range(ENDLESS):
+        yield {"prompt": " ".join(["1"] * (12 if number % 8 == 7 else 2))}
+
+
+def long_ids() -> Iterator[dict[str, Any]]:
+    for record in long_stream():
+        yield {"prompt_ids": [1] * len(record["prompt"].split())}
+
+
+def test_long_prompts_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 1, "2": 2}))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 16}')
+    text = {"prompt": ["1 2", "1 1 " * 5 + "2 2", "2 1", "1 1"]}
+    ids = {"prompt_ids": [[1, 2], [1] * 10 + [2, 2], [2, 1], [1, 1]]}
+    given: list[tuple[str, Any]] = [("text", text), ("ids", ids), ("stream", long_stream), ("id-stream", long_ids)]
+    for kind, prompts in given:
+        for long in ("drop", "truncate_left"):
+            workflow = echo_workflow(
+                prompts=prompts, long_prompts=long,
+                rollout={"model": tmp_path, "sampling": af.Sampling(max_tokens=8), "prompt": "prompt_ids" if "id" in kind else "prompt"},
+            )  # fmt: skip
+            result = workflow.run(tmp_path / kind / long)
+            lengths = {len(row) for row in column(tmp_path / kind / long, "prompt_ids")}
+            assert lengths == ({2, 8} if long == "truncate_left" else {2}), (kind, long)
+            dropped = result.summary["prompts_left_out"]
+            assert dropped == 0 if long == "truncate_left" else dropped >= 1, (kind, long)
+    last = [list(row) for row in column(tmp_path / "text" / "truncate_left", "prompt_ids") if len(row) == 8]
+    assert last[0] == [1] * 6 + [2, 2], "the end of the prompt is kept"
+
+
+def test_empty_prompts_are_named(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 0})).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="prompts: record 1: column 'prompt' is empty"):
+        echo_workflow(prompts=["1", ""], rollout={"model": tmp_path, "prompt": "prompt"})
+
+
 # ---- columns
 
 DAY = datetime.datetime(2020, 1, 2)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -425,17 +427,21 @@ def _check_lengths(plan: Plan, rollout: Rollout) -> None:
     if rollout.prompt not in plan.data or not takes_trained(rollout.partitions):
         return
     vocabulary = rollout.config.get("vocab_size")
-    if plan.data.spec(rollout.prompt).kind not in ("text", "json"):
+    is_ids = plan.data.spec(rollout.prompt).kind not in ("text", "json")
+    length: Callable[[Any], int] = len
+    if is_ids:
         encoded = plan.data.ragged(rollout.prompt)
     elif rollout.tokenizer:
         try:
             tokenizer = Tokenizer(rollout.tokenizer)
-            prompts = PromptEncoder(tokenizer, rollout.chat).encode(list(plan.data[rollout.prompt]))
+            encoder = PromptEncoder(tokenizer, rollout.chat)
+            prompts = encoder.encode(list(plan.data[rollout.prompt]))
         except PluginError:  # this environment has no tokenizers: the worker checks
             return
         except SchemaError as error:
             raise ConfigError(f"prompts: {error}") from None
         encoded = Ragged.of(prompts, np.int32)
+        length = lambda prompt: len(encoder.encode([prompt])[0])  # noqa: E731
         if tokenizer.is_doubled(encoded):
             plan.warn(
                 f"prompts of {rollout.task} begin with the token for the beginning of a text, and {tokenizer.file} adds"
@@ -457,20 +463,39 @@ def _check_lengths(plan: Plan, rollout: Rollout) -> None:
             f"prompt {row} has token {encoded.values[first]}, and the embedding of {rollout.model} has {vocabulary}"
             f" tokens. {_RESIZE}"
         )
-    context = rollout.config.get("max_position_embeddings")
-    if not isinstance(context, int):
+    if not lengths.all():
+        empty = int((lengths == 0).argmax())
+        raise ConfigError(f"prompts: record {empty}: column {rollout.prompt!r} is empty: it has no token")
+    most = plan.prompt_limit(rollout)
+    if most is None:
         return
-    most = context - rollout.sampling.max_tokens
+    context = int(rollout.config["max_position_embeddings"])
     if most < 1:
         raise ConfigError(
             f"max_tokens={rollout.sampling.max_tokens} leaves no room for a prompt: the model's context is {context};"
             f" say sampling=af.Sampling(max_tokens={max(context // 2, 1)})"
         )
-    odd = np.flatnonzero((lengths > most) | (lengths == 0))
-    if len(odd):
-        first = int(odd[0])
+    if plan.stream is not None and plan.long_prompts != "error":
+        if plan.long_prompts == "drop":
+            plan.stream.limit(length, most)
+        elif is_ids:
+            plan.stream.cut(most)
+        return
+    odd = np.flatnonzero(lengths > most)
+    if not len(odd):
+        return
+    first = int(odd[0])
+    text = (
+        f"prompt {first} has {lengths[first]} tokens, and {len(odd)} of {len(lengths)} prompts do not fit: with"
+        f" max_tokens={rollout.sampling.max_tokens} a prompt may have 1 to {most} tokens, since the"
+        f" model's context is {context}"
+    )
+    if plan.long_prompts == "error" or (plan.long_prompts == "drop" and len(odd) == len(lengths)):
         raise ConfigError(
-            f"prompt {first} has {lengths[first]} tokens, and {len(odd)} of {len(lengths)} prompts do not fit: with"
-            f" max_tokens={rollout.sampling.max_tokens} a prompt may have 1 to {most} tokens, since the"
-            f" model's context is {context}"
+            f"{text}; long_prompts='drop' leaves such prompts out, 'truncate_left' cuts their beginnings off"
         )
+    if plan.long_prompts == "drop":
+        plan.keep_prompts(lengths <= most)
+    elif is_ids:
+        plan.cut_prompts(rollout.prompt, most)
+    plan.warn(f"{text}; {'they are left out' if plan.long_prompts == 'drop' else 'their beginnings are cut off'}")

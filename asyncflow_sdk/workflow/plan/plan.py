@@ -13,16 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import ConfigError, PluginError
 from ...interfaces import OnFailure
 from ...plugins import registry
-from ...types import Batch, Checkpoint, Probe, Staleness, Store, Weights
+from ...types import Batch, Checkpoint, Probe, Ragged, Staleness, Store, Weights, pack
 from ...types.probe import validate_probe
 from ...weights import AUTO, Choice, choose_encoding, choose_swap, choose_transport
 from ...wire import is_loopback
-from ..data import PromptStream, Selection
-from ..evaluation import SCORES, Evaluation
+from ..data import LongPrompts, PromptStream, Selection
+from ..evaluation import EVALUATION, SCORES, Evaluation
 from ..rollout.tokenizer import named_end_tokens
 from ..specs import TRAINED, Rollout, Stage, Train
 from ..workers.launchers import reaches_hosts
@@ -40,13 +41,14 @@ models: at most 0.6 in bfloat16, and 3 and more by other weights."""
 class Plan:
     """The settings of ``Workflow`` with all defaults filled in.
 
-    ``data``: the prompts; of a ``stream`` its first ones. ``columns``: the selection with all its names. ``held_out``: those of the
+    ``data``: the prompts, without ``left_out`` ones; of a ``stream`` its first ones. ``columns``: the selection with all its names. ``held_out``: those of the
     ``evaluation``. ``reward``: True if the first stage is the workflow's ``reward``. ``problems``:
     found so far. ``transport``: of the weights. ``swaps``: the swap policy of each rollout; "auto":
     its worker asks the engine. ``choices``: all choices, with reasons. ``probe``: the chosen one.
     """
 
     data: Batch
+    long_prompts: LongPrompts
     columns: Selection
     stream: PromptStream | None
     rollouts: tuple[Rollout, ...]
@@ -77,11 +79,28 @@ class Plan:
     choices: tuple[Choice, ...] = ()
     probe: Probe | None = None
     warnings: list[str] = field(default_factory=list)
+    left_out: int = 0
 
     def warn(self, text: str) -> None:
         """Add a warning for the start of the run, once."""
         if text not in self.warnings:
             self.warnings.append(text)
+
+    def keep_prompts(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Leave the other prompts out."""
+        self.data, self.left_out = self.data.take(rows), self.left_out + int((~rows).sum())
+
+    def cut_prompts(self, column: str, limit: int) -> None:
+        """Cut off the beginnings of token ids longer than the limit."""
+        cut = pack(column, Ragged.of([ids[-limit:] for ids in self.data.ragged(column)]))
+        self.data = Batch(self.data.ids, self.data.groups, {**self.data.columns, column: cut})
+
+    def prompt_limit(self, rollout: Rollout) -> int | None:
+        """Return the most tokens of a prompt that leave room for a response; None if the context is unknown."""
+        context, most = rollout.config.get("max_position_embeddings"), rollout.sampling.max_tokens
+        if self.evaluation is not None and EVALUATION in rollout.partitions and rollout.admits:
+            most = max(most, self.evaluation.sampling_of(rollout).max_tokens)
+        return context - most if isinstance(context, int) else None
 
     @property
     def rollout(self) -> Rollout:

@@ -36,6 +36,7 @@ class EngineProducer(Producer):
     versions are loaded: "drain", "boundary", "partial", "in_flight"; "auto": the engine's best.
     ``samplings``: of the rows of other partitions, by name. ``trained``: False for rows that are not
     trained, which it may wait for without a limit.
+    ``prompt_limit``: the tokens kept of a longer prompt, its last ones.
     ``verify``: checks of a load beyond the names of its tensors: "probe", "held". Raises
     ConfigError, with the reason, for options the engine does not support.
     """
@@ -57,6 +58,7 @@ class EngineProducer(Producer):
         verify: Sequence[str] = (),
         samplings: Mapping[str, Sampling] | None = None,
         trained: bool = True,
+        prompt_limit: int | None = None,
     ) -> None:
         tokenizer = text if text is None or isinstance(text, Tokenizer) else Tokenizer(tokenizer_file(text, ""))
         if prompt != "prompt_ids" and tokenizer is None:
@@ -73,7 +75,7 @@ class EngineProducer(Producer):
             log.report(ev.Chosen, what=chosen.what, chosen=chosen.chosen, reason=chosen.reason)
         self._queue, self._spec = queue, rollout_task(task, prompt, prefix, tokenizer is not None, agent)
         self._worker = RolloutWorker(
-            queue, engine, task=task, prompts=PromptReader(prompt, encoder),
+            queue, engine, task=task, prompts=PromptReader(prompt, encoder, limit=prompt_limit),
             columns=ResponseColumns(tokenizer, prefix=prefix, prompt_ids=prompt != "prompt_ids", stop=stop),
             sampling=sampling, tokenizer=tokenizer, agent=agent,
             swap=chosen.chosen, verify=verify, needs_first=needs_first,

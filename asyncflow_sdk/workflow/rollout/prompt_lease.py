@@ -37,10 +37,13 @@ class PromptLease:
 
 class PromptReader:
     """Reads the prompts of leased rows. ``column``: "prompt_ids" holds token ids, any other text,
-    chats or token ids. ``per_row``: each row has its own prompt; default: groups share one."""
+    chats or token ids. ``per_row``: each row has its own prompt; default: groups share one. ``limit``: the tokens kept of
+    a longer prompt, its last ones."""
 
-    def __init__(self, column: str, encoder: PromptEncoder | None, *, per_row: bool = False) -> None:
-        self._column, self._encoder, self._per_row = column, encoder, per_row
+    def __init__(
+        self, column: str, encoder: PromptEncoder | None, *, per_row: bool = False, limit: int | None = None
+    ) -> None:
+        self._column, self._encoder, self._per_row, self._limit = column, encoder, per_row, limit
 
     def read(self, batch: AsyncLeasedBatch, version: int) -> PromptLease:
         """Encode prompts. Raises SchemaError for invalid ones, ConfigError without a tokenizer."""
@@ -60,4 +63,5 @@ class PromptReader:
                 " name its folder: Generate(..., tokenizer=FOLDER)"
             )
         prompts = batch[self._column]
-        return list(self._encoder.encode([prompts[row] for row in rows]))
+        encoded = self._encoder.encode([prompts[row] for row in rows])
+        return [ids[-self._limit :] if self._limit else ids for ids in encoded]

@@ -148,7 +148,7 @@ async def _generate(rollout: Rollout, settings: WorkerSettings, queue: QueueClie
         text=text, chat=rollout.chat, agent=rollout.agent, needs_first=settings.needs_first,
         swap=settings.swap or rollout.swap or weights.swap,
         verify=tuple(weights.verify if rollout.verify is None else rollout.verify), samplings=settings.samplings,
-        trained=rollout.admits,
+        trained=rollout.admits, prompt_limit=settings.prompt_limit,
     )  # fmt: skip
     if weights.transport != AUTO:
         host = host_of(connection, f"{connection.session}-trial")
