@@ -70,6 +70,8 @@ class RowCompletion:
         rows.todo[spot] -= 1
         self._state.tasks.leave(task, mine)
         self._state.leases.release(grant, len(mine))
+        if len(task.suspects):
+            self._state.context.wake(task.place)
         if filtered is not None and len(dropped := mine[filtered[pick]]):
             self._filter(grant, task, dropped)
             alive = rows.state[at] == LIVE
@@ -117,9 +119,10 @@ class RowCompletion:
         self._terminations.note_skipped(len(ids), reason)
         self.consume(ids, rows.at(ids))
 
-    def give_back(self, grant: Grant, ids: Ids, reason: str, *, blame: bool) -> None:
-        """Return rows to their task; a step returns whole. With ``blame``, rows that lost too many
-        leases fail with their groups."""
+    def give_back(self, grant: Grant, ids: Ids, reason: str, *, blame: bool, alone: bool = True) -> None:
+        """Return rows to their task; a step returns whole. With ``blame`` they become suspects. A row, or
+        group of a task with whole groups, fails with its group if it lost too many leases, the last one by
+        itself. ``alone``: False if others were lost together with this lease."""
         task, rows, name = self._state.tasks[grant.task], self._state.rows, grant.task
         if task.spec.batch_rows is not None:
             self._step_leases.give_back(grant, reason)
@@ -136,17 +139,26 @@ class RowCompletion:
         rows.task(name, "attempts")[at] += blame
         if blame:
             self._state.dead_letters.blame(rows.first[at], f"{name}: {reason}")
-        ids = self._fail_spent(task, ids, reason)
+            if alone and len(np.unique(rows.first[at] if task.whole_groups else ids)) == 1:
+                ids = self._fail_spent(task, ids, reason)
         if task.spec.admits:
             self._return_admitted(task, ids)
         else:
             self._state.tasks.return_to_queue(task, ids)
         self._state.context.wake(task.place)
 
-    def void(self, grant: Grant, reason: str, *, blame: bool) -> None:
-        """Return all rows of a lease and end it."""
-        self.give_back(grant, self._state.leases.outstanding(grant), reason, blame=blame)
+    def void(self, grant: Grant, reason: str, *, blame: bool, alone: bool = True) -> None:
+        """Return all rows of a lease and end it. ``alone``: an argument of ``give_back``."""
+        lost = self._state.leases.outstanding(grant)
+        self.give_back(grant, lost, reason, blame=blame, alone=alone)
         self._state.leases.remove(grant)
+        if blame:
+            worker, firsts = (
+                self._state.sessions.name(grant.session),
+                self._state.rows.first[self._state.rows.at(lost)],
+            )
+            self._state.dead_letters.note_lost(worker, firsts)
+            self._state.tasks.suspect(self._state.tasks[grant.task], lost)
 
     def check_delivered(self, grant: Grant) -> None:
         """Raise SchemaError unless all parts of a step in parts are delivered."""

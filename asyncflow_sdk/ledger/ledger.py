@@ -369,6 +369,8 @@ class Ledger:
         self.rank_groups.check(session, task, command)
         if grant is None:
             self.admission.check_open(session, task, command)
+        if self.state.tasks.must_wait(task, session):
+            return None
         if task.spec.admits:
             swapping = session.id in self.replica_updates.swapping
             return self.admission.lease_prompts(session, task, command, swapping=swapping)
@@ -412,6 +414,8 @@ class Ledger:
             if command.ended and member is not session:
                 self._close(member.id, command.ended, blame=True)
             member.dismissed = True
+        if command.ended:
+            self.state.dead_letters.explain(command.name, command.ended)
         self.state.parked.wake_all()
         return cmd.Dismissed(count=len(named))
 

@@ -11,6 +11,8 @@ Trainer ranks also wait for each other at barriers before a step, a checkpoint o
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import numpy as np
 
@@ -158,6 +160,7 @@ class RankGroups:
 
     def session_closed(self, session: Session, reason: str, *, blame: bool) -> None:
         """Return the leases of a session, except those whose shards its ranks have completed."""
+        held = Counter(grant.task for grant in session.leases.values())
         for grant in list(session.leases.values()):
             shards, why = grant.shards, reason
             if shards is not None:
@@ -165,7 +168,7 @@ class RankGroups:
                 if mine <= shards.done:
                     continue
                 why = f"rank {min(mine - shards.done)} of group {shards.group!r} ({session.name}): {reason}"
-            self._completion.void(grant, why, blame=blame)
+            self._completion.void(grant, why, blame=blame, alone=held[grant.task] == 1)
 
     def _of_rank(self, task: Task, command: cmd.LeaseRows) -> tuple[list[ParkedRequest], list[tuple[int, Grant]]]:
         """Return requests and leases under a rank, each lease with its session."""

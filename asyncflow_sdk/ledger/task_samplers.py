@@ -62,8 +62,8 @@ class TaskSamplers:
 
     def take(self, task: Task, queue: ReadyQueue, count: int, at_least: int = 0, room: int = MAX_NUMBER) -> Ids:
         """Remove ready rows from their queue for a lease; none if the sampler chooses too few. With
-        whole groups: about ``count`` rows, at least one group, never more than ``room`` rows.
-        Raises PluginError, SchemaError."""
+        whole groups: about ``count`` rows, at least one group, never more than ``room`` rows. Rows that lost
+        a lease are taken alone, also if ``at_least`` is more. Raises PluginError, SchemaError."""
         if task.sampling.chooses:
             ids = self._sampled(task, queue, count, room)
         else:
@@ -79,6 +79,9 @@ class TaskSamplers:
                     " too many; ask for more, or for fewer at least"
                 )
             return NO_ROWS
+        if self._state.dead_letters.blamed and (count := self._state.tasks.alone(task, ids)) < len(ids):
+            queue.push_front(ids[count:])
+            ids = ids[:count]
         return ids
 
     def _sampled(self, task: Task, queue: ReadyQueue, count: int, room: int) -> Ids:

@@ -151,9 +151,13 @@ class BatchVerbs(Batch):
         rows = None if index is None else _positions(index)
         packed = None if rows is None else rows.tobytes()
         reason = plain_text(reason) if isinstance(reason, str) else reason
-        await self._port.send(
-            cmd.GiveBack(token=self.token, index=packed, reason=reason, blame=blame, rank=self.rank)
-        )
+        try:
+            await self._port.send(
+                cmd.GiveBack(token=self.token, index=packed, reason=reason, blame=blame, rank=self.rank)
+            )
+        except LeaseLost:
+            self._left = 0
+            raise
         self._left -= self.rows if rows is None else len(rows)
 
     async def _renew(self, *, after_s: float = 0.0) -> None:

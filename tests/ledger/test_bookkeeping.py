@@ -140,9 +140,10 @@ def test_a_group_that_failed_for_good_is_kept_with_the_reason_of_each_attempt() 
 def test_only_the_newest_failures_are_kept() -> None:
     queue = Queue(TaskSpec(name="plain", needs=("prompt",), max_attempts=1))
     put(queue, 1005)
-    lease = queue.lease(queue.admin, "plain", 1005)
 
-    queue.do(queue.admin, cmd.GiveBack(token=lease.token, blame=True, reason="no"))
+    for _ in range(1005):
+        lease = queue.lease(queue.admin, "plain", 1)
+        queue.do(queue.admin, cmd.GiveBack(token=lease.token, blame=True, reason="no"))
 
     failed = queue.do(queue.admin, cmd.GetFailed(count=3))
     assert [group.first for group in failed.groups] == [1002, 1003, 1004]

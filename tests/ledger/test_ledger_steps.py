@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from ledger_queue import (
     LAST,
@@ -47,6 +48,37 @@ def test_a_group_fails_as_a_whole_after_max_attempts_and_the_reason_is_kept() ->
     assert ids(queue.lease(worker, "plain")) == [2, 3]
 
 
+def test_innocent_rows_never_fail_for_their_neighbour() -> None:
+    # given a row that its workers die of, and workers with several leases
+    queue = Queue(TaskSpec(name="plain", needs=("prompt",), gives=("answer",), max_attempts=1), LAST)
+    queue.put(5)
+    # when
+    for number in range(12):
+        worker = queue.join(f"w{number}")
+        held = [queue.send(worker, cmd.LeaseRows(task="plain", count=2, timeout_s=0)) for _ in range(2)]
+        if any(2 in ids(lease) for lease in held if isinstance(lease, cmd.Leased)):
+            queue.die(worker)
+            continue
+        for lease in held:
+            if isinstance(lease, cmd.Leased):
+                queue.complete(worker, lease)
+    # then it fails at the second death, alone
+    audit = queue.audit()
+    assert (audit.failed, audit.reasons) == (1, {"failed: failed 1 times in task 'plain'; last: killed": 1})
+
+
+def test_a_launcher_explains_a_death_that_the_server_saw_first() -> None:
+    queue = Queue(TaskSpec(name="plain", needs=("prompt",), gives=("answer",), max_attempts=2), LAST)
+    queue.put(1)
+    for _ in range(2):
+        worker = queue.join("w")
+        queue.lease(worker, "plain")
+        queue.die(worker)
+        queue.do(queue.admin, cmd.Dismiss(name="w", ended="it ended with status 1: in score()"))
+    (letter,) = queue.do(queue.admin, cmd.GetFailed()).groups
+    assert letter.reasons == ("plain: killed", "w: it ended with status 1: in score()", "plain: killed")
+
+
 def test_rows_given_back_without_blame_never_fail() -> None:
     queue = Queue(PLAIN)
     worker = queue.join("w")
@@ -77,7 +109,9 @@ def test_a_side_task_that_gives_up_leaves_the_row_to_its_trainer() -> None:
     queue.complete(trainer, queue.lease(trainer, "train"))
     assert queue.audit().live == 2
     # when the side task fails for good
-    queue.do(worker, cmd.GiveBack(token=lease.token, reason="no judge", blame=True))
+    for row in (0, 1):
+        index = np.int32([row]).tobytes()
+        queue.do(worker, cmd.GiveBack(token=lease.token, index=index, reason="no judge", blame=True))
     # then they are consumed, and it says what was skipped
     audit = queue.audit()
     assert (audit.consumed, audit.live) == (2, 0)

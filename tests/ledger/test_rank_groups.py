@@ -317,7 +317,8 @@ def test_a_lost_rank_returns_what_is_left_of_all_shards() -> None:
     queue.die(ranks.sessions[1])
     with pytest.raises(LeaseLost):
         ranks.complete(one, 2)
-    assert ids(queue.lease(queue.admin, "plain", 10)) == [2, 3, 4, 5, 6, 7]
+    for row in (2, 3, 4, 5, 6, 7):  # the death may be a row's fault
+        assert ids(queue.lease(queue.join(f"alone {row}"), "plain", 10)) == [row]
     with pytest.raises(LeaseLost):
         ranks.complete(two)
 

@@ -151,7 +151,9 @@ def test_a_group_that_a_stage_filters_or_fails_voids_the_step() -> None:
     worker, trainer = queue.join("w"), queue.join("t")
     for ends in (
         lambda lease: queue.complete(worker, lease, drop=(0,)),
-        lambda lease: queue.do(worker, cmd.GiveBack(token=lease.token, reason="no judge", blame=True)),
+        lambda lease: queue.do(
+            worker, cmd.GiveBack(token=lease.token, index=bytes(4), reason="no judge", blame=True)
+        ),
     ):
         queue.put(1, 2)
         lease, part = queue.lease(worker, "side"), begun(queue, trainer)

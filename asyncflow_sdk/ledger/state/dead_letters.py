@@ -26,11 +26,21 @@ class DeadLetters:
         self.groups: deque[FailedGroup] = deque(maxlen=MAX_GROUPS)
         self.total = 0
         self._reasons: dict[int, deque[str]] = {}  # first row of a live group → reasons
+        self._lost: dict[str, list[int]] = {}  # by worker, the groups that it held when it was lost
 
     def blame(self, firsts: Ids, reason: str) -> None:
         """Note why groups, by their first rows, lost a lease."""
         for first in np.unique(firsts).tolist():
             self._reasons.setdefault(first, deque(maxlen=MAX_REASONS)).append(reason[:REASON_LENGTH])
+
+    def note_lost(self, worker: str, firsts: Ids) -> None:
+        """Note the groups that a worker held when it was lost."""
+        self._lost.setdefault(worker, []).extend(firsts.tolist())
+
+    def explain(self, worker: str, reason: str) -> None:
+        """Note the cause of a worker's end for the groups that it held."""
+        firsts = np.array(self._lost.pop(worker, []), np.int64)
+        self.blame(firsts[np.isin(firsts, list(self._reasons))], f"{worker}: {reason}")
 
     def failed(self, **group: Any) -> None:
         """Keep a group that failed for good."""

@@ -16,7 +16,8 @@ from .context import Context
 from .grants import Grant
 from .partitions import Partitions
 from .ready import ReadyQueue
-from .rows import APART, DONE, TASK_STATES, WAITING, Rows
+from .rows import APART, DONE, LEASED, READY, TASK_STATES, WAITING, Rows
+from .sessions import Session
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Task:
     rows not completed; ``waiting`` and ``fit``, rows without their columns and ready rows, if
     leased singly; ``redo``, admitted rows with a lost producer. ``counts``: live rows by state.
     ``became_ready``, ``completed``: row counts over all time. ``leases_granted``: their number.
+    ``suspects``: rows whose process died or hung, until their next lease has ended well.
     ``leases``, ``group_leases``: by token, oldest first; and by rank group. ``next_partition``:
     where a lease without a partition looks first.
     """
@@ -46,6 +48,7 @@ class Task:
     completed: int = 0
     leases: dict[int, Grant] = field(default_factory=dict)
     group_leases: dict[str, dict[int, Grant]] = field(default_factory=dict)
+    suspects: Ids = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def place(self) -> str:
@@ -178,6 +181,30 @@ class Tasks:
                 part = self._rows.members(part)
                 part = part[ready.is_ready(part)]
             ready.push_front(part)
+
+    def suspect(self, task: Task, ids: Ids) -> None:
+        """Note rows that a process held when it was lost. One loss is no sign against a prompt."""
+        if not task.spec.batch_rows:
+            ids = ids[self._suspected(task, ids) & self._rows.having(task.spec.name, "state", READY, ids)]
+            task.suspects = np.union1d(task.suspects, ids)
+
+    def must_wait(self, task: Task, session: Session) -> bool:
+        """True if a session holds rows of a task with suspects. The next death must blame one of them alone."""
+        if not len(task.suspects):
+            return False
+        held = [self._rows.having(task.spec.name, "state", state, task.suspects) for state in (READY, LEASED)]
+        task.suspects = task.suspects[np.logical_or(*held)]
+        return bool(len(task.suspects)) and any(grant.task == task.spec.name for grant in session.leases.values())
+
+    def alone(self, task: Task, ids: Ids) -> int:
+        """Return the number of first rows to lease together. A row with a lost lease is leased alone, in tasks
+        with whole groups with its group."""
+        units = self._rows.first[self._rows.at(ids)] if task.whole_groups else ids
+        first = int(np.argmax(np.append(np.isin(units, units[self._suspected(task, ids)]), True)))
+        return first or int(np.argmax(np.append(units != units[0], True)))
+
+    def _suspected(self, task: Task, ids: Ids) -> Any:
+        return self._rows.task(task.spec.name, "attempts")[self._rows.at(ids)] > task.spec.admits
 
     def next_partitions(self, task: Task, named: str | None) -> list[int]:
         """Return partitions that may have ready rows, in turn."""
