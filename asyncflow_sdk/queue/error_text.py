@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-_SDK = f"{Path(__file__).parent.parent}/"
+SDK = f"{Path(__file__).parent.parent}/"
 FRAMES = 8
 """The number of innermost frames shown."""
 
@@ -21,7 +21,7 @@ def user_trace(error: BaseException) -> str:
     Return "" if there is none, for example for a function called with wrong arguments.
     """
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_SDK):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(SDK):
         trace = trace.tb_next
     if trace is None:
         return ""

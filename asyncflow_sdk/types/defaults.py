@@ -24,6 +24,8 @@ FETCH_S = 600.0
 """Limit of publishing, fetching or rolling back a version."""
 AGENT_S = 600.0
 """A conversation of an agent may take this long."""
+STAGE_CALL_S = 600.0
+"""A call of a stage's function may take this long."""
 STALL_S = 3600.0
 """A workflow ends if no step was trained for this long."""
 SERVICE_CALL_S = 600.0
@@ -38,6 +40,8 @@ LEAVE_S = 60.0
 """A worker or client that leaves a run may take this long to finish its rows."""
 MAX_ATTEMPTS = 3
 """Leases that a row may lose before its group fails."""
+MAX_FAILED = 0.1
+"""Share of the groups ended last that may fail before a workflow ends."""
 GROUP_SIZE = 8
 """Responses to each prompt."""
 CONCURRENCY = 8

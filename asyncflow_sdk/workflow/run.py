@@ -44,7 +44,8 @@ from .checkpoint import Checkpoints, ResumePoint
 from .consumer import CheckingConsumer
 from .data import Feeder, Prompts, Selection, prompt_source
 from .events.event_sinks import EventSink
-from .events.waits import StallTimer, is_complete, waits_text
+from .events.failure_limit import FailureLimit
+from .events.waits import LOOK_S, StallTimer, is_complete, waits_text
 from .specs import Rollout, Stage, Train, declare_task
 from .workers.logs import LogFolder
 from .workers.ranks import RankId
@@ -342,13 +343,18 @@ class Run(WeightSync):
         """Return the number of rows by terminal state; the sum always equals the rows put."""
         return self.queue.audit()
 
-    def wait(self, worker: Worker, *, timeout_s: float = WAIT_S, stall: StallTimer | None = None) -> None:
+    def wait(
+        self, worker: Worker, *, timeout_s: float = WAIT_S, stall: StallTimer | None = None,
+        failures: FailureLimit | None = None,
+    ) -> None:  # fmt: skip
         """Wait until a worker has ended. Raises the failure of any worker at once, and DeadlineExceeded
         with the worker and all waits of the run after ``timeout_s`` seconds (``math.inf``: never), or
-        if ``stall`` expires while a step is left to train."""
+        if ``stall`` expires while a step is left to train; ConfigError if ``failures`` are too many."""
         began = time.monotonic()
         while True:
             seen = self._changes.count
+            if failures is not None:
+                failures.check(self.queue)
             if worker.ended.is_set():
                 break
             self.check()
@@ -360,7 +366,7 @@ class Run(WeightSync):
                     continue
                 why = str(stall) if late else f"after {timeout_s:g} s: {worker.name} has not ended"
                 raise DeadlineExceeded(f"{why}; {waits_text(self.queue.status(), *worker.pids)}")
-            self._changes.wait(seen, left_s)
+            self._changes.wait(seen, left_s if failures is None else min(left_s, LOOK_S))
         self.check()
 
     def check(self) -> None:

@@ -38,14 +38,9 @@ from .model_folder import steps_in
 from .serialization import MAP, NAME, TYPE, Serializable, differences, from_json, to_json
 
 PLACES = (
-    "address",
-    "advertise",
-    "on_failure",
-    "stall_timeout_s",
-    "replicas",
-    "world_size",
+    "address", "advertise", "max_failed", "on_failure", "stall_timeout_s", "timeout_s", "replicas", "world_size",
     *(each.name for each in dataclasses.fields(Placement)),
-)
+)  # fmt: skip
 """Arguments of a workflow, and of its rollouts, stages and trainer, that a resumed queue does not depend on."""
 _ORDER = "a run goes on with the order of its prompts"
 _STATE = "the checkpoint has the weights and the optimizer's state of this one"

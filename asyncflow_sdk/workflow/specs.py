@@ -22,7 +22,7 @@ from ..queue import QueueClient
 from ..queue.checks import check_names
 from ..types import LOSS_MASK, VERSION_SPANS, Chat, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
-from ..types.defaults import AGENT_S, CONCURRENCY, GROUP_SIZE, LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S
+from ..types.defaults import AGENT_S, CONCURRENCY, GROUP_SIZE, LEASE_S, PRODUCER_LEASE_S, STAGE_CALL_S, WORKER_LEASE_S
 from ..types.tasks import SamplerSpec
 from ..types.validation import check_above, check_least
 from .rewards import Rewards, work_path
@@ -38,6 +38,7 @@ from .work import (
     takes_all,
     without_fast_file,
 )
+from .workers.call_limit import CallLimit
 from .workers.rank_communicator import RankCommunicator
 from .workers.ranks import own_rank
 from .workers.stage_worker import run_stage
@@ -269,7 +270,8 @@ class Stage(Serializable):
     A function with an import path runs in its own process; any other (a lambda, one of ``__main__``
     or a notebook) in a thread of the driver. For a function known only to the interpreter
     ``python``, give its path ("module:function") and ``needs``. ``batch``: most rows of a call, or
-    of an engine's lease, which its ranks share. ``partitions``: as of ``Rollout``; a function may score the rows of
+    of an engine's lease, which its ranks share. ``timeout_s``: limit of one call of a function; its process is ended and
+    started again. ``partitions``: as of ``Rollout``; a function may score the rows of
     training and of an evaluation. ``placement``: the fields of ``Placement``.
     """
 
@@ -289,6 +291,7 @@ class Stage(Serializable):
         partitions: Sequence[str] = TRAINED,
         batch: int | None = None,
         concurrency: int = CONCURRENCY,
+        timeout_s: float = STAGE_CALL_S,
         lease_s: float = WORKER_LEASE_S,
         **placement: Any,
     ) -> None:
@@ -314,12 +317,13 @@ class Stage(Serializable):
         small = _SMALL_BATCH * self.world_size
         awaited = work.awaited if isinstance(work, Rewards) else not callable(work) or is_coroutine(work)
         self.batch = batch or (small if awaited else _BATCH)
-        self.concurrency, self.lease_s = concurrency, lease_s
+        self.concurrency, self.timeout_s, self.lease_s = concurrency, timeout_s, lease_s
         self._check()
 
     def _check(self) -> None:
         _check_task("stage", self.task, self.lease_s)
         check_least(1, batch=self.batch, concurrency=self.concurrency)
+        check_above(0, timeout_s=self.timeout_s)
         if inspect.isgeneratorfunction(self.work) or inspect.isasyncgenfunction(self.work):
             raise ConfigError(f"stage {self.task!r}: a function returns its values, one a row; this one yields them")
         if isinstance(self.work, Generate) and (len(self.needs), len(self.gives)) != (1, 1):
@@ -366,9 +370,10 @@ class Stage(Serializable):
         if isinstance(self.work, EngineSpec):
             self.work.find_model()
 
-    def run(self, queue: QueueClient) -> None:
+    def run(self, queue: QueueClient, limit: CallLimit | None = None) -> None:
         """Declare the task and work in this thread until the stream ends. ``queue``: of a connection
-        without other users. With a ``world_size`` above 1, work as the rank in the environment.
+        without other users. With a ``world_size`` above 1, work as the rank in the environment. ``limit``: the
+        limit of its calls; None: there is none.
         Raises ConfigError for an invalid task, and the errors of ``run_declared``."""
         ranks = None
         if self.world_size > 1:
@@ -381,14 +386,16 @@ class Stage(Serializable):
             ranks = RankCommunicator(queue, self.task, *own)
         self.find_model()
         declare_task(queue, self.declare())
-        self.run_declared(queue, ranks)
+        self.run_declared(queue, ranks, limit)
 
-    def run_declared(self, queue: QueueClient, ranks: RankCommunicator | None = None) -> None:
+    def run_declared(
+        self, queue: QueueClient, ranks: RankCommunicator | None = None, limit: CallLimit | None = None
+    ) -> None:
         """Work in this thread until the stream ends; the task is declared. ``ranks``: work as one of
-        them. Raises FunctionFailed for a function's error, EngineError for an engine's."""
+        them. ``limit``: an argument of ``run``. Raises EngineError for a failed engine."""
         run_stage(
             queue, self.work, task=self.task, needs=self.needs, gives=self.gives, batch=self.batch,
-            concurrency=self.concurrency, groups=self.whole_groups, ranks=ranks,
+            concurrency=self.concurrency, groups=self.whole_groups, ranks=ranks, limit=limit,
         )  # fmt: skip
 
     def declare(self) -> TaskSpec:

@@ -32,7 +32,7 @@ from ..queue.error_text import error_text
 from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Store, Weights
 from ..types import events as ev
 from ..types.config import LOCAL
-from ..types.defaults import STALL_S
+from ..types.defaults import MAX_FAILED, STALL_S
 from ..types.validation import check_least
 from .data import Feeder, LongPrompts, Prompts, PromptStream, Selection, prompt_source, select_like
 from .endpoints import serve
@@ -40,6 +40,7 @@ from .evaluation import EVALUATION, SCORES, Evaluation
 from .evaluator import Evaluator, TrainerState, read_evaluations
 from .events.event_file import EVENTS
 from .events.event_sinks import EventSink, Listener
+from .events.failure_limit import FailureLimit
 from .events.progress_line import ProgressLine
 from .events.recorder import Recorder
 from .events.trackers import Tracked, tracker_list
@@ -106,7 +107,9 @@ class Workflow(Serializable):
     multiple of the group size. ``steps``: of the run; ``epochs``: end it earlier, when every prompt
     was put this often; None: prompts repeat until the last step. ``staleness``, ``weights``: how old
     trained tokens may be, and how versions reach the replicas. ``seed``: of the order of prompts.
-    ``on_failure``: stop or continue once a worker has failed for good. ``capacity_rows``: limit of
+    ``on_failure``: stop or continue once a worker has failed for good. ``max_failed``: share of the last 100 groups
+    that ended, or of a step's if it has more, that may fail in any task before the run ends; others take their place.
+    ``capacity_rows``: limit of
     live rows; None: as batch and staleness need. ``checkpoint``: how often to save, so that
     ``resume`` continues the run after any death, and a restarted trainer (``max_restarts``) its
     training. ``evaluate``: evaluations beside training. ``save_steps``: write the Hugging Face folder
@@ -144,6 +147,7 @@ class Workflow(Serializable):
         epochs: int | None = None,
         seed: int = 0,
         on_failure: OnFailure = "stop",
+        max_failed: float = MAX_FAILED,
         capacity_rows: int | None = None,
         checkpoint: Checkpoint | None = None,
         evaluate: Evaluation | None = None,
@@ -196,7 +200,7 @@ class Workflow(Serializable):
             evaluation=evaluate, held_out=held_out, save_steps=save_steps, save_total_limit=save_total_limit,
             seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),
             capacity_rows=ahead if capacity_rows is None else capacity_rows,
-            on_failure=Placement(on_failure=on_failure).on_failure or "stop", checkpoint=checkpoint,
+            on_failure=Placement(on_failure=on_failure).on_failure or "stop", max_failed=max_failed, checkpoint=checkpoint,
             store=Store.of(store), stall_timeout_s=stall_timeout_s, trackers=tracker_list(track),
             address=address, advertise=advertise,
         )  # fmt: skip
@@ -327,9 +331,11 @@ class _Execution:
         self._legs = legs
         self._plan, self._directory, self._recorder, self._line = plan, directory, recorder, line
         self._stall = StallTimer(plan.stall_timeout_s)
+        group_size = plan.rollout.group_size
+        self._failures = FailureLimit(plan.max_failed, plan.batch_size // group_size, group_size)
         self._trainer = TrainerState()
         self._listeners = [Listener(each) for each in (line, on_event) if each is not None]
-        self._sinks: list[EventSink] = [self._stall, self._trainer, recorder, *self._listeners]
+        self._sinks: list[EventSink] = [self._stall, self._failures, self._trainer, recorder, *self._listeners]
         self._status = "completed"
         self._error: AsyncFlowError | None = None
         self._audit: Audit | None = None
@@ -403,7 +409,7 @@ class _Execution:
             trainer = self._start(run)
             if self._legs and self._legs[-1].step >= plan.steps:  # the export was missing alone
                 run.queue.end()
-            run.wait(trainer, timeout_s=math.inf, stall=self._stall)
+            run.wait(trainer, timeout_s=math.inf, stall=self._stall, failures=self._failures)
             run.join_workers(FINISH_S)
             completed = True
         finally:

@@ -1,8 +1,10 @@
 """Stage functions that worker processes can import: right ones, wrong ones, and some that wait."""
 
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 
 
@@ -66,3 +68,15 @@ def length_and_cpu(response_ids):
     cpus = {tuple(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
     ((cpu,),) = cpus
     return {"reward": length(response_ids), "cpu": [cpu for _ in response_ids]}
+
+
+def fails_at_13(prompt_ids, response_ids):
+    """The length, and the fault that the variable FAULT names for the prompt [13]."""
+    faults = {
+        "None": lambda: None, "NaN": lambda: float("nan"), "raises": lambda: looks_up({}, "no such answer"),
+        "exits": lambda: sys.exit(3), "dies": lambda: os._exit(3), "hangs": lambda: re.match("(a+)+$", "a" * 64 + "b"),
+    }  # fmt: skip
+    return [
+        faults[os.environ["FAULT"]]() if list(prompt) == [13] else float(len(row))
+        for prompt, row in zip(prompt_ids, response_ids, strict=True)
+    ]

@@ -349,11 +349,6 @@ def test_absent_service_is_waited_for_with_one_warning(plain: bool, monkeypatch:
     assert "was away for 1 s: RuntimeError: no answer" in str(failed)
 
 
-def test_a_bug_in_every_conversation_ends_the_producer_with_its_traceback(run: af.Run) -> None:
-    with pytest.raises(ConfigError, match=r"8 prompts in a row(.|\n)*LookupError: no such tool(.|\n)*line \d+"):
-        answered(run, af.Agent(function=fails_at_five, gives=("reward",)), {"prompt_ids": [[5]] * 9})
-
-
 def test_what_the_engine_refuses_fails_the_row_even_if_the_agent_does_not_mind(run: af.Run) -> None:
     async def goes_on(turns: af.Turns) -> float:
         try:

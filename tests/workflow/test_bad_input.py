@@ -248,24 +248,27 @@ def filters_oddly(response_ids: Any) -> Any:
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (raises, r"raises\(\) raised KeyError: 'no such answer' \(called with response_ids of row"),
-        (lambda response_ids: [math.nan for _ in response_ids], r"<lambda>\(\) returned nan for row \d+, given"),
-        (lambda response_ids: [1.0], r"<lambda>\(\) returned 1 values for"),
+        (raises, r"raises\(\) raised KeyError: 'no such answer'\ncalled with response_ids of row"),
+        (
+            lambda response_ids: [math.nan for _ in response_ids],
+            r"<lambda>\(\) returned, as column 'reward', nan\nrow \d+ was given",
+        ),
+        (lambda response_ids: [1.0] * (len(response_ids) + 1), r"<lambda>\(\) returned \d+ values for"),
         (
             gives_none_for_the_last,
-            r"gives_none_for_the_last\(\) returned for row \d+, as column 'reward', None; a column has one number.*given"
+            r"gives_none_for_the_last\(\) returned, as column 'reward', None; a column has one number.*\nrow \d+ was given"
             r" {'response_ids'",
         ),
         (filters_oddly, r"filters_oddly.*returned 'filtered' as bool of \(\d+, 1\)"),
         (says_no_text, r"says_no_text\(\) raised ValueError: \\ud800"),
-        (lambda response_ids: sys.exit(0), "reward-0"),
+        (lambda response_ids: sys.exit(0), r"<lambda>\(\) raised SystemExit: 0"),
     ],
 )
 def test_a_wrong_reward_function_ends_the_run_at_once(tmp_path: Path, reward: Any, message: str) -> None:
     place = {} if reward.__name__ == "<lambda>" else {"launcher": "thread", "max_restarts": 0}
     stage = af.Stage(reward, task="reward", needs=["response_ids"], gives=["reward"], **place)
-    with pytest.raises(WorkerFailed, match=message):
-        echo_workflow(reward=stage).run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=message):
+        echo_workflow(reward=stage, max_failed=0).run(tmp_path / "run")
 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"

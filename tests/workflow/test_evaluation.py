@@ -17,7 +17,7 @@ from gates import Listener
 from safetensors.numpy import load_file
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, WorkerFailed
+from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import Completion, Request
 from asyncflow_sdk.testing import EchoRollout, EchoTrain
 from asyncflow_sdk.types import events as ev
@@ -141,8 +141,8 @@ def test_training_ends_early_without_a_better_score(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_raises_ends_the_run_with_its_name_and_row(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"raises\(\) raised ValueError: no answer key"):
-        evaluated({"reward": af.Stage(raises, launcher="thread")}).run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"raises\(\) raised ValueError: no answer key"):
+        evaluated({"reward": af.Stage(raises, launcher="thread")}, max_failed=0).run(tmp_path / "run")
 
 
 class DiesOnce(EchoRollout):

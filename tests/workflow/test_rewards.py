@@ -21,7 +21,7 @@ from echo_runs import echo_workflow, events_of
 from functions import length
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, WorkerFailed
+from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.workflow import rewards
 from asyncflow_sdk.workflow.work import as_trl, is_of_trl, needs_of
 from asyncflow_sdk.workflow.workers import user_code
@@ -111,13 +111,16 @@ def test_lists_that_are_no_rewards_are_refused(reward: Any, message: str) -> Non
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ([nothing, (even, 2.0)], r"no reward function scored row \d+: each returned None, given .*prompt_ids"),
+        (
+            [nothing, (even, 2.0)],
+            r"no reward function scored a row: each returned None\nrow \d+ was given .*prompt_ids",
+        ),
         ([length, words], r"words\(\) returned a reward that is text; it must be one number a row"),
     ],
 )
 def test_a_row_without_any_reward_ends_the_run_with_its_reason(tmp_path: Path, reward: Any, message: str) -> None:
-    with pytest.raises(WorkerFailed, match=message):
-        echo_workflow(reward=reward).run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=message):
+        echo_workflow(reward=reward, max_failed=0).run(tmp_path / "run")
 
 
 # ---- names and signatures

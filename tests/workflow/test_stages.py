@@ -14,7 +14,7 @@ from echo_runs import check_whole, column, echo_workflow
 from functions import length
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import WorkerFailed
+from asyncflow_sdk.errors import ConfigError
 
 THREAD: dict[str, Any] = {"launcher": "thread"}
 
@@ -126,8 +126,8 @@ def test_what_a_coroutine_raises_ends_the_run_with_its_rows(tmp_path: Path) -> N
         await asyncio.sleep(0)
         raise KeyError("no judge")
 
-    with pytest.raises(WorkerFailed, match=r"refuses\(\) raised KeyError: 'no judge' \(called with response_ids"):
-        echo_workflow(reward=refuses).run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"refuses\(\) raised KeyError: 'no judge'\ncalled with response_ids"):
+        echo_workflow(reward=refuses, max_failed=0).run(tmp_path / "run")
 
 
 def test_a_prompt_that_an_engine_refuses_costs_its_group_only(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_prompt_that_an_engine_refuses_costs_its_group_only(tmp_path: Path) ->
 
 def test_an_engine_that_refuses_everything_ends_the_run_and_says_why(tmp_path: Path) -> None:
     judge = af.Stage(af.Generate("echo"), needs=["asked"], gives=["said"], **THREAD)
-    with pytest.raises(WorkerFailed, match=r"\d+ prompts in a row were refused, the last because: an empty prompt"):
+    with pytest.raises(ConfigError, match=r"of the last 100 groups failed(.|\n)*the engine refused the prompt"):
         echo_workflow(
             stages=[af.Stage(lambda prompt_ids: [ids[:0] for ids in prompt_ids], task="asked"), judge],
             train={"needs": ["said"]},

@@ -144,6 +144,8 @@ def _check_numbers(plan: Plan, problems: Problems) -> None:
         problems.add(f"epochs must be 1 or more, or None for as many as the steps take, not {plan.epochs}", "epochs")
     if not plan.stall_timeout_s > 0:
         problems.add(f"stall_timeout_s must be above 0, not {plan.stall_timeout_s}", "stall_timeout_s")
+    if not 0 <= plan.max_failed <= 1:
+        problems.add(f"max_failed is a share from 0 to 1, not {plan.max_failed}", "max_failed")
     sizes = {rollout.group_size for rollout in plan.rollouts if takes_trained(rollout.partitions)}
     if len(sizes) > 1:
         listed = " and ".join(map(str, sorted(sizes)))

@@ -63,6 +63,7 @@ class Plan:
     weights: Weights
     capacity_rows: int
     on_failure: OnFailure
+    max_failed: float
     checkpoint: Checkpoint | None
     evaluation: Evaluation | None
     held_out: Batch | None

@@ -50,7 +50,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         },
         "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in plan.edges],
         "batch_size": plan.batch_size, "steps": plan.steps, "epochs": plan.epochs, "seed": plan.seed,
-        "capacity_rows": plan.capacity_rows, "on_failure": plan.on_failure, "stall_timeout_s": plan.stall_timeout_s,
+        "capacity_rows": plan.capacity_rows, "on_failure": plan.on_failure, "max_failed": plan.max_failed, "stall_timeout_s": plan.stall_timeout_s,
         "store": msgspec.to_builtins(plan.store), "save_steps": plan.save_steps, "evaluation": evaluation_of(plan),
         "track": [tracker_label(each) for each in plan.trackers],
         "staleness": rule_of(plan.staleness), "weights": msgspec.to_builtins(plan.chosen_weights),
@@ -190,6 +190,7 @@ def choices(plan: Plan) -> dict[str, str]:
         "on_failure": "the run stops when a worker has failed for good"
         if plan.on_failure == "stop"
         else "the run goes on without a worker that has failed for good",
+        "max_failed": f"the run ends once more than {plan.max_failed:.0%} of the groups that ended last have failed",
     }
     if plan.warnings:
         found["warnings"] = "; ".join(plan.warnings)
@@ -233,7 +234,10 @@ def choices(plan: Plan) -> dict[str, str]:
     for stage in plan.stages:
         if stage.here or stage.place.launcher == "thread":
             why = ": no other process can import its function" if stage.here else ""
-            found[f"stage {stage.task}"] = f"a thread of the driver{why}; signal.alarm needs a process of its own"
+            found[f"stage {stage.task}"] = (
+                f"a thread of the driver{why}; signal.alarm needs a process of its own, and none can end a call: one of"
+                f" more than {stage.timeout_s:g} s ends the run"
+            )
         elif stage.whole_groups:
             found[f"stage {stage.task}"] = "works on whole groups: its function asks for groups"
         if stage.partitions != TRAINED:

@@ -16,7 +16,6 @@ from ...errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, Le
 from ...interfaces import Request, RolloutEngine
 from ...queue.error_text import plain_text
 from ...types import Sampling
-from ..workers.user_code import FunctionFailed
 from ..workers.worker_log import WorkerLog
 from .agent import Agent, AgentFailed, Turns
 from .agent_runner import AgentRunner
@@ -24,9 +23,6 @@ from .completion_batcher import CompletionBatcher
 from .engine_gateway import RESPONSE_S, EngineGateway, Generated, derived_seed
 from .prompt_lease import PromptLease
 from .tokenizer import Tokenizer
-
-GIVE_UP_AFTER = 8
-"""After this many refused prompts, none accepted between them, the worker ends with the reason."""
 
 
 @dataclass(eq=False)
@@ -55,7 +51,6 @@ class RequestScheduler:
         self._running: dict[asyncio.Task[None], _Running] = {}
         self._rows, self._largest = 0, 1  # unfinished rows, and rows of the largest group
         self._ended_early = np.empty(0, np.int64)  # rows that ended, perhaps of a lease on its way
-        self._refused: set[int] = set()  # groups
         self._load_ended: asyncio.Event | None = None  # of the load under way
         self._cpu_s = 0.0
         self._idle_since = time.monotonic()  # while nothing runs
@@ -104,7 +99,6 @@ class RequestScheduler:
         """Generate, and give back the rows without a response if that fails."""
         try:
             await (self._respond(work) if self._agent is None else self._converse(self._agent, work))
-            self._refused.clear()
             return
         except EngineGone:
             raise  # not the prompt's fault; the engine answers no other either
@@ -114,7 +108,7 @@ class RequestScheduler:
         if isinstance(error, EngineError):
             blame, reason = self._load_ended is None, f"the engine refused the prompt: EngineError: {error}"
         if blame or self._load_ended is None:
-            self._refuse(int(work.lease.batch.groups[work.rows[0]]), error)
+            self._log.note(plain_text(f"a prompt was refused: {error}"))
         else:  # the engine may lose requests with its weights; a failed load cancels this task here
             await self._load_ended.wait()
         rows = sorted(work.unfinished)
@@ -122,15 +116,6 @@ class RequestScheduler:
         if rows:
             with contextlib.suppress(LeaseLost):
                 await work.lease.batch.give_back(index=rows, reason=reason, blame=blame)
-
-    def _refuse(self, group: int, error: Exception) -> None:
-        self._refused.add(group)
-        if len(self._refused) >= GIVE_UP_AFTER:
-            text = f"{len(self._refused)} prompts in a row were refused, the last because: {error}"
-            if isinstance(error, AgentFailed):
-                raise FunctionFailed(text) from None  # its text has the agent's traceback
-            raise ConfigError(text) from error
-        self._log.note(plain_text(f"a prompt was refused: {error}"))
 
     async def _respond(self, work: _Running) -> None:
         """Generate a response for each row of a shared prompt, by one request."""

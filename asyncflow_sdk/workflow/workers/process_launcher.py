@@ -105,6 +105,8 @@ class WorkerOutput:
         if lacks:  # a worker with the SDK sends a report
             how = f"{python} -m pip install asyncflow-sdk=={__version__}"
             return WorkerExit(FATAL_STATUS, f"{python} cannot load the AsyncFlow SDK: {lacks[0]}; run: {how}")
+        # a library or a user's function ended the process; its status says nothing of the next start
+        status = 1 if status == FATAL_STATUS else status
         return WorkerExit(status, f"\nthe end of its log {self.log}:\n{lines}" if lines else "")
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,10 @@ from ..rollout.prompt_lease import PromptReader
 from ..rollout.rollout_worker import RolloutWorker
 from ..rollout.tokenizer import Tokenizer, with_stop_ids
 from ..work import Generate, Logprobs, as_trl, full_name, is_coroutine, is_of_trl, needs_of, takes_all
+from .call_limit import CallLimit
 from .engines import frozen_options, loading_model, make_engine
 from .rank_communicator import RankCommunicator
-from .user_code import FunctionFailed, MainThread, ServiceAway, user_error_text
+from .user_code import MainThread, ServiceAway, user_error_text
 from .worker_log import WorkerLog
 
 FILTERED = "filtered"
@@ -46,11 +49,13 @@ def run_stage(
     concurrency: int = CONCURRENCY,
     groups: bool = False,
     ranks: RankCommunicator | None = None,
+    limit: CallLimit | None = None,
 ) -> None:
     """Work on the rows of a declared task until the stream ends. ``groups``: pass group ids, too.
-    ``ranks``: of ``Logprobs`` in several processes; each works on its shard of every lease.
+    ``ranks``: of ``Logprobs`` in several processes; each works on its shard of every lease. ``limit``: the
+    limit of a call; None: there is none.
 
-    Raises FunctionFailed for an error of the function, EngineError for one of the engine.
+    A failed call of a function costs its rows an attempt. Raises EngineError for a failed engine.
     """
     stage = _Stage(queue, task, gives)
     for service in work.functions if isinstance(work, Rewards) else [work]:
@@ -62,18 +67,43 @@ def run_stage(
     elif isinstance(work, Generate):
         asyncio.run(_responding(stage, work, needs[0]).run())
     elif isinstance(work, Rewards):
-        rewards = _RewardFunctions(work)
+        rewards = _RewardFunctions(work, limit)
         if work.awaited:
-            rewards.main.run(stage.run_async(batch, concurrency, rewards))
+            rewards.main.run(stage.run_async(batch, concurrency, rewards, limit))
         else:
             stage.run(batch, rewards.run)
     else:
         function: Callable[..., Any] = import_name(work) if isinstance(work, str) else work
-        call = _UserFunction(function, gives, groups)
+        call = _UserFunction(function, gives, limit, groups)
         if is_coroutine(function):
-            asyncio.run(stage.run_async(batch, concurrency, call))
+            asyncio.run(stage.run_async(batch, concurrency, call, limit))
         else:
             stage.run(batch, call.run)
+
+
+@dataclass
+class _Outcome:
+    """The columns of a call. ``failed``: the reasons of rows without valid values, by position. ``reason``: why
+    the whole call failed."""
+
+    columns: dict[str, Any] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    reason: str = ""
+
+    def losses(self, rows: Batch) -> list[tuple[list[int], str]]:
+        """Return the rows to give back, by position, with their reasons."""
+        if self.reason:
+            return [(list(range(rows.rows)), self.reason)]
+        return [([row], reason) for row, reason in self.failed.items()]
+
+    def completion(self, rows: Batch, filters: bool) -> dict[str, Any]:
+        """Return the arguments that complete the other rows. ``filters``: the column "filtered" drops rows."""
+        columns, index = self.columns, None
+        if self.failed:
+            index = np.setdiff1d(np.arange(rows.rows), list(self.failed))
+            columns = dict(Batch.of(columns).take(index))
+        filtered = columns.pop(FILTERED, None) if filters else None
+        return {"columns": columns, "index": index, "filtered": filtered}
 
 
 class _Stage:
@@ -82,13 +112,12 @@ class _Stage:
     def __init__(self, queue: QueueClient, task: str, gives: tuple[str, ...]) -> None:
         self.queue, self.task, self.gives = queue, task, gives
         self.kind = gives[0] if gives else task
+        self._filters = FILTERED not in gives
         self._log = WorkerLog(queue.connection)
         self.note = self._log.note
         self._cpu_s = time.process_time()
 
-    def run(
-        self, count: int, work: Callable[[LeasedBatch], dict[str, Any]], ranks: RankCommunicator | None = None
-    ) -> None:
+    def run(self, count: int, work: Callable[[LeasedBatch], _Outcome], ranks: RankCommunicator | None = None) -> None:
         """Call ``work`` for each lease. Its columns are sent with the request for the next.
 
         Each of several ranks calls ``work`` equally often: for every lease, with or without rows, since
@@ -104,9 +133,11 @@ class _Stage:
             try:
                 for rows in batches:
                     began, unsent = time.monotonic(), rows.rows
-                    columns = work(rows)
-                    filtered = self._pop_filtered(columns)
-                    rows.finish(columns, filtered=filtered)
+                    outcome = work(rows)
+                    for index, reason in outcome.losses(rows):
+                        rows.give_back(index=index, reason=reason, blame=True)
+                    if rows.left or not unsent:
+                        rows.finish(**outcome.completion(rows, self._filters))
                     self._report_work(began, rows.rows)
                 ended = True
             except LeaseLost as error:
@@ -115,7 +146,14 @@ class _Stage:
                 self._report_late(unsent, error)
         self.queue.flush()
 
-    async def run_async(self, count: int, concurrency: int, call: _UserFunction | _RewardFunctions) -> None:
+    async def run_async(
+        self, count: int, concurrency: int, call: _UserFunction | _RewardFunctions, limit: CallLimit | None
+    ) -> None:
+        """``run_loop``, with a limit of the time for which a call may block the event loop."""
+        async with contextlib.nullcontext() if limit is None else limit.loop(f"stage {self.task!r}"):
+            await self._run_loop(count, concurrency, call)
+
+    async def _run_loop(self, count: int, concurrency: int, call: _UserFunction | _RewardFunctions) -> None:
         """Await ``call`` for up to ``concurrency`` leases at a time, of ``count`` rows each."""
         running: set[asyncio.Task[None]] = set()
         lease: asyncio.Task[AsyncLeasedBatch] | None = None
@@ -149,16 +187,15 @@ class _Stage:
     async def _await_call(self, rows: AsyncLeasedBatch, call: _UserFunction | _RewardFunctions) -> None:
         began = time.monotonic()
         async with rows:
-            columns = await call.run_async(rows)
-            filtered = self._pop_filtered(columns)
+            outcome = await call.run_async(rows)
             try:
-                await rows.complete(columns, filtered=filtered)
+                for index, reason in outcome.losses(rows):
+                    await rows.give_back(index=index, reason=reason, blame=True)
+                if rows.left:
+                    await rows.complete(**outcome.completion(rows, self._filters))
             except LeaseLost as error:
                 self._report_late(rows.rows, error)
             self._report_work(began, rows.rows)
-
-    def _pop_filtered(self, columns: dict[str, Any]) -> Any:
-        return columns.pop(FILTERED, None) if FILTERED not in self.gives else None
 
     def _report_late(self, rows: int, error: LeaseLost) -> None:
         self._log.note(f"{rows} results of task {self.task!r} came too late: {error}")
@@ -172,23 +209,21 @@ class _Stage:
 
 
 @contextlib.contextmanager
-def _scoring(
-    stage: _Stage, work: Logprobs, needs: tuple[str, ...]
-) -> Iterator[Callable[[LeasedBatch], dict[str, Any]]]:
+def _scoring(stage: _Stage, work: Logprobs, needs: tuple[str, ...]) -> Iterator[Callable[[LeasedBatch], _Outcome]]:
     """Load a train engine, and give its scoring of leased responses. It is closed after the block."""
     engine: TrainEngine
     options = frozen_options(work.engine, work.options)
     with loading_model(stage.queue, stage.task):
         engine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **options)
 
-    def score(rows: LeasedBatch) -> dict[str, Any]:
+    def score(rows: LeasedBatch) -> _Outcome:
         names = zip(("prompt_ids", "response_ids"), needs, strict=True)
         batch = Batch(rows.ids, rows.groups, {name: rows.columns[column] for name, column in names})
         scores = engine.logprobs(batch)
         lengths = batch.ragged("response_ids").lengths
         if not np.array_equal(scores.lengths, lengths):
             raise EngineError(f"{type(engine).__name__} gave log-probs of other lengths than the responses'")
-        return {stage.gives[0]: Ragged(scores.values.astype(np.float32), scores.offsets)}
+        return _Outcome({stage.gives[0]: Ragged(scores.values.astype(np.float32), scores.offsets)})
 
     with contextlib.closing(engine):
         yield score
@@ -213,29 +248,49 @@ def _responding(stage: _Stage, work: Generate, prompt: str) -> RolloutWorker:
 # ---- functions
 
 
+class _FunctionFailed(Exception):
+    """Raised if a user's function raised, took too long, or returned no valid values. Its message holds the function's
+    frames, without the SDK's."""
+
+
 class _UserFunction:
     """Calls a function on a lease and checks the returned columns. ``needs``: the columns passed to it;
-    None: all. ``scores``: it returns one number or None a row. Raises FunctionFailed."""
+    None: all. ``scores``: it returns one number or None a row."""
 
     def __init__(
-        self, function: Callable[..., Any], gives: tuple[str, ...], groups: bool,
+        self, function: Callable[..., Any], gives: tuple[str, ...], limit: CallLimit | None, groups: bool,
         needs: tuple[str, ...] | None = None, scores: bool = False,
     ) -> None:  # fmt: skip
         self._function, self._gives, self._groups, self._needs, self._scores = function, gives, groups, needs, scores
         self._name, self._trl = full_name(function), is_of_trl(function)
+        self._limit = None if isinstance(function, HttpReward) else limit  # it has limits of its own
 
-    def run(self, rows: Batch) -> dict[str, Any]:
-        """Call the function."""
-        with self._errors(rows):
-            returned = self._function(**self._arguments(rows))
-        return self._check(returned, rows)
+    def run(self, rows: Batch, *, beside: bool = False) -> _Outcome:
+        """Call the function. ``beside``: in a thread beside an event loop."""
+        what = f"{self._name}(), called {_named(rows)},"
+        limited = (
+            contextlib.nullcontext()
+            if self._limit is None
+            else (self._limit.call_beside if beside else self._limit.call)(what)
+        )
+        try:
+            with self._errors(rows), limited:
+                returned = self._function(**self._arguments(rows))
+            return self._check(returned, rows)
+        except _FunctionFailed as failed:
+            return _Outcome(reason=str(failed))
 
-    async def run_async(self, rows: Batch) -> dict[str, Any]:
+    async def run_async(self, rows: Batch) -> _Outcome:
         """Await the coroutine function."""
         function: Callable[..., Awaitable[Any]] = self._function
-        with self._errors(rows):
-            returned = await function(**self._arguments(rows))
-        return self._check(returned, rows)
+        limit = asyncio.timeout(None if self._limit is None else self._limit.timeout_s)
+        try:
+            with self._errors(rows, limit):
+                async with limit:
+                    returned = await function(**self._arguments(rows))
+            return self._check(returned, rows)
+        except _FunctionFailed as failed:
+            return _Outcome(reason=str(failed))
 
     def _arguments(self, rows: Batch) -> dict[str, Any]:
         given = dict(rows) if self._needs is None else {name: rows[name] for name in self._needs}
@@ -243,97 +298,126 @@ class _UserFunction:
         return as_trl(given) if self._trl else given
 
     @contextlib.contextmanager
-    def _errors(self, rows: Batch) -> Iterator[None]:
+    def _errors(self, rows: Batch, limit: asyncio.Timeout | None = None) -> Iterator[None]:
         try:
             yield
         except ServiceAway:
             raise
-        except Exception as error:
-            ids = f"rows {rows.ids[0]} to {rows.ids[-1]}" if rows.rows > 1 else f"row {rows.ids[0]}"
-            text = f"{self._name}() raised {error_text(error)} (called with {', '.join(rows)} of {ids})"
-            raise FunctionFailed(user_error_text(text, error)) from None
+        except (Exception, SystemExit) as error:
+            late = limit is not None and limit.expired()
+            text = "did not return in its timeout_s" if late else f"raised {error_text(error)}"
+            cause = error.__cause__ or error if late else error
+            called = f"{self._name}() {text}\ncalled {_named(rows)}"
+            raise _FunctionFailed(user_error_text(called, cause)) from None
 
-    def _check(self, returned: Any, rows: Batch) -> dict[str, Any]:
+    def _check(self, returned: Any, rows: Batch) -> _Outcome:
         single = {self._gives[0]: returned} if self._gives else {}
-        columns = dict(returned) if isinstance(returned, Mapping) else single
+        outcome = _Outcome(dict(returned) if isinstance(returned, Mapping) else single)
+        columns = outcome.columns
         if set(columns) - {FILTERED} != set(self._gives) - {FILTERED}:
-            raise FunctionFailed(
+            raise _FunctionFailed(
                 f"{self._name}() returned columns {sorted(columns)}; the stage gives {sorted(self._gives)}"
             )
         for column, values in columns.items():
-            columns[column] = self._check_column(column, values, rows)
+            columns[column] = self._check_column(column, values, rows, outcome.failed)
         if FILTERED in columns and FILTERED not in self._gives:
             columns[FILTERED] = array = np.asarray(columns[FILTERED])
             if array.dtype != bool or array.ndim != 1:
-                raise FunctionFailed(
+                raise _FunctionFailed(
                     f"{self._name}() returned 'filtered' as {array.dtype} of {array.shape}; it is one bool a row"
                 )
-        return columns
+        return outcome
 
-    def _check_column(self, column: str, values: Any, rows: Batch) -> Any:
+    def _check_column(self, column: str, values: Any, rows: Batch, failed: dict[int, str]) -> Any:
+        """Return the values of a column. Adds the rows without a valid one to ``failed``."""
         if self._scores and isinstance(values, (list, tuple)):
             values = [float("nan") if each is None else each for each in values]
         try:
             packed = pack(column, values)
         except SchemaError as error:
-            entry = find_invalid_entry(values) if isinstance(values, (list, tuple, np.ndarray)) else None
-            if entry is None or entry[0] >= rows.rows:
-                raise FunctionFailed(f"{self._name}() returned no column: {error}") from None
-            row, what = entry
-            raise FunctionFailed(
-                f"{self._name}() returned for row {rows.ids[row]}, as column {column!r}, {what}. It was given"
-                f" {_arguments_of(rows, row)}"
-            ) from None
+            values = self._without_invalid(column, values, rows, failed)
+            if values is None:
+                raise _FunctionFailed(f"{self._name}() returned no column: {error}") from None
+            packed = pack(column, values)
         if len(packed) != rows.rows:
-            raise FunctionFailed(f"{self._name}() returned {len(packed)} values for {rows.rows} rows")
+            raise _FunctionFailed(f"{self._name}() returned {len(packed)} values for {rows.rows} rows")
         if column != "reward" and not self._scores:
             return values
         # Always one dtype: a function may return ints for one batch and floats for the next.
         if packed.spec.kind != "fixed" or packed.spec.shape:
-            raise FunctionFailed(
+            raise _FunctionFailed(
                 f"{self._name}() returned a reward that is {packed.spec}; it must be one number a row"
             )
         array = packed.values.astype(np.float32)
-        infinite = np.flatnonzero(np.isinf(array) if self._scores else ~np.isfinite(array))
-        if len(infinite):
-            row = int(infinite[0])
-            raise FunctionFailed(
-                f"{self._name}() returned {array[row]} for row {rows.ids[row]}, given {_arguments_of(rows, row)}"
-            )
+        for row in np.flatnonzero(np.isinf(array) if self._scores else ~np.isfinite(array)).tolist():
+            failed.setdefault(row, self._invalid(column, str(array[row]), rows, row))
         return array
+
+    def _without_invalid(self, column: str, values: Any, rows: Batch, failed: dict[int, str]) -> list[Any] | None:
+        """Replace the entries that no column has by valid ones; None if that makes no column."""
+        if not isinstance(values, (list, tuple, np.ndarray)) or len(values) != rows.rows:
+            return None
+        invalid = {row: entry[1] for row in range(rows.rows) if (entry := find_invalid_entry(values[row : row + 1]))}
+        valid = next((row for row in range(rows.rows) if row not in invalid), None)
+        if not invalid:
+            return None
+        if valid is None:
+            raise _FunctionFailed(self._invalid(column, invalid[0], rows, 0))
+        kept = [values[valid if row in invalid else row] for row in range(rows.rows)]
+        try:
+            pack(column, kept)
+        except SchemaError:
+            return None
+        for row, what in invalid.items():
+            failed.setdefault(row, self._invalid(column, what, rows, row))
+        return kept
+
+    def _invalid(self, column: str, what: str, rows: Batch, row: int) -> str:
+        return (
+            f"{self._name}() returned, as column {column!r}, {what}\nrow {rows.ids[row]} was given"
+            f" {_arguments_of(rows, row)}"
+        )
 
 
 class _RewardFunctions:
-    """Calls reward functions on a lease and adds up their rewards. Raises FunctionFailed."""
+    """Calls reward functions on a lease and adds up their rewards."""
 
-    def __init__(self, rewards: Rewards) -> None:
+    def __init__(self, rewards: Rewards, limit: CallLimit | None) -> None:
         self._rewards, self.main = rewards, MainThread()
         self._calls = []
         for function, name in zip(rewards.functions, rewards.names, strict=True):
             needs = needs_of(function)
             plain = None if takes_all(function) else tuple(column for column in needs if column != "groups")
-            call = _UserFunction(function, (name,), "groups" in needs, plain, scores=True)
+            call = _UserFunction(function, (name,), limit, "groups" in needs, plain, scores=True)
             self._calls.append((call, is_coroutine(function)))
 
-    def run(self, rows: Batch) -> dict[str, Any]:
+    def run(self, rows: Batch) -> _Outcome:
         """Call all functions, one after another."""
         return self._sum([call.run(rows) for call, _ in self._calls], rows)
 
-    async def run_async(self, rows: Batch) -> dict[str, Any]:
+    async def run_async(self, rows: Batch) -> _Outcome:
         """Await all functions together; plain ones run in the thread of ``main``."""
-        calls = [call.run_async(rows) if awaits else self.main.call(call.run, rows) for call, awaits in self._calls]
+        calls = [
+            call.run_async(rows) if awaits else self.main.call(functools.partial(call.run, beside=True), rows)
+            for call, awaits in self._calls
+        ]
         return self._sum(await asyncio.gather(*calls), rows)
 
-    def _sum(self, scored: list[dict[str, Any]], rows: Batch) -> dict[str, Any]:
-        columns = {name: values for each in scored for name, values in each.items()}
+    def _sum(self, scored: list[_Outcome], rows: Batch) -> _Outcome:
+        if reasons := [each.reason for each in scored if each.reason]:
+            return _Outcome(reason=reasons[0])
+        columns = {name: values for each in scored for name, values in each.columns.items()}
+        failed = {row: reason for each in scored for row, reason in each.failed.items()}
         total = self._rewards.total(columns)
-        lacking = np.flatnonzero(np.isnan(total))
-        if len(lacking):
-            row = int(lacking[0])
-            raise FunctionFailed(
-                f"no reward function scored row {rows.ids[row]}: each returned None, given {_arguments_of(rows, row)}"
-            )
-        return columns | {"reward": total.astype(np.float32)}
+        for row in np.flatnonzero(np.isnan(total)).tolist():
+            text = f"row {rows.ids[row]} was given {_arguments_of(rows, row)}"
+            failed.setdefault(row, f"no reward function scored a row: each returned None\n{text}")
+        return _Outcome(columns | {"reward": total.astype(np.float32)}, failed)
+
+
+def _named(rows: Batch) -> str:
+    ids = f"rows {rows.ids[0]} to {rows.ids[-1]}" if rows.rows > 1 else f"row {rows.ids[0]}"
+    return f"with {', '.join(rows)} of {ids}"
 
 
 def _arguments_of(rows: Batch, row: int) -> str:

@@ -41,8 +41,9 @@ class WorkerObserver(abc.ABC):
         """Called when the worker changes its state."""
 
     @abc.abstractmethod
-    def gone(self, worker: Worker, why: str) -> None:
-        """Called when the worker's process has ended, maybe without a message to the queue."""
+    def gone(self, worker: Worker, why: str) -> int:
+        """Called when the worker's process has ended, maybe without a message to the queue. Return the number of rows
+        that workers like it have completed or failed since the start of the run."""
 
     @abc.abstractmethod
     def failed(self, worker: Worker, error: WorkerFailed) -> None:
@@ -135,14 +136,19 @@ class Worker:
             self._observer.ended(self)
 
     def _keep_running(self) -> None:
-        most, restarts, wait_s = self.spec.placement.max_restarts, 0, 0.0
+        most, restarts, wait_s, done = self.spec.placement.max_restarts, 0, 0.0, -1
         while True:
             began, ending = time.monotonic(), exit_of(self._handle)
             lived_s = time.monotonic() - began
             if ending.status or self._stopping.is_set():
-                self._observer.gone(
-                    self, f"its worker {_described(ending)}" if ending.status else "its worker was stopped"
+                how = (
+                    f"{_described(ending)}: {ending.text.strip()}".removesuffix(": ")
+                    if ending.status
+                    else "was stopped"
                 )
+                before, done = done, self._observer.gone(self, f"its worker {how}")
+                if done > before > -1:  # it died of single rows: these fail, and others go on
+                    restarts, wait_s = 0, 0.0
             if not ending.status or self._stopping.is_set() or self.leaving:
                 self._report("stopped")
                 return

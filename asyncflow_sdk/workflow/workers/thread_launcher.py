@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 
 from ...errors import ConfigError
-from ...interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
+from ...interfaces import FATAL_STATUS, Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
 from ...queue.error_text import error_text
 from ..specs import Stage
 from .user_code import user_error_text
@@ -36,7 +36,7 @@ class ThreadLauncher(Launcher):
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start a thread."""
-        return _ThreadHandle(WorkerRuntime(spec, self._stage))
+        return _ThreadHandle(spec, self._stage)
 
     def start_ranks(self, specs: Sequence[WorkerSpec]) -> Sequence[WorkerHandle]:
         """Raise ConfigError: ranks need an environment each."""
@@ -44,12 +44,12 @@ class ThreadLauncher(Launcher):
 
 
 class _ThreadHandle(WorkerHandle):
-    def __init__(self, worker: WorkerRuntime) -> None:
+    def __init__(self, spec: WorkerSpec, stage: Stage | None) -> None:
         self.pid, self.host = os.getpid(), socket.gethostname()
-        self._worker = worker
+        self._worker = WorkerRuntime(spec, stage, self._expire)
         self._exit = WorkerExit(1, "its thread was left behind")
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name=worker.spec.name, daemon=True).start()
+        threading.Thread(target=self._run, name=spec.name, daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -63,6 +63,10 @@ class _ThreadHandle(WorkerHandle):
         """Wait for the thread, or for ``kill``."""
         self._ended.wait()
         return self._exit
+
+    def _expire(self, reason: str) -> None:
+        self._exit = WorkerExit(FATAL_STATUS, reason)
+        self.kill()
 
     def stop(self) -> None:
         """Let the worker finish the rows it holds."""

@@ -1,7 +1,4 @@
-"""Errors of users' functions: stages, rewards and agents.
-
-raise FunctionFailed(user_error_text("score() raised KeyError: 'x'", error)) from None
-"""
+"""Errors of users' functions: stages, rewards and agents, as text."""
 
 from __future__ import annotations
 
@@ -27,17 +24,12 @@ LAST_ATTEMPT = 5
 """A call with this many failed attempts fails if others were answered meanwhile."""
 
 
-class FunctionFailed(ConfigError):
-    """Internal: raised if a user's function raised or returned a wrong value. Its message holds the
-    function's frames, and is shown without the SDK's. Users see a ConfigError."""
-
-
 def user_error_text(what: str, error: BaseException) -> str:
     """Return ``what`` was wrong, with the frames of the user's code."""
     return f"{what}\n{user_trace(error)}".rstrip()
 
 
-class ServiceAway(FunctionFailed):
+class ServiceAway(ConfigError):
     """Internal: raised if a service stayed away too long. It ends the run: no row is the cause."""
 
 

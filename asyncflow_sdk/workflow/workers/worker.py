@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -34,11 +35,11 @@ from ..rollout.producer import EngineProducer
 from ..rollout.tokenizer import Tokenizer
 from ..serialization import from_json
 from ..specs import Rollout, Stage, Train
+from .call_limit import CallLimit
 from .engines import loading_model, make_engine, whole_step_text
 from .rank_communicator import RankCommunicator
 from .ranks import join_ranks
 from .train_worker import train
-from .user_code import FunctionFailed
 
 FATAL = (ConfigError, PluginError, SchemaError, WeightMismatch, ModuleNotFoundError)
 PATIENCE_S, TRAIN_PATIENCE_S = 3600.0, 86400.0
@@ -49,10 +50,13 @@ TRACEBACK_BYTES = 8 << 10
 
 class WorkerRuntime:
     """Connects a worker to its run and works until the stream ends. ``stage``: an object of this
-    process to work as, instead of the spec's role. ``run`` is called once; ``leave`` is thread-safe."""
+    process to work as, instead of the spec's role. ``expire``: an argument of ``CallLimit``. ``run`` is called once; ``leave`` is
+    thread-safe."""
 
-    def __init__(self, spec: WorkerSpec, stage: Stage | None = None) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: WorkerSpec, stage: Stage | None = None, expire: Callable[[str], None] | None = None
+    ) -> None:
+        self.spec, self._expire = spec, expire
         self.directory = directory_at(spec.address)
         """The run's shared memory; None while unknown, or if it is on another host."""
         self._stage = stage
@@ -126,7 +130,8 @@ class WorkerRuntime:
             _train(role, self.spec, queue, ranks)
         else:
             _report_state(queue.connection, "ready")
-            role.run_declared(queue, ranks) if self._stage is None else role.run(queue)
+            limit = CallLimit(role.timeout_s, self._expire)
+            role.run_declared(queue, ranks, limit) if self._stage is None else role.run(queue, limit)
 
 
 def run_worker(config: bytes) -> WorkerExit:
@@ -193,12 +198,8 @@ def _train(role: Train, spec: WorkerSpec, queue: QueueClient, ranks: RankCommuni
 
 def _exit_of(error: BaseException) -> WorkerExit:
     """Return the exit for an error, and print its whole traceback into the log."""
-    if isinstance(error, FunctionFailed):  # its message has the user's frames; the SDK's would hide them
-        whole = text = str(error)
-    else:
-        whole = "".join(traceback.format_exception(error))
-        text = f"{error_text(error)}\n{trace_text(error, error.__traceback__, 12)}"
-    text = plain_text(text, TRACEBACK_BYTES)
+    whole = "".join(traceback.format_exception(error))
+    text = plain_text(f"{error_text(error)}\n{trace_text(error, error.__traceback__, 12)}", TRACEBACK_BYTES)
     with contextlib.suppress(OSError):  # the disk may be full
         print(plain_text(whole, len(whole)).rstrip(), file=sys.stderr)
     return WorkerExit(FATAL_STATUS if isinstance(error, FATAL) else 1, text)

@@ -161,10 +161,15 @@ class WorkerPool(WorkerObserver):
             self._connection.report(event)
             self._queue.flush()
 
-    def gone(self, worker: Worker, why: str) -> None:
-        """Return the leases of an ended process to the queue."""
+    def gone(self, worker: Worker, why: str) -> int:
+        """Return the leases of an ended process to the queue. Only rows of a stage can be at fault for its end."""
         for name in worker.pids:
             self._dismiss(name, why)
+        if not any(isinstance(each.role, Stage) and worker in each.workers for each in self._started):
+            return 0
+        with contextlib.suppress(AsyncFlowError):
+            return self._queue.status().completed.get(worker.role, 0) + self._queue.audit().failed
+        return 0
 
     def failed(self, worker: Worker, error: WorkerFailed) -> None:
         """Fail the run, or report a warning if ``on_failure`` is "continue" and a worker of the role is left."""

@@ -1,0 +1,51 @@
+"""FailureLimit: the share of failed groups above which a run ends."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ...errors import ConfigError
+from ...queue import QueueClient
+from ...types import Event
+from ...types import events as ev
+from .event_sinks import EventSink
+
+WINDOW = 100
+"""Least number of ended groups to take the share of."""
+EXAMPLES = 3
+"""Most examples in an error."""
+EXAMPLE_LENGTH = 1500
+
+
+class FailureLimit(EventSink):
+    """Counts the failed among the groups that ended last: ``WINDOW`` of them, or those of a step if it has more. Lost
+    payload is nobody's fault, and not counted.
+
+    With ``max_failed`` 0.1 and a window of 100 the eleventh failure ends the run, also if no more than eleven groups
+    ended so far; with 0 the first does.
+    """
+
+    def __init__(self, max_failed: float, step_groups: int, group_size: int) -> None:
+        self._max_failed, self._group_size = max_failed, group_size
+        self._window = max(WINDOW, step_groups)
+        self._ended: deque[bool] = deque(maxlen=self._window)  # True: failed
+
+    def event(self, event: Event) -> None:
+        """Count groups that ended."""
+        if isinstance(event, ev.RowsEnded) and event.state != "cancelled":
+            self._ended.extend([event.state == "failed"] * -(-event.count // self._group_size))
+
+    def check(self, queue: QueueClient) -> None:
+        """Raise ConfigError with examples if too many groups failed."""
+        failed, limit = sum(tuple(self._ended)), self._max_failed * self._window
+        if failed <= limit:
+            return
+        letters = [each for each in queue.failed(failed) if each.task]
+        if len(letters) <= limit:
+            return
+        text = f"{len(letters)} of the last {self._window} groups failed, and max_failed is {self._max_failed:g}"
+        examples = [
+            f"row {each.first} in task {each.task!r}: {each.reasons[-1][:EXAMPLE_LENGTH] if each.reasons else 'no reason'}"
+            for each in letters[-EXAMPLES:]
+        ]
+        raise ConfigError("\n".join([f"{text}; the last ones:", *examples]))

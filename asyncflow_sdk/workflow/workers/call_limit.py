@@ -1,0 +1,88 @@
+"""CallLimit: the time limit of a call of a user's function. The call may hold the GIL, or block its event loop.
+
+with limit.call("score() of row 7"):
+    score(...)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from ...queue.error_text import FRAMES, SDK
+
+_BEATS = 10
+"""Signs of life of an event loop within the limit."""
+
+
+class CallLimit:
+    """``expire``: a function called with the reason, to give up the worker's thread. None: the process is the
+    worker's own, and ends after it has written the stacks of its threads into its log."""
+
+    def __init__(self, timeout_s: float, expire: Callable[[str], None] | None = None) -> None:
+        self.timeout_s = timeout_s
+        self._expire = expire
+
+    @contextlib.contextmanager
+    def call(self, what: str) -> Iterator[None]:
+        """Limit a call in this thread. A process has one such call at a time."""
+        if self._expire is not None:
+            with self._watched(what, self._expire):
+                yield
+            return
+        faulthandler.dump_traceback_later(self.timeout_s, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    @contextlib.contextmanager
+    def call_beside(self, what: str) -> Iterator[None]:
+        """Limit one of several calls at a time, in a thread beside an event loop."""
+        with self._watched(what, self._expire or _end_process):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def loop(self, what: str) -> AsyncIterator[None]:
+        """Limit the time for which a call may block this event loop."""
+
+        async def beat() -> None:
+            while True:
+                with self.call(f"the event loop of {what}"):
+                    await asyncio.sleep(self.timeout_s / _BEATS)
+
+        beating = asyncio.create_task(beat())
+        try:
+            yield
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def _watched(self, what: str, expire: Callable[[str], None]) -> Iterator[None]:
+        text = f"{what} did not return in {self.timeout_s:g} s (timeout_s)"
+        own = threading.get_ident()
+        timer = threading.Timer(self.timeout_s, lambda: expire(f"{text}\n{_stack_of(own)}"))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def _stack_of(thread: int) -> str:
+    """Return the innermost frames of a thread, without the SDK's."""
+    stack = traceback.extract_stack(sys._current_frames().get(thread))
+    return "".join(traceback.format_list([each for each in stack if not each.filename.startswith(SDK)][-FRAMES:]))
+
+
+def _end_process(reason: str) -> None:
+    print(reason, file=sys.stderr, flush=True)
+    os._exit(1)

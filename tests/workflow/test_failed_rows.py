@@ -1,0 +1,98 @@
+"""Faults of one row: each costs its group, which another prompt replaces, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from echo_runs import check_whole, echo_workflow
+from functions import fails_at_13
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError, WorkerFailed
+from asyncflow_sdk.types import events as ev
+from asyncflow_sdk.types.reports import FailedGroup
+from asyncflow_sdk.workflow.events.failure_limit import FailureLimit
+
+PROMPTS = {"prompt_ids": af.Ragged.of([[13], *([n, n] for n in range(8))])}
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("None", "fails_at_13() returned, as column 'reward', None"),
+        ("NaN", "fails_at_13() returned, as column 'reward', nan"),
+        ("raises", "fails_at_13() raised KeyError: 'no such answer'"),
+        ("exits", "fails_at_13() raised SystemExit: 3"),
+        ("dies", "its process ended"),
+        ("hangs", "its process ended"),
+    ],
+)
+def test_a_fault_of_one_row_costs_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, reason: str
+) -> None:
+    # given a worker in a thread, or in a process where that is at stake
+    monkeypatch.setenv("FAULT", fault)
+    place = {} if fault in ("dies", "hangs") else {"launcher": "thread"}
+    reward = af.Stage(
+        fails_at_13, task="reward", gives=["reward"], timeout_s=2.0 if fault == "hangs" else 600.0, **place
+    )
+    # when
+    result = echo_workflow(prompts=PROMPTS, reward=reward, steps=3).run(tmp_path / "run")
+    # then
+    check_whole(result, 3)
+    failed = {text: rows for text, rows in result.summary["reasons"].items() if text.startswith("failed: ")}
+    assert list(failed) == [f"failed: failed 3 times in task 'reward'; last: {text}" for text in [reason]] or all(
+        reason in text for text in failed
+    )
+    assert 0 < sum(failed.values()) == result.summary["rows"]["failed"] <= 8
+
+
+def test_a_coroutine_of_one_row_that_takes_too_long_costs_its_group(tmp_path: Path) -> None:
+    async def waits(prompt_ids: Any, response_ids: Any) -> Any:
+        if any(list(each) == [13] for each in prompt_ids):
+            await asyncio.sleep(3600)
+        return [float(len(row)) for row in response_ids]
+
+    reward = af.Stage(waits, task="reward", gives=["reward"], timeout_s=0.5)
+    result = echo_workflow(prompts=PROMPTS, reward=reward, steps=3).run(tmp_path / "run")
+
+    check_whole(result, 3)
+    assert any("waits() did not return in its timeout_s" in text for text in result.summary["reasons"])
+
+
+def test_a_call_in_the_driver_that_takes_too_long_ends_the_run_with_its_row_and_stack(tmp_path: Path) -> None:
+    released = threading.Event()
+
+    def waits(prompt_ids: Any) -> Any:
+        released.wait(600)
+        return [0.0 for _ in prompt_ids]
+
+    flow = echo_workflow(reward=af.Stage(waits, task="reward", gives=["reward"], timeout_s=0.5))
+    assert "none can end a call; one of more than 0.5 s ends the run" in str(flow)
+    with pytest.raises(WorkerFailed, match=r"with prompt_ids of rows? \d+.*, did not return in 0.5 s(.|\n)*in waits"):
+        flow.run(tmp_path / "run")
+    released.set()
+
+
+class Letters:
+    """As a client that has failed groups."""
+
+    def failed(self, count: int) -> list[FailedGroup]:
+        return [FailedGroup(0, 4, "reward", "", "", -1, ("no answer",), 0.0)] * count
+
+
+def test_more_failures_than_the_share_end_the_run_with_examples() -> None:
+    limit, letters = FailureLimit(0.1, step_groups=4, group_size=4), Letters()
+    for state, groups in (("consumed", 200), ("failed", 10), ("cancelled", 500)):
+        limit.event(ev.RowsEnded(time_s=0.0, state=state, count=4 * groups))
+    limit.check(letters)  # type: ignore[arg-type]
+
+    limit.event(ev.RowsEnded(time_s=0.0, state="failed", count=4))
+    with pytest.raises(
+        ConfigError, match=r"11 of the last 100 groups failed(.|\n)*row 0 in task 'reward': no answer"
+    ):
+        limit.check(letters)  # type: ignore[arg-type]
