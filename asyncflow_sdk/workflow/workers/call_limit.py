@@ -17,6 +17,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from ...queue.error_text import FRAMES, SDK
 
+MAX_S = 1e8
+"""Largest limit of timers (seconds): three years."""
 _BEATS = 10
 """Signs of life of an event loop within the limit."""
 
@@ -26,7 +28,7 @@ class CallLimit:
     worker's own, and ends after it has written the stacks of its threads into its log."""
 
     def __init__(self, timeout_s: float, expire: Callable[[str], None] | None = None) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s = min(timeout_s, MAX_S)
         self._expire = expire
 
     @contextlib.contextmanager
@@ -36,7 +38,7 @@ class CallLimit:
             with self._watched(what, self._expire):
                 yield
             return
-        faulthandler.dump_traceback_later(self.timeout_s, exit=True)
+        faulthandler.dump_traceback_later(self.timeout_s, exit=True, file=sys.__stderr__ or 2)
         try:
             yield
         finally:

@@ -149,7 +149,7 @@ class _Stage:
     async def run_async(
         self, count: int, concurrency: int, call: _UserFunction | _RewardFunctions, limit: CallLimit | None
     ) -> None:
-        """``run_loop``, with a limit of the time for which a call may block the event loop."""
+        """Run the loop over leases, with a limit of the time for which a call may block the event loop."""
         async with contextlib.nullcontext() if limit is None else limit.loop(f"stage {self.task!r}"):
             await self._run_loop(count, concurrency, call)
 

@@ -10,6 +10,7 @@ import time
 
 from ...errors import WorkerFailed
 from ...interfaces import Launcher, WorkerExit, WorkerHandle, WorkerSpec
+from ...queue.error_text import plain_text
 from ...types import Event
 from ...types import events as ev
 from .ranks import RankExit, RankHandles, exit_of
@@ -141,12 +142,8 @@ class Worker:
             began, ending = time.monotonic(), exit_of(self._handle)
             lived_s = time.monotonic() - began
             if ending.status or self._stopping.is_set():
-                how = (
-                    f"{_described(ending)}: {ending.text.strip()}".removesuffix(": ")
-                    if ending.status
-                    else "was stopped"
-                )
-                before, done = done, self._observer.gone(self, f"its worker {how}")
+                how = f"{_described(ending)}: {ending.text.strip()}" if ending.status else "was stopped"
+                before, done = done, self._observer.gone(self, plain_text(f"its worker {how}".removesuffix(": ")))
                 if done > before > -1:  # it died of single rows: these fail, and others go on
                     restarts, wait_s = 0, 0.0
             if not ending.status or self._stopping.is_set() or self.leaving:
