@@ -344,9 +344,13 @@ class Run(WeightSync):
         return self.queue.audit()
 
     def wait(
-        self, worker: Worker, *, timeout_s: float = WAIT_S, stall: StallTimer | None = None,
+        self,
+        worker: Worker,
+        *,
+        timeout_s: float = WAIT_S,
+        stall: StallTimer | None = None,
         failures: FailureLimit | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Wait until a worker has ended. Raises the failure of any worker at once, and DeadlineExceeded
         with the worker and all waits of the run after ``timeout_s`` seconds (``math.inf``: never), or
         if ``stall`` expires while a step is left to train; ConfigError if ``failures`` are too many."""

@@ -157,8 +157,8 @@ def test_a_stream_goes_on_after_a_refused_word_with_the_rows_given_back(queue: T
     # when the same stream is asked again
     queue.end()
     turns = through(stream, lambda batch: {"y": batch.array("x")})
-    # then the rows came again
-    assert turns == [2]
+    # then the rows came again, each alone
+    assert turns == [1, 1]
     assert queue.get("train", 2).array("y").tolist() == [1.0, 2.0]
 
 
@@ -247,7 +247,7 @@ def test_a_loop_that_finishes_nothing_comes_to_an_end(queue: TransferQueue) -> N
     # when
     seen = [batch.rows for batch in queue.stream("work", 2)]
     # then each batch left behind was an attempt, and the rows did not come for ever
-    assert seen == [2, 2, 2]
+    assert seen == [2, 1, 1, 1, 1]  # alone after the first, in case that one of them is at fault
     assert queue.audit().failed == 2
     assert "left without completing" in queue.failed()[0].reasons[0]
 

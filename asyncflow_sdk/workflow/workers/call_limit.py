@@ -54,12 +54,12 @@ class CallLimit:
     async def loop(self, what: str) -> AsyncIterator[None]:
         """Limit the time for which a call may block this event loop."""
 
-        async def beat() -> None:
+        async def _beat() -> None:
             while True:
                 with self.call(f"the event loop of {what}"):
                     await asyncio.sleep(self.timeout_s / _BEATS)
 
-        beating = asyncio.create_task(beat())
+        beating = asyncio.create_task(_beat())
         try:
             yield
         finally:

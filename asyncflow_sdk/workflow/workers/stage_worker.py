@@ -266,7 +266,7 @@ class _UserFunction:
         self._limit = None if isinstance(function, HttpReward) else limit  # it has limits of its own
 
     def run(self, rows: Batch, *, beside: bool = False) -> _Outcome:
-        """Call the function. ``beside``: in a thread beside an event loop."""
+        """Call the function. ``beside``: True in a thread beside an event loop."""
         what = f"{self._name}(), called {_named(rows)},"
         limited = (
             contextlib.nullcontext()
