@@ -28,7 +28,7 @@ from ..rollout.prompt_lease import PromptReader
 from ..rollout.rollout_worker import RolloutWorker
 from ..rollout.tokenizer import Tokenizer, with_stop_ids
 from ..work import Generate, Logprobs, as_trl, full_name, is_coroutine, is_of_trl, needs_of, takes_all
-from .call_limit import CallLimit
+from .call_limit import CallLimit, CallTooLong
 from .engines import frozen_options, loading_model, make_engine
 from .rank_communicator import RankCommunicator
 from .user_code import MainThread, ServiceAway, user_error_text
@@ -283,11 +283,10 @@ class _UserFunction:
     async def run_async(self, rows: Batch) -> _Outcome:
         """Await the coroutine function."""
         function: Callable[..., Awaitable[Any]] = self._function
-        limit = asyncio.timeout(None if self._limit is None else self._limit.timeout_s)
+        limited = contextlib.nullcontext() if self._limit is None else self._limit.awaited()
         try:
-            with self._errors(rows, limit):
-                async with limit:
-                    returned = await function(**self._arguments(rows))
+            with self._errors(rows), limited:
+                returned = await function(**self._arguments(rows))
             return self._check(returned, rows)
         except _FunctionFailed as failed:
             return _Outcome(reason=str(failed))
@@ -298,13 +297,13 @@ class _UserFunction:
         return as_trl(given) if self._trl else given
 
     @contextlib.contextmanager
-    def _errors(self, rows: Batch, limit: asyncio.Timeout | None = None) -> Iterator[None]:
+    def _errors(self, rows: Batch) -> Iterator[None]:
         try:
             yield
         except ServiceAway:
             raise
         except (Exception, SystemExit) as error:
-            late = limit is not None and limit.expired()
+            late = isinstance(error, CallTooLong)
             text = "did not return in its timeout_s" if late else f"raised {error_text(error)}"
             cause = error.__cause__ or error if late else error
             called = f"{self._name}() {text}\ncalled {_named(rows)}"
