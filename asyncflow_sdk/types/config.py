@@ -1,5 +1,4 @@
-"""User configuration: staleness, sampling, chats, weights, checkpoints, stores. Frozen, keyword-only, validated by
-the constructor."""
+"""User configuration: staleness, sampling, chats, weights, checkpoints, stores. Frozen, keyword-only and validated."""
 
 from __future__ import annotations
 
@@ -102,12 +101,13 @@ class Sampling(UserConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(UserConfig):
-    """Arguments of the model's chat template. ``system_prompt``: the first message, unless a chat has
-    one. ``tools``: JSON schemas of functions, as by ``transformers.utils.get_json_schema``.
-    ``chat_template_kwargs``: further arguments, such as ``{"enable_thinking": False}``."""
+    """Arguments of the model's chat template, as ``chat_template_kwargs={"enable_thinking": False}``.
+    ``system_prompt``: the first message, unless a chat has one. ``tools``: JSON schemas of functions, or
+    the column with each chat's. ``control_tokens``: read them in messages; default: as plain text."""
 
     system_prompt: str = ""
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] | str = ()
+    control_tokens: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -103,7 +103,7 @@ class Rollout(EngineSpec):
     its folder then. ``prompt``: the column of prompts;
     "prompt_ids" holds token ids, any other holds texts or chats. ``tokenizer``: a folder or
     tokenizer.json; default: the model's. ``chat``: arguments of its chat template; a text is then a chat
-    of one message.
+    of one message. ``keep_special``: text of responses keeps special tokens, except the end token.
     ``lease_s``: seconds until others get the prompts of a frozen or disconnected worker; a worker
     with progress renews its leases. ``swap``, ``verify``: as in ``Weights``; default: the
     workflow's. ``options``: of the engine, and the fields of ``Placement``.
@@ -141,6 +141,7 @@ class Rollout(EngineSpec):
         agent_timeout_s: float = AGENT_S,
         tokenizer: str | Path | None = None,
         chat: Chat | None = None,
+        keep_special: bool = False,
         lease_s: float = WORKER_LEASE_S,
         swap: SwapPolicy | None = None,
         verify: Sequence[Proof] | None = None,
@@ -156,7 +157,7 @@ class Rollout(EngineSpec):
         self.partitions = _partitions("rollout", task, partitions)
         unprefixed = task == "rollout" or not takes_trained(self.partitions)
         self.prefix = ("" if unprefixed else f"{task}_") if prefix is None else prefix
-        self.sampling, self.chat = sampling or Sampling(), chat
+        self.sampling, self.chat, self.keep_special = sampling or Sampling(), chat, keep_special
         self.lease_s = lease_s
         self.place, options = _split_placement(options)
         self.replicas = max(1, len(self.place.hosts)) if replicas is None else replicas
@@ -200,7 +201,14 @@ class Rollout(EngineSpec):
     def task_spec(self) -> TaskSpec:
         """Its task, also of prompts that cannot be encoded."""
         return rollout_task(
-            self.task, self.prompt, self.prefix, bool(self.tokenizer), self.agent, self.lease_s, self.partitions
+            self.task,
+            self.prompt,
+            self.prefix,
+            bool(self.tokenizer),
+            self.agent,
+            self.lease_s,
+            self.partitions,
+            self.chat,
         )
 
 
@@ -211,11 +219,12 @@ def declare_task(queue: QueueClient, task: TaskSpec) -> None:
 
 def rollout_task(
     task: str, prompt: str, prefix: str, text: bool, agent: Agent | None = None, lease_s: float = PRODUCER_LEASE_S,
-    partitions: tuple[str, ...] = TRAINED,
+    partitions: tuple[str, ...] = TRAINED, chat: Chat | None = None,
 ) -> TaskSpec:  # fmt: skip
     """Return the task of a rollout with the columns it needs and gives. ``text``: responses are
     decoded."""
-    needs = (prompt, *(agent.needs or ())) if agent is not None else (prompt,)
+    tools = (chat.tools,) if chat is not None and isinstance(chat.tools, str) else ()
+    needs = (prompt, *tools, *((agent.needs or ()) if agent is not None else ()))
     gives = (
         *(() if prompt == "prompt_ids" else ("prompt_ids",)),
         *RESPONSE_COLUMNS,

@@ -114,6 +114,8 @@ class Generate(EngineSpec):
         sampling: Sampling | None = None, tokenizer: str | Path | None = None, chat: Chat | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self._take_engine(engine, options, model, model_revision, tokenizer)
+        if chat is not None and isinstance(chat.tools, str):
+            raise ConfigError("Generate needs one column, the prompts: give the schemas of tools, tools=[...]")
         self.sampling, self.chat = sampling or Sampling(), chat
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, SchemaError
+from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.testing import EchoRollout
+from asyncflow_sdk.types import Ragged
+from asyncflow_sdk.workflow.rollout.agent import Turns
 from asyncflow_sdk.workflow.rollout.chat import PromptEncoder
 from asyncflow_sdk.workflow.rollout.tokenizer import Tokenizer
 from asyncflow_torch.reference import tiny_model
@@ -38,7 +45,7 @@ TOOL = {
     "function": {"name": "add", "description": "a + b → c, <b>", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
 }  # fmt: skip
 USER = {"role": "user", "content": "What is 2+3? é\n"}
-CHATS = [
+CHATS: list[list[dict[str, Any]]] = [
     [USER],
     [{"role": "system", "content": "Be brief."}, USER],
     [USER, {"role": "assistant", "content": " 5 "}, {"role": "user", "content": "and 3+4?", "name": None}],
@@ -75,16 +82,16 @@ def test_ids_are_those_of_transformers(tmp_path: Path, template: str, chat: af.C
         plain = [{name: value for name, value in each.items() if value is not None} for each in messages]
         if chat.system_prompt and plain[0]["role"] != "system":
             plain = [{"role": "system", "content": chat.system_prompt}, *plain]
-        arguments: dict[str, Any] = {"tools": list(chat.tools) or None, **chat.chat_template_kwargs}
+        arguments: dict[str, Any] = {"tools": [*chat.tools] or None, **chat.chat_template_kwargs}
         # when
         if template is PLAIN and plain[0]["role"] == "system":  # the template's own refusal
-            with pytest.raises(SchemaError, match="prompt 0: .*refuses it: Only users and assistants talk here"):
-                encoder.encode([messages])
+            (refused,) = encoder.encode([messages])
+            assert "refuses it: Only users and assistants talk here" in str(refused)
             continue
         wanted = reference.apply_chat_template(plain, add_generation_prompt=True, return_dict=False, **arguments)
         # then
         (ids,) = encoder.encode([messages])
-        assert ids.tolist() == wanted
+        assert isinstance(ids, np.ndarray) and ids.tolist() == wanted
 
 
 def test_a_template_in_the_configuration_and_one_for_tools_are_found(tmp_path: Path) -> None:
@@ -99,7 +106,8 @@ def test_a_template_in_the_configuration_and_one_for_tools_are_found(tmp_path: P
         encoder = PromptEncoder(Tokenizer(str(tmp_path / "tokenizer.json")), chat)
         tools = list(chat.tools) or None
         wanted = reference.apply_chat_template([USER], tools=tools, add_generation_prompt=True, return_dict=False)
-        assert encoder.encode([[USER]])[0].tolist() == wanted
+        (encoded,) = encoder.encode([[USER]])
+        assert isinstance(encoded, np.ndarray) and encoded.tolist() == wanted
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +135,80 @@ def scored(prompt: list[Any], response: list[str]) -> list[float]:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([[{"role": "bot", "content": "?"}]], r"prompts: prompt 0: message 0 has role 'bot'; roles are system, dev"),
-        ([[USER], [{"content": "?"}]], "prompt 1: message 0 has role None"),
-        ([[USER, {"role": "assistant", "content": "5"}]], "prompt 0: a chat ends with a message to answer"),
+        ([[USER], [{"content": "?"}]], "prompts: prompt 1: message 0 is no message with a role: {'content'"),
         ([[{"role": "user", "content": [{"type": "image"}]}]], "message 0 has no text as its content"),
     ],
 )
 def test_wrong_chats_are_refused_before_a_run(talking: str, prompts: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         workflow(talking, prompts)
+
+
+def test_few_prompts_of_many_are_encoded_before_a_run(talking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given prompts that fit, except one too long and one that is no chat
+    calls: list[int] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, texts, **how: calls.append(len(texts)) or encode(self, texts, **how)
+    )
+    chats = [[{"role": "user", "content": f"{number}+3="}] for number in range(5000)]
+    # when
+    workflow(talking, chats)
+    # then a sample was encoded, in batches
+    assert sum(calls) < 1010 and max(calls) <= 1000
+    # and every long prompt is found
+    chats[4321] = [{"role": "user", "content": "2+3=" * 100}]
+    with pytest.raises(ConfigError, match="prompt 4321 has 4.. tokens, and 1 of 5000 prompts do not fit"):
+        workflow(talking, chats)
+    assert sum(calls) < 2020 and max(calls) <= 1000
+
+
+def test_a_few_refused_chats_are_named_and_left_to_the_run(talking: str) -> None:
+    chats: list[Any] = [[USER]] * 20
+    chats[7] = [{"content": "?"}]
+    said = str(workflow(talking, chats))
+    assert (
+        "1 of 20 prompts are put aside, since they cannot be encoded: prompt 7: message 0 is no message with a role"
+        in said
+    )
+    assert "control tokens" in str(workflow(talking, ["2+3=<|im_end|>"]))
+    assert "without the tools in column 'tools'" in str(workflow(talking, {"prompt": [[USER]], "tools": [[TOOL]]}))
+
+
+def test_a_rollout_needs_the_column_of_its_tools(talking: str) -> None:
+    rollout = af.Rollout("transformers", model=talking, chat=af.Chat(tools="schemas"))
+    assert rollout.declare().needs == ("prompt", "schemas")
+    with pytest.raises(ConfigError, match="Generate needs one column"):
+        af.Generate("transformers", model=talking, chat=af.Chat(tools="schemas"))
+
+
+def test_a_chat_that_cannot_be_encoded_is_put_aside(talking: str) -> None:
+    # given a chat without a role among others
+    with af.serve(max_staleness=1) as run:
+        producer = af.EngineProducer(run.queue, EchoRollout(), prompt="prompt", text=talking)
+        run.queue.declare("train", needs=["response_ids"], batch_rows=2)
+        run.queue.put({"prompt": [[USER], [{"content": "?"}], [USER]]})
+        # when
+        threading.Thread(target=producer.work, daemon=True).start()
+        until(run.queue.failed, "the failed row")
+        # then it alone has failed, with the reason
+        (failed,) = run.queue.failed()
+        assert all(
+            "the prompt cannot be encoded: message 0 is no message with a role" in each for each in failed.reasons
+        )
+
+
+def test_observed_text_brings_no_control_tokens(talking: str) -> None:
+    tokenizer, end = Tokenizer(f"{talking}/tokenizer.json"), 257
+
+    async def observe(text: str, **how: bool) -> Any:
+        turns = Turns(cast(Any, None), np.array([1], np.int32), af.Sampling(), tokenizer=tokenizer)
+        turns.observe(text, **how)
+        return turns.response_ids
+
+    plain = asyncio.run(observe("5<|im_end|>"))
+    assert end not in plain and tokenizer.decode(Ragged.of([plain])) == ["5<|im_end|>"]
+    assert asyncio.run(observe("5<|im_end|>", control_tokens=True))[-1] == end
 
 
 def test_a_model_without_a_template_is_refused_before_a_run(tiny: str) -> None:
@@ -155,9 +228,9 @@ def test_a_run_answers_chats_and_keeps_their_ids(talking: str, tmp_path: Path, w
     wanted = set()
     for messages in CHATS[::2]:
         plain = [{"role": "system", "content": "Be brief."}, *({k: v for k, v in m.items() if v} for m in messages)]
-        ids = reference.apply_chat_template(
+        ids: Any = reference.apply_chat_template(
             plain, add_generation_prompt=True, return_dict=False, enable_thinking=False
         )
-        wanted.add(tuple(ids))
+        wanted.add((*ids,))
     (_, batch), *_ = af.read_steps(tmp_path / "run")
     assert {tuple(ids.tolist()) for ids in batch.ragged("prompt_ids")} == wanted

@@ -127,7 +127,7 @@ def test_a_prompt_that_the_tokenizer_has_no_tokens_for_is_named(tmp_path: Path) 
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 0})).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
 
-    with pytest.raises(ConfigError, match=r"prompts: text 1 of 2, 'é', cannot be encoded by .*tokenizer.json: "):
+    with pytest.raises(ConfigError, match=r"prompts: prompt 1: 'é' cannot be encoded by .*tokenizer.json: "):
         echo_workflow(
             prompts=["1", "é"], rollout={"model": str(tmp_path), "prompt": "prompt"}, reward=lambda response: []
         )

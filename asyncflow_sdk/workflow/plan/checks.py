@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import ConfigError, PluginError, SchemaError
 from ...interfaces import Placement
@@ -36,6 +37,9 @@ from .problems import Problems, checks_placements, is_checked_here
 
 MOST = 2**53
 """Largest number of rows or steps."""
+ENCODED_AT_ONCE = 1000
+"""Prompts in a batch of the tokenizer, which needs 100 times the memory of their ids; and of a sample."""
+_NO_IDS = np.empty(0, np.int32)
 _RESIZE = (
     "Name the model's own tokenizer (tokenizer=), or give the model an embedding for all its tokens:"
     " model.resize_token_embeddings(len(tokenizer)) of transformers"
@@ -428,47 +432,23 @@ def _check_lengths(plan: Plan, rollout: Rollout) -> None:
     response, if tokenizer, vocabulary and context are known here."""
     if rollout.prompt not in plan.data or not takes_trained(rollout.partitions):
         return
-    vocabulary = rollout.config.get("vocab_size")
     is_ids = plan.data.spec(rollout.prompt).kind not in ("text", "json")
     length: Callable[[Any], int] = len
+    most = plan.prompt_limit(rollout)
     if is_ids:
-        encoded = plan.data.ragged(rollout.prompt)
+        lengths = _lengths(plan.data.ragged(rollout.prompt), np.arange(plan.data.rows), rollout)
     elif rollout.tokenizer:
         try:
-            tokenizer = Tokenizer(rollout.tokenizer)
-            encoder = PromptEncoder(tokenizer, rollout.chat)
-            prompts = encoder.encode(list(plan.data[rollout.prompt]))
+            encoder = PromptEncoder(Tokenizer(rollout.tokenizer), rollout.chat)
+            lengths = _lengths_of_texts(plan, rollout, encoder, MOST if most is None else most)
         except PluginError:  # this environment has no tokenizers: the worker checks
             return
-        except SchemaError as error:
-            raise ConfigError(f"prompts: {error}") from None
-        encoded = Ragged.of(prompts, np.int32)
-        length = lambda prompt: len(encoder.encode([prompt])[0])  # noqa: E731
-        if tokenizer.is_doubled(encoded):
-            plan.warn(
-                f"prompts of {rollout.task} begin with the token for the beginning of a text, and {tokenizer.file} adds"
-                " it once more: remove it from the prompts' text, or give token ids in a column prompt_ids"
-            )
-        if isinstance(vocabulary, int) and tokenizer.size > vocabulary:
-            plan.warn(
-                f"{tokenizer.file} has {tokenizer.size} tokens, and the embedding of {rollout.model} {vocabulary}: a text"
-                f" with one of the others fails. {_RESIZE}"
-            )
+        length = encoder.length
     else:
         return
-    lengths = encoded.lengths
-    beyond = encoded.values >= vocabulary if isinstance(vocabulary, int) else np.zeros(0, np.bool_)
-    if encoded.values.ndim == 1 and beyond.any():
-        first = int(beyond.argmax())
-        row = int(np.searchsorted(encoded.offsets, first, side="right")) - 1
-        raise ConfigError(
-            f"prompt {row} has token {encoded.values[first]}, and the embedding of {rollout.model} has {vocabulary}"
-            f" tokens. {_RESIZE}"
-        )
     if not lengths.all():
         empty = int((lengths == 0).argmax())
         raise ConfigError(f"prompts: record {empty}: column {rollout.prompt!r} is empty: it has no token")
-    most = plan.prompt_limit(rollout)
     if most is None:
         return
     context = int(rollout.config["max_position_embeddings"])
@@ -501,3 +481,84 @@ def _check_lengths(plan: Plan, rollout: Rollout) -> None:
     elif is_ids:
         plan.cut_prompts(rollout.prompt, most)
     plan.warn(f"{text}; {'they are left out' if plan.long_prompts == 'drop' else 'their beginnings are cut off'}")
+
+
+def _lengths(encoded: Ragged, rows: npt.NDArray[np.int64], rollout: Rollout) -> npt.NDArray[np.int64]:
+    """Return the number of tokens of each prompt. Raises ConfigError for tokens without an embedding."""
+    vocabulary = rollout.config.get("vocab_size")
+    beyond = encoded.values >= vocabulary if isinstance(vocabulary, int) else np.zeros(0, np.bool_)
+    if encoded.values.ndim == 1 and beyond.any():
+        first = int(beyond.argmax())
+        row = rows[int(np.searchsorted(encoded.offsets, first, side="right")) - 1]
+        raise ConfigError(
+            f"prompt {row} has token {encoded.values[first]}, and the embedding of {rollout.model} has {vocabulary}"
+            f" tokens. {_RESIZE}"
+        )
+    return encoded.lengths
+
+
+def _lengths_of_texts(plan: Plan, rollout: Rollout, encoder: PromptEncoder, most: int) -> npt.NDArray[np.int64]:
+    """Encode a sample of the prompts, and all possibly too long ones. Return the number of tokens of each, 1 of others.
+    A worker puts aside a prompt it cannot encode. Raises ConfigError if more than a tenth are such."""
+    tokenizer, vocabulary, refused = encoder.tokenizer, rollout.config.get("vocab_size"), dict[int, str]()
+    column = plan.data.columns[rollout.prompt]
+    assert column.offsets is not None
+    sizes = np.diff(column.offsets)
+    lengths = np.ones(len(sizes), np.int64)
+
+    def _encode(rows: npt.NDArray[np.int64]) -> Ragged:
+        encoded = encoder.encode_rows(plan.data.take(rows), rollout.prompt)
+        refused.update({int(row): str(e) for row, e in zip(rows, encoded, strict=True) if isinstance(e, SchemaError)})
+        ids = Ragged.of([_NO_IDS if isinstance(each, SchemaError) else each for each in encoded], np.int32)
+        lengths[rows] = [
+            1 if row in refused else length for row, length in zip(rows, _lengths(ids, rows, rollout), strict=True)
+        ]
+        return ids
+
+    count = min(len(sizes), ENCODED_AT_ONCE)
+    sample = np.arange(count) * len(sizes) // count
+    ids = _encode(sample)
+    larger = isinstance(vocabulary, int) and tokenizer.size > vocabulary
+    more = max(int((ids.lengths - sizes[sample]).max()), 0)  # tokens of a template; no tokenizer makes two of a byte
+    doubtful = (sizes == 0) | (sizes + more > (0 if larger else most))
+    doubtful[sample] = False
+    rest = np.flatnonzero(doubtful)
+    for start in range(0, len(rest), ENCODED_AT_ONCE):
+        _encode(rest[start : start + ENCODED_AT_ONCE])
+    if refused:
+        row = min(refused)
+        text = f"prompt {row}: {refused[row]}"
+        if len(refused) > 0.1 * (count + len(rest)):
+            raise ConfigError(f"prompts: {text}")
+        plan.warn(
+            f"{len(refused)} of {count + len(rest)} prompts are put aside, since they cannot be encoded: {text}"
+        )
+    if larger:
+        plan.warn(
+            f"{tokenizer.file} has {tokenizer.size} tokens, and the embedding of {rollout.model} {vocabulary}: a text"
+            f" with one of the others fails. {_RESIZE}"
+        )
+    _warn_of_tokens(plan, rollout, tokenizer, ids, sample)
+    return lengths
+
+
+def _warn_of_tokens(
+    plan: Plan, rollout: Rollout, tokenizer: Tokenizer, ids: Ragged, sample: npt.NDArray[np.int64]
+) -> None:
+    """Warn of special tokens that texts bring, and of tools that chats lack."""
+    if tokenizer.is_doubled(ids):
+        plan.warn(
+            f"prompts of {rollout.task} begin with the token for the beginning of a text, and {tokenizer.file} adds"
+            " it once more: remove it from the prompts' text, or give token ids in a column prompt_ids"
+        )
+    if plan.data.spec(rollout.prompt).kind == "json":
+        if "tools" in plan.data and not (rollout.chat and rollout.chat.tools):
+            plan.warn(
+                f"chats of {rollout.task} are formatted without the tools in column 'tools': say"
+                " chat=af.Chat(tools='tools')"
+            )
+    elif rollout.chat is None and any(map(tokenizer.control.find, plan.data.take(sample).texts(rollout.prompt))):
+        plan.warn(
+            f"prompts of {rollout.task} are texts, and control tokens in them are read as such; in the texts of chats"
+            " they are not"
+        )

@@ -136,11 +136,12 @@ class Turns:
         text = self._tokenizer.decode(Ragged.of([part.ids]))[0] if self._tokenizer is not None else ""
         return Turn(text, part.ids, part.logprobs, completion.finish_reason)
 
-    def observe(self, observed: Observed) -> None:
+    def observe(self, observed: Observed, *, control_tokens: bool = False) -> None:
         """Append tokens of a tool or an environment. They are not trained. Tokens beyond the
-        context are dropped, and the conversation is over."""
+        context are dropped, and the conversation is over. ``control_tokens``: read control tokens such as
+        "<|im_end|>" in a text; default: they are plain text."""
         self._check_open()
-        ids = self._encode(observed)
+        ids = self._encode(observed, control_tokens)
         if self._context is not None:
             room = self._context - len(self.prompt_ids) - sum(len(part.ids) for part in self._parts)
             self.over, ids = self.over or len(ids) >= room, ids[:room]
@@ -175,9 +176,12 @@ class Turns:
         if self._generating:
             raise RuntimeError("a turn is being generated: await it before the next one")
 
-    def _encode(self, observed: Observed) -> Ids:
+    def _encode(self, observed: Observed, control_tokens: bool) -> Ids:
         if isinstance(observed, str):
-            return self._require_tokenizer("observed text").encode([observed], special=False)[0]
+            tokenizer = self._require_tokenizer("observed text")
+            if not control_tokens and (plain := tokenizer.control.find(observed)):
+                return np.array(tokenizer.control.encode(observed, plain), np.int32)
+            return tokenizer.encode([observed], special=False)[0]
         ids: Any = np.asarray(observed)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise SchemaError(f"an observation is text or a row of token ids, not {ids.dtype} of shape {ids.shape}")

@@ -73,7 +73,7 @@ class EngineProducer(Producer):
         if swap == "auto":
             log = WorkerLog(queue.connection)
             log.report(ev.Chosen, what=chosen.what, chosen=chosen.chosen, reason=chosen.reason)
-        self._queue, self._spec = queue, rollout_task(task, prompt, prefix, tokenizer is not None, agent)
+        self._queue, self._spec = queue, rollout_task(task, prompt, prefix, tokenizer is not None, agent, chat=chat)
         self._worker = RolloutWorker(
             queue, engine, task=task, prompts=PromptReader(prompt, encoder, limit=prompt_limit),
             columns=ResponseColumns(tokenizer, prefix=prefix, prompt_ids=prompt != "prompt_ids", stop=stop),

@@ -9,9 +9,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import ConfigError
+from ...errors import ConfigError, SchemaError
 from ...queue import AsyncLeasedBatch
-from .chat import PromptEncoder
+from ...types import Batch
+from .chat import Encoded, PromptEncoder
 from .tokenizer import token_ids
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -24,11 +25,18 @@ class PromptLease:
 
     batch: AsyncLeasedBatch
     shared: list[range]
-    prompt_ids: list[Ids]
+    prompt_ids: list[Encoded]
     version: int
     began: float = field(default_factory=time.monotonic)
     requests: int = 0
     tokens: int = 0
+
+    def prompt(self, row: int) -> Ids:
+        """Return the token ids of a row's prompt. Raises SchemaError if it could not be encoded."""
+        prompt = self.prompt_ids[row]
+        if isinstance(prompt, SchemaError):
+            raise SchemaError(f"the prompt cannot be encoded: {prompt}")
+        return prompt
 
     def find(self, ids: npt.NDArray[np.int64]) -> set[int]:
         """Return the positions of the rows with these ids."""
@@ -46,22 +54,21 @@ class PromptReader:
         self._column, self._encoder, self._per_row, self._limit = column, encoder, per_row, limit
 
     def read(self, batch: AsyncLeasedBatch, version: int) -> PromptLease:
-        """Encode prompts. Raises SchemaError for invalid ones, ConfigError without a tokenizer."""
+        """Encode prompts. Raises SchemaError for invalid token ids, ConfigError without a tokenizer."""
         firsts = np.arange(batch.rows) if self._per_row else np.flatnonzero(np.diff(batch.groups, prepend=-1))
         shared = list(map(range, firsts.tolist(), np.append(firsts[1:], batch.rows).tolist()))
         prompts = self._encode(batch, firsts.tolist())
         rows = [prompt for rows, prompt in zip(shared, prompts, strict=True) for _ in rows]
         return PromptLease(batch, shared, rows, version)
 
-    def _encode(self, batch: AsyncLeasedBatch, rows: list[int]) -> list[Ids]:
+    def _encode(self, batch: Batch, rows: list[int]) -> list[Encoded]:
         if self._column == "prompt_ids" or batch.spec(self._column).kind not in ("text", "json"):
             ids = token_ids(batch, self._column)
             return [ids[row].copy() for row in rows]
         if self._encoder is None:
             raise ConfigError(
-                f"task {batch.task!r}: column {self._column!r} is text, and there is no tokenizer to encode it;"
-                " name its folder: Generate(..., tokenizer=FOLDER)"
+                f"column {self._column!r} is text, and there is no tokenizer to encode it; name its folder:"
+                " Generate(..., tokenizer=FOLDER)"
             )
-        prompts = batch[self._column]
-        encoded = self._encoder.encode([prompts[row] for row in rows])
-        return [ids[-self._limit :] if self._limit else ids for ids in encoded]
+        encoded = self._encoder.encode_rows(batch.take(rows), self._column)
+        return [e if isinstance(e, SchemaError) or not self._limit else e[-self._limit :] for e in encoded]

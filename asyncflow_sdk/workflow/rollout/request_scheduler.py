@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, LeaseLost
+from ...errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, LeaseLost, SchemaError
 from ...interfaces import Request, RolloutEngine
 from ...queue.error_text import plain_text
 from ...types import Sampling
@@ -102,7 +102,7 @@ class RequestScheduler:
             return
         except EngineGone:
             raise  # not the prompt's fault; the engine answers no other either
-        except (EngineError, AgentFailed) as failed:
+        except (EngineError, AgentFailed, SchemaError) as failed:
             error = failed
         blame, reason = True, str(error)
         if isinstance(error, EngineError):
@@ -119,7 +119,7 @@ class RequestScheduler:
 
     async def _respond(self, work: _Running) -> None:
         """Generate a response for each row of a shared prompt, by one request."""
-        prompt, seed = work.lease.prompt_ids[work.rows[0]], self._seed(work)
+        prompt, seed = work.lease.prompt(work.rows[0]), self._seed(work)
         request = Request(prompt, self._sampling_of(work), len(work.rows), seed)
         async with contextlib.aclosing(self._gateway.generate(request)) as responses:
             async for generated in responses:
@@ -128,7 +128,7 @@ class RequestScheduler:
     async def _converse(self, agent: AgentRunner, work: _Running) -> None:
         row = work.rows[0]
         begin = functools.partial(
-            Turns, self._gateway, work.lease.prompt_ids[row], self._sampling_of(work), seed=self._seed(work),
+            Turns, self._gateway, work.lease.prompt(row), self._sampling_of(work), seed=self._seed(work),
             tokenizer=self._tokenizer, context=self._engine.capabilities.context,
         )  # fmt: skip
         columns = {name: work.lease.batch[name][row] for name in agent.agent.needs or ()}

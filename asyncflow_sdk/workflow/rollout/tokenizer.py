@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ...errors import ConfigError, PluginError, SchemaError
 from ...types import Batch, Ragged, Sampling
+from .control_tokens import ControlTokens
 
 LARGEST_ID = 2**31 - 1
 
@@ -105,9 +106,10 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 class Tokenizer:
-    """The tokenizer in ``file``, by the package ``tokenizers``. Thread-safe."""
+    """The tokenizer in ``file``, by the package ``tokenizers``. Thread-safe. ``ends``: decoded texts keep
+    special tokens such as markers, except one of these at the end; None: they keep none."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, ends: Iterable[int] | None = None) -> None:
         try:
             import tokenizers
         except ImportError:
@@ -115,6 +117,9 @@ class Tokenizer:
                 "text prompts need tokenizers; install it with: pip install 'asyncflow-sdk[text]'"
             ) from None
         self.file, self._tokenizer = Path(file), tokenizers.Tokenizer.from_file(file)
+        self.control = ControlTokens(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._ends = None if ends is None else {end for end in ends if end in added and added[end].special}
 
     @property
     def size(self) -> int:
@@ -131,25 +136,22 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[npt.NDArray[np.int32]]:
         """Return the token ids of each text. ``special``: with the tokenizer's special tokens, as
-        at the beginning of a text. Raises SchemaError for a text that cannot be encoded."""
+        at the beginning of a text. Raises SchemaError with the first text that cannot be encoded."""
         try:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as error:  # its only exception class, without the text
-            raise SchemaError(f"{self._find_invalid(texts)} cannot be encoded by {self.file}: {error}") from error
+            if len(texts) > 1:
+                return [self.encode([text], special=special)[0] for text in texts]
+            raise SchemaError(f"{texts[0]!r:.80} cannot be encoded by {self.file}: {error}") from error
         return [np.array(e.ids, np.int32) for e in encoded]
-
-    def _find_invalid(self, texts: Sequence[str]) -> str:
-        for number, text in enumerate(texts):
-            try:
-                self._tokenizer.encode(text)
-            except Exception:
-                return f"text {number} of {len(texts)}, {text!r:.80},"
-        return f"one of {len(texts)} texts"
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Return the text of one row, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def decode(self, ids: Ragged) -> list[str]:
-        """Return the text of each row, without special tokens."""
-        return list(self._tokenizer.decode_batch(ids.tolist(), skip_special_tokens=True))
+        """Return the text of each row."""
+        if self._ends is None:
+            return list(self._tokenizer.decode_batch(ids.tolist(), skip_special_tokens=True))
+        rows = [row[:-1] if row and row[-1] in self._ends else row for row in ids.tolist()]
+        return list(self._tokenizer.decode_batch(rows, skip_special_tokens=False))

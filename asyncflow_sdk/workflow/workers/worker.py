@@ -32,7 +32,7 @@ from ...wire import RunKey
 from ..checkpoint import Checkpoints
 from ..model_folder import StepFolders
 from ..rollout.producer import EngineProducer
-from ..rollout.tokenizer import Tokenizer
+from ..rollout.tokenizer import Tokenizer, end_tokens
 from ..serialization import from_json
 from ..specs import Rollout, Stage, Train
 from .call_limit import CallLimit
@@ -147,7 +147,8 @@ async def _generate(rollout: Rollout, settings: WorkerSettings, queue: QueueClie
     weights, connection = settings.weights or Weights(), queue.connection
     with loading_model(queue, rollout.task):
         engine = make_engine("rollout", rollout.engine, model=rollout.model, **rollout.options)
-    text = Tokenizer(rollout.tokenizer) if rollout.tokenizer else None
+    ends = [*end_tokens(rollout.model or "-"), *rollout.sampling.stop_ids] if rollout.keep_special else None
+    text = Tokenizer(rollout.tokenizer, ends) if rollout.tokenizer else None
     producer = EngineProducer(
         queue, engine, task=rollout.task, prefix=rollout.prefix, sampling=rollout.sampling, prompt=rollout.prompt,
         text=text, chat=rollout.chat, agent=rollout.agent, needs_first=settings.needs_first,
