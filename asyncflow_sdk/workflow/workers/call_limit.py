@@ -59,8 +59,12 @@ class CallLimit:
         """Limit an awaited call in this task. Raises CallTooLong."""
         task, late = asyncio.current_task(), threading.Event()
         assert task is not None
-        cancel = task.cancel
-        timer = asyncio.get_running_loop().call_later(self.timeout_s, lambda: (late.set(), cancel()))
+
+        def _expire() -> None:
+            late.set()
+            task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self.timeout_s, _expire)
         try:
             yield
         except asyncio.CancelledError as error:
