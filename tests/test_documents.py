@@ -300,7 +300,7 @@ def test_example_distillation(tmp_path: Path, start: Path) -> None:
 
     out = example("distillation", tmp_path, start / "model", "teacher", start / "data.jsonl", "run", 2)
 
-    assert "rollout ── prompt_ids, response_ids, logprobs, version_spans ──▶ train" in out
+    assert "rollout ── prompt_ids, response_ids, logprobs, version_spans, finish_reason ──▶ train" in out
     assert "closeness to the teacher -" in out
     for _, batch in af.read_steps(tmp_path / "run"):
         gaps = batch.ragged("teacher_logprobs").values - batch.ragged("logprobs").values

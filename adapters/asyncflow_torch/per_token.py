@@ -89,13 +89,13 @@ def _checked(given: Any, batch: Batch, name: str) -> PerToken:
 
 
 def extra_columns(needs: Iterable[str], batch: Batch) -> dict[str, PerToken]:
-    """Return the columns of ``names``. Raises SchemaError for missing ones, and for columns without
+    """Return the columns of ``needs`` for the loss, none with text. Raises SchemaError for missing ones, and for columns without
     one number per row or response token."""
     lengths = batch.ragged("response_ids").lengths
     found = {}
     for name in needs:
-        if name in TRAIN_COLUMNS:
-            continue
+        if name in TRAIN_COLUMNS or (name in batch and batch.spec(name).kind == "text"):
+            continue  # of the advantages only
         if name not in batch.columns:
             raise SchemaError(
                 f"the algorithm needs column {name!r}, which the batch lacks; say needs=[{name!r}] of the"

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ..errors import ConfigError
 from ..interfaces import Advantages, Algorithm, PackedTokens
 from ..types import Batch, Ragged, loss_mask
+from ..types.spans import FINISH_REASON
 from ..types.validation import UserConfig, check_fields, check_least
 from .advantages import gae, group_advantages, row_sums, standardise
 from .critic import Critic
@@ -46,9 +47,9 @@ class PolicyGradient(UserConfig, Algorithm):
     Advantage of a row: (reward - mean of its group) / (standard deviation of its group +
     ``epsilon``), without the division if ``normalize_std=False``. With a ``critic``, a token's
     advantage is its GAE, normalised over the step's tokens to mean 0 and spread 1 unless
-    ``normalize_std=False``. ``overlong``: penalty for long responses. ``drop_zero_advantage``: skip
-    the forward pass of rows with advantage 0 and count them as filtered; KL and entropy then leave
-    them out too. ``off_policy``: correction for tokens of older weights; see each class.
+    ``normalize_std=False``. ``overlong``: penalty for long responses, or advantage 0 for truncated
+    ones. ``drop_zero_advantage``: skip the forward pass of rows with advantage 0 and count them as
+    filtered; KL and entropy then leave them out too. ``off_policy``: correction for tokens of older weights; see each class.
     ``entropy``: weight of the entropy bonus.
 
     A step can be trained in parts unless a critic's advantages are normalised. A subclass with an
@@ -90,6 +91,12 @@ class PolicyGradient(UserConfig, Algorithm):
         own = () if self.off_policy is None else (self.off_policy.asks,)
         object.__setattr__(self, "asks", (*own, *(name for name, wanted in asked.items() if wanted)))
         object.__setattr__(self, "needs", () if self.kl is None else (self.kl.column,))
+        if self.overlong is not None and self.overlong.mask_truncated:
+            object.__setattr__(self, "needs", (*self.needs, FINISH_REASON))
+            if self.critic is not None or not self.drop_zero_advantage:
+                raise ConfigError(
+                    "mask_truncated leaves rows out by an advantage of 0: say drop_zero_advantage=True, and no critic"
+                )
         whole = type(self).advantages is PolicyGradient.advantages  # a subclass normalises its own
         object.__setattr__(
             self, "standardise", self.epsilon if self.critic and self.normalize_std and whole else None
@@ -129,7 +136,10 @@ class PolicyGradient(UserConfig, Algorithm):
             return self._estimated(batch, self.critic, rewards, penalty)
         if penalty is not None:
             rewards = rewards - row_sums(penalty, batch.ragged("logprobs"))
-        return group_advantages(rewards, batch.groups, epsilon=self.epsilon if self.normalize_std else None)
+        found = group_advantages(rewards, batch.groups, epsilon=self.epsilon if self.normalize_std else None)
+        if FINISH_REASON in self.needs:
+            found[np.array(batch.texts(FINISH_REASON)) == "length"] = 0
+        return found
 
     def _penalty(self, batch: Batch) -> npt.NDArray[np.float64] | None:
         """Return the KL penalty of each response token; None if there is none in the reward."""

@@ -34,6 +34,7 @@ _OTHER_NAMES = {
     "lr": "learning_rate= of Train",
     "optim optimizer": "learning_rate=, betas= and weight_decay= of Train: the optimizer is AdamW",
     "epsilon epsilon_low epsilon_high": "clip_low= and clip_high= of the algorithm",
+    "mask_truncated_completions": "overlong=af.Overlong(mask_truncated=True) of the algorithm",
     "loss_type": "another algorithm: af.GRPO(), af.DrGRPO(), af.DAPO(), ...",
     "scale_rewards": "normalize_std= of the algorithm",
     "algorithm": "algorithm= of Train",

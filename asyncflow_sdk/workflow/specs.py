@@ -23,6 +23,7 @@ from ..queue.checks import check_names
 from ..types import LOSS_MASK, VERSION_SPANS, Chat, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 from ..types.defaults import AGENT_S, CONCURRENCY, GROUP_SIZE, LEASE_S, PRODUCER_LEASE_S, STAGE_CALL_S, WORKER_LEASE_S
+from ..types.spans import FINISH_REASON
 from ..types.tasks import SamplerSpec
 from ..types.validation import check_above, check_least
 from .rewards import Rewards, work_path
@@ -43,7 +44,7 @@ from .workers.rank_communicator import RankCommunicator
 from .workers.ranks import own_rank
 from .workers.stage_worker import run_stage
 
-RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS)
+RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS, FINISH_REASON)
 
 WHOLE_GROUPS = SamplerSpec("whole_groups")
 SHARES = SamplerSpec("token_balanced", {"column": "response_ids", "whole_groups": True})

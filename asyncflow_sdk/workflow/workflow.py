@@ -33,6 +33,7 @@ from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Store, Weights
 from ..types import events as ev
 from ..types.config import LOCAL
 from ..types.defaults import MAX_FAILED, STALL_S
+from ..types.spans import FINISH_REASON
 from ..types.validation import check_least
 from .data import Feeder, LongPrompts, Prompts, PromptStream, Selection, prompt_source, select_like
 from .endpoints import serve
@@ -183,7 +184,7 @@ class Workflow(Serializable):
         held_out = None
         if evaluate is not None:
             rollouts, stages = evaluate.rollouts(rollouts), (*stages, evaluate.stage)
-        train = train.needing(LOSS_MASK) if masked else train
+        train = functools.reduce(Train.needing, (FINISH_REASON, *([LOSS_MASK] if masked else [])), train)
         columns = _select(first.prompt, rollouts, (*scoring, *stages), train, rename)
         source = prompt_source(prompts, columns)
         stream = source if isinstance(source, PromptStream) else None

@@ -166,3 +166,18 @@ def test_a_column_that_is_not_there_or_has_another_form_is_refused(trainer: Any,
         engine.train_step(with_columns(batch, ref_logprobs=[[1.0]] * batch.rows))
     per_row = with_columns(batch, ref_logprobs=np.full(batch.rows, -1.0, np.float32))
     assert engine.train_step(per_row).metrics["penalty"] > 0
+
+
+def test_truncated_responses_are_left_out_of_the_loss(trainer: Any, batch: Batch) -> None:
+    cut = np.arange(batch.rows) % 3 == 0
+    given = with_columns(batch, finish_reason=["length" if each else "stop" for each in cut])
+    algorithm = af.DAPO(overlong=af.Overlong(mask_truncated=True))
+    whole: Any = af.DAPO().advantages(given)
+
+    result = trainer(algorithm=algorithm).train_step(given)
+
+    np.testing.assert_array_equal(algorithm.advantages(given), np.where(cut, 0, whole))
+    trained = ~cut & (whole != 0)
+    assert trained.any() and result.filtered is not None
+    np.testing.assert_array_equal(result.filtered, ~trained)
+    assert result.metrics["tokens"] == given.ragged("response_ids").lengths[trained].sum()

@@ -372,6 +372,8 @@ def test_groups_that_teach_nothing_are_filtered_as_they_are_scored() -> None:
         (lambda: af.OffPolicy(proximal="guessed"), "proximal must be"),
         (lambda: af.Critic(coef=0), "coef must be above 0"),
         (lambda: af.Overlong(max_tokens=4, buffer=5), "buffer=5 must be from 1"),
+        (lambda: af.Overlong(), "buffer=0 must be from 1"),
+        (lambda: af.PPO(overlong=af.Overlong(mask_truncated=True)), "mask_truncated leaves rows out .* no critic"),
         (lambda: af.GRPO().check(group_size=1), "group_size is 1"),
     ],
 )

@@ -73,7 +73,7 @@ def test_run_prints_and_starts_nothing(tmp_path: Path) -> None:
     text = asyncflow("run", file, str(out), "--print").stdout
     drawing = asyncflow("run", file, str(out), "--mermaid").stdout
 
-    assert "rollout ── response_ids, logprobs, version_spans ──▶ train" in text
+    assert "rollout ── response_ids, logprobs, version_spans, finish_reason ──▶ train" in text
     assert drawing.startswith("flowchart LR\n")
     assert not out.exists()
 

@@ -166,7 +166,7 @@ def run() -> Iterator[af.Run]:
 
 def answered(run: af.Run, agent: af.Agent, prompts: dict[str, Any], engine: Any = None, **options: Any) -> Any:
     """All rows that a producer with the agent makes of prompts, in the order of their ids."""
-    gives = ["response_ids", "logprobs", "version_spans", "loss_mask", *agent.gives]
+    gives = ["response_ids", "logprobs", "version_spans", "finish_reason", "loss_mask", *agent.gives]
     run.queue.declare("rollout", needs=[*prompts], gives=gives)
     run.queue.declare("sink", needs=["prompt_ids", *gives])
     run.queue.put(prompts)
@@ -225,7 +225,7 @@ def test_a_conversation_ends_where_the_context_does(run: af.Run) -> None:
     agent = af.Agent(function=talks_on, gives=("reward", "turns", "last"))
     (row,) = answered(run, agent, {"prompt_ids": [[1] * 3]}, sampling=af.Sampling(max_tokens=50))
     assert 3 + len(row["response_ids"]) == 4096
-    assert row["turns"] == 8
+    assert (row["turns"], row["finish_reason"]) == (8, "length")
     assert not row["loss_mask"][-1]
 
 

@@ -95,7 +95,7 @@ def test_columns_that_it_needs_are_given_to_the_trainer_and_asked_of_the_workflo
         train=af.Train("echo", algorithm="test_algorithms:Referring"),
         stages=[af.Stage(af.Logprobs("echo"), gives=["ref_logprobs"])],
     )
-    assert flow.plan.train.needs[-1] == "ref_logprobs"
+    assert "ref_logprobs" in flow.plan.train.needs
     assert "Referring" in str(flow)
 
 

@@ -110,7 +110,7 @@ def test_it_shows_tasks_columns_and_choices() -> None:
     assert "3 steps of 16 rows, in groups of 4" in text
     assert "reward        function " in text
     assert "in a thread of the driver" in text
-    assert "rollout ── response_ids, logprobs, version_spans ──▶ train" in text
+    assert "rollout ── response_ids, logprobs, version_spans, finish_reason ──▶ train" in text
     assert "column ref_logprobs: given by ref_logprobs and needed by nobody" in text
     assert "secret" not in text + str(flow.describe())
     assert {"from": "rollout", "to": "reward", "columns": ("response_ids",)} in flow.describe()["edges"]

@@ -43,6 +43,7 @@ _SMALL = {
     "grad_norm": "gradient norm",
     "logprob_drift": "log-prob drift",
     "tokens": "tokens in the step",
+    "truncated_fraction": "truncated responses",
     "parts": "parts of the step",
 }
 _PARTS = {"staleness_in_flight_mean": "in flight", "staleness_in_queue_mean": "in the queue"}

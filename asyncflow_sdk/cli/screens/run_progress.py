@@ -128,7 +128,7 @@ class WorkerProgress:
 @dataclass
 class RunProgress:
     """The current state of a run. ``None`` and ``nan``: not known yet. ``in_flight``, ``in_queue``:
-    the parts of ``staleness_mean``. ``evaluated``, ``best``: the last and the best evaluation."""
+    the parts of ``staleness_mean``. ``truncated``: share of the last step's responses. ``evaluated``, ``best``: the last and the best evaluation."""
 
     total_steps: int
     start_s: float = math.nan
@@ -139,6 +139,7 @@ class RunProgress:
     staleness_max: float = math.nan
     in_flight: float = math.nan
     in_queue: float = math.nan
+    truncated: float = math.nan
     published: int | None = None
     evaluated: Evaluated | None = None
     best: Evaluated | None = None
@@ -235,6 +236,7 @@ class RunProgress:
         self.staleness_max = event.metrics.get("staleness_max", nan)
         self.in_flight = event.metrics.get("staleness_in_flight_mean", nan)
         self.in_queue = event.metrics.get("staleness_in_queue_mean", nan)
+        self.truncated = event.metrics.get("truncated_fraction", nan)
         if math.isfinite(self.reward):
             self._trailing.append(self.reward)
         self.rewards.add(self.reward)

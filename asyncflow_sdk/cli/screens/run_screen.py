@@ -92,7 +92,9 @@ def _numbers(run: RunProgress, width: int) -> list[Text]:
     if len(points) > 1:
         low, high = min(points), max(points)
         made[0].append(sparkline(points, low, high), "cyan").append(f" {low:.2f}–{high:.2f}", "dim")
-    return [*made, Text.assemble((f"{'generated':<11}", "dim"), (f"{run.tokens_per_s:,.0f} ", "bold"), "tokens/s")]
+    cut = f", {run.truncated:.0%} of the responses truncated" if math.isfinite(run.truncated) else ""
+    speed = Text.assemble((f"{'generated':<11}", "dim"), (f"{run.tokens_per_s:,.0f} ", "bold"), f"tokens/s{cut}")
+    return [*made, speed]
 
 
 def _rows(run: RunProgress, most: int) -> list[RenderableType]:

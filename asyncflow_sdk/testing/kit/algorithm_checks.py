@@ -13,6 +13,7 @@ import numpy as np
 
 from ...interfaces import TRAIN_COLUMNS, Algorithm, PackedTokens
 from ...types import Batch, Ragged
+from ...types.spans import FINISH_REASON
 from .check import DoesNotApply, NotAsked, check, expect
 from .plain_lab import PlainLab
 
@@ -50,7 +51,8 @@ class _Ask:
         }  # fmt: skip
         self.live_values = (alike + near[1]).astype(np.float32)
         given |= {name: Ragged.from_lengths(each, lengths) for name, each in self.asked.items() if name != "entropy"}
-        names = [name for name in algorithm.needs if name not in TRAIN_COLUMNS]
+        given[FINISH_REASON] = ["stop"] * rows
+        names = [name for name in algorithm.needs if name not in (*TRAIN_COLUMNS, FINISH_REASON)]
         self.columns, self.batch = self._taken(given, names, random)
 
     def _taken(

@@ -77,7 +77,7 @@ class Turns:
         self._tokenizer, self._context = tokenizer, context
         self._parts: list[_TurnTokens] = []
         self._generating = self._closed = False
-        self._count = 0
+        self._count, self._reason = 0, "stop"
         self.failure: EngineError | None = None
 
     @property
@@ -132,6 +132,7 @@ class Turns:
             spans_of(completion, version),
         )  # fmt: skip
         self._parts.append(part)
+        self._reason = completion.finish_reason
         self.over = self._context is not None and len(ids) + len(part.ids) >= self._context
         text = self._tokenizer.decode(Ragged.of([part.ids]))[0] if self._tokenizer is not None else ""
         return Turn(text, part.ids, part.logprobs, completion.finish_reason)
@@ -154,8 +155,8 @@ class Turns:
 
     def row(self, columns: Mapping[str, Any]) -> Generated:
         """Return all tokens in order. Observed tokens have log-prob 0 and the version of the
-        preceding generated token, or of the following one if none precedes. Raises AgentFailed if
-        nothing was generated."""
+        preceding generated token, or of the following one if none precedes. The finish reason is that
+        of the last turn, "length" in a full context. Raises AgentFailed if nothing was generated."""
         generated = [part.spans for part in self._parts if part.spans is not None]
         if not any(generated):
             raise AgentFailed("its model never said anything: a row needs at least one generated token")
@@ -166,7 +167,7 @@ class Turns:
             spans.append(each)
         mask = np.repeat([part.spans is not None for part in self._parts], [len(part.ids) for part in self._parts])
         logprobs = _flat([part.logprobs for part in self._parts], np.float32)
-        reason = "length" if self.over else "stop"
+        reason = "length" if self.over else self._reason
         completion = Completion(0, self.response_ids, logprobs, reason, joined_spans(spans))
         return Generated(completion, version, mask, columns)
 

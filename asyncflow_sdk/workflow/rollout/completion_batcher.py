@@ -16,6 +16,7 @@ from ...errors import LeaseLost
 from ...interfaces import Completion, Completions
 from ...queue.coroutines import wait_for_event
 from ...types import LOSS_MASK, VERSION_SPANS, Ragged, one_version
+from ...types.spans import FINISH_REASON
 from ..workers.worker_log import WorkerLog
 from .engine_gateway import Generated, spans_of
 from .prompt_lease import PromptLease
@@ -50,6 +51,7 @@ class ResponseColumns:
             "response_ids": ids,
             "logprobs": Ragged(_joined([each.logprobs for each in completions], np.float32), ids.offsets),
             VERSION_SPANS: _spans(responses, ids.lengths),
+            FINISH_REASON: _reasons(completions),
         } | text
         masks = [each.mask for each in responses if each.mask is not None]
         if masks:
@@ -141,6 +143,13 @@ def _ragged(parts: Sequence[Any], dtype: npt.DTypeLike) -> Ragged:
 def _joined(parts: Sequence[Any], dtype: npt.DTypeLike) -> Any:
     values = [part.values if isinstance(part, Ragged) else part for part in parts]
     return np.concatenate(values).astype(dtype, copy=False)
+
+
+def _reasons(completions: Sequence[Completion | Completions]) -> list[str]:
+    reasons: list[str] = []
+    for each in completions:
+        reasons += (each.finish_reason,) if isinstance(each, Completion) else each.finish_reason
+    return reasons
 
 
 def _spans(responses: Sequence[Generated], lengths: npt.NDArray[np.int64]) -> Ragged:

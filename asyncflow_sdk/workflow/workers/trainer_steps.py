@@ -16,8 +16,9 @@ import msgspec
 from ...errors import LeaseLost, StepAborted
 from ...interfaces import LeasedBatch, LeasedStep, StepPart, StepResult, TrainEngine
 from ...queue import QueueClient
-from ...types import AgeSums
+from ...types import AgeSums, Batch
 from ...types.defaults import NEXT_S
+from ...types.spans import FINISH_REASON
 from ..rewards import RewardSums, reward_means, reward_sums
 from .rank_communicator import RankCommunicator
 from .worker_log import WorkerLog
@@ -29,7 +30,7 @@ class StepLost(Exception):
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a rank has trained of a step. ``rewards``: sums of single ones. ``parts``: number of parts;
+    """What a rank has trained of a step. ``rewards``: sums of single ones, and of truncated responses. ``parts``: number of parts;
     0 for a whole step."""
 
     result: StepResult
@@ -43,10 +44,15 @@ class StepWork:
 
 
 def step_metrics(packed: Iterable[bytes]) -> dict[str, float]:
-    """Return the ages and single rewards of a whole step, from each rank's ``StepWork.packed``."""
+    """Return the ages, single rewards and ``truncated_fraction`` of a whole step, from each rank's ``StepWork.packed``."""
     ranks = [msgspec.msgpack.decode(each, type=tuple[msgspec.Raw, list[RewardSums]]) for each in packed]
     rewards = [part for _, parts in ranks for part in parts]
     return AgeSums.all(bytes(ages) for ages, _ in ranks).metrics() | reward_means(rewards)
+
+
+def _sums(batch: Batch) -> RewardSums:
+    cut = batch.texts(FINISH_REASON).count("length") if FINISH_REASON in batch else -1
+    return reward_sums(batch) | ({} if cut < 0 else {"truncated_fraction": (float(cut), batch.rows)})
 
 
 class TrainerStep(abc.ABC):
@@ -77,7 +83,7 @@ class WholeStep(TrainerStep):
         ages = AgeSums.of(self._batch.ages(self.index))
         with self._log.timed("train", rows=self._batch.rows, tokens=ages.tokens, version=version):
             result = self._engine.train_step(self._batch)
-        return StepWork(result, ages, (reward_sums(self._batch),))
+        return StepWork(result, ages, (_sums(self._batch),))
 
     def ack(self, work: StepWork) -> None:
         self._batch.ack(filtered=work.result.filtered)
@@ -108,7 +114,7 @@ class StepInParts(TrainerStep):
         except (LeaseLost, StepAborted) as error:  # or another rank's: the ranks have one lease
             self._engine.abort_step()
             raise StepLost(str(error)) from error
-        rewards = tuple(map(reward_sums, self._delivered))
+        rewards = tuple(map(_sums, self._delivered))
         return StepWork(result, AgeSums.all(each.packed() for each in ages), rewards, len(ages))
 
     def ack(self, work: StepWork) -> None:
