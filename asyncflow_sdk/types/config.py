@@ -15,6 +15,7 @@ from .validation import UserConfig, check_above, check_fields, check_least, chec
 
 SwapPolicy = Literal["auto", "drain", "boundary", "partial", "in_flight"]
 Proof = Literal["probe", "held"]
+_OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "stop_ids": (), "stop": ()}
 LOCAL = "local"
 """The store with one home, the server's memory."""
 
@@ -51,10 +52,11 @@ class Sampling(UserConfig):
 
     ``temperature``: 0: greedy. ``max_tokens``: of a response. ``top_p``: sample from the most
     likely tokens with this total probability; 1: from all. ``top_k``: sample from this many most
-    likely tokens; 0: from all. ``min_p``: sample from tokens with this share of the most likely
+    likely tokens; 0 or -1: from all. ``min_p``: sample from tokens with this share of the most likely
     one's probability. ``repetition_penalty``: divide positive logits of the tokens of prompt and
-    response by it, and multiply negative ones; 1: unchanged. An engine that cannot give the log-probs
-    below with one of these is refused. ``seed``: None: different in each run.
+    response by it, and multiply negative ones; 1: unchanged. None of these: no limit. An engine that
+    cannot give the log-probs below with one of them is refused. ``seed``: None: the workflow's; without
+    one, draws differ in each run.
 
     ``stop_ids``: token ids that end a response, beside the model's own end token; kept as its last
     token. ``stop``: texts that end a response, within a token or over several: its ids and log-probs
@@ -76,8 +78,15 @@ class Sampling(UserConfig):
     stop: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if (value is None and name != "seed") or (name == "top_k" and value == -1):
+                object.__setattr__(self, name, _OFF.get(name))
+            elif isinstance(value, float) and name in ("max_tokens", "top_k", "seed") and value.is_integer():
+                object.__setattr__(self, name, int(value))
         check_fields(self)
         check_least(1, max_tokens=self.max_tokens)
+        if self.seed is not None and self.seed < 0:
+            raise ConfigError(f"seed must be 0 or more, not {self.seed}; leave it out for the workflow's")
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -95,8 +104,8 @@ class Sampling(UserConfig):
     @property
     def restrictions(self) -> dict[str, float]:
         """The parameters that change draws and not log-probs, with their values."""
-        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-        return {name: getattr(self, name) for name, value in off.items() if getattr(self, name) != value}
+        names = ("top_p", "top_k", "min_p", "repetition_penalty")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != _OFF[name]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,6 +79,8 @@ class Evaluation(Serializable):
 
     def sampling_of(self, trained: Rollout) -> Sampling:
         """Return the sampling of its responses. ``trained``: the rollout of training."""
+        if self.sampling is not None and self.sampling.seed is None:
+            return dataclasses.replace(self.sampling, seed=trained.sampling.seed)
         if self.sampling is not None or self.samples > 1:
             return self.sampling or trained.sampling
         return dataclasses.replace(trained.sampling, temperature=0.0, top_p=1.0, top_k=0)

@@ -15,10 +15,11 @@ import contextlib
 import functools
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -51,10 +52,12 @@ from .plan.models import find_models
 from .plan.plan import AHEAD_STEPS, Plan
 from .plan.text import describe, mermaid, plan_text
 from .rewards import Rewards
+from .rollout.engine_gateway import derived_seed
 from .run import Run
 from .run_directory import Leg, RunDirectory
 from .serialization import Serializable
 from .specs import TRAINED, Rollout, Stage, Train, declare_task
+from .work import Generate
 from .workers.signals import StopSignals
 from .workers.supervisor import Worker
 
@@ -63,6 +66,19 @@ REWARD_STEPS = 20
 """Most steps in the mean of the first and of the last reward of a summary."""
 FINISH_S = 30.0
 """Workers may take this long to end after the last step, an export included (seconds)."""
+
+
+_Spec = TypeVar("_Spec", Rollout, Stage)
+
+
+def _seeded(spec: _Spec, seed: int) -> _Spec:
+    """Return a copy that draws with a seed of its task, unless its sampling has one."""
+    drawing = spec.work if isinstance(spec, Stage) else spec
+    if not isinstance(drawing, (Rollout, Generate)) or drawing.sampling.seed is not None:
+        return spec
+    sampling = replace(drawing.sampling, seed=derived_seed(seed, zlib.crc32(spec.task.encode())))
+    made = type(drawing)(**{**drawing.init_args, "sampling": sampling})
+    return type(spec)(**{**spec.init_args, "work": made}) if isinstance(spec, Stage) else made  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,7 +123,8 @@ class Workflow(Serializable):
     ``reward_NAME``, and None leaves it out of a row's sum. ``batch_size``: rows of a step, a
     multiple of the group size. ``steps``: of the run; ``epochs``: end it earlier, when every prompt
     was put this often; None: prompts repeat until the last step. ``staleness``, ``weights``: how old
-    trained tokens may be, and how versions reach the replicas. ``seed``: of the order of prompts.
+    trained tokens may be, and how versions reach the replicas. ``seed``: seed of the order of prompts and, for samplings
+    without one, of the draws; None: draws differ in each run.
     ``on_failure``: stop or continue once a worker has failed for good. ``max_failed``: share of the last 100 groups
     that ended, or of a step's if it has more, that may fail in any task before the run ends; others take their place.
     ``capacity_rows``: limit of
@@ -146,7 +163,7 @@ class Workflow(Serializable):
         staleness: Staleness | None = None,
         weights: Weights | None = None,
         epochs: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         on_failure: OnFailure = "stop",
         max_failed: float = MAX_FAILED,
         capacity_rows: int | None = None,
@@ -180,6 +197,10 @@ class Workflow(Serializable):
         if evaluate is not None:
             evaluating = [evaluate.stage, *filter(None, [evaluate.rollout])]
         find_models(rollout=rollouts, reward=scoring, stages=stages, train=[train], evaluate=evaluating)
+        if seed is not None and seed >= 0:
+            rollouts = tuple(_seeded(each, seed) for each in rollouts)
+            scoring, stages = (tuple(_seeded(each, seed) for each in given) for given in (scoring, stages))
+            first = next((each for each in rollouts if each.admits), rollouts[0])
         ahead = batch_size * (staleness.max_staleness + AHEAD_STEPS)
         held_out = None
         if evaluate is not None:
@@ -450,7 +471,7 @@ class _Execution:
         group_size = plan.rollout.group_size
         self._feeder = Feeder(
             run.queue, plan.stream or plan.data, group_size=group_size, chunk=plan.batch_size // group_size,
-            seed=plan.seed, on_failure=run.fail, epochs=plan.epochs, ends=None if plan.evaluation is None else TRAINED[0],
+            seed=plan.seed or 0, on_failure=run.fail, epochs=plan.epochs, ends=None if plan.evaluation is None else TRAINED[0],
             begin=self._legs[-1].prompts if self._legs else 0,
         )  # fmt: skip
         self._feeder.start()

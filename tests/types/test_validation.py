@@ -81,10 +81,23 @@ def test_names_that_only_a_type_checker_knows_are_not_looked_at() -> None:
     check_types(Theirs, {"x": 3})
 
 
+def test_other_engines_words_for_no_limit_mean_none() -> None:
+    off: Any = dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty", "stop_ids", "stop"))
+    whole: Any = 64.0
+
+    assert af.Sampling(max_tokens=whole, **off) == af.Sampling(max_tokens=64, top_k=-1) == af.Sampling(max_tokens=64)
+    assert not af.Sampling(**off).restrictions
+    with pytest.raises(ConfigError, match="seed must be 0 or more, not -1; leave it out"):
+        af.Sampling(seed=-1)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: af.Sampling(max_tokens=1.5),  # type: ignore[arg-type]
+        lambda: af.Sampling(max_tokens=None),  # type: ignore[arg-type]
+        lambda: af.Sampling(top_k=-2),
+        lambda: af.Sampling(seed=-1),
         lambda: af.Sampling(temperature=math.nan),
         lambda: af.Sampling(stop_ids="ab"),  # type: ignore[arg-type]
         lambda: af.Staleness(max_staleness=1.5),  # type: ignore[arg-type]

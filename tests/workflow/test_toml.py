@@ -115,6 +115,16 @@ def test_a_file_says_what_python_says(tmp_path: Path) -> None:
         assert (ours.batch, ours.concurrency) == (theirs.batch, theirs.concurrency)
 
 
+def test_numbers_of_a_sampling_may_be_written_as_elsewhere(tmp_path: Path) -> None:
+    written = WHOLE.replace("{ max_tokens = 8, seed = 1 }", "{ max_tokens = 8.0, seed = 1, top_k = -1 }")
+
+    read = af.load_workflow(given_file(tmp_path, written))
+
+    assert read.plan.rollout.sampling == af.Sampling(max_tokens=8, seed=1)
+    with pytest.raises(ConfigError, match="rollout.0.sampling.max_tokens: Expected `int`, got `float`"):
+        af.load_workflow(given_file(tmp_path, written.replace("8.0", "8.5")))
+
+
 def test_a_workflow_of_a_file_runs(tmp_path: Path) -> None:
     parts = ["rollout.0", "rollout.1", "reward", "stages.0", "stages.1", "stages.2", "train"]
     threads = {f"{part}.launcher": "thread" for part in parts} | {"rollout.1.env": "{}"}
@@ -179,7 +189,7 @@ train = { engine = "echo" }
             'engine = "echo", prompt', 'engine = "echo", a = [[1], [{ b = "]}", c.d = \'#\' }]], sampling = { x = 2 }, prompt', ["5:81: there is no key rollout.sampling.x"],
         ),
         (
-            "steps = 3", 'steps = 3\nseed = """1\n[no]\nsteps = 5 \\"""\n""" # one\n', ["2:1: seed: Expected `int`, got `str`"],
+            "steps = 3", 'steps = 3\nseed = """1\n[no]\nsteps = 5 \\"""\n""" # one\n', ["2:1: seed: Expected `int . null`, got `str`"],
         ),
         ('{ engine = "echo" }', '{ engine = "echo" }\n[[stages]]\nwork = "functions:doubled"\n[[stages]]\n"ga in" = 1', ["10:1: there is no key"]),
     ],

@@ -140,7 +140,7 @@ def _check_numbers(plan: Plan, problems: Problems) -> None:
     for name in ("steps", "batch_size", "epochs", "capacity_rows"):
         if (getattr(plan, name) or 0) > MOST:
             problems.add(f"{name} is {getattr(plan, name)}, and at most {MOST}", name)
-    if plan.seed < 0:
+    if plan.seed is not None and plan.seed < 0:
         problems.add(f"seed must be 0 or more, not {plan.seed}", "seed")
     if plan.steps < 1:
         problems.add(f"steps must be 1 or more, not {plan.steps}", "steps")

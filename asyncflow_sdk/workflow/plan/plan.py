@@ -58,7 +58,7 @@ class Plan:
     batch_size: int
     steps: int
     epochs: int | None
-    seed: int
+    seed: int | None
     staleness: Staleness
     weights: Weights
     capacity_rows: int

@@ -229,6 +229,8 @@ class _File:
         try:
             return msgspec.convert(value, hint)
         except msgspec.ValidationError as error:
+            if isinstance(value, float) and value.is_integer():  # 64.0: the constructor decides
+                return value
             self._add_error(key, f"{_dotted(key)}: {str(error).partition(' - at')[0]}")
             raise _InvalidValue from None
         except TypeError:  # no type of TOML: the constructor checks it
