@@ -220,10 +220,12 @@ class Chosen(_Event, frozen=True, tag="chosen"):
 
 
 class Note(_Event, frozen=True, tag="note"):
-    """A message for people. ``level``: info, warning or error."""
+    """A message for people. ``level``: info, warning or error. ``lasting``: True for a warning about the
+    whole run. Its summary and ``asyncflow top`` show one for each beginning up to a colon."""
 
     text: str
     level: str = "info"
+    lasting: bool = False
 
 
 Event: TypeAlias = (

@@ -72,7 +72,7 @@ _Spec = TypeVar("_Spec", Rollout, Stage)
 
 
 def _seeded(spec: _Spec, seed: int) -> _Spec:
-    """Return a copy that draws with a seed of its task, unless its sampling has one."""
+    """Return a copy with a seed for its task, unless its sampling has one."""
     drawing = spec.work if isinstance(spec, Stage) else spec
     if not isinstance(drawing, (Rollout, Generate)) or drawing.sampling.seed is not None:
         return spec
@@ -421,6 +421,7 @@ class _Execution:
         completed = False
         if self._legs:
             run.queue.send(cmd.Configure(first_step=self._legs[-1].step))
+        self._recorder.connect(run.report)
         for problem in (*registry().problems, *plan.warnings):
             run.report(ev.Note(time_s=time.monotonic(), text=problem, level="warning"))
         for choice in plan.choices:
@@ -432,6 +433,7 @@ class _Execution:
             if self._legs and self._legs[-1].step >= plan.steps:  # the export was missing alone
                 run.queue.end()
             run.wait(trainer, timeout_s=math.inf, stall=self._stall, failures=self._failures)
+            self._recorder.settle(plan.steps)  # a warning of the last steps is still logged
             run.join_workers(FINISH_S)
             completed = True
         finally:

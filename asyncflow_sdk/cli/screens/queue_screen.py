@@ -30,12 +30,13 @@ _NARROW, _WIDE = 70, 90
 
 def queue_screen(
     report: StatusReport, rates: QueueRates, *, title: str, width: int, height: int, foot: str = "",
-    ascii_only: bool = False, evaluations: Sequence[Evaluated] = (),
+    ascii_only: bool = False, evaluations: Sequence[Evaluated] = (), warnings: Sequence[str] = (),
 ) -> list[Text]:  # fmt: skip
     """Return at most ``height`` lines of fewer than ``width`` cells. ``foot``: the text of the last
-    line."""
+    line. ``warnings``: about the whole run."""
     width = max(width, 20)
-    header = [*_header(report, rates, title, width - 2), *_evaluated(evaluations, width - 2), Text()]
+    header: list[RenderableType] = [Clipped(each, "yellow") for each in warnings[-2:]]
+    header = [*_header(report, rates, title, width - 2), *_evaluated(evaluations, width - 2), *header, Text()]
     foot = foot if height >= 16 else ""
     room = max(height - len(header) - (2 if foot else 0), 6)
     task_lines = min(len(report.rows) + 2, max(room // 2, 3))

@@ -28,6 +28,7 @@ from ...types.events import Evaluated
 from ...wire import probe
 from ...workflow import Run, connect
 from ...workflow.evaluator import read_evaluations
+from ...workflow.events.event_file import EVENTS, lasting_notes
 from .queue_rates import QueueRates
 from .queue_screen import queue_screen
 
@@ -52,6 +53,7 @@ class QueueMonitor:
         self.address = self._run.address
         self.title = where if where == self.address else f"{Path(where)} · {self.address}"
         self._directory = None if "://" in where else Path(where)
+        self._warnings, self._read = list[str](), 0  # read so many bytes of the recorded events
         self.every_s = every_s
         self.rates = QueueRates(max(5.0, 2 * every_s))
 
@@ -72,6 +74,9 @@ class QueueMonitor:
         probe(self.address)  # a request to a lost server would wait for its deadline
         report = _without(self._run.queue.status(), self._run.session)
         self.rates.add(report)
+        if self._directory is not None:
+            more, self._read = lasting_notes(self._directory / EVENTS, self._read)
+            self._warnings += more
         return report
 
     def sample_twice(self) -> StatusReport:
@@ -86,7 +91,7 @@ class QueueMonitor:
         return Group(
             *queue_screen(
                 report, self.rates, title=self.title, width=console.size.width, height=height, foot=foot,
-                evaluations=self._evaluations, ascii_only=console.options.ascii_only,
+                evaluations=self._evaluations, warnings=self._warnings, ascii_only=console.options.ascii_only,
             )
         )  # fmt: skip
 
@@ -104,7 +109,13 @@ class QueueMonitor:
         names = ("put", "ended", "written_bytes", "arrived", "completed")
         rates = {name: getattr(self.rates, name) for name in names}
         scores = {str(each.version): each.score for each in self._evaluations}
-        return {"address": self.address, **_plain(report), "per_second": _plain(rates), "evaluations": scores}
+        return {
+            "address": self.address,
+            **_plain(report),
+            "per_second": _plain(rates),
+            "evaluations": scores,
+            "warnings": self._warnings,
+        }
 
     def watch(self, console: Console) -> bool:
         """Draw until ``q`` is pressed or Ctrl-C. Return True if the server ended first."""

@@ -5,6 +5,7 @@ for event in EventFile(directory / EVENTS): ...          # None: a line that can
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from ...types.events import Event, StepTrained
+from ...types.events import Event, Note, StepTrained
 
 EVENTS = "events.jsonl"
+LASTING = b'"lasting":true'
+"""Part of the line of a lasting note."""
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
@@ -42,6 +45,18 @@ class EventFile:
                     return
                 if line.strip():
                     yield decode_event(line)
+
+
+def lasting_notes(path: Path, begin: int) -> tuple[list[str], int]:
+    """Return the texts of lasting notes from byte ``begin`` of recorded events, and the end of the whole lines."""
+    texts, end = [], begin
+    with contextlib.suppress(OSError), path.open("rb") as lines:
+        lines.seek(begin)
+        for line in lines:
+            end += len(line) if line.endswith(b"\n") else 0
+            if LASTING in line and isinstance(event := decode_event(line), Note):
+                texts.append(event.text)
+    return texts, end
 
 
 def decode_event(line: bytes) -> Event | None:

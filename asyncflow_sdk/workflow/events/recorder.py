@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,8 +29,9 @@ from ...queue.payload_manager import GROUPS_PER_SAMPLE, StepRows
 from ...types import LOSS_MASK, VERSION_SPANS, Event
 from ...types import events as ev
 from ...types.row_spans import TRACED_SHARE
-from .event_file import EVENTS
+from .event_file import EVENTS, LASTING
 from .event_sinks import MOST_EVENTS, EventThread
+from .first_steps import FirstSteps
 from .statistics import RunStatistics
 from .step_files import STEP_FILE, read_batch, step_path, write_batch
 
@@ -43,8 +44,6 @@ SAMPLED = (
     f"steps/ has a sample of each step's rows, one group in {GROUPS_PER_SAMPLE}, and so has the staleness of the summary:"
     " the rows are on other hosts"
 )
-DRIFT = "the log-probs of rollout and trainer differ"
-"""Beginning of the trainer's warning of them, for the summary."""
 
 _counted = msgspec.json.Decoder(ev.Begun | ev.RowsEnded | ev.Published | ev.Loaded)
 _COUNTED = re.compile(rb'{"event":"(begun|rows|published|loaded)"')
@@ -87,6 +86,8 @@ class Recorder(EventThread):
         self._rewards: dict[int, float] = {}  # by step: a step trained again counts once
         self.staleness_max = 0
         self.statistics = RunStatistics()
+        self._first, self._shown = FirstSteps(), ""  # and its warning, not reported yet
+        self._report: Callable[[Event], None] = self.put
         self._lost, self._last_lost = 0, ""  # steps that could not be written
         self.errors: list[str] = []
         self.notes: list[Event] = []
@@ -108,8 +109,13 @@ class Recorder(EventThread):
     def event(self, event: Event) -> None:
         """Write a trained step at once, any other event in the recorder's thread."""
         if isinstance(event, ev.StepTrained):
+            self._first.trained(event.step, event.metrics)
             self._write(event, at_once=True)
         self.put(event)
+
+    def connect(self, report: Callable[[Event], None]) -> None:
+        """Have notes of its own sent to all sinks of the run by ``report``."""
+        self._report = report
 
     def step(self, step: int, rows: StepRows) -> None:
         """Have the rows of a step written by the recorder's thread; by this one if ``MOST_WAITING``
@@ -128,6 +134,7 @@ class Recorder(EventThread):
         if isinstance(item, int):
             with self._writing:
                 self._record()
+            self._warn()
             return True
         if not isinstance(item, ev.StepTrained):
             self._write(item)
@@ -152,6 +159,7 @@ class Recorder(EventThread):
         with self._writing:
             while any(step < before for step, _ in self._steps):
                 self._record()
+        self._warn()
 
     def close(self) -> None:
         """Write the rest. If the disk blocks the thread for ``CLOSE_S``, write waiting steps here."""
@@ -189,7 +197,7 @@ class Recorder(EventThread):
                     if b'"event":"step"' in line:
                         known = msgspec.json.decode(line, type=_RecordedStep)
                         self._trained(known.step, known.metrics)
-                    elif DRIFT.encode() in line:
+                    elif LASTING in line:
                         self._noted(msgspec.json.decode(line, type=ev.Note))
                     elif _COUNTED.match(line):
                         event = _counted.decode(line)
@@ -217,8 +225,16 @@ class Recorder(EventThread):
         self._rewards[step] = float("nan") if reward is None else reward
         self.staleness_max = max(self.staleness_max, int(metrics.get("staleness_max") or 0))
 
+    def _warn(self) -> None:
+        """Report the warning of the first steps. Call it without a lock: the report waits for the server."""
+        with self._counting:
+            text, self._shown = self._shown, ""
+        if text:
+            self._report(ev.Note(time_s=time.monotonic(), text=text, level="warning", lasting=True))
+
     def _noted(self, note: ev.Note) -> None:
-        if note.text.startswith(DRIFT) and not any(each.startswith(DRIFT) for each in self.errors):
+        begins = note.text.partition(":")[0]
+        if note.lasting and not any(each.startswith(begins) for each in self.errors):
             self.errors.append(note.text)
 
     def _write(self, event: Event, at_once: bool = False) -> None:
@@ -247,6 +263,7 @@ class Recorder(EventThread):
                     self.staleness_max = max(self.staleness_max, int(ages.total.max(initial=0)))
                 lags = np.array(list(self.statistics.lags.values()), np.int64)
             write_batch(step_path(self._directory, step), batch, **{PUBLISH_LAG: lags})
+            self._shown = self._shown or self._first.add(step, batch)
         except Exception as error:
             self._lost, self._last_lost = self._lost + 1, f"step {step} was not recorded: {error}"
             if self._lost == 1:  # a full disk loses every step: ``close`` names the last and the count

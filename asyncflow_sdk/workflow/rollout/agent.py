@@ -155,8 +155,8 @@ class Turns:
 
     def row(self, columns: Mapping[str, Any]) -> Generated:
         """Return all tokens in order. Observed tokens have log-prob 0 and the version of the
-        preceding generated token, or of the following one if none precedes. The finish reason is that
-        of the last turn, "length" in a full context. Raises AgentFailed if nothing was generated."""
+        preceding generated token, or of the following one if none precedes. Its finish reason: the
+        last turn's, "length" in a full context. Raises AgentFailed if nothing was generated."""
         generated = [part.spans for part in self._parts if part.spans is not None]
         if not any(generated):
             raise AgentFailed("its model never said anything: a row needs at least one generated token")

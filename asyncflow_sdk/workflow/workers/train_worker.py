@@ -23,7 +23,6 @@ from ...types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version
 from ...types import events as ev
 from ...weights import Restoration, TransportPublisher, get_restoration, pack_restoration, report_restored
 from ..checkpoint import Checkpoints, Damaged, ResumePoint
-from ..events.recorder import DRIFT
 from ..model_folder import StepFolders, whole_folder
 from .rank_communicator import RANK_ERRORS, RankCommunicator
 from .trainer_steps import StepLost, StepWork, TrainerStep, step_metrics, trainer_steps
@@ -87,7 +86,7 @@ def train(
             if ranks.first:
                 log.report(ev.StepTrained, step=step.index, version=trained.version, metrics=trained.metrics)
             if drift := _drift(step.index, trained.metrics, drift_limit):
-                versions.warn(drift)
+                versions.warn(drift, lasting=True)
                 drift_limit = math.inf
             step.ack(trained.work)
             if checkpoints is not None and (step.index + 1) % every == 0:
@@ -142,7 +141,7 @@ def _drift(step: int, metrics: Mapping[str, float], limit: float) -> str:
     if metrics.get("staleness_max") != 0 or not drift > limit:
         return ""
     return (
-        f"{DRIFT}: {drift:.3g} a token on average in step {step}, where drift_limit={limit:g} is allowed. The trainer's own"
+        f"the log-probs of rollout and trainer differ: {drift:.3g} a token on average in step {step}, where drift_limit={limit:g} is allowed. The trainer's own"
         " weights drew this step, so both should agree, and the gradient is wrong. Likely causes: packed rows of a model"
         " with other layers than attention (packed=False), a tied lm_head unlike the embedding, another temperature or"
         " dtype, a rollout engine that computes with weights of its own (weights=af.Weights(probe=...) compares)"
@@ -290,10 +289,10 @@ class _TrainedVersions:
         """Close the publisher."""
         self._publisher.close()
 
-    def warn(self, text: str) -> None:
+    def warn(self, text: str, lasting: bool = False) -> None:
         """Report a warning, once for all ranks."""
         if self._ranks.first:
-            self._log.note(text)
+            self._log.note(text, lasting=lasting)
 
     def _target(self) -> Restoration | None:
         packed = self._ranks.by_first("rollbacks", lambda: pack_restoration(self._queue))

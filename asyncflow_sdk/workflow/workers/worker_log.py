@@ -22,9 +22,9 @@ class WorkerLog:
         """Report an event of now."""
         self._connection.report(event(**{"time_s": time.monotonic(), "worker": self._connection.name, **fields}))
 
-    def note(self, text: str, level: str = "warning") -> None:
-        """Report a message for people. ``level``: info, warning or error."""
-        self.report(ev.Note, text=text, level=level)
+    def note(self, text: str, level: str = "warning", lasting: bool = False) -> None:
+        """Report a message for people. ``level``, ``lasting``: fields of ``ev.Note``."""
+        self.report(ev.Note, text=text, level=level, lasting=lasting)
 
     def span(self, kind: str, began: float, **fields: Any) -> None:
         """Report work of ``kind`` from ``began`` (monotonic seconds) until now. ``fields``: others
