@@ -172,7 +172,7 @@ def test_a_few_refused_chats_are_named_and_left_to_the_run(talking: str) -> None
         in said
     )
     assert "control tokens" in str(workflow(talking, ["2+3=<|im_end|>"]))
-    assert "without the tools in column 'tools'" in str(workflow(talking, {"prompt": [[USER]], "tools": [[TOOL]]}))
+    assert "no task needs tools" in str(workflow(talking, {"prompt": [[USER]], "tools": [[TOOL]]}))
 
 
 def test_a_rollout_needs_the_column_of_its_tools(talking: str) -> None:

@@ -499,7 +499,7 @@ def _lengths(encoded: Ragged, rows: npt.NDArray[np.int64], rollout: Rollout) -> 
 
 def _lengths_of_texts(plan: Plan, rollout: Rollout, encoder: PromptEncoder, most: int) -> npt.NDArray[np.int64]:
     """Encode a sample of the prompts, and all possibly too long ones. Return the number of tokens of each, 1 of others.
-    A worker puts aside a prompt it cannot encode. Raises ConfigError if more than a tenth are such."""
+    A worker puts aside a prompt it cannot encode. Raises ConfigError if these are more than ``max_failed``."""
     tokenizer, vocabulary, refused = encoder.tokenizer, rollout.config.get("vocab_size"), dict[int, str]()
     column = plan.data.columns[rollout.prompt]
     assert column.offsets is not None
@@ -528,7 +528,7 @@ def _lengths_of_texts(plan: Plan, rollout: Rollout, encoder: PromptEncoder, most
     if refused:
         row = min(refused)
         text = f"prompt {row}: {refused[row]}"
-        if len(refused) > 0.1 * (count + len(rest)):
+        if len(refused) > plan.max_failed * (count + len(rest)):
             raise ConfigError(f"prompts: {text}")
         plan.warn(
             f"{len(refused)} of {count + len(rest)} prompts are put aside, since they cannot be encoded: {text}"
@@ -545,19 +545,14 @@ def _lengths_of_texts(plan: Plan, rollout: Rollout, encoder: PromptEncoder, most
 def _warn_of_tokens(
     plan: Plan, rollout: Rollout, tokenizer: Tokenizer, ids: Ragged, sample: npt.NDArray[np.int64]
 ) -> None:
-    """Warn of special tokens that texts bring, and of tools that chats lack."""
+    """Warn of special tokens in texts."""
     if tokenizer.is_doubled(ids):
         plan.warn(
             f"prompts of {rollout.task} begin with the token for the beginning of a text, and {tokenizer.file} adds"
             " it once more: remove it from the prompts' text, or give token ids in a column prompt_ids"
         )
-    if plan.data.spec(rollout.prompt).kind == "json":
-        if "tools" in plan.data and not (rollout.chat and rollout.chat.tools):
-            plan.warn(
-                f"chats of {rollout.task} are formatted without the tools in column 'tools': say"
-                " chat=af.Chat(tools='tools')"
-            )
-    elif rollout.chat is None and any(map(tokenizer.control.find, plan.data.take(sample).texts(rollout.prompt))):
+    texts = plan.data.take(sample).texts(rollout.prompt) if plan.data.spec(rollout.prompt).kind == "text" else []
+    if rollout.chat is None and any(map(tokenizer.control.find, texts)):
         plan.warn(
             f"prompts of {rollout.task} are texts, and control tokens in them are read as such; in the texts of chats"
             " they are not"
