@@ -8,6 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # as a user's script has its own folder on the path
 
 from echo_runs import segments
+from judges import Judge
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +17,10 @@ def nothing_left_behind() -> Iterator[None]:
     before = segments(os.getpid())
     yield
     assert segments(os.getpid()) <= before
+
+
+@pytest.fixture
+def judge() -> Iterator[Judge]:
+    made = Judge()
+    yield made
+    made.close()

@@ -80,3 +80,28 @@ def fails_at_13(prompt_ids, response_ids):
         faults[os.environ["FAULT"]]() if list(prompt) == [13] else float(len(row))
         for prompt, row in zip(prompt_ids, response_ids, strict=True)
     ]
+
+
+async def converses(turns, answer):
+    """As an agent whose verifier knows no number 13."""
+    turn = await turns.generate()
+    return float(len(turn.token_ids)) if answer != 13 else looks_up({}, "no such answer")
+
+
+def answer_scored(answer, response_ids):
+    return [float(number) for number in answer]
+
+
+def stream_with_a_bad_record():
+    """Record 20 lacks its answer, and has a key that no other has."""
+    for number in range(100_000):
+        yield {"prompt_ids": [number % 9], "answer": number % 7} if number != 20 else {"prompt_ids": [1], "id": {}}
+
+
+def stream_workflow():
+    """A run that a signal ends."""
+    from echo_runs import echo_workflow
+
+    import asyncflow_sdk as af
+
+    return echo_workflow(processes=True, reward=length, steps=10_000, checkpoint=af.Checkpoint(every=2))
