@@ -148,9 +148,12 @@ def test_few_prompts_of_many_are_encoded_before_a_run(talking: str, monkeypatch:
     # given prompts that fit, except one too long and one that is no chat
     calls: list[int] = []
     encode = Tokenizer.encode
-    monkeypatch.setattr(
-        Tokenizer, "encode", lambda self, texts, **how: calls.append(len(texts)) or encode(self, texts, **how)
-    )
+
+    def counted(self: Tokenizer, texts: list[str], **how: bool) -> Any:
+        calls.append(len(texts))
+        return encode(self, texts, **how)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
     chats = [[{"role": "user", "content": f"{number}+3="}] for number in range(5000)]
     # when
     workflow(talking, chats)
