@@ -86,7 +86,7 @@ def made_folder(name: str, path: Path) -> str:
         # tied
         ("qwen3", 2, 1), ("qwen3", 1, 0),
         # experts, fused when they are loaded
-        ("qwen3_moe", 2, 0), ("qwen3_moe", 2, 2), ("qwen3_moe", 2, 3),
+        ("qwen3_moe", 2, 2), ("qwen3_moe", 2, 3),
         # prefixes, and parts that are not trained
         ("qwen3_5", 2, 3), ("gemma3", 1, 3),
     ],
