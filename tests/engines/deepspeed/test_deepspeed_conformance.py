@@ -23,7 +23,7 @@ ON_TWO_RANKS = {
     "stage 0": Conformance("train", RANKS, options=options(0), limit_s=400.0, only=OF_A_STAGE),
     # activations computed again, the optimizer offloaded, several passes, and parameters that stay whole as by default
     "with more": Conformance(
-        "train", RANKS, limit_s=400.0, only=["fresh_logprobs", "row_order", "resume", "live_views"],
+        "train", RANKS, limit_s=400.0, only=["fresh_logprobs", "row_order", "resume"],
         options=options(3, gradient_checkpointing=True, offload=True, micro_batch_tokens=64, config={}),
     ),
 }  # fmt: skip
