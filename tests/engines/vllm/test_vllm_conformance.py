@@ -5,22 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from one_vllm import OPTIONS
 
 from asyncflow_sdk.testing import Conformance
+from asyncflow_sdk.testing.kit.conformance import checks_of
+from asyncflow_sdk.testing.kit.rollout import chaos
 from asyncflow_torch.families import family
 
-kit = Conformance("rollout", "vllm", options=OPTIONS, limit_s=240.0)
-chaos = Conformance("rollout", "vllm", options=OPTIONS, only=["killed"], limit_s=500.0)
+# All of one engine; a check that closes it comes by itself.
+OF_ONE = [each.name for each in checks_of("rollout") if each.tier in ("basic", "full") and each.name != "closes"]
+kit = Conformance("rollout", "vllm", options=OPTIONS, only=[*OF_ONE, "killed"], limit_s=500.0)
+closing = Conformance("rollout", "vllm", options=OPTIONS, only=["closes"], limit_s=240.0)
 
 
 @kit.parametrize
-def test_contract(check: Any) -> None:
+def test_contract(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "KILLED_AT", {2: 0, 4: 1})  # each replica once
     check()
 
 
-@chaos.parametrize
-def test_contract_where_replicas_are_killed(check: Any) -> None:
+@closing.parametrize
+def test_an_engine_that_is_closed_leaves_nothing(check: Any) -> None:
     check()
 
 
