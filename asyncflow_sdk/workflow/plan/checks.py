@@ -551,6 +551,7 @@ def _warn_of_tokens(
             f"prompts of {rollout.task} begin with the token for the beginning of a text, and {tokenizer.file} adds"
             " it once more: remove it from the prompts' text, or give token ids in a column prompt_ids"
         )
+        return
     texts = plan.data.take(sample).texts(rollout.prompt) if plan.data.spec(rollout.prompt).kind == "text" else []
     if rollout.chat is None and any(map(tokenizer.control.find, texts)):
         plan.warn(
