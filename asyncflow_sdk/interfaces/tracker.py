@@ -16,7 +16,7 @@ af.Workflow(..., track=["lines"])                     # the name of an adapter o
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,12 @@ from ..types import Event
 class TrackedRun:
     """The run of a tracker. ``directory``: the existing run directory. ``description``: the run's
     configuration in JSON types: for a workflow the result of ``describe``, else the limits of the
-    served queue. ``resumed``: True if the run continues an earlier one; ``earlier_events``:
-    recorded by its earlier processes, None for an unreadable one. Later SDKs may add fields.
+    served queue. ``resumed``: True if the run continues an earlier one. Later SDKs may add fields.
     """
 
     directory: Path
     description: Mapping[str, Any]
     resumed: bool = False
-    earlier_events: Iterable[Event | None] = ()
 
 
 class Tracker(abc.ABC):
@@ -50,8 +48,6 @@ class Tracker(abc.ABC):
 
     sample_every: int = 0
     """Steps from one call of ``samples`` to the next; 0: no call."""
-    trace_share: float = 0.0
-    """Least share of groups, 0 to 1, to trace: ``event`` gets each state of their rows (``RowsTraced``)."""
 
     def open(self, run: TrackedRun) -> None:
         """Called once, as the first method. Optional."""

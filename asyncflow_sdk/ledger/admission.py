@@ -124,7 +124,6 @@ class LeaseAdmission:
         rows.task(name, "state")[spot] = LEASED
         rows.task(name, "token")[spot] = token
         task.move(len(ids), READY if task.spec.batch_rows is None else SELECTED, LEASED)
-        self._state.traces.note(ids, "leased", name, worker=session.name, version=version, step=step)
         return cmd.Leased(
             token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
             step=step, version=version, lease_s=task.spec.lease_s, partition=self._state.partitions.name_of(ids[:1]),

@@ -84,7 +84,6 @@ class StepAssembly:
         rows.task(name, "state")[rows.write_index(rows.at(ids))] = READY
         task.move(len(ids), WAITING, READY)
         task.became_ready += len(ids)
-        self._state.traces.note(ids, "ready", name)
         if self._state.steps.makes(task):
             if (rollout := self._state.tasks.admitting) is not None:
                 self._state.tasks.skip(rollout, ids[rows.deadline[rows.at(ids)] == NONE])

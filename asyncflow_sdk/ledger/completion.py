@@ -60,7 +60,6 @@ class RowCompletion:
             self._state.budget.charge(mine, command.nbytes * len(mine) // len(ids))
         task.move(len(mine), LEASED, DONE)
         task.completed += len(mine)
-        self._state.traces.note(mine, "done", grant.task)
         rows.task(grant.task, "state")[spot] = DONE
         rows.task(grant.task, "token")[spot] = NONE
         if task.spec.admits:

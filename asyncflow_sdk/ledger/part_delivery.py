@@ -149,8 +149,6 @@ class PartDelivery:
         rows.task(task.spec.name, "state")[spot] = LEASED
         rows.task(task.spec.name, "token")[spot] = grant.token
         task.move(len(part.ids), SELECTED, LEASED)
-        worker = self._state.sessions.name(grant.session)
-        self._state.traces.note(part.ids, "leased", grant.task, worker=worker, version=grant.newest, step=grant.step)
         self._state.metrics.note_ages(rows.at(grant.ids), grant.step, lineage)
         return cmd.Leased(
             token=grant.token, task=grant.task, ids=pack_ids(part.ids), groups=pack_ids(rows.first[at]),

@@ -177,7 +177,6 @@ class Puts:
             self._state.columns.measure(ids, command.measures, of_group)
         if command.lengths:
             self._state.metrics.note_lengths(ids, command.lengths, of_group)
-        self._state.traces.note(ids, "put")
         self._state.budget.put += count
         self._state.steps.unselected += count * trained
         self._state.columns.count_kind(partition, bits, count)

@@ -45,7 +45,6 @@ class GroupReplacements:
                 {column: values[these] for column, values in measures.items()},
             )
         ids = np.concatenate(children)
-        self._state.traces.note(ids, "put")
         self._assembly.make_ready(ids, np.zeros(len(ids), np.uint64))
 
     def _fill(self, parents: Ids, children: Ids, copies: dict[str, Any], measures: dict[str, Any]) -> None:

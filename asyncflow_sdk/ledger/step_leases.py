@@ -41,4 +41,3 @@ def publish_return(state: LedgerState, grant: Grant, ids: Ids, reason: str) -> N
     context.publish(
         ev.LeaseReturned(time_s=context.now, worker=worker, task=grant.task, count=len(ids), reason=reason)
     )
-    state.traces.note(ids, "returned", grant.task, reason=reason)

@@ -77,7 +77,6 @@ class Terminations:
         if reason:
             self.reasons[f"{event.state}: {reason}"] += len(ids)
         context.publish(event)
-        self._state.traces.note(ids, event.state, reason=reason)
         context.wake("put", "wanted")
         for grant, gone in broken:  # what was computed from a step in parts includes them
             self._step_leases.give_back(grant, f"{_named(gone)} of its step ended ({event.state}): {given}")

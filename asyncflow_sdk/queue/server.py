@@ -85,7 +85,7 @@ class QueueServer:
     ``durability``: "process" (any process may die at any time), or "host" (payload is also on disk
     before a put is acknowledged); None: that of the existing journal, else "process". ``history``:
     keep replaced journals for replays. ``store``, ``store_options``: the kind of store of all
-    clients, and its options. ``trace_share``: of groups, with an event for each state of their rows.
+    clients, and its options.
     Storage units that give no sign of life for UNIT_SILENCE_S are absent.
     Raises ConfigError if another process serves the directory, or if another version wrote it.
     """
@@ -108,7 +108,6 @@ class QueueServer:
         history: bool = False,
         store: str = LOCAL,
         store_options: Mapping[str, Any] | None = None,
-        trace_share: float = 0.0,
     ) -> None:
         self._keys, self._save_keys = keys, save_keys
         self._key = own_key()  # of this process, for storage units
@@ -174,7 +173,6 @@ class QueueServer:
             self._home_reader = self._open_home_reader(store, self._store_options)
             self._payloads.read_homes = self._home_reader.read
         self._units = dict.fromkeys(self._unit_sessions(), self._clock())  # last sign of life
-        self._ledger.state.traces.share = trace_share  # now: a recovery repeats no event
         self._executor.report_steps_again()
         self._wire.start()
 

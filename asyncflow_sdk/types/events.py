@@ -137,25 +137,6 @@ class RowsEnded(_Event, frozen=True, tag="rows"):
     unfinished_squares: int = 0
 
 
-class RowsTraced(_Event, frozen=True, tag="traced"):
-    """Rows of a traced group changed ``state``: put, ready, leased, done and returned in ``task``, or
-    their terminal state.
-
-    ``group``: id of its first row. If leased, ``worker``: the client; ``version``: of the weights
-    to generate with, or to train in ``step``; ``staleness``: of the oldest row in the step.
-    ``reason``: of a return or an end. -1: none.
-    """
-
-    group: int
-    rows: list[int]
-    state: str
-    task: str = ""
-    version: int = -1
-    step: int = -1
-    staleness: int = -1
-    reason: str = ""
-
-
 class LeaseReturned(_Event, frozen=True, tag="returned"):
     """Rows of a lease returned to ``task``. ``reason``: why."""
 
@@ -240,7 +221,6 @@ Event: TypeAlias = (
     | Committed
     | Loaded
     | RowsEnded
-    | RowsTraced
     | LeaseReturned
     | HomeState
     | HomeLost

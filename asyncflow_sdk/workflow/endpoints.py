@@ -22,7 +22,6 @@ from ..types.config import LOCAL, Store
 from ..types.defaults import CALL_S, CAPACITY_ROWS, KEEP_VERSIONS, MAX_STALENESS
 from ..wire import MAX_BYTES, KeyPair, ensure_keys, generate_keys, is_loopback, save_keys
 from .address import JOURNAL, advertised, find_address, write_addresses
-from .events.event_file import EVENTS, EventFile
 from .events.event_sinks import EventSink, call_all
 from .events.trackers import Tracked, Trackers, make_trackers
 from .plan.policy import Policy, find_policy
@@ -140,14 +139,13 @@ def serve(
         )
 
     policy, own = find_policy(staleness_policy)
-    earlier = None if path is None else EventFile.of_now(path / EVENTS)
     server = QueueServer(
         [address] if address else [], on_event=call_all([*(sink.event for sink in receiving), on_event]),
         on_step=call_all([*(sink.step for sink in recording), on_step]),
         on_final=call_all([*(sink.settle for sink in recording), on_final]), journal=journal, durability=durability,
         keys=keys, save_keys=(lambda new: save_keys(*files, new)) if files else (lambda new: None), insecure=insecure,
         max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history, store=store.kind,
-        store_options=store.options, trace_share=max((sink.trace_share for sink in receiving), default=0.0),
+        store_options=store.options,
     )  # fmt: skip
     try:
         far = None
@@ -169,11 +167,11 @@ def serve(
             except OSError as error:
                 raise MemoryFull(f"no address file can be written in {path}: {error}. Free space there") from None
             limits = {"steps": steps, "max_staleness": max_staleness}
-            resumed = server.recovered is not None
             about = TrackedRun(
-                directory=path, description=limits if description is None else description, resumed=resumed,
-                earlier_events=earlier if resumed and earlier is not None else (),
-            )  # fmt: skip
+                directory=path,
+                description=limits if description is None else description,
+                resumed=server.recovered is not None,
+            )
             tracking.start(about, run.report, call_all(sink.settle for sink in recording))
     except BaseException:
         server.close()

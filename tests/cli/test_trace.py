@@ -12,6 +12,7 @@ import pytest
 from synthetic_run import synthetic_run, write_run
 
 from asyncflow_sdk.cli.report.chrome_trace import write_trace
+from asyncflow_sdk.cli.report.run_record import read_record
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types import events as ev
 
@@ -56,29 +57,15 @@ def test_work_at_the_same_time_gets_tracks_of_its_own(tmp_path: Path) -> None:
     assert {each["args"]["version"] for each in events if each["ph"] == "X"} == {0}
 
 
-def test_each_traced_row_has_a_track_with_its_waits_and_work(tmp_path: Path) -> None:
-    def traced_row(time_s: float, state: str, task: str = "", **more: Any) -> ev.RowsTraced:
-        return ev.RowsTraced(time_s=time_s, group=6, rows=[7], state=state, task=task, **more)
+def test_lines_of_an_older_sdk_about_single_rows_are_no_damage(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", synthetic_run(steps=2))
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"event":"traced","time_s":1.0,"group":6,"rows":[7],"state":"put"}\n')
 
-    life = [
-        traced_row(1.0, "put"),
-        traced_row(1.0, "ready", "rollout"),
-        traced_row(2.0, "leased", "rollout", worker="r", version=3),
-        traced_row(5.0, "done", "rollout"),
-        traced_row(6.0, "consumed"),
-    ]
+    record = read_record(run)
 
-    events = traced(tmp_path, [ev.Note(time_s=1.0, text="start"), *life])
-
-    (track,) = (each for each in events if each["name"] == "thread_name" and each["args"]["name"] == "row 7")
-    slices = [
-        each for each in events if each["ph"] == "X" and (each["pid"], each["tid"]) == (track["pid"], track["tid"])
-    ]
-    assert [(each["name"], each["ts"], each["dur"]) for each in slices] == [
-        ("wait rollout", 0, 1e6),
-        ("rollout", 1e6, 3e6),
-    ]
-    assert slices[1]["args"] == {"row": 7, "group": 6, "attempt": 1, "worker": "r", "version": 3}
+    assert len(record.steps) == 2
+    assert not record.skipped
 
 
 def test_a_directory_that_is_no_run(tmp_path: Path) -> None:

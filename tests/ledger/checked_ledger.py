@@ -148,10 +148,6 @@ class CheckedLedger:
 
     # ---- inputs
 
-    def trace(self, share: float) -> None:
-        for ledger in self.ledgers:
-            ledger.state.traces.share = share
-
     def ask(self, session: int, command: Any) -> int:
         """Send a command. Return its ticket; ``answers`` has the reply or the error, unless the request waits."""
         self.tickets += 1

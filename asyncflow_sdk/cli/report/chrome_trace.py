@@ -1,5 +1,4 @@
-"""The trace of a run in Chrome's format, for ui.perfetto.dev: one track a worker, its work as slices; and one
-a traced row, its tasks and waits as slices.
+"""The trace of a run in Chrome's format, for ui.perfetto.dev: one track a worker, its work as slices.
 
     path = write_trace(Path("runs/demo"))      # runs/demo/trace.json
 
@@ -17,12 +16,11 @@ import msgspec
 
 from ...errors import ConfigError
 from ...memory import private_opener
-from ...types.events import Loaded, Note, Published, RowsEnded, StepTrained, WorkerState
-from ...types.row_spans import LIFE, RowSpans
+from ...types.events import Loaded, Note, Published, RowsEnded, Span, StepTrained, WorkerState
 from .run_record import RunRecord, read_record
 
-RUN, ROWS = 1, 2
-"""Processes of the trace: the workers, and the rows."""
+RUN = 1
+"""The process of the trace; its threads are the tracks."""
 COUNTED = ("reward", "staleness_mean")
 """Metrics of a step drawn as counters."""
 
@@ -41,7 +39,7 @@ def write_trace(run_dir: Path) -> Path:
 
 
 class _Slice(NamedTuple):
-    """Work of a worker, or on a row."""
+    """Work of a worker."""
 
     start_s: float
     end_s: float
@@ -52,15 +50,15 @@ class _Slice(NamedTuple):
 def _events(record: RunRecord) -> Iterator[dict[str, Any]]:
     """Yield the events of all tracks. Times are microseconds since the first event of the run."""
     start_s = min((event.time_s for event in record.events), default=0.0)
-    tracks: dict[tuple[int, str, int], int] = {}
+    tracks: dict[tuple[str, int], int] = {}
 
-    def at(time_s: float, name: str, of: str, lane: int = 0, pid: int = RUN, **more: Any) -> dict[str, Any]:
-        track = tracks.setdefault((pid, of, lane), len(tracks) + 1)
-        return {"name": name, "ts": round((time_s - start_s) * 1e6), "pid": pid, "tid": track, **more}
+    def at(time_s: float, name: str, of: str, lane: int = 0, **more: Any) -> dict[str, Any]:
+        track = tracks.setdefault((of, lane), len(tracks) + 1)
+        return {"name": name, "ts": round((time_s - start_s) * 1e6), "pid": RUN, "tid": track, **more}
 
-    for (pid, of), slices in _slices(record).items():
-        for lane, (start, end, name, args) in _in_lanes(slices):
-            yield at(start, name, of, lane, pid, ph="X", dur=round((end - start) * 1e6), args=args)
+    for worker, spans in record.spans.items():
+        for lane, (start, end, name, args) in _in_lanes([_slice(span) for span in spans]):
+            yield at(start, name, worker, lane, ph="X", dur=round((end - start) * 1e6), args=args)
     ended: dict[str, int] = {}
     for event in record.events:
         worker = event.worker or "driver"
@@ -79,31 +77,18 @@ def _events(record: RunRecord) -> Iterator[dict[str, Any]]:
             for name in COUNTED:
                 if math.isfinite(value := event.metrics.get(name, math.nan)):
                     yield at(event.time_s, name, name, ph="C", args={name: value})
-    for (pid, of, lane), track in tracks.items():
+    for (of, lane), track in tracks.items():
         name = f"{of} ({lane + 1})" if lane else of
-        yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": track, "args": {"name": name}}
-        yield {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": track, "args": {"sort_index": track}}
-    for pid, name in ((RUN, record.name), (ROWS, "traced rows")):
-        yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
+        yield {"name": "thread_name", "ph": "M", "pid": RUN, "tid": track, "args": {"name": name}}
+        yield {"name": "thread_sort_index", "ph": "M", "pid": RUN, "tid": track, "args": {"sort_index": track}}
+    yield {"name": "process_name", "ph": "M", "pid": RUN, "args": {"name": record.name}}
 
 
-def _slices(record: RunRecord) -> dict[tuple[int, str], list[_Slice]]:
-    """Return the slices of each worker, then those of each traced row."""
-    found: dict[tuple[int, str], list[_Slice]] = {}
-    for worker, spans in record.spans.items():
-        for span in spans:
-            args = {name: getattr(span, name) for name in ("rows", "tokens", "detail") if getattr(span, name)}
-            if span.version >= 0:
-                args["version"] = span.version
-            work = _Slice(span.time_s, span.time_s + span.seconds, span.kind, args)
-            found.setdefault((RUN, worker), []).append(work)
-    lives = RowSpans()
-    for event in record.events:
-        for each in lives.add(event):
-            if each.name != LIFE:
-                work = _Slice(each.start_s, each.end_s, each.name, each.attributes)
-                found.setdefault((ROWS, f"row {each.row}"), []).append(work)
-    return found
+def _slice(span: Span) -> _Slice:
+    args = {name: getattr(span, name) for name in ("rows", "tokens", "detail") if getattr(span, name)}
+    if span.version >= 0:
+        args["version"] = span.version
+    return _Slice(span.time_s, span.time_s + span.seconds, span.kind, args)
 
 
 def _in_lanes(slices: list[_Slice]) -> Iterator[tuple[int, _Slice]]:

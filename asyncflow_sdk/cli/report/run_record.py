@@ -19,7 +19,7 @@ import msgspec
 
 from ...errors import ConfigError
 from ...types.events import Evaluated, Event, Span, StepTrained, WorkerState
-from ...workflow.events.event_file import EVENTS, EventFile
+from ...workflow.events.event_file import EVENTS, read_events
 from ..formats import by_name
 from ..screens.run_progress import RunProgress
 
@@ -91,7 +91,7 @@ def read_record(run_dir: Path) -> RunRecord:
         raise ConfigError(f"{run_dir} has no {EVENTS}: give the directory of a run, such as runs/demo")
     events: list[Event] = []
     skipped = 0
-    for event in EventFile(path):
+    for event in read_events(path):
         if event is None:
             skipped += 1
         else:

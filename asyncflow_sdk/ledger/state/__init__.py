@@ -16,7 +16,6 @@ from .rows import Rows
 from .sessions import Sessions
 from .steps import Steps
 from .tasks import Tasks
-from .traces import RowTraces
 from .versions import Versions
 
 
@@ -38,6 +37,5 @@ class LedgerState:
         self.steps = Steps(self.rows)
         self.versions = Versions()
         self.metrics = RowMetrics(self.context, self.rows, self.tasks)
-        self.traces = RowTraces(self.context, self.rows, self.versions)
         self.dead_letters = DeadLetters()
         self.keys = IdempotencyKeys(kept_keys)

@@ -1,6 +1,6 @@
-"""EventFile: the recorded events of a run, one JSON object a line.
+"""The recorded events of a run, one JSON object a line.
 
-for event in EventFile(directory / EVENTS): ...          # None: a line that cannot be read
+for event in read_events(directory / EVENTS): ...          # None: a line that cannot be read
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -18,33 +17,17 @@ from ...types.events import Event, Note, StepTrained
 EVENTS = "events.jsonl"
 LASTING = b'"lasting":true'
 """Part of the line of a lasting note."""
+TRACED = b'{"event":"traced"'
+"""Begin of lines about single rows, as older SDKs wrote them. Nothing reads them."""
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
-@dataclass(frozen=True)
-class EventFile:
-    """The events at ``path``; None for a line torn by a killed run, or of a newer SDK. ``nbytes``: size of
-    the part to read; default: all."""
-
-    path: Path
-    nbytes: float = math.inf
-
-    @classmethod
-    def of_now(cls, path: Path) -> EventFile:
-        """Return the events recorded until now."""
-        return cls(path, path.stat().st_size if path.exists() else 0)
-
-    def __iter__(self) -> Iterator[Event | None]:
-        left = self.nbytes
-        if not left:
-            return
-        with self.path.open("rb") as lines:
-            for line in lines:
-                left -= len(line)
-                if left < 0:
-                    return
-                if line.strip():
-                    yield decode_event(line)
+def read_events(path: Path) -> Iterator[Event | None]:
+    """Yield the recorded events; None for a line torn by a killed run, or of a newer SDK."""
+    with path.open("rb") as lines:
+        for line in lines:
+            if line.strip() and not line.startswith(TRACED):
+                yield decode_event(line)
 
 
 def lasting_notes(path: Path, begin: int) -> tuple[list[str], int]:

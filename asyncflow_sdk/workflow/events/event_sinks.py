@@ -29,8 +29,6 @@ class EventSink(abc.ABC):
 
     records_steps: bool = False
     """True if it takes the rows of steps."""
-    trace_share: float = 0.0
-    """Share of groups to trace for it."""
 
     @abc.abstractmethod
     def event(self, event: Event) -> None:

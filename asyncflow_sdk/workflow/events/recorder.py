@@ -28,7 +28,6 @@ from ...memory import make_private_directory, private_opener
 from ...queue.payload_manager import GROUPS_PER_SAMPLE, StepRows
 from ...types import LOSS_MASK, VERSION_SPANS, Event
 from ...types import events as ev
-from ...types.row_spans import TRACED_SHARE
 from .event_file import EVENTS, LASTING
 from .event_sinks import MOST_EVENTS, EventThread
 from .first_steps import FirstSteps
@@ -67,7 +66,6 @@ class Recorder(EventThread):
     """
 
     records_steps = True
-    trace_share = TRACED_SHARE
 
     def __init__(self, directory: Path, *, again: bool = False) -> None:
         super().__init__("recorder", MOST_EVENTS)

@@ -65,8 +65,6 @@ def _made(given: Any) -> tuple[str, Tracker]:
         )
     if made.sample_every < 0:
         raise ConfigError(f"sample_every is a number of steps, 0 for none, not {made.sample_every}")
-    if not 0 <= made.trace_share <= 1:
-        raise ConfigError(f"trace_share is a share of groups, 0 to 1, not {made.trace_share}")
     return tracker_label(given), made
 
 
@@ -95,7 +93,6 @@ class Trackers(EventSink):
 
     def __init__(self, trackers: Sequence[tuple[str, Tracker]]) -> None:
         self._threads = [_TrackerThread(name, tracker) for name, tracker in trackers]
-        self.trace_share = max((tracker.trace_share for _, tracker in trackers), default=0.0)
 
     def __bool__(self) -> bool:
         return bool(self._threads)

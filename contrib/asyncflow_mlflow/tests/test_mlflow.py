@@ -103,11 +103,11 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, server: str) -> None:
     assert [each.step for each in client.get_metric_history(run.info.run_id, "train/reward")] == [0, 1]
 
 
-def test_the_server_takes_the_traces_of_rows_by_otlp(tmp_path: Path, server: str) -> None:
+def test_the_server_takes_the_traces_of_steps_by_otlp(tmp_path: Path, server: str) -> None:
     pytest.importorskip("asyncflow_otel")
     client = MlflowClient(server)
-    experiment = client.create_experiment("rows")
-    options = {"ratio": 0.4, "endpoint": f"{server}/v1/traces", "headers": {"x-mlflow-experiment-id": experiment}}
+    experiment = client.create_experiment("steps")
+    options = {"endpoint": f"{server}/v1/traces", "headers": {"x-mlflow-experiment-id": experiment}}
 
     af.Workflow(
         prompts={"prompt_ids": af.Ragged.of([[1, 2, 3]] * 8)},
@@ -120,12 +120,11 @@ def test_the_server_takes_the_traces_of_rows_by_otlp(tmp_path: Path, server: str
     ).run(tmp_path / "run")
 
     traces = client.search_traces(locations=[experiment])
-    lives = [{span.name: span for span in each.data.spans} for each in traces]
-    trained = [spans for spans in lives if spans["row"].attributes["asyncflow.state"] == "consumed"]
-    assert len(trained) >= 4
-    for spans in trained:
-        assert {"row", "wait rollout", "rollout", "reward", "train"} <= spans.keys()
-        assert spans["train"].parent_id == spans["row"].span_id
+    steps = [spans for spans in ({span.name: span for span in each.data.spans} for each in traces) if "step" in spans]
+    assert sorted(spans["step"].attributes["asyncflow.step"] for spans in steps) == [0, 1]
+    works = [span for spans in steps for name, span in spans.items() if name != "step"]
+    assert {span.parent_id for span in works} <= {spans["step"].span_id for spans in steps}
+    assert "generate" in {span.name for span in works}
 
 
 def test_no_server_leaves_the_tracker_out_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

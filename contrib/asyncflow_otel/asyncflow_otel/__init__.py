@@ -1,1 +1,1 @@
-"""Traces of the rows of an AsyncFlow run for OpenTelemetry."""
+"""Traces of the steps of an AsyncFlow run for OpenTelemetry."""
