@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from echo_runs import Driver, check_whole, echo_workflow, events_of
 from functions import answer_scored, converses, fails_at_13, stream_with_a_bad_record
@@ -112,6 +113,26 @@ def test_a_coroutine_of_one_row_that_takes_too_long_costs_its_group(tmp_path: Pa
 
     check_whole(result, 3)
     assert any("waits() did not return in its timeout_s" in text for text in result.summary["reasons"])
+
+
+def test_a_cancellation_leaked_by_an_awaited_reward_is_a_fault_of_its_row() -> None:
+    async def leaks(number: Any) -> Any:
+        if 3 in number:
+            raise asyncio.CancelledError
+        return number + 0.5
+
+    with af.serve() as run:
+        (worker,) = run.start(af.Stage(leaks, task="reward", gives=["reward"], batch=8, launcher="thread"))
+        run.queue.declare("end", needs=["reward"])
+        run.queue.put({"number": np.arange(8)})
+        run.queue.end()
+        rows = [reward for batch in run.consumer("end", count=8) for reward in (batch["reward"], batch.ack())[0]]
+        (letter,) = run.queue.failed(9)
+        assert not worker.lost
+
+    assert sorted(rows) == [n + 0.5 for n in range(8) if n != 3]
+    assert "leaks() raised CancelledError\ncalled with number of row 3" in letter.reasons[-1]
+    assert "in leaks" in letter.reasons[-1]
 
 
 def test_a_call_in_the_driver_that_takes_too_long_ends_the_run_with_its_row_and_stack(tmp_path: Path) -> None:

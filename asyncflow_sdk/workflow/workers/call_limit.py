@@ -23,10 +23,6 @@ _BEATS = 10
 """Signs of life of an event loop within the limit."""
 
 
-class CallTooLong(Exception):
-    """Raised with the cancelled coroutine's error as its cause."""
-
-
 class CallLimit:
     """``expire``: a function called with the reason, to give up the worker's thread. None: the process is the
     worker's own, and ends after it has written the stacks of its threads into its log."""
@@ -53,26 +49,6 @@ class CallLimit:
         """Limit one of several calls at a time, in a thread beside an event loop."""
         with self._watched(what, self._expire or _end_process):
             yield
-
-    @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
-        """Limit an awaited call in this task. Raises CallTooLong."""
-        task, late = asyncio.current_task(), threading.Event()
-        assert task is not None
-
-        def _expire() -> None:
-            late.set()
-            task.cancel()
-
-        timer = asyncio.get_running_loop().call_later(self.timeout_s, _expire)
-        try:
-            yield
-        except asyncio.CancelledError as error:
-            if late.is_set():
-                raise CallTooLong from error
-            raise
-        finally:
-            timer.cancel()
 
     @contextlib.asynccontextmanager
     async def loop(self, what: str) -> AsyncIterator[None]:

@@ -28,7 +28,7 @@ from ..rollout.prompt_lease import PromptReader
 from ..rollout.rollout_worker import RolloutWorker
 from ..rollout.tokenizer import Tokenizer, with_stop_ids
 from ..work import Generate, Logprobs, as_trl, full_name, is_coroutine, is_of_trl, needs_of, takes_all
-from .call_limit import CallLimit, CallTooLong
+from .call_limit import CallLimit
 from .engines import frozen_options, loading_model, make_engine
 from .rank_communicator import RankCommunicator
 from .user_code import MainThread, ServiceAway, user_error_text
@@ -281,11 +281,23 @@ class _UserFunction:
             return _Outcome(reason=str(failed))
 
     async def run_async(self, rows: Batch) -> _Outcome:
-        """Await the coroutine function."""
-        function: Callable[..., Awaitable[Any]] = self._function
-        limited = contextlib.nullcontext() if self._limit is None else self._limit.awaited()
+        """Await the coroutine function, in a task of its own: a cancellation of this one is the stage's."""
+        call, late = asyncio.create_task(self._call_async(rows)), False
+        timeout_s = None if self._limit is None else self._limit.timeout_s
         try:
-            with self._errors(rows), limited:
+            late = not (await asyncio.wait({call}, timeout=timeout_s))[0]
+        finally:
+            if call.cancel():
+                await asyncio.wait({call})
+        try:
+            return call.result()
+        except asyncio.CancelledError as error:  # also one that a library of the function leaked
+            return _Outcome(reason=self._failure("did not return in its timeout_s" if late else None, error, rows))
+
+    async def _call_async(self, rows: Batch) -> _Outcome:
+        function: Callable[..., Awaitable[Any]] = self._function
+        try:
+            with self._errors(rows):
                 returned = await function(**self._arguments(rows))
             return self._check(returned, rows)
         except _FunctionFailed as failed:
@@ -303,11 +315,11 @@ class _UserFunction:
         except ServiceAway:
             raise
         except (Exception, SystemExit) as error:
-            late = isinstance(error, CallTooLong)
-            text = "did not return in its timeout_s" if late else f"raised {error_text(error)}"
-            cause = error.__cause__ or error if late else error
-            called = f"{self._name}() {text}\ncalled {_named(rows)}"
-            raise _FunctionFailed(user_error_text(called, cause)) from None
+            raise _FunctionFailed(self._failure(None, error, rows)) from None
+
+    def _failure(self, text: str | None, error: BaseException, rows: Batch) -> str:
+        text = text or f"raised {error_text(error)}"
+        return user_error_text(f"{self._name}() {text}\ncalled {_named(rows)}", error)
 
     def _check(self, returned: Any, rows: Batch) -> _Outcome:
         single = {self._gives[0]: returned} if self._gives else {}
