@@ -135,6 +135,26 @@ def test_a_cancellation_leaked_by_an_awaited_reward_is_a_fault_of_its_row() -> N
     assert "in leaks" in letter.reasons[-1]
 
 
+def test_a_function_with_groups_gets_the_whole_group_of_a_failed_row_again() -> None:
+    calls: list[tuple[int, int]] = []
+
+    def spread(number: Any, groups: Any) -> Any:
+        calls.append((len(number), len(set(groups.tolist()))))
+        return [float("nan") if n == 1 else float(len(number)) for n in number]
+
+    with af.serve() as run:
+        run.start(af.Stage(spread, task="reward", gives=["reward"], batch=8, launcher="thread"))
+        run.queue.declare("end", needs=["reward"])
+        run.queue.put({"number": np.arange(2)}, group_size=4)
+        run.queue.end()
+        rows = [reward for batch in run.consumer("end", count=8) for reward in (batch["reward"], batch.ack())[0]]
+        (letter,) = run.queue.failed(9)
+
+    assert calls == [(8, 2), (4, 1), (4, 1)]
+    assert rows == [8.0] * 4
+    assert (letter.rows, letter.task) == (4, "reward")
+
+
 def test_a_call_in_the_driver_that_takes_too_long_ends_the_run_with_its_row_and_stack(tmp_path: Path) -> None:
     released = threading.Event()
 

@@ -57,7 +57,7 @@ def run_stage(
 
     A failed call of a function costs its rows an attempt. Raises EngineError for a failed engine.
     """
-    stage = _Stage(queue, task, gives)
+    stage = _Stage(queue, task, gives, groups)
     for service in work.functions if isinstance(work, Rewards) else [work]:
         if isinstance(service, HttpReward):
             service.watch.report_to(stage.note)
@@ -90,17 +90,20 @@ class _Outcome:
     failed: dict[int, str] = field(default_factory=dict)
     reason: str = ""
 
-    def losses(self, rows: Batch) -> list[tuple[list[int], str]]:
-        """Return the rows to give back, by position, with their reasons."""
+    def losses(self, rows: Batch, whole_groups: bool) -> list[tuple[list[int], str]]:
+        """Return the rows to give back, by position, with their reasons. ``whole_groups``: a row with its group, which
+        the function needs whole."""
         if self.reason:
             return [(list(range(rows.rows)), self.reason)]
-        return [([row], reason) for row, reason in self.failed.items()]
+        units = rows.groups if whole_groups else np.arange(rows.rows)
+        reasons = {int(units[row]): reason for row, reason in self.failed.items()}
+        return [(np.flatnonzero(units == unit).tolist(), reason) for unit, reason in reasons.items()]
 
-    def completion(self, rows: Batch, filters: bool) -> dict[str, Any]:
+    def completion(self, rows: Batch, lost: list[int], filters: bool) -> dict[str, Any]:
         """Return the arguments that complete the other rows. ``filters``: the column "filtered" drops rows."""
         columns, index = self.columns, None
-        if self.failed:
-            index = np.setdiff1d(np.arange(rows.rows), list(self.failed))
+        if lost:
+            index = np.setdiff1d(np.arange(rows.rows), lost)
             columns = dict(Batch.of(columns).take(index))
         filtered = columns.pop(FILTERED, None) if filters else None
         return {"columns": columns, "index": index, "filtered": filtered}
@@ -109,8 +112,8 @@ class _Outcome:
 class _Stage:
     """A task and the loops over its leases."""
 
-    def __init__(self, queue: QueueClient, task: str, gives: tuple[str, ...]) -> None:
-        self.queue, self.task, self.gives = queue, task, gives
+    def __init__(self, queue: QueueClient, task: str, gives: tuple[str, ...], whole_groups: bool) -> None:
+        self.queue, self.task, self.gives, self._whole_groups = queue, task, gives, whole_groups
         self.kind = gives[0] if gives else task
         self._filters = FILTERED not in gives
         self._log = WorkerLog(queue.connection)
@@ -134,10 +137,12 @@ class _Stage:
                 for rows in batches:
                     began, unsent = time.monotonic(), rows.rows
                     outcome = work(rows)
-                    for index, reason in outcome.losses(rows):
+                    lost: list[int] = []
+                    for index, reason in outcome.losses(rows, self._whole_groups):
                         rows.give_back(index=index, reason=reason, blame=True)
+                        lost += index
                     if rows.left or not unsent:
-                        rows.finish(**outcome.completion(rows, self._filters))
+                        rows.finish(**outcome.completion(rows, lost, self._filters))
                     self._report_work(began, rows.rows)
                 ended = True
             except LeaseLost as error:
@@ -187,12 +192,13 @@ class _Stage:
     async def _await_call(self, rows: AsyncLeasedBatch, call: _UserFunction | _RewardFunctions) -> None:
         began = time.monotonic()
         async with rows:
-            outcome = await call.run_async(rows)
+            outcome, lost = await call.run_async(rows), list[int]()
             try:
-                for index, reason in outcome.losses(rows):
+                for index, reason in outcome.losses(rows, self._whole_groups):
                     await rows.give_back(index=index, reason=reason, blame=True)
+                    lost += index
                 if rows.left:
-                    await rows.complete(**outcome.completion(rows, self._filters))
+                    await rows.complete(**outcome.completion(rows, lost, self._filters))
             except LeaseLost as error:
                 self._report_late(rows.rows, error)
             self._report_work(began, rows.rows)
