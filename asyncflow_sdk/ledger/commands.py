@@ -125,9 +125,10 @@ class Dismiss(Command, frozen=True, tag="dismiss"):
 
 
 class Dismissed(Reply, frozen=True, tag="dismissed"):
-    """``count``: number of dismissed clients."""
+    """``count``: number of dismissed clients. ``lost``: number of groups in the leases that they lost by their end."""
 
     count: int
+    lost: int = 0
 
 
 class Prepare(Command, frozen=True, tag="prepare"):

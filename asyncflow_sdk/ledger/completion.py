@@ -152,11 +152,8 @@ class RowCompletion:
         self.give_back(grant, lost, reason, blame=blame, alone=alone)
         self._state.leases.remove(grant)
         if blame:
-            worker, firsts = (
-                self._state.sessions.name(grant.session),
-                self._state.rows.first[self._state.rows.at(lost)],
-            )
-            self._state.dead_letters.note_lost(worker, firsts)
+            firsts = self._state.rows.first[self._state.rows.at(lost)]
+            self._state.dead_letters.note_lost(self._state.sessions.name(grant.session), firsts)
             self._state.tasks.suspect(self._state.tasks[grant.task], lost)
 
     def check_delivered(self, grant: Grant) -> None:

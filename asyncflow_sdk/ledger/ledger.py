@@ -414,10 +414,9 @@ class Ledger:
             if command.ended and member is not session:
                 self._close(member.id, command.ended, blame=True)
             member.dismissed = True
-        if command.ended:
-            self.state.dead_letters.explain(command.name, command.ended)
+        lost = self.state.dead_letters.explain(command.name, command.ended) if command.ended else 0
         self.state.parked.wake_all()
-        return cmd.Dismissed(count=len(named))
+        return cmd.Dismissed(count=len(named), lost=lost)
 
     def _prepare(self, session: Session, command: cmd.Prepare) -> cmd.Reply:
         if command.what:

@@ -323,6 +323,7 @@ class CheckedLedger:
                 named = [n for n, other in self.sessions.items() if other.name == command.name]
                 meant = named if command.name else [session]
                 assert reply.count == len(meant)
+                assert command.ended or not reply.lost
                 for other in meant:
                     self.sessions[other].dismissed = True
                     if command.ended and other != session:

@@ -74,7 +74,8 @@ def test_a_launcher_explains_a_death_that_the_server_saw_first() -> None:
         worker = queue.join("w")
         queue.lease(worker, "plain")
         queue.die(worker)
-        queue.do(queue.admin, cmd.Dismiss(name="w", ended="it ended with status 1: in score()"))
+        reply = queue.do(queue.admin, cmd.Dismiss(name="w", ended="it ended with status 1: in score()"))
+        assert reply.lost == 1
     (letter,) = queue.do(queue.admin, cmd.GetFailed()).groups
     assert letter.reasons == ("plain: killed", "w: it ended with status 1: in score()", "plain: killed")
 

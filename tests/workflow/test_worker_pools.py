@@ -139,5 +139,25 @@ def test_the_run_goes_on_with_others_and_says_so_when_the_last_one_fails(tmp_pat
             run.wait(first)
 
 
+def test_a_replica_that_never_starts_again_is_given_up_though_others_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Event] = []
+    with af.serve(tmp_path / "run", on_event=events.append, on_failure="continue") as run:
+        stage = af.Stage(slow_length, task="reward", batch=1, max_restarts=2)
+        run.start(stage)
+        _, second = run.scale(stage, 2)
+        until(lambda: len(_ready(events)) == 2, "two that work")
+
+        monkeypatch.setenv("PYTHONHOME", str(tmp_path / "nowhere"))
+        os.kill(second.pid, signal.SIGKILL)
+        put(run, 2000)  # the other one has work
+        until(second.ended.is_set, "the end of the second one")
+
+        again = [e.detail for e in events if isinstance(e, WorkerState) and e.state == "restarting"]
+
+    assert [text.partition("; ")[2] for text in again] == ["restart 1 of 2 in 0.5 s", "restart 2 of 2 in 1 s"]
+
+
 def _ready(events: list[Event]) -> set[str]:
     return {event.worker for event in events if isinstance(event, WorkerState) and event.state == "ready"}

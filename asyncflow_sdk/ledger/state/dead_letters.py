@@ -37,10 +37,11 @@ class DeadLetters:
         """Note the groups that a worker held when it was lost."""
         self._lost.setdefault(worker, []).extend(firsts.tolist())
 
-    def explain(self, worker: str, reason: str) -> None:
-        """Note the cause of a worker's end for the groups that it held."""
+    def explain(self, worker: str, reason: str) -> int:
+        """Note the cause of a worker's end for the groups that it held. Return their number."""
         firsts = np.array(self._lost.pop(worker, []), np.int64)
         self.blame(firsts[np.isin(firsts, list(self._reasons))], f"{worker}: {reason}")
+        return len(firsts)
 
     def failed(self, **group: Any) -> None:
         """Keep a group that failed for good."""

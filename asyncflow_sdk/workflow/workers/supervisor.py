@@ -42,9 +42,9 @@ class WorkerObserver(abc.ABC):
         """Called when the worker changes its state."""
 
     @abc.abstractmethod
-    def gone(self, worker: Worker, why: str) -> int:
-        """Called when the worker's process has ended, maybe without a message to the queue. Return the number of rows
-        that workers like it have completed or failed since the start of the run."""
+    def gone(self, worker: Worker, why: str) -> bool:
+        """Called when the worker's process has ended, maybe without a message to the queue. Return True if rows that
+        it held may be the cause: each such end costs them an attempt, so that it cannot happen for ever."""
 
     @abc.abstractmethod
     def failed(self, worker: Worker, error: WorkerFailed) -> None:
@@ -137,15 +137,14 @@ class Worker:
             self._observer.ended(self)
 
     def _keep_running(self) -> None:
-        most, restarts, wait_s, done = self.spec.placement.max_restarts, 0, 0.0, -1
+        most, restarts, wait_s = self.spec.placement.max_restarts, 0, 0.0
         while True:
             began, ending = time.monotonic(), exit_of(self._handle)
             lived_s = time.monotonic() - began
             if ending.status or self._stopping.is_set():
                 how = f"{_described(ending)}: {ending.text.strip()}" if ending.status else "was stopped"
-                before, done = done, self._observer.gone(self, plain_text(f"its worker {how}".removesuffix(": ")))
-                if done > before > -1:  # it died of single rows: these fail, and others go on
-                    restarts, wait_s = 0, 0.0
+                if self._observer.gone(self, plain_text(f"its worker {how}".removesuffix(": "))):
+                    restarts = 0
             if not ending.status or self._stopping.is_set() or self.leaving:
                 self._report("stopped")
                 return

@@ -126,7 +126,7 @@ class WorkerPool(WorkerObserver):
     def dismiss(self, worker: Worker, grace_s: float) -> None:
         """Let a worker finish the rows it holds within ``grace_s``; the others return to the queue."""
         worker.leave(grace_s)
-        if not sum(self._dismiss(name) for name in worker.pids):
+        if not sum(self._dismiss(name).count for name in worker.pids):
             worker.stop()  # it has not connected yet, so it holds nothing
 
     def close(self) -> None:
@@ -161,15 +161,10 @@ class WorkerPool(WorkerObserver):
             self._connection.report(event)
             self._queue.flush()
 
-    def gone(self, worker: Worker, why: str) -> int:
+    def gone(self, worker: Worker, why: str) -> bool:
         """Return the leases of an ended process to the queue. Only rows of a stage can be at fault for its end."""
-        for name in worker.pids:
-            self._dismiss(name, why)
-        if not any(isinstance(each.role, Stage) and worker in each.workers for each in self._started):
-            return 0
-        with contextlib.suppress(AsyncFlowError):
-            return self._queue.status().completed.get(worker.role, 0) + self._queue.audit().failed
-        return 0
+        lost = sum(self._dismiss(name, why).lost for name in worker.pids)
+        return lost > 0 and any(isinstance(each.role, Stage) and worker in each.workers for each in self._started)
 
     def failed(self, worker: Worker, error: WorkerFailed) -> None:
         """Fail the run, or report a warning if ``on_failure`` is "continue" and a worker of the role is left."""
@@ -255,13 +250,14 @@ class WorkerPool(WorkerObserver):
             return ThreadLauncher(role)
         return self._launchers.of(role.place)
 
-    def _dismiss(self, name: str, ended: str = "") -> int:
+    def _dismiss(self, name: str, ended: str = "") -> cmd.Dismissed:
         """Have the queue lease nothing more to a worker. ``ended``: why its process has ended; then
-        its leases return at once. Returns the number of workers with this name."""
+        its leases return at once."""
         try:
-            return int(self._queue.send(cmd.Dismiss(name=name, ended=ended)).count)
+            reply: cmd.Dismissed = self._queue.send(cmd.Dismiss(name=name, ended=ended))
+            return reply
         except AsyncFlowError:  # the run is over
-            return 0
+            return cmd.Dismissed(count=0)
 
 
 def _end(workers: list[Worker]) -> None:
