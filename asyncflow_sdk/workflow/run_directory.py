@@ -99,18 +99,12 @@ class RunDirectory:
             )
 
     def write_description(
-        self, description: dict[str, Any], resumable: Serializable | None, data: Batch | None,
-        held_out: Batch | None = None, legs: Sequence[Leg] = (),
-    ) -> None:  # fmt: skip
-        """Write workflow.json and, for a ``resumable`` workflow, its arguments and ``data``; None:
-        its arguments name the function of its prompts. ``held_out``: prompts of its evaluation.
-        Raises ConfigError if another process could not make it again."""
+        self, description: dict[str, Any], resumable: Serializable | None, data: bool, legs: Sequence[Leg] = ()
+    ) -> None:
+        """Write workflow.json and, for a ``resumable`` workflow, its arguments. ``data``: True if its prompts are data
+        and no function. Raises ConfigError if another process could not make it again."""
         if resumable is not None:
-            if data is not None:
-                self._keep("prompts.safetensors", data)
-            if held_out is not None:
-                self._keep("evaluation.safetensors", held_out)
-            arguments = arguments_of(resumable, data is not None)
+            arguments = arguments_of(resumable, data)
             description |= {"again": {"path": own_path(), "workflow": arguments}, "legs": legs}
         _write_json(self.path / "workflow.json", description)
 
@@ -191,13 +185,19 @@ class RunDirectory:
         except TypeError as error:  # arguments of another version of the SDK, or unknown ones of ``changes``
             raise ConfigError(f"{directory} holds a workflow that cannot be made again: {error}") from error
 
-    def _keep(self, name: str, data: Batch) -> None:
-        """Write data, unless it is there. Raises ConfigError if other data is."""
-        path = self.path / name
-        if not path.exists():
-            write_batch(path, data)
-        elif _content(read_batch(path)) != _content(data):
-            raise ConfigError(f"{path} has other data than this workflow; {FIXED['prompts']}")
+    def keep(self, data: Batch | None, held_out: Batch | None) -> None:
+        """Write the prompts of a run and those of its evaluation, as far as they are not there. Columns not needed
+        before are added. Raises ConfigError if other prompts are there."""
+        for name, given in (("prompts", data), ("evaluation", held_out)):
+            if given is None:
+                continue
+            path = self.path / f"{name}.safetensors"
+            kept = read_batch(path) if path.exists() else Batch(given.ids, given.groups, {})
+            old, new = _content(kept), _content(given)
+            if kept.rows != given.rows or any(old[each] != new[each] for each in old.keys() & new.keys()):
+                raise ConfigError(f"{path} has other data than this workflow; {FIXED['prompts']}")
+            if new.keys() - old.keys():
+                write_batch(path, Batch(given.ids, given.groups, {**kept.columns, **given.columns}))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json atomically. Raises OSError."""

@@ -311,14 +311,15 @@ class Workflow(Serializable):
             if resumable:
                 held.enter_context(directory.lock())
             legs = directory.legs() if again else []
+            data = self.plan.data if self.plan.stream is None else None
+            if resumable:
+                directory.keep(data, self.plan.held_out)
             if changes is not None:
                 legs.append(directory.begin_leg(changes, self.plan.steps))
             with directory.writable():
                 recorder = Recorder(directory.path, again=again)
             try:
-                data = self.plan.data if self.plan.stream is None else None
-                keeps = self if resumable else None
-                directory.write_description(self.describe(), keeps, data, self.plan.held_out, legs)
+                directory.write_description(self.describe(), self if resumable else None, data is not None, legs)
             except BaseException:
                 recorder.close()
                 if not again:

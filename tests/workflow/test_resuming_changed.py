@@ -13,6 +13,8 @@ from functions import doubled_length
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.testing import EchoTrain
+from asyncflow_sdk.workflow.events.step_files import read_batch
+from asyncflow_sdk.workflow.run_directory import RunDirectory
 
 
 class Rated(EchoTrain):
@@ -90,6 +92,10 @@ def test_a_failed_run_goes_on_with_a_changed_workflow_from_its_newest_checkpoint
         workflow(steps=100).run(tmp_path / "run")
     first = [*trained]
     trained.clear()
+    record = sorted(path for path in (tmp_path / "run").rglob("*") if {"queue", "steps"} & {*path.parts})
+    with pytest.raises(ConfigError, match=r"prompts.safetensors has other data than this workflow"):
+        workflow(steps=12, prompts={"prompt_ids": [[1], [2]]}).resume_in(tmp_path / "run")
+    assert record == sorted(path for path in (tmp_path / "run").rglob("*") if {"queue", "steps"} & {*path.parts})
     changed = workflow(
         steps=12, batch_size=8, reward=af.Stage(doubled_length, task="reward", launcher="thread"),
         train=af.Train("test_resuming_changed:Rated", learning_rate=0.5, launcher="thread"),
@@ -104,6 +110,18 @@ def test_a_failed_run_goes_on_with_a_changed_workflow_from_its_newest_checkpoint
     assert [each[0] for each in trained] == [6, 7, 8, 8, 9, 10, 11]
     del trained[2]
     check_changed(result, 6, first)
+
+
+def test_a_changed_run_may_need_other_columns_of_the_same_prompts(tmp_path: Path) -> None:
+    record, prompts = RunDirectory(tmp_path), {"prompt": ["a", "b"]}
+
+    record.keep(af.Batch.of(prompts), None)
+    record.keep(af.Batch.of(prompts | {"answer": ["c", "d"]}), None)
+    record.keep(af.Batch.of(prompts | {"level": [1, 2]}), None)
+
+    assert {*read_batch(tmp_path / "prompts.safetensors")} == {"prompt", "answer", "level"}
+    with pytest.raises(ConfigError, match="has other data"):
+        record.keep(af.Batch.of({"prompt": ["a", "b"], "level": [1, 3]}), None)
 
 
 def test_what_cannot_change_is_refused_by_name(tmp_path: Path) -> None:
