@@ -154,7 +154,7 @@ def prompt_source(prompts: Prompts, select: Selection) -> Batch | PromptStream:
         return PromptStream(given, select)
     if isinstance(prompts, (str, Path)):
         return _read(Path(prompts), select)
-    if hasattr(prompts, "select_columns"):  # of datasets.Dataset, which decodes what it reads
+    if hasattr(prompts, "select_columns") and not isinstance(prompts, Mapping):  # a datasets.Dataset, which decodes
         table: Any = prompts
         prompts = table.select_columns([*select.of(table.column_names)])[:]
     elif hasattr(prompts, "__arrow_c_stream__"):
@@ -402,16 +402,18 @@ class PromptStream:
         values = record if isinstance(record, Mapping) else {self._prompt: record}
         for name in self._names.keys() - values.keys():
             raise SchemaError(f"it has no column {name!r}")
-        for name in [name for name, new in self._names.items() if new == self._prompt]:
-            for length, limit in self._limits if values[name] else ():
-                if (tokens := length(values[name])) > limit:
-                    raise SchemaError(f"its prompt has {tokens} tokens, and may have {limit}")
-            if self._cut and values[name] is not None:
-                values = {**values, name: values[name][-self._cut :]}
         row = {
             new: cast(new, values[name], self.head.spec(new), native=new == self._prompt)
             for name, new in self._names.items()
         }
+        for prompt in [values[name] for name, new in self._names.items() if new == self._prompt]:
+            for length, limit in self._limits:
+                if (tokens := length(prompt)) > limit:
+                    raise SchemaError(f"its prompt has {tokens} tokens, and may have {limit}")
+            if self._cut:
+                row[self._prompt] = cast(
+                    self._prompt, prompt[-self._cut :], self.head.spec(self._prompt), native=True
+                )
         return Batch(np.zeros(1, np.int64), np.zeros(1, np.int64), row)
 
 

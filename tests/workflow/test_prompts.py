@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from echo_runs import PROMPTS, Driver, column, echo_workflow, events_of
 from gates import Gates
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.errors import ConfigError, SchemaError
+from asyncflow_sdk.workflow.data import HEAD, PromptStream, Selection
 
 ROWS = [{"prompt": "2+3=", "answer": "5"}, {"prompt": "1+1=", "answer": "2"}]
 CHAT = [{"role": "user", "content": "2+3="}]
@@ -254,6 +256,35 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 
 
 # ---- streams
+
+
+@pytest.mark.parametrize("long_prompts", ["drop", "truncate_left"])
+def test_token_ids_of_a_stream_may_be_arrays_and_bad_ones_are_left_out(long_prompts: str) -> None:
+    odd: list[Any] = [np.arange(3), 5, None, np.arange(9), []]
+    good = [{"prompt_ids": np.arange(2)}] * HEAD
+    stream = PromptStream(lambda: iter([*good]), Selection("prompt_ids"))
+    stream.limit(len, 4) if long_prompts == "drop" else stream.cut(4)
+
+    read: list[Any] = []
+    for prompt in odd:
+        try:
+            read.append(stream.row({"prompt_ids": prompt})["prompt_ids"][0].tolist())
+        except SchemaError as error:
+            read.append(str(error))
+
+    assert read[0] == [0, 1, 2]
+    assert read[3] == ("its prompt has 9 tokens, and may have 4" if long_prompts == "drop" else [5, 6, 7, 8])
+    assert [isinstance(each, str) for each in read] == [False, True, True, long_prompts == "drop", True]
+
+
+def test_one_split_of_a_dictionary_of_data_sets_is_asked_for() -> None:
+    datasets = pytest.importorskip("datasets")
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+    with pytest.raises(
+        ConfigError, match=r"a dictionary of data sets, 'train': give one of them, prompts=data\['train'\]"
+    ):
+        af.load_prompts(splits)
+
 
 ENDLESS = 10**9
 
