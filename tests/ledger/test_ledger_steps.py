@@ -80,6 +80,15 @@ def test_a_launcher_explains_a_death_that_the_server_saw_first() -> None:
     assert letter.reasons == ("plain: killed", "w: it ended with status 1: in score()", "plain: killed")
 
 
+def test_a_request_for_all_rows_gets_those_that_lost_a_lease_together() -> None:
+    queue = Queue(PLAIN)
+    queue.put(4)
+    worker = queue.join("w")
+    queue.lease(worker, "plain")
+    queue.die(worker)
+    assert ids(queue.lease(queue.join("w"), "plain", 4, at_least=4)) == [0, 1, 2, 3]
+
+
 def test_rows_given_back_without_blame_never_fail() -> None:
     queue = Queue(PLAIN)
     worker = queue.join("w")
