@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -15,12 +16,14 @@ import pytest
 from echo_runs import Driver, check_whole, echo_workflow, events_of
 from functions import answer_scored, converses, fails_at_13, stream_with_a_bad_record
 from judges import Judge
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.reports import FailedGroup
 from asyncflow_sdk.workflow.events.failure_limit import FailureLimit
+from asyncflow_sdk.workflow.workers import call_limit
 
 PROMPTS: dict[str, Any] = {"prompt_ids": af.Ragged.of([[13], *([n, n] for n in range(8))])}
 
@@ -153,6 +156,25 @@ def test_a_function_with_groups_gets_the_whole_group_of_a_failed_row_again() -> 
     assert calls == [(8, 2), (4, 1), (4, 1)]
     assert rows == [8.0] * 4
     assert (letter.rows, letter.task) == (4, "reward")
+
+
+def test_a_coroutine_that_swallows_its_cancellation_ends_as_a_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_limit, "GRACE_S", 0.1)
+    released = threading.Event()
+
+    async def retries(number: Any) -> Any:
+        while not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+        return number
+
+    with af.serve() as run:
+        (worker,) = run.start(af.Stage(retries, gives=["reward"], timeout_s=0.5, launcher="thread"))
+        run.queue.put({"number": [7]})
+        until(lambda: worker.lost, "that its thread is given up")
+        released.set()
+        with pytest.raises(WorkerFailed, match=r"of row 0, did not return in 0.5 s .*cancellation(.|\n)*in retries"):
+            run.check()
 
 
 def test_a_call_in_the_driver_that_takes_too_long_ends_the_run_with_its_row_and_stack(tmp_path: Path) -> None:

@@ -14,11 +14,15 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import FrameType
+from typing import Any, cast
 
 from ...queue.error_text import FRAMES, SDK
 
 MAX_S = 1e8
 """Largest limit of timers (seconds): three years."""
+GRACE_S = 10.0
+"""An awaited call may take this long to end after its cancellation (seconds)."""
 _BEATS = 10
 """Signs of life of an event loop within the limit."""
 
@@ -50,6 +54,17 @@ class CallLimit:
         with self._watched(what, self._expire or _end_process):
             yield
 
+    def give_up(self, what: str, call: asyncio.Task[Any]) -> None:
+        """End the process, or give up the worker's thread, for an awaited call that goes on after its cancellation."""
+        text = (
+            f"{what} did not return in {self.timeout_s:g} s (timeout_s), nor in {GRACE_S:g} s after its cancellation"
+        )
+        frames, awaited = list[tuple[FrameType, int]](), cast("Any", call.get_coro())
+        while frame := getattr(awaited, "cr_frame", None):
+            frames.append((frame, frame.f_lineno))
+            awaited = getattr(awaited, "cr_await", None)
+        (self._expire or _end_process)(f"{text}\n{_user_frames(traceback.StackSummary.extract(frames))}")
+
     @contextlib.asynccontextmanager
     async def loop(self, what: str) -> AsyncIterator[None]:
         """Limit the time for which a call may block this event loop."""
@@ -80,8 +95,11 @@ class CallLimit:
 
 
 def _stack_of(thread: int) -> str:
-    """Return the innermost frames of a thread, without the SDK's."""
-    stack = traceback.extract_stack(sys._current_frames().get(thread))
+    return _user_frames(traceback.extract_stack(sys._current_frames().get(thread)))
+
+
+def _user_frames(stack: traceback.StackSummary) -> str:
+    """Return the innermost frames of a stack, without the SDK's."""
     return "".join(traceback.format_list([each for each in stack if not each.filename.startswith(SDK)][-FRAMES:]))
 
 

@@ -28,6 +28,7 @@ from ..rollout.prompt_lease import PromptReader
 from ..rollout.rollout_worker import RolloutWorker
 from ..rollout.tokenizer import Tokenizer, with_stop_ids
 from ..work import Generate, Logprobs, as_trl, full_name, is_coroutine, is_of_trl, needs_of, takes_all
+from . import call_limit
 from .call_limit import CallLimit
 from .engines import frozen_options, loading_model, make_engine
 from .rank_communicator import RankCommunicator
@@ -294,9 +295,11 @@ class _UserFunction:
             late = not (await asyncio.wait({call}, timeout=timeout_s))[0]
         finally:
             if call.cancel():
-                await asyncio.wait({call})
+                await asyncio.wait({call}, timeout=call_limit.GRACE_S)
+        if self._limit is not None and not call.done():
+            self._limit.give_up(f"{self._name}(), called {_named(rows)},", call)
         try:
-            return call.result()
+            return await call
         except asyncio.CancelledError as error:  # also one that a library of the function leaked
             return _Outcome(reason=self._failure("did not return in its timeout_s" if late else None, error, rows))
 
