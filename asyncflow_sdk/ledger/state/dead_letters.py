@@ -6,8 +6,10 @@ The last ``MAX_GROUPS`` are kept, each with its last ``MAX_REASONS`` reasons.
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ...types.reports import FailedGroup
@@ -38,9 +40,12 @@ class DeadLetters:
         self._lost.setdefault(worker, []).extend(firsts.tolist())
 
     def explain(self, worker: str, reason: str) -> int:
-        """Note the cause of a worker's end for the groups that it held. Return their number."""
-        firsts = np.array(self._lost.pop(worker, []), np.int64)
-        self.blame(firsts[np.isin(firsts, list(self._reasons))], f"{worker}: {reason}")
+        """Note the cause of a worker's end for the groups that it held, failed ones too. Return their number."""
+        firsts, text = self._lost.pop(worker, []), f"{worker}: {reason}"[:REASON_LENGTH]
+        self.blame(np.array([first for first in firsts if first in self._reasons], np.int64), text)
+        for at, group in enumerate([*self.groups]):
+            if group.first in firsts:
+                self.groups[at] = msgspec.structs.replace(group, reasons=(*group.reasons, text)[-MAX_REASONS:])
         return len(firsts)
 
     def failed(self, **group: Any) -> None:
@@ -55,12 +60,10 @@ class DeadLetters:
         each row; ``names``: of the partitions."""
         breaks = (np.diff(rows) != 1) | (np.diff(groups) > 1) | (np.diff(partition) != 0)
         children = parents != NONE
-        breaks |= children[1:] != children[:-1]
-        breaks |= children[1:] & (np.diff(parents) != 1)
-        starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
-        ends = np.concatenate([starts[1:], [len(rows)]])
-        self.total += len(starts)
-        for start, end in zip(starts[-MAX_GROUPS:].tolist(), ends[-MAX_GROUPS:].tolist(), strict=True):
+        breaks |= (children[1:] != children[:-1]) | (children[1:] & (np.diff(parents) != 1))
+        bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(rows)]
+        self.total += len(bounds) - 1
+        for start, end in [*pairwise(bounds)][-MAX_GROUPS:]:
             self.groups.append(
                 FailedGroup(
                     first=int(rows[start]), rows=end - start, task="", partition=names[int(partition[start])], key=key,
