@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.reports import FailedGroup
 from asyncflow_sdk.workflow.events.failure_limit import FailureLimit
 from asyncflow_sdk.workflow.workers import call_limit
+from asyncflow_sdk.workflow.workers.process_launcher import WorkerOutput
 
 PROMPTS: dict[str, Any] = {"prompt_ids": af.Ragged.of([[13], *([n, n] for n in range(8))])}
 
@@ -156,6 +159,28 @@ def test_a_function_with_groups_gets_the_whole_group_of_a_failed_row_again() -> 
     assert calls == [(8, 2), (4, 1), (4, 1)]
     assert rows == [8.0] * 4
     assert (letter.rows, letter.task) == (4, "reward")
+
+
+HANGS_DEEP = """
+import faulthandler, time
+def deep(depth):
+    deep(depth - 1) if depth else innermost()
+def innermost():
+    time.sleep(3600)
+faulthandler.dump_traceback_later(0.1, exit=True)
+deep(60)
+"""
+
+
+def test_the_end_of_a_log_names_the_innermost_frames_of_a_call_that_took_too_long(tmp_path: Path) -> None:
+    copied, into = os.pipe()
+    with open(into, "wb", buffering=0) as file:
+        output = WorkerOutput(tmp_path / "worker.log", file, copied)
+        subprocess.run([sys.executable, "-c", HANGS_DEEP], stderr=file, check=False)
+
+    lines = output.text().splitlines()
+    assert "in innermost" in lines[2], lines
+    assert [line.split()[-1] for line in lines[3:]] == ["deep"] * 7
 
 
 def test_a_coroutine_that_swallows_its_cancellation_ends_as_a_call_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from ..._version import __version__
 from ...errors import ConfigError
 from ...interfaces import FATAL_STATUS, Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
 from ...memory import make_private_directory, private_opener
+from ...queue.error_text import FRAMES, SDK
 from .worker_process import COMPLETED, REPORT_BYTES
 
 LOG_BYTES = 32 << 20
@@ -94,9 +95,19 @@ class WorkerOutput:
                         file.write(block)
 
     def text(self) -> str:
-        """Return the last lines, once all is copied. Call after the process's end."""
+        """Return the last lines, once all is copied; of a call that took too long the innermost frames of each thread,
+        without the SDK's. Call after the process's end."""
         self._thread.join(_COPY_S)  # a process left behind may hold it open
-        return "\n".join(self._tail.decode(errors="replace").splitlines()[-25:])
+        lines = self._tail.decode(errors="replace").splitlines()
+        hung = [at for at, line in enumerate(lines) if line.startswith("Timeout (")]  # of faulthandler
+        if not hung:
+            return "\n".join(lines[-25:])
+        kept, frame = list[str](), 0
+        for line in lines[hung[-1] :]:
+            frame = frame + 1 if line.startswith("  ") else 0
+            if frame <= FRAMES and SDK not in line:
+                kept.append(line)
+        return "\n".join(kept)
 
     def exit(self, status: int, python: str) -> WorkerExit:
         """Return the exit of a process without a last report: the last lines are its text."""
