@@ -43,17 +43,23 @@ def queue(run: Served) -> TransferQueue:
     return queue
 
 
+def read_and_give_back(queue: TransferQueue, count: int) -> None:
+    """Without blame, after which rows come alone."""
+    with queue.get("read", count) as batch:
+        try:
+            batch.ragged("r")
+        finally:
+            batch.give_back()
+
+
 def expect_damage(queue: TransferQueue, words: Any, at: int, value: int) -> None:
     """Put a value into a word of the first block: its rows cannot be read, alone or with others. Then undo it."""
     good = words[at]
     words[at] = value
     try:
         for count in (ROWS, 2 * ROWS):
-            with pytest.raises(SchemaError, match="damaged|offsets"), queue.get("read", count) as batch:
-                try:
-                    batch.ragged("r")
-                finally:
-                    batch.give_back()  # else its rows would come alone
+            with pytest.raises(SchemaError, match="damaged|offsets"):
+                read_and_give_back(queue, count)
     finally:
         words[at] = good
     with queue.get("read", 2 * ROWS) as batch:
