@@ -45,10 +45,11 @@ class Terminations:
 
     def finish(self, ids: Ids, state: int, reason: str = "", *, through: int | None = None) -> None:
         """End rows. ``through``: their partition, if all tasks that take it have completed them."""
-        rows, context = self._state.rows, self._state.context
-        at = rows.at(ids)
-        given, reason = reason, self.shortened(TERMINAL[state - 1], reason)
-        event = self._state.metrics.ended_event(ids, state, reason)
+        rows, context, partitions = self._state.rows, self._state.context, self._state.partitions
+        at, ended = rows.at(ids), TERMINAL[state - 1]
+        given, reason = reason, self.shortened(ended, reason)
+        ended_event, name_of = self._state.metrics.ended_event, partitions.name_of
+        events = [ended_event(part, name_of(part), ended, reason) for _, part in partitions.split(ids)]
         broken: list[tuple[Grant, Ids]] = []
         for name, task in self._state.tasks.by_name.items():
             if through is not None:
@@ -75,11 +76,11 @@ class Terminations:
             self._state.dead_letters.forget(rows.first[at])
         context.effects.retired.append(ids)
         if reason:
-            self.reasons[f"{event.state}: {reason}"] += len(ids)
-        context.publish(event)
+            self.reasons[f"{ended}: {reason}"] += len(ids)
+        context.effects.events += events
         context.wake("put", "wanted")
         for grant, gone in broken:  # what was computed from a step in parts includes them
-            self._step_leases.give_back(grant, f"{_named(gone)} of its step ended ({event.state}): {given}")
+            self._step_leases.give_back(grant, f"{_named(gone)} of its step ended ({ended}): {given}")
 
     def note_skipped(self, count: int, reason: str) -> None:
         """Count rows that a task skips."""
@@ -95,9 +96,8 @@ class Terminations:
         """Cancel live rows outside full steps, in one partition or all. Return their number."""
         live = self._state.rows.live_ids()
         if partition is not None:
-            live = live[
-                self._state.rows.partition[self._state.rows.at(live)] == self._state.partitions.number(partition)
-            ]
+            partitions = self._state.partitions
+            live = dict(partitions.split(live)).get(partitions.number(partition), live[:0])
         return self.end_groups(live, CANCELLED, reason)
 
 

@@ -119,16 +119,16 @@ class Loaded(_Event, frozen=True, tag="loaded"):
 
 
 class RowsEnded(_Event, frozen=True, tag="rows"):
-    """``count`` rows reached terminal ``state``. ``reason``: if there is one.
+    """``count`` rows of a ``partition`` reached terminal ``state``. ``reason``: if there is one.
 
-    For complete responses: rows by length bin (``lengths``), sum of lengths (``tokens``) and of
-    squared lengths (``squares``). ``unfinished``: rows that ended during generation, by bin of
-    their estimated length at average speed.
+    For complete responses: rows by length bin (``lengths``), sum of lengths (``tokens``) and of squared lengths
+    (``squares``). ``unfinished``: rows that ended during generation, by bin of their length at average speed.
     """
 
     state: str
     count: int
     reason: str = ""
+    partition: str = ""
     lengths: dict[int, int] = msgspec.field(default_factory=dict)
     tokens: int = 0
     squares: int = 0

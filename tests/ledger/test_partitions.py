@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from ledger_queue import LAST, NUMBER, TEXT, TOKENS, Queue, ids
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, Ended, SchemaError
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.types.events import RowsEnded
 
 pytestmark = pytest.mark.fast
 
@@ -110,6 +112,17 @@ def test_ending_a_partition_can_cancel_its_rows() -> None:
 
     audit = queue.audit()
     assert (audit.live, audit.cancelled) == (3, 2)
+
+
+def test_rows_that_end_at_once_are_told_by_partition() -> None:
+    queue = Queue(TaskSpec(name="any", needs=("prompt",), partitions=("*",)))
+    put(queue, 2)
+    put(queue, 3, partition="a")
+
+    queue.do(queue.admin, cmd.Cancel(ids=cmd.pack_ids(np.arange(5))))
+
+    told = [(event.partition, event.count) for event in queue.events if isinstance(event, RowsEnded)]
+    assert told == [("", 2), ("a", 3)]
 
 
 def test_a_partition_the_task_does_not_take_is_an_error() -> None:

@@ -227,6 +227,7 @@ def test_more_failures_than_the_share_end_the_run_with_examples() -> None:
     limit, letters = FailureLimit(0.1, step_groups=4, group_size=4), Letters()
     for state, groups in (("consumed", 200), ("failed", 10), ("cancelled", 500)):
         limit.event(ev.RowsEnded(time_s=0.0, state=state, count=4 * groups))
+    limit.event(ev.RowsEnded(time_s=0.0, state="failed", count=100, partition="evaluation"))
     limit.check(letters)  # type: ignore[arg-type]
 
     limit.event(ev.RowsEnded(time_s=0.0, state="failed", count=4))

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...types import events as ev
 from ...types.lengths import length_bins
-from ...types.reports import TERMINAL, StepAges
+from ...types.reports import StepAges
 from ...types.spans import steps_of
 from ..commands import Ids, pack_ids
 from .context import Context
@@ -59,9 +59,9 @@ class RowMetrics:
             self._tokens += int(values.sum())
             self._seconds += len(ids) * (self._context.now - since)
 
-    def ended_event(self, ids: Ids, state: int, reason: str) -> ev.RowsEnded:
-        """Return the event of ending rows. Their leases must still hold them."""
-        event = ev.RowsEnded(time_s=self._context.now, state=TERMINAL[state - 1], count=len(ids), reason=reason)
+    def ended_event(self, ids: Ids, partition: str, state: str, reason: str) -> ev.RowsEnded:
+        """Return the event of ending rows of a partition. Their leases must still hold them."""
+        event = ev.RowsEnded(state, len(ids), reason, partition, time_s=self._context.now)
         if not self.lengths_known:
             return event
         at = self._rows.at(ids)

@@ -8,18 +8,21 @@ from ...errors import ConfigError
 from ...queue import QueueClient
 from ...types import Event
 from ...types import events as ev
+from ..specs import TRAINED
 from .event_sinks import EventSink
 
 WINDOW = 100
 """Least number of ended groups to take the share of."""
+KEPT = 1000
+"""Number of failed groups that the queue keeps."""
 EXAMPLES = 3
 """Most examples in an error."""
 EXAMPLE_LENGTH = 1500
 
 
 class FailureLimit(EventSink):
-    """Counts the failed among the groups that ended last: ``WINDOW`` of them, or those of a step if it has more. Lost
-    payload is nobody's fault, and not counted.
+    """Counts the failed among the groups of training that ended last: ``WINDOW`` of them, or those of a step if it has
+    more. Lost payload is nobody's fault, and not counted.
 
     With ``max_failed`` 0.1 and a window of 100 the eleventh failure ends the run, also if no more than eleven groups
     ended so far; with 0 the first does.
@@ -32,7 +35,7 @@ class FailureLimit(EventSink):
 
     def event(self, event: Event) -> None:
         """Count groups that ended."""
-        if isinstance(event, ev.RowsEnded) and event.state != "cancelled":
+        if isinstance(event, ev.RowsEnded) and event.state != "cancelled" and event.partition in TRAINED:
             self._ended.extend([event.state == "failed"] * -(-event.count // self._group_size))
 
     def check(self, queue: QueueClient) -> None:
@@ -40,7 +43,8 @@ class FailureLimit(EventSink):
         failed, limit = sum(tuple(self._ended)), self._max_failed * self._window
         if failed <= limit:
             return
-        letters = [each for each in queue.failed(failed) if each.task]
+        letters = [each for each in queue.failed(KEPT) if each.partition in TRAINED][-failed:]
+        letters = [each for each in letters if each.task]
         if len(letters) <= limit:
             return
         text = f"{len(letters)} of the last {self._window} groups failed, and max_failed is {self._max_failed:g}"
