@@ -185,12 +185,9 @@ class Diagnostics:
     def _why_no_room(self, put: cmd.AddRows) -> str:
         limits, budget, steps = self._state.limits, self._state.budget, self._state.steps
         count, live = self._state.keys.rows_in(put), budget.occupied
+        holding = self._holding(list(self._state.tasks.by_name)) or "no task has any rows; declare one or end the run"
         reserve = max(count * budget.reserve, put.nbytes)
         if live + count <= limits.capacity_rows and budget.charged + reserve > limits.capacity_bytes:
-            holding = (
-                self._holding(list(self._state.tasks.by_name))
-                or "no task has any rows; declare a task or end the run"
-            )
             held = f", and by {budget.held} trained rows not covered by a checkpoint" if budget.held else ""
             return (
                 f"{count} more rows may take {reserve} bytes, and the queue has {budget.charged} of"
@@ -206,9 +203,6 @@ class Diagnostics:
                     f"{full}, and step {steps.window.step} cannot fill without {lacks} more;"
                     " put fewer at a time, or set a larger capacity_rows"
                 )
-        holding = (
-            self._holding(list(self._state.tasks.by_name)) or "no task has any of them; declare a task or end the run"
-        )
         return f"{full}; {holding}"
 
     def _why_no_rows(self, request: ParkedRequest) -> str:

@@ -29,6 +29,7 @@ the rules above it, never those below:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -205,14 +206,17 @@ class Ledger:
     def tick(self, now: float) -> None:
         """Expire leases, parked requests and absent homes past their deadline."""
         self.state.context.now = now
-        for grant in self.state.leases.deadlines.due(now):
+        due = self.state.leases.deadlines.due(now)
+        held = Counter((each.session, each.task) for each in self.state.leases.by_token.values() if due)
+        for grant in due:
             if grant.token not in self.state.leases.by_token:
                 continue  # it ended with another one in this loop
             if grant.parts != NONE and self.part_delivery.waits(grant):
                 self.state.leases.renew(grant)
             else:
                 limit = self.state.tasks[grant.task].spec.lease_s
-                self.completion.void(grant, f"the lease expired after {limit:g} s", blame=True)
+                alone = held[grant.session, grant.task] == 1
+                self.completion.void(grant, f"the lease expired after {limit:g} s", blame=True, alone=alone)
         self._settle()
         late = self.state.parked.deadlines.due(now)
         for request in late:

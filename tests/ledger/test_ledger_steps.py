@@ -67,6 +67,21 @@ def test_innocent_rows_never_fail_for_their_neighbour() -> None:
     assert (audit.failed, audit.reasons) == (1, {"failed: failed 1 times in task 'plain'; last: killed": 1})
 
 
+def test_rows_whose_leases_expire_together_are_tried_again() -> None:
+    queue = Queue(TaskSpec(name="plain", needs=("prompt",), gives=("answer",), lease_s=10, max_attempts=1), LAST)
+    worker = queue.join("w")
+    queue.put(2)
+    for _ in range(2):
+        queue.lease(worker, "plain", 1)
+
+    queue.at(20.0)
+
+    assert queue.audit().failed == 0
+    queue.lease(worker, "plain", 1)
+    queue.at(40.0)
+    assert queue.audit().failed == 1  # it was held alone
+
+
 def test_a_launcher_explains_a_death_that_the_server_saw_first() -> None:
     queue = Queue(TaskSpec(name="plain", needs=("prompt",), gives=("answer",), max_attempts=2), LAST)
     queue.put(1)
