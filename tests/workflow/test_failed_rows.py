@@ -146,7 +146,7 @@ def test_a_function_with_groups_gets_the_whole_group_of_a_failed_row_again() -> 
 
     def spread(number: Any, groups: Any) -> Any:
         calls.append((len(number), len(set(groups.tolist()))))
-        return [float("nan") if n == 1 else float(len(number)) for n in number]
+        return [*[float(len(number))] * (len(number) - 1), float("nan") if 1 in number else float(len(number))]
 
     with af.serve() as run:
         run.start(af.Stage(spread, task="reward", gives=["reward"], batch=8, launcher="thread"))
