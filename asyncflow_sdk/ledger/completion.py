@@ -21,6 +21,9 @@ from .terminations import CONSUMED, FAILED, FILTERED, Terminations
 
 NO_GRADIENT = "no gradient, as in a group with equal rewards"
 
+TOGETHER = 4
+"""Further losses after which rows fail that are never leased alone, as for ``at_least``."""
+
 
 class RowCompletion:
     """Ends the work on leased rows."""
@@ -138,8 +141,8 @@ class RowCompletion:
         rows.task(name, "attempts")[at] += blame
         if blame:
             self._state.dead_letters.blame(rows.first[at], f"{name}: {reason}")
-            if alone and len(np.unique(rows.first[at] if task.whole_groups else ids)) == 1:
-                ids = self._fail_spent(task, ids, reason)
+            single = alone and len(np.unique(rows.first[at] if task.whole_groups else ids)) == 1
+            ids = self._fail_spent(task, ids, reason, task.spec.max_attempts + (0 if single else TOGETHER))
         if task.spec.admits:
             self._return_admitted(task, ids)
         else:
@@ -209,9 +212,9 @@ class RowCompletion:
         else:
             self._state.rows.fate[self._state.rows.at(dropped)] = FILTERED
 
-    def _fail_spent(self, task: Task, ids: Ids, reason: str) -> Ids:
-        """Fail rows that lost too many leases, with their groups. Return those still ready."""
-        rows, name, most = self._state.rows, task.spec.name, task.spec.max_attempts
+    def _fail_spent(self, task: Task, ids: Ids, reason: str, most: int) -> Ids:
+        """Fail rows that lost ``most`` leases, with their groups. Return those still ready."""
+        rows, name = self._state.rows, task.spec.name
         spent = ids[rows.task(name, "attempts")[rows.at(ids)] >= most]
         if len(spent):
             why = f"failed {most} times in task {name!r}; last: {reason}"

@@ -58,9 +58,10 @@ def test_the_same_key_adds_nothing_twice(queue: TransferQueue) -> None:
 def test_an_exception_gives_the_rows_back_and_blames_them(queue: TransferQueue) -> None:
     # given
     queue.put({"x": [1.0, 2.0]})
-    # when the same rows fail three times
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError), queue.get("work", 2, timeout_s=100):
+    # when the same rows fail three times, first together and then each alone
+    for rows in (2, 1, 1, 1, 1):
+        with pytest.raises(ZeroDivisionError), queue.get("work", 2, timeout_s=100) as batch:
+            assert batch.rows == rows
             _ = 1 / 0
     # then they have failed for good, with the reason counted
     audit = queue.audit()

@@ -160,6 +160,8 @@ class Driver(Child):
 def drive(directory: str, what: str) -> None:
     """Run or resume a workflow. Say its workers as they start, each step, and how it ended."""
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+
     def show(event: object) -> None:
         if isinstance(event, WorkerState) and event.state in ("starting", "ready"):
             say(f"worker {event.state} {event.worker} {event.pid}")

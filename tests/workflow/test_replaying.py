@@ -20,7 +20,7 @@ from asyncflow_sdk.queue import Connection, open_queue
 def take_and_wait(address: str) -> None:
     """In a process of its own: hold rows until it is killed."""
     queue = open_queue(Connection(address, "taker"))
-    batch = queue.get("work", 8)
+    batch = queue.get("work", 8, at_least=8)  # else rows that lost a lease come alone
     assert batch.rows == 8
     say("has rows")
     hear()

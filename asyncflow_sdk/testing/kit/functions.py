@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ...workflow.workers.user_code import ServiceAway
+
 FAILURE = "told to fail, to see whether anyone hears of it"
 
 
@@ -21,8 +23,8 @@ def odd(response_ids: Sequence[Any]) -> list[float]:
 
 
 def fails(x: Sequence[Any]) -> list[int]:
-    """Raise an error."""
-    raise RuntimeError(FAILURE)
+    """Raise an error that is no fault of its rows, and ends the worker."""
+    raise ServiceAway(FAILURE)
 
 
 def sleeps(x: Sequence[Any]) -> list[int]:
