@@ -154,7 +154,7 @@ class RowCompletion:
         lost = self._state.leases.outstanding(grant)
         self.give_back(grant, lost, reason, blame=blame, alone=alone)
         self._state.leases.remove(grant)
-        if blame:
+        if blame and self._state.tasks[grant.task].spec.batch_rows is None:
             firsts = self._state.rows.first[self._state.rows.at(lost)]
             self._state.dead_letters.note_lost(self._state.sessions.name(grant.session), firsts)
             self._state.tasks.suspect(self._state.tasks[grant.task], lost)

@@ -220,7 +220,7 @@ class Letters:
     """As a client that has failed groups."""
 
     def failed(self, count: int) -> list[FailedGroup]:
-        return [FailedGroup(0, 4, "reward", "", "", -1, ("no answer",), 0.0)] * count
+        return [FailedGroup(0, 4, "reward", "", "", -1, ("no answer\nin score()", "its process ended"), 0.0)] * count
 
 
 def test_more_failures_than_the_share_end_the_run_with_examples() -> None:
@@ -232,6 +232,6 @@ def test_more_failures_than_the_share_end_the_run_with_examples() -> None:
 
     limit.event(ev.RowsEnded(time_s=0.0, state="failed", count=4))
     with pytest.raises(
-        ConfigError, match=r"11 of the last 100 groups failed(.|\n)*row 0 in task 'reward': no answer"
+        ConfigError, match=r"11 of the last 100 groups failed(.|\n)*row 0 in task 'reward': no answer\nin score"
     ):
         limit.check(letters)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ class DeadLetters:
         self.groups: deque[FailedGroup] = deque(maxlen=MAX_GROUPS)
         self.total = 0
         self._reasons: dict[int, deque[str]] = {}  # first row of a live group → reasons
-        self._lost: dict[str, list[int]] = {}  # by worker, the groups that it held when it was lost
+        self._lost: deque[tuple[str, int]] = deque(maxlen=MAX_GROUPS)  # lost workers, each with a group that it held
 
     def blame(self, firsts: Ids, reason: str) -> None:
         """Note why groups, by their first rows, lost a lease."""
@@ -37,11 +37,12 @@ class DeadLetters:
 
     def note_lost(self, worker: str, firsts: Ids) -> None:
         """Note the groups that a worker held when it was lost."""
-        self._lost.setdefault(worker, []).extend(firsts.tolist())
+        self._lost.extend((worker, first) for first in np.unique(firsts).tolist())
 
     def explain(self, worker: str, reason: str) -> int:
         """Note the cause of a worker's end for the groups that it held, failed ones too. Return their number."""
-        firsts, text = self._lost.pop(worker, []), f"{worker}: {reason}"[:REASON_LENGTH]
+        firsts, text = {first for name, first in self._lost if name == worker}, f"{worker}: {reason}"[:REASON_LENGTH]
+        self._lost = deque((each for each in self._lost if each[0] != worker), MAX_GROUPS)
         self.blame(np.array([first for first in firsts if first in self._reasons], np.int64), text)
         for at, group in enumerate([*self.groups]):
             if group.first in firsts:

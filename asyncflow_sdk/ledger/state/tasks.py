@@ -184,9 +184,8 @@ class Tasks:
 
     def suspect(self, task: Task, ids: Ids) -> None:
         """Note rows that a process held when it was lost. One loss is no sign against a prompt."""
-        if not task.spec.batch_rows:
-            ids = ids[self._suspected(task, ids) & self._rows.having(task.spec.name, "state", READY, ids)]
-            task.suspects = np.union1d(task.suspects, ids)
+        ids = ids[self._suspected(task, ids) & self._rows.having(task.spec.name, "state", READY, ids)]
+        task.suspects = np.union1d(task.suspects, ids)
 
     def must_wait(self, task: Task, session: Session) -> bool:
         """True if a session holds rows of a task with suspects. The next death must blame one of them alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from ...errors import ConfigError
 from ...queue import QueueClient
@@ -49,7 +50,12 @@ class FailureLimit(EventSink):
             return
         text = f"{len(letters)} of the last {self._window} groups failed, and max_failed is {self._max_failed:g}"
         examples = [
-            f"row {each.first} in task {each.task!r}: {each.reasons[-1][:EXAMPLE_LENGTH] if each.reasons else 'no reason'}"
+            f"row {each.first} in task {each.task!r}: {_told(each.reasons)[:EXAMPLE_LENGTH]}"
             for each in letters[-EXAMPLES:]
         ]
         raise ConfigError("\n".join([f"{text}; the last ones:", *examples]))
+
+
+def _told(reasons: Sequence[str]) -> str:
+    """Return the newest reason with frames or a log; without one, the newest."""
+    return next((each for each in reversed(reasons) if "\n" in each), reasons[-1] if reasons else "no reason")
