@@ -197,6 +197,7 @@ class Workflow(Serializable):
         if evaluate is not None:
             evaluating = [evaluate.stage, *filter(None, [evaluate.rollout])]
         find_models(rollout=rollouts, reward=scoring, stages=stages, train=[train], evaluate=evaluating)
+        stages = tuple(stages) if evaluate is None else (*stages, evaluate.stage)
         if seed is not None and seed >= 0:
             rollouts = tuple(_seeded(each, seed) for each in rollouts)
             scoring, stages = (tuple(_seeded(each, seed) for each in given) for given in (scoring, stages))
@@ -204,7 +205,7 @@ class Workflow(Serializable):
         ahead = batch_size * (staleness.max_staleness + AHEAD_STEPS)
         held_out = None
         if evaluate is not None:
-            rollouts, stages = evaluate.rollouts(rollouts), (*stages, evaluate.stage)
+            rollouts = evaluate.rollouts(rollouts)
         train = functools.reduce(Train.needing, (FINISH_REASON, *([LOSS_MASK] if masked else [])), train)
         columns = _select(first.prompt, rollouts, (*scoring, *stages), train, rename)
         source = prompt_source(prompts, columns)

@@ -38,6 +38,15 @@ def raises(response_ids: Any) -> list[float]:
     raise ValueError("no answer key")
 
 
+def test_the_seed_of_a_workflow_reaches_the_judge_of_an_evaluation() -> None:
+    judge = af.Stage(af.Generate("echo"), needs=["response_ids"], gives=["reward"])
+
+    (work,) = (each.work for each in evaluated({"reward": judge}, seed=3).plan.stages if each.task != "reward")
+
+    assert isinstance(work, af.Generate)
+    assert work.sampling.seed is not None
+
+
 GUARDED = {"reward": af.Stage(falls, launcher="thread"), "rollback_margin": 0.5, "every": 1}
 
 
