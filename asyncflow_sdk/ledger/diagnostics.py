@@ -78,9 +78,8 @@ class Diagnostics:
 
     def _why_pinned(self) -> str:
         names = {number: name for name, number in self._state.partitions.numbers.items()}
-        held = ", ".join(
-            f"{names[number]!r} (version {pin.version})" for number, pin in self._state.partitions.pins.items()
-        )
+        pins = self._state.partitions.pins.items()
+        held = ", ".join(f"{names[number]!r} (version {pin.version})" for number, pin in pins)
         return f"the last version is kept for partitions whose rows, or their end, are still to come: {held}"
 
     def _why_none_wanted(self) -> str:
@@ -123,7 +122,7 @@ class Diagnostics:
             return (
                 f"nothing to give: {fit} rows are ready, and sampler {task.spec.sampler.name!r} chooses none of them"
             )
-        text = f"{fit} of {command.at_least} rows"
+        text = f"{fit} of {max(command.at_least, 1)} rows"
         if (first := self._state.parked.first("put")) is not None:
             count = first.command.groups * first.command.group_size
             who = self._state.sessions.name(first.session)
@@ -207,11 +206,12 @@ class Diagnostics:
 
     def _why_no_rows(self, request: ParkedRequest) -> str:
         command, task, steps = request.command, self._state.tasks[request.command.task], self._state.steps
-        if command.world_size > 1:
-            asking = self._state.parked.alike(command)
-            absent = sorted(set(range(command.world_size)) - {command.rank, *asking})
-            if absent:
-                return f"{_ranks(absent)} of {command.world_size} of group {command.group!r} have not asked"
+        asking = {command.rank, *(self._state.parked.alike(command) if command.world_size > 1 else ())}
+        if absent := sorted(set(range(command.world_size)) - asking):
+            return f"{_ranks(absent)} of {command.world_size} of group {command.group!r} have not asked"
+        held = self._state.sessions.by_id[request.session].leases.values()
+        if len(task.suspects) and any(grant.task == task.spec.name for grant in held):
+            return "rows that were held by a lost worker are tried alone first, and this one holds others"
         if task.spec.admits and not steps.declared:
             return "no task with batch_rows (train) is declared, so the staleness rule cannot admit anything"
         if not any(task.unfinished.values()):

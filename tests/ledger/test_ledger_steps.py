@@ -82,6 +82,18 @@ def test_rows_whose_leases_expire_together_are_tried_again() -> None:
     assert queue.audit().failed == 1  # it was held alone
 
 
+def test_a_request_that_waits_for_rows_tried_alone_says_so() -> None:
+    queue = Queue(TaskSpec(name="plain", needs=("prompt",), gives=("answer",)), LAST)
+    dies, lives = queue.join("d"), queue.join("l")
+    queue.put(4)
+    queue.lease(lives, "plain", 1)
+    queue.lease(dies, "plain", 1)
+    queue.die(dies)
+
+    with pytest.raises(DeadlineExceeded, match="3 of 1 rows; rows that were held by a lost worker are tried alone"):
+        queue.lease(lives, "plain", 1)
+
+
 def test_a_launcher_explains_a_death_that_the_server_saw_first() -> None:
     queue = Queue(TaskSpec(name="plain", needs=("prompt",), gives=("answer",), max_attempts=2), LAST)
     queue.put(1)
