@@ -28,7 +28,7 @@ one would restore the other's replacement, and no later model of this process wo
 
 
 def check_loading(dtype: str, device: str, attention: str | None = None) -> None:
-    """Raise ConfigError for a name of a dtype, a device or an attention that no model could be loaded with."""
+    """Raise ConfigError for an unknown name of a dtype, a device or an attention."""
     element(dtype)
     check_device(device)
     if attention is None or attention == "eager" or not attention.isidentifier():  # kernels of the hub: "name/repo"

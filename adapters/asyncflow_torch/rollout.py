@@ -114,7 +114,7 @@ class TransformersEngine(RolloutEngine):
         attn_implementation: str | None = None,
         **others: Any,
     ) -> None:
-        """Raise ConfigError for values that cannot be used anywhere, before a worker starts."""
+        """Raise ConfigError for values wrong anywhere, before a worker starts."""
         check_least(1, max_rows=max_rows, threads=threads)
         check_loading(dtype, device, attn_implementation)
 

@@ -19,7 +19,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 def warmup_of(name: str, *, warmup_steps: int = 0, warmup_ratio: float = 0.0, max_steps: int | None = None) -> int:
-    """Return the number of steps of the warm-up. Raises ConfigError for a schedule that cannot be made."""
+    """Return the number of steps of the warm-up. Raises ConfigError for an impossible schedule."""
     if name not in SCHEDULES:
         raise ConfigError(f"lr_scheduler_type {name!r} is none of {', '.join(SCHEDULES)}")
     check_least(0, warmup_steps=warmup_steps)

@@ -85,7 +85,7 @@ class VllmEngine(VllmRollout):
     def check_options(
         model: str, *, dtype: str = "auto", max_rows: int = 1, tensor_parallel: int = 1, **options: Any
     ) -> None:
-        """Raise ConfigError for values that cannot be used anywhere and for options set by the SDK, before a worker
+        """Raise ConfigError for values wrong anywhere and for options set by the SDK, before a worker
         starts."""
         check_least(1, max_rows=max_rows, tensor_parallel=tensor_parallel)
         if dtype != "auto" and not floating_name(dtype):

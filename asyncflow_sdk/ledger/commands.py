@@ -125,7 +125,7 @@ class Dismiss(Command, frozen=True, tag="dismiss"):
 
 
 class Dismissed(Reply, frozen=True, tag="dismissed"):
-    """``count``: number of dismissed clients. ``lost``: number of groups in the leases that they lost by their end."""
+    """``count``: number of dismissed clients. ``lost``: number of groups in the leases lost by their end."""
 
     count: int
     lost: int = 0

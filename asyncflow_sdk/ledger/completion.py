@@ -22,7 +22,7 @@ from .terminations import CONSUMED, FAILED, FILTERED, Terminations
 NO_GRADIENT = "no gradient, as in a group with equal rewards"
 
 TOGETHER = 4
-"""Further losses after which rows fail that are never leased alone, as for ``at_least``."""
+"""Further losses after which rows fail without a lease of their own, as for ``at_least``."""
 
 
 class RowCompletion:

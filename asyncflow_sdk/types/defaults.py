@@ -41,7 +41,7 @@ LEAVE_S = 60.0
 MAX_ATTEMPTS = 3
 """Leases that a row may lose before its group fails."""
 MAX_FAILED = 0.1
-"""Share of the groups ended last that may fail before a workflow ends."""
+"""Largest share of the groups ended last to fail before a workflow ends."""
 GROUP_SIZE = 8
 """Responses to each prompt."""
 CONCURRENCY = 8

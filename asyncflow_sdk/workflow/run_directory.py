@@ -53,12 +53,12 @@ FIXED = {
     "rollout.model": _STATE, "rollout.model_revision": _STATE, "rollout.tokenizer": _ROWS, "rollout.prompt": _ROWS,
     "rollout.task": _ROWS, "rollout.prefix": _ROWS,
 }  # fmt: skip
-"""Arguments that cannot change in a run, and why; also of each of several rollouts."""
+"""Arguments fixed in a run, and why; also of each of several rollouts."""
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
     """Training from ``step`` on with changed arguments, by name: the old and the new value. ``prompts``: number of
-    prompts trained before. ``checkpoint``: the one that training goes on from."""
+    prompts trained before. ``checkpoint``: the one to go on from."""
 
     step: int
     prompts: int
@@ -114,7 +114,7 @@ class RunDirectory:
 
     def changes_to(self, workflow: Serializable, data: bool) -> dict[str, list[Any]]:
         """Return the arguments of a workflow that differ from the recorded ones and need a new queue: old and new
-        values by name. ``data``: True if its prompts are data. Raises ConfigError for those that cannot change."""
+        values by name. ``data``: True if its prompts are data. Raises ConfigError for the fixed ones."""
         old = self._again()["workflow"]
         found = list(differences(old, arguments_of(workflow, data)))
         found = [each for each in found if not set(each[0].split(".")) & set(PLACES)]

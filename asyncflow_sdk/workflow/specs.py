@@ -200,7 +200,7 @@ class Rollout(EngineSpec):
 
     @property
     def task_spec(self) -> TaskSpec:
-        """Its task, also of prompts that cannot be encoded."""
+        """Its task, also of prompts without an encoding."""
         return rollout_task(
             self.task,
             self.prompt,

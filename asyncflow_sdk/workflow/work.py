@@ -192,7 +192,7 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def needs_of(work: Any) -> tuple[str, ...]:
-    """Return the columns that a stage's work declares, or else its parameters, without TRL's names."""
+    """Return the columns declared by a stage's work, or else its parameters, without TRL's names."""
     declared = getattr(plain_function(work), "needs", None)
     if declared is not None:
         return tuple(declared)

@@ -28,7 +28,7 @@ class DeadLetters:
         self.groups: deque[FailedGroup] = deque(maxlen=MAX_GROUPS)
         self.total = 0
         self._reasons: dict[int, deque[str]] = {}  # first row of a live group → reasons
-        self._lost: deque[tuple[str, int]] = deque(maxlen=MAX_GROUPS)  # lost workers, each with a group that it held
+        self._lost: deque[tuple[str, int]] = deque(maxlen=MAX_GROUPS)  # lost workers, each with a group held
 
     def blame(self, firsts: Ids, reason: str) -> None:
         """Note why groups, by their first rows, lost a lease."""
@@ -36,11 +36,11 @@ class DeadLetters:
             self._reasons.setdefault(first, deque(maxlen=MAX_REASONS)).append(reason[:REASON_LENGTH])
 
     def note_lost(self, worker: str, firsts: Ids) -> None:
-        """Note the groups that a worker held when it was lost."""
+        """Note the groups held by a lost worker."""
         self._lost.extend((worker, first) for first in np.unique(firsts).tolist())
 
     def explain(self, worker: str, reason: str) -> int:
-        """Note the cause of a worker's end for the groups that it held, failed ones too. Return their number."""
+        """Note the cause of a worker's end for the groups held by it, failed ones too. Return their number."""
         firsts, text = {first for name, first in self._lost if name == worker}, f"{worker}: {reason}"[:REASON_LENGTH]
         self._lost = deque((each for each in self._lost if each[0] != worker), MAX_GROUPS)
         self.blame(np.array([first for first in firsts if first in self._reasons], np.int64), text)

@@ -183,7 +183,7 @@ class Tasks:
             ready.push_front(part)
 
     def suspect(self, task: Task, ids: Ids) -> None:
-        """Note rows that a process held when it was lost. One loss is no sign against a prompt."""
+        """Note the rows held by a lost process. One loss is no sign against a prompt."""
         ids = ids[self._suspected(task, ids) & self._rows.having(task.spec.name, "state", READY, ids)]
         task.suspects = np.union1d(task.suspects, ids)
 

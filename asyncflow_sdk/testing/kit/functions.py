@@ -23,7 +23,7 @@ def odd(response_ids: Sequence[Any]) -> list[float]:
 
 
 def fails(x: Sequence[Any]) -> list[int]:
-    """Raise an error that is no fault of its rows, and ends the worker."""
+    """Raise an error without a fault of its rows: it ends the worker."""
     raise ServiceAway(FAILURE)
 
 

@@ -1,6 +1,6 @@
 """The recorded events of a run, one JSON object a line.
 
-for event in read_events(directory / EVENTS): ...          # None: a line that cannot be read
+for event in read_events(directory / EVENTS): ...          # None: an unreadable line
 """
 
 from __future__ import annotations

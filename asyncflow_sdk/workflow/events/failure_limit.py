@@ -15,14 +15,14 @@ from .event_sinks import EventSink
 WINDOW = 100
 """Least number of ended groups to take the share of."""
 KEPT = 1000
-"""Number of failed groups that the queue keeps."""
+"""Number of failed groups kept by the queue."""
 EXAMPLES = 3
 """Most examples in an error."""
 EXAMPLE_LENGTH = 1500
 
 
 class FailureLimit(EventSink):
-    """Counts the failed among the groups of training that ended last: ``WINDOW`` of them, or those of a step if it has
+    """Counts the failed among the last ended groups of training: ``WINDOW`` of them, or those of a step if it has
     more. Lost payload is nobody's fault, and not counted.
 
     With ``max_failed`` 0.1 and a window of 100 the eleventh failure ends the run, also if no more than eleven groups

@@ -136,7 +136,7 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[npt.NDArray[np.int32]]:
         """Return the token ids of each text. ``special``: with the tokenizer's special tokens, as
-        at the beginning of a text. Raises SchemaError with the first text that cannot be encoded."""
+        at the beginning of a text. Raises SchemaError with the first text without an encoding."""
         try:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as error:  # its only exception class, without the text

@@ -18,7 +18,7 @@ from types import FrameType
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a run: SIGHUP, of a closed terminal, unless it is ignored, as under nohup."""
+    """Return the signals to stop a run: SIGHUP, of a closed terminal, unless it is ignored, as under nohup."""
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGINT, signal.SIGTERM, *hangup]
 

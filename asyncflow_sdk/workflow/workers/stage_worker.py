@@ -374,7 +374,7 @@ class _UserFunction:
         return array
 
     def _without_invalid(self, column: str, values: Any, rows: Batch, failed: dict[int, str]) -> list[Any] | None:
-        """Replace the entries that no column has by valid ones; None if that makes no column."""
+        """Replace the invalid entries by valid ones; None if that makes no column."""
         if not isinstance(values, (list, tuple, np.ndarray)) or len(values) != rows.rows:
             return None
         invalid = {row: entry[1] for row in range(rows.rows) if (entry := find_invalid_entry(values[row : row + 1]))}
