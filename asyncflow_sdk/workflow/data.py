@@ -39,7 +39,7 @@ _PROMPTS = (
 HEAD = 8
 """Records of a stream that are read before a run, to know its columns."""
 MOST_LEFT_OUT = 1000
-"""Unusable records of a stream in a row, at which it ends the run."""
+"""Number of unusable records of a stream in a row to end the run."""
 POWERS = {10**digits for digits in range(1, 12)}
 DATA = "data_"
 """Prefix of columns of the data with the name of one of the run's own columns."""
@@ -55,7 +55,7 @@ class Dataset(Protocol):
 
 
 LongPrompts = Literal["error", "drop", "truncate_left"]
-"""What is done with a prompt that leaves no room for a response."""
+"""Treatment of a prompt without room for a response."""
 
 
 class Selection:
@@ -371,7 +371,7 @@ class PromptStream:
         self._cut = 0
 
     def limit(self, length: Callable[[Any], int], limit: int) -> None:
-        """Leave out records whose prompt has a greater length than the limit."""
+        """Leave out records with a longer prompt than the limit."""
         self._limits.append((length, limit))
 
     def cut(self, limit: int) -> None:

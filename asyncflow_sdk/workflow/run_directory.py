@@ -41,7 +41,7 @@ PLACES = (
     "address", "advertise", "max_failed", "on_failure", "stall_timeout_s", "timeout_s", "replicas", "world_size",
     *(each.name for each in dataclasses.fields(Placement)),
 )  # fmt: skip
-"""Arguments of a workflow, and of its rollouts, stages and trainer, that a resumed queue does not depend on."""
+"""Arguments of a workflow, and of its rollouts, stages and trainer, without effect on a resumed queue."""
 _ORDER = "a run goes on with the order of its prompts"
 _STATE = "the checkpoint has the weights and the optimizer's state of this one"
 _ROWS = "the record of the run has its columns and tokens"
@@ -128,7 +128,7 @@ class RunDirectory:
 
     @property
     def queue_is_over(self) -> bool:
-        """True if the queue of the run is gone, and a checkpoint has what was trained, as after a failed export."""
+        """True if the queue of the run is gone and a checkpoint is there, as after a failed export."""
         return not is_unfinished(self.path / JOURNAL) and bool(steps_in(self.path / "checkpoints"))
 
     def begin_leg(self, changes: dict[str, list[Any]], steps: int) -> Leg:
@@ -149,7 +149,7 @@ class RunDirectory:
         return Leg(step=manifest.step, prompts=prompts, checkpoint=path.name, changes=changes)
 
     def _again(self) -> dict[str, Any]:
-        """Return what a workflow is made again from."""
+        """Return the parts to make a workflow again."""
         how = self._described().get("again")
         if how is None:
             raise ConfigError(f"{self.path} cannot be resumed: that run was started without checkpoint=")

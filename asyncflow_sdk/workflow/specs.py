@@ -116,7 +116,7 @@ class Rollout(EngineSpec):
     ``partitions``: names of the partitions whose rows it takes; "" is training's, "*" any. A rollout
     of other partitions, as for an evaluation, has no default prefix and no staleness rule.
 
-    ``agent``: a function that the worker can import, of coroutines or plain; each row is one conversation with the
+    ``agent``: a function importable by the worker, of coroutines or plain; each row is one conversation with the
     model, see ``Turns``. ``needs``: columns passed to it; default: its parameters after the first.
     ``gives``: columns it returns beside the response. ``agent_timeout_s``: limit of a conversation.
     """

@@ -55,7 +55,7 @@ class CallLimit:
             yield
 
     def give_up(self, what: str, call: asyncio.Task[Any]) -> None:
-        """End the process, or give up the worker's thread, for an awaited call that goes on after its cancellation."""
+        """End the process, or give up the worker's thread, for an awaited call still running after its cancellation."""
         text = (
             f"{what} did not return in {self.timeout_s:g} s (timeout_s), nor in {GRACE_S:g} s after its cancellation"
         )
@@ -67,7 +67,7 @@ class CallLimit:
 
     @contextlib.asynccontextmanager
     async def loop(self, what: str) -> AsyncIterator[None]:
-        """Limit the time for which a call may block this event loop."""
+        """Limit the time of a call in the way of this event loop."""
 
         async def _beat() -> None:
             while True:

@@ -66,7 +66,7 @@ class ProcessLauncher(Launcher):
 
 
 class WorkerOutput:
-    """The output of a worker's process, which a thread copies to the worker's log, so that the log rotates.
+    """The output of a worker's process, copied by a thread to the worker's log, so that the log rotates.
     ``file``: to write to, until the block of ``opened`` ends. A full disk loses what it has no room for."""
 
     def __init__(self, log: Path, file: IO[bytes], copied: int) -> None:

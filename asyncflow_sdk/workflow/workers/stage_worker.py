@@ -101,7 +101,7 @@ class _Outcome:
         return [(np.flatnonzero(units == unit).tolist(), reason) for unit, reason in reasons.items()]
 
     def completion(self, rows: Batch, lost: list[int], filters: bool) -> dict[str, Any]:
-        """Return the arguments that complete the other rows. ``filters``: the column "filtered" drops rows."""
+        """Return the arguments to complete the other rows. ``filters``: the column "filtered" drops rows."""
         columns, index = self.columns, None
         if lost:
             index = np.setdiff1d(np.arange(rows.rows), lost)
@@ -155,7 +155,7 @@ class _Stage:
     async def run_async(
         self, count: int, concurrency: int, call: _UserFunction | _RewardFunctions, limit: CallLimit | None
     ) -> None:
-        """Run the loop over leases, with a limit of the time for which a call may block the event loop."""
+        """Run the loop over leases, with a limit for calls in the way of the event loop."""
         async with contextlib.nullcontext() if limit is None else limit.loop(f"stage {self.task!r}"):
             await self._run_loop(count, concurrency, call)
 
