@@ -149,9 +149,11 @@ def test_training_ends_early_without_a_better_score(tmp_path: Path) -> None:
     assert result.evaluations[-1].version == result.summary["steps"]
 
 
-def test_a_reward_that_raises_ends_the_run_with_its_name_and_row(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"raises\(\) raised ValueError: no answer key"):
-        evaluated({"reward": af.Stage(raises, launcher="thread")}, max_failed=0).run(tmp_path / "run")
+def test_a_reward_that_raises_costs_the_evaluation_and_not_the_run(tmp_path: Path) -> None:
+    result = evaluated({"reward": af.Stage(raises, launcher="thread")}, max_failed=0).run(tmp_path / "run")
+
+    assert (result.summary["status"], result.summary["balanced"]) == ("completed", True)
+    assert any("raises() raised ValueError: no answer key" in text for text in result.summary["reasons"])
 
 
 class DiesOnce(EchoRollout):
