@@ -16,7 +16,7 @@ from processes import alive, state
 from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import WorkerFailed
+from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.types.events import Event, LeaseReturned, Note, WorkerState
 from asyncflow_sdk.workflow.workers.signals import stop_signals
@@ -59,12 +59,11 @@ def test_killed_workers_are_started_again_and_the_books_balance(
     assert {e.worker for e in returned} <= {"rollout-1", "reward-0", "aside-0"}
 
 
-def test_a_worker_that_keeps_dying_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    """As one that ends its process itself does, whatever its status."""
-    with pytest.raises(WorkerFailed, match=r"its process exited with status 0 before .*reward-0.* after 1 restarts"):
-        echo_workflow(reward=af.Stage(vanishes, task="reward", gives=["reward"], max_restarts=1)).run(
-            tmp_path / "run"
-        )
+def test_a_worker_that_dies_by_each_row_ends_the_run_by_the_share_of_failures(tmp_path: Path) -> None:
+    """As one that ends its process itself does, whatever its status. Its restarts are not what ends the run."""
+    reward = af.Stage(vanishes, task="reward", gives=["reward"], max_restarts=1)
+    with pytest.raises(ConfigError, match=r"\d of the last 100 groups failed, and max_failed is 0(.|\n)*task 'reward'"):
+        echo_workflow(reward=reward, max_failed=0).run(tmp_path / "run")
 
 
 def test_a_trainer_that_fails_ends_the_run_with_its_traceback_and_keeps_the_data(tmp_path: Path) -> None:

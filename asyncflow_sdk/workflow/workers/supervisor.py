@@ -144,7 +144,7 @@ class Worker:
             if ending.status or self._stopping.is_set():
                 how = f"{_described(ending)}: {ending.text.strip()}" if ending.status else "was stopped"
                 if self._observer.gone(self, plain_text(f"its worker {how}".removesuffix(": "))):
-                    restarts = 0
+                    restarts, wait_s = 0, 0.0
             if not ending.status or self._stopping.is_set() or self.leaving:
                 self._report("stopped")
                 return
