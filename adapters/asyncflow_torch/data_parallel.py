@@ -385,7 +385,8 @@ class DataParallelEngine(TrainEngine):
         return loss, {**measured, "loss": loss.detach(), "entropy": entropy}
 
     def logprobs(self, batch: Batch) -> Ragged:
-        """Return log-probs of ``response_ids`` under the current weights, at the engine's temperature. A collective."""
+        """Return log-probs of ``response_ids`` under the current weights, at the engine's temperature. A
+        collective."""
         with self._ranks.calling("logprobs"):
             self._ranks.together(lambda: self._check(batch))
             return self._logprobs_of(batch, self._passes(batch))

@@ -44,7 +44,8 @@ class Drift:
     def metrics(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Return metrics of all ranks' tokens, with w = π / π_behaviour: ``logprob_drift``, the mean of |log w|;
         ``behaviour_kl``, the mean of w - 1 - log w, an estimate of KL(behaviour ‖ π); ``importance_mean`` and
-        ``importance_max`` of w; ``importance_ess``, the effective sample size (Σ w)² / Σ w² by the number of tokens."""
+        ``importance_max`` of w; ``importance_ess``, the effective sample size (Σ w)² / Σ w² by the number of
+        tokens."""
         tokens, apart, weights, squares, kl = (sum(each) for each in zip(*(c["sums"] for c in counts), strict=True))
         if not tokens:
             return {}

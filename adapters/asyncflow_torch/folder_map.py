@@ -83,7 +83,8 @@ class Region(NamedTuple):
         return self._replace(start=tuple(start), shape=tuple(shape), offset=offset)
 
     def cut(self, low: int, high: int) -> Iterator[Region]:
-        """Yield the regions among elements ``low`` to ``high`` of the flattened parameter, at most three a dimension."""
+        """Yield the regions among elements ``low`` to ``high`` of the flattened parameter, at most three a
+        dimension."""
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         if low <= self.offset and last < high:
             yield self

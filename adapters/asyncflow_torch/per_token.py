@@ -89,8 +89,8 @@ def _checked(given: Any, batch: Batch, name: str) -> PerToken:
 
 
 def extra_columns(needs: Iterable[str], batch: Batch) -> dict[str, PerToken]:
-    """Return the columns of ``needs`` for the loss, none with text. Raises SchemaError for missing ones, and for columns without
-    one number per row or response token."""
+    """Return the columns of ``needs`` for the loss, none with text. Raises SchemaError for missing ones, and for
+    columns without one number per row or response token."""
     lengths = batch.ragged("response_ids").lengths
     found = {}
     for name in needs:

@@ -44,13 +44,12 @@ class PolicyGradient(UserConfig, Algorithm):
     step's "tokens", over "rows" of their token means, or "length": the sum over all tokens divided
     by rows times ``length``.
 
-    Advantage of a row: (reward - mean of its group) / (standard deviation of its group +
-    ``epsilon``), without the division if ``normalize_std=False``. With a ``critic``, a token's
-    advantage is its GAE, normalised over the step's tokens to mean 0 and spread 1 unless
-    ``normalize_std=False``. ``overlong``: penalty for long responses, or advantage 0 for truncated
-    ones. ``drop_zero_advantage``: skip the forward pass of rows with advantage 0 and count them as
-    filtered; KL and entropy then leave them out too. ``off_policy``: correction for tokens of older weights; see each class.
-    ``entropy``: weight of the entropy bonus.
+    Advantage of a row: (reward - mean of its group) / (standard deviation of its group + ``epsilon``), without the
+    division if ``normalize_std=False``. With a ``critic``, a token's advantage is its GAE, normalised over the step's
+    tokens to mean 0 and spread 1 unless ``normalize_std=False``. ``overlong``: penalty for long responses, or
+    advantage 0 for truncated ones. ``drop_zero_advantage``: skip the forward pass of rows with advantage 0 and count
+    them as filtered; KL and entropy then leave them out too. ``off_policy``: correction for tokens of older weights;
+    see each class. ``entropy``: weight of the entropy bonus.
 
     A step can be trained in parts unless a critic's advantages are normalised. A subclass with an
     `advantages` or `loss` of its own declares its own ``normaliser``.

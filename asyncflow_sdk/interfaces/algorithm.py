@@ -78,10 +78,9 @@ NORMALISERS = ("tokens", "rows", "groups", "constant")
 class Algorithm(abc.ABC):
     """Turns rewards into advantages, and log-probs into a loss. Stateless; called from any thread.
 
-    Make it a dataclass of JSON-serializable fields, its options: it is rebuilt from them in the
-    trainer's worker. ``needs``: columns read beside TRAIN_COLUMNS, texts by `advantages` alone; the
-    workflow passes them to the trainer. ``drop_zero_advantage``: rows with all advantages 0 skip the forward pass and count as
-    filtered.
+    Make it a dataclass of JSON-serializable fields, its options: it is rebuilt from them in the trainer's worker.
+    ``needs``: columns read beside TRAIN_COLUMNS, texts by `advantages` alone; the workflow passes them to the
+    trainer. ``drop_zero_advantage``: rows with all advantages 0 skip the forward pass and count as filtered.
 
     ``asks``: quantities computed by the engine. "proximal_logprobs": log-probs under the weights at
     the start of the step, a column. "values": of a critic trained by the engine, a column with the

@@ -1,4 +1,5 @@
-"""User configuration: staleness, sampling, chats, weights, checkpoints, stores. Frozen, keyword-only and validated."""
+"""User configuration: staleness, sampling, chats, weights, checkpoints, stores. Frozen, keyword-only and
+validated."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ LongPrompts = Literal["error", "drop", "truncate_left"]
 class Selection:
     """The columns of a data set for a run.
 
-    ``prompt``: the column of prompts. ``needs``: the columns of tasks; None: all. ``gives``: the names of columns given by
-    tasks: the data's column of one of these names is called data_NAME. ``rename``: new names by name in the data.
-    """
+    ``prompt``: the column of prompts. ``needs``: the columns of tasks; None: all. ``gives``: the names of columns
+    given by tasks: the data's column of one of these names is called data_NAME. ``rename``: new names by name in the
+    data."""
 
     def __init__(
         self,
@@ -122,7 +122,8 @@ def select_prompts(prompts: Prompts, select: Selection) -> Batch:
 
 
 def select_like(prompts: Prompts, select: Selection, data: Batch) -> Batch:
-    """``select_prompts`` of held-out data, with the types of ``data``. Raises ConfigError for a value of another type."""
+    """``select_prompts`` of held-out data, with the types of ``data``. Raises ConfigError for a value of another
+    type."""
     found = select_prompts(prompts, copy.copy(select))
     columns = dict(found.columns)
     for name, column in columns.items():
@@ -248,7 +249,8 @@ def _storable(name: str, values: Any, select: Selection) -> Any:
 
 
 def _json_values(values: Iterable[Any]) -> JsonValues:
-    """Return values as JSON has them: dates and decimals as text, bytes as base64, arrays as lists. Raises SchemaError."""
+    """Return values as JSON has them: dates and decimals as text, bytes as base64, arrays as lists. Raises
+    SchemaError."""
     try:
         return JsonValues(msgspec.to_builtins([*values], enc_hook=_json_value, str_keys=True))
     except (TypeError, ValueError, RecursionError) as error:
@@ -600,7 +602,8 @@ class Feeder:
         connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
 
     def _resume(self) -> bool:
-        """Continue after the last put under this key, by the feeder of a process that died. Return False without one."""
+        """Continue after the last put under this key, by the feeder of a process that died. Return False without
+        one."""
         last: cmd.LastPut = self._queue.send(cmd.GetPut(prefix=f"{self._key}-"))
         number = last.key[len(self._key) + 1 :]
         if not number.isdecimal():

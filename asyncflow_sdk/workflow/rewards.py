@@ -36,9 +36,9 @@ ANSWER_BYTES = 64 << 20
 
 
 class Rewards(Serializable):
-    """Reward functions with weights, the work of one stage: it gives their weighted sum ``reward`` and
-    a float32 column ``reward_NAME`` for each; further functions of one name are NAME_2 and so on. A function may return None for a row: the row's
-    sum leaves it out, and its column has NaN. Raises ConfigError for an invalid list."""
+    """Reward functions with weights, the work of one stage: it gives their weighted sum ``reward`` and a float32
+    column ``reward_NAME`` for each; further functions of one name are NAME_2 and so on. A function may return None
+    for a row: the row's sum leaves it out, and its column has NaN. Raises ConfigError for an invalid list."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float]) -> None:
         self.functions, self.weights = tuple(functions), tuple(map(float, weights))

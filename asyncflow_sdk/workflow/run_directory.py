@@ -101,8 +101,8 @@ class RunDirectory:
     def write_description(
         self, description: dict[str, Any], resumable: Serializable | None, data: bool, legs: Sequence[Leg] = ()
     ) -> None:
-        """Write workflow.json and, for a ``resumable`` workflow, its arguments. ``data``: True if its prompts are data
-        and no function. Raises ConfigError if another process could not make it again."""
+        """Write workflow.json and, for a ``resumable`` workflow, its arguments. ``data``: True if its prompts are
+        data and no function. Raises ConfigError if another process could not make it again."""
         if resumable is not None:
             arguments = arguments_of(resumable, data)
             description |= {"again": {"path": own_path(), "workflow": arguments}, "legs": legs}
@@ -132,8 +132,8 @@ class RunDirectory:
         return not is_unfinished(self.path / JOURNAL) and bool(steps_in(self.path / "checkpoints"))
 
     def begin_leg(self, changes: dict[str, list[Any]], steps: int) -> Leg:
-        """Discard the queue of the run, whose rows are generated anew, and return the leg that goes on from its newest
-        intact checkpoint. Raises ConfigError."""
+        """Discard the queue of the run, whose rows are generated anew, and return the leg that goes on from its
+        newest intact checkpoint. Raises ConfigError."""
         legs, (manifest, path) = self.legs(), newest(self.path / "checkpoints")
         if changes and steps <= manifest.step:
             raise ConfigError(f"steps={steps}: {manifest.step} steps are trained already; say steps= a larger number")

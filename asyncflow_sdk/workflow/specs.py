@@ -54,8 +54,8 @@ TRAINED = ("",)
 PARTS = 8
 """Parts of a step that is trained in parts, about, unless ``part_rows`` says otherwise."""
 DRIFT_LIMIT, ROUNDED_DRIFT_LIMIT = 0.05, 0.2
-"""Defaults of ``Train.drift_limit``: for float32, and for less precise dtypes. Measured on tiny models: at most 1e-5 in
-float32, 0.02 in bfloat16, and 0.7 to 0.9 by faults."""
+"""Defaults of ``Train.drift_limit``: for float32, and for less precise dtypes. Measured on tiny models: at most 1e-5
+in float32, 0.02 in bfloat16, and 0.7 to 0.9 by faults."""
 _BATCH = 256
 _SMALL_BATCH = 32
 """Rows of a call of a coroutine function, and of a lease of an engine."""
@@ -271,19 +271,17 @@ def _check_task(what: str, task: str, lease_s: float) -> None:
 class Stage(Serializable):
     """A step between rollout and training: takes rows with the columns it needs and writes the columns it gives.
 
-    ``work``: a function, called with columns by name and a batch of rows, returning one value a row
-    (or a dict of columns, for several ``gives``); with ``**columns`` it gets all columns of the data set, too; a coroutine function, with up to ``concurrency``
-    calls at a time; or an engine: ``Logprobs``, ``Generate``. A function with a parameter ``groups``
-    (int64, equal for rows of one prompt) gets whole groups. The dict may hold "filtered": bool, True
-    for rows to drop together with their groups.
+    ``work``: a function, called with columns by name and a batch of rows, returning one value a row (or a dict of
+    columns, for several ``gives``); with ``**columns`` it gets all columns of the data set, too; a coroutine
+    function, with up to ``concurrency`` calls at a time; or an engine: ``Logprobs``, ``Generate``. A function with a
+    parameter ``groups`` (int64, equal for rows of one prompt) gets whole groups. The dict may hold "filtered": bool,
+    True for rows to drop together with their groups.
 
-    A function with an import path runs in its own process; any other (a lambda, one of ``__main__``
-    or a notebook) in a thread of the driver. For a function known only to the interpreter
-    ``python``, give its path ("module:function") and ``needs``. ``batch``: most rows of a call, or
-    of an engine's lease, which its ranks share. ``timeout_s``: limit of one call of a function; its process is ended and
-    started again. ``partitions``: as of ``Rollout``; a function may score the rows of
-    training and of an evaluation. ``placement``: the fields of ``Placement``.
-    """
+    A function with an import path runs in its own process; any other (a lambda, one of ``__main__`` or a notebook) in
+    a thread of the driver. For a function known only to the interpreter ``python``, give its path ("module:function")
+    and ``needs``. ``batch``: most rows of a call, or of an engine's lease, which its ranks share. ``timeout_s``:
+    limit of one call of a function; its process is ended and started again. ``partitions``: as of ``Rollout``; a
+    function may score the rows of training and of an evaluation. ``placement``: the fields of ``Placement``."""
 
     elsewhere: Mapping[str, str] = {
         "world_size": "it is of an engine's work, as Logprobs(..., world_size=2); a function runs in one process, and"

@@ -62,7 +62,9 @@ def test_killed_workers_are_started_again_and_the_books_balance(
 def test_a_worker_that_dies_by_each_row_ends_the_run_by_the_share_of_failures(tmp_path: Path) -> None:
     """As one that ends its process itself does, whatever its status. Its restarts are not what ends the run."""
     reward = af.Stage(vanishes, task="reward", gives=["reward"], max_restarts=1)
-    with pytest.raises(ConfigError, match=r"\d of the last 100 groups failed, and max_failed is 0(.|\n)*task 'reward'"):
+    with pytest.raises(
+        ConfigError, match=r"\d of the last 100 groups failed, and max_failed is 0(.|\n)*task 'reward'"
+    ):
         echo_workflow(reward=reward, max_failed=0).run(tmp_path / "run")
 
 

@@ -127,8 +127,9 @@ class WorkerProgress:
 
 @dataclass
 class RunProgress:
-    """The current state of a run. ``None`` and ``nan``: not known yet. ``in_flight``, ``in_queue``:
-    the parts of ``staleness_mean``. ``truncated``: share of the last step's responses. ``evaluated``, ``best``: the last and the best evaluation."""
+    """The current state of a run. ``None`` and ``nan``: not known yet. ``in_flight``, ``in_queue``: the parts of
+    ``staleness_mean``. ``truncated``: share of the last step's responses. ``evaluated``, ``best``: the last and the
+    best evaluation."""
 
     total_steps: int
     start_s: float = math.nan

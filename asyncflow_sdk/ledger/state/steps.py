@@ -18,12 +18,12 @@ from .window import Window
 class Steps:
     """``task`` and ``window`` may not be used before ``declared`` is True.
 
-    ``ready``: ready rows by deadline (None: rows put complete). ``open_rows``: rows of the open
-    step, in chunks. ``closed``: full steps waiting for a trainer, in order. ``held``: full steps
-    leased in parts. ``parts``: by step, the parts delivered so far, to be delivered again if the
-    lease is lost; until the step is final. ``uncovered``: with checkpoints, the rows of each full
-    step not covered. ``unselected``: live rows for steps, in none yet. ``reselect``: True if more rows may join the open step. ``just_closed``: True if late
-    rows must be evicted after a step closed.
+    ``ready``: ready rows by deadline (None: rows put complete). ``open_rows``: rows of the open step, in chunks.
+    ``closed``: full steps waiting for a trainer, in order. ``held``: full steps leased in parts. ``parts``: by step,
+    the parts delivered so far, to be delivered again if the lease is lost; until the step is final. ``uncovered``:
+    with checkpoints, the rows of each full step not covered. ``unselected``: live rows for steps, in none yet.
+    ``reselect``: True if more rows may join the open step. ``just_closed``: True if late rows must be evicted after a
+    step closed.
 
     ``covered``: earlier steps are final. ``checkpoint``: step of the newest checkpoint; NONE
     without one. ``saved``: version of each kept checkpoint, by step. ``lost_rows``: rows of

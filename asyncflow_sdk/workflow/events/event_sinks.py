@@ -18,7 +18,8 @@ from ...types import Event
 from ...types import events as ev
 
 GATHER_S = 0.25
-"""Delay of an empty inbox's reader: events come in bursts, and each wake-up takes the GIL from the server (seconds)."""
+"""Delay of an empty inbox's reader: events come in bursts, and each wake-up takes the GIL from the server
+(seconds)."""
 MOST_EVENTS = 200_000
 """Most events that wait for the disk, or for a listener as on a held terminal."""
 LISTENER_CLOSE_S = 60.0

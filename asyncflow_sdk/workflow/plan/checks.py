@@ -361,8 +361,8 @@ def _check_guard(plan: Plan) -> None:
 
 
 def _check_dtypes(plan: Plan, problems: Problems) -> None:
-    """Compare the dtype of training with the engine's, and the dtype of versions with each rollout's, as far as adapters
-    and model folders declare them."""
+    """Compare the dtype of training with the engine's, and the dtype of versions with each rollout's, as far as
+    adapters and model folders declare them."""
     trainer, option, trained = registry().find("train", plan.train.engine), plan.train.options.get("dtype"), ""
     declared = (trainer.spec.declared("dtype") if trainer is not None else None) or ()
     if "option" in declared:
@@ -498,8 +498,9 @@ def _lengths(encoded: Ragged, rows: npt.NDArray[np.int64], rollout: Rollout) -> 
 
 
 def _lengths_of_texts(plan: Plan, rollout: Rollout, encoder: PromptEncoder, most: int) -> npt.NDArray[np.int64]:
-    """Encode a sample of the prompts, and all possibly too long ones. Return the number of tokens of each, 1 of others.
-    A worker puts aside a prompt it cannot encode. Raises ConfigError if these are more than ``max_failed``."""
+    """Encode a sample of the prompts, and all possibly too long ones. Return the number of tokens of each, 1 of
+    others. A worker puts aside a prompt it cannot encode. Raises ConfigError if these are more than
+    ``max_failed``."""
     tokenizer, vocabulary, refused = encoder.tokenizer, rollout.config.get("vocab_size"), dict[int, str]()
     column = plan.data.columns[rollout.prompt]
     assert column.offsets is not None

@@ -33,19 +33,18 @@ from .problems import Key, Problems
 AHEAD_STEPS = 3
 """Default capacity in steps beyond max_staleness: one is training, one is filling, one is being put."""
 PROBE_TOLERANCE, ROUNDED_PROBE_TOLERANCE = 0.01, 2.0
-"""Limits of the default probe for float32, which GPUs multiply in 11 bits, and for less precise dtypes. Measured on tiny
-models: at most 0.6 in bfloat16, and 3 and more by other weights."""
+"""Limits of the default probe for float32, which GPUs multiply in 11 bits, and for less precise dtypes. Measured on
+tiny models: at most 0.6 in bfloat16, and 3 and more by other weights."""
 
 
 @dataclass(kw_only=True)
 class Plan:
     """The settings of ``Workflow`` with all defaults filled in.
 
-    ``data``: the prompts, without ``left_out`` ones; of a ``stream`` its first ones. ``columns``: the selection with all its names. ``held_out``: those of the
-    ``evaluation``. ``reward``: True if the first stage is the workflow's ``reward``. ``problems``:
-    found so far. ``transport``: of the weights. ``swaps``: the swap policy of each rollout; "auto":
-    its worker asks the engine. ``choices``: all choices, with reasons. ``probe``: the chosen one.
-    """
+    ``data``: the prompts, without ``left_out`` ones; of a ``stream`` its first ones. ``columns``: the selection with
+    all its names. ``held_out``: those of the ``evaluation``. ``reward``: True if the first stage is the workflow's
+    ``reward``. ``problems``: found so far. ``transport``: of the weights. ``swaps``: the swap policy of each rollout;
+    "auto": its worker asks the engine. ``choices``: all choices, with reasons. ``probe``: the chosen one."""
 
     data: Batch
     long_prompts: LongPrompts
@@ -203,7 +202,8 @@ class Plan:
         self.choices = tuple(choices)
 
     def _choose_probe(self) -> Iterator[Choice]:
-        """Choose the probe: without a given one, a default for engines that score responses and cannot compare bytes."""
+        """Choose the probe: without a given one, a default for engines that score responses and cannot compare
+        bytes."""
         asked = self.weights.probe
         self.probe = asked if isinstance(asked, Probe) else None
         if asked is False:

@@ -264,7 +264,8 @@ class _File:
         return (function, *weight) if weight else function
 
     def _algorithm(self, value: Any, key: Key) -> Any:
-        """Make an installed algorithm, to report its errors with their lines; return the name and options of another."""
+        """Make an installed algorithm, to report its errors with their lines; return the name and options of
+        another."""
         table = {"name": value} if isinstance(value, str) else value
         if not isinstance(table, dict) or not isinstance(name := table.get("name", "grpo"), str):
             self._add_error(key, f"{_dotted(key)} is a name, or a table with a name and options, not {_kind(value)}")

@@ -153,8 +153,8 @@ class ChatTemplate:
         return found | {"add_generation_prompt": not continues, **chat.chat_template_kwargs}
 
     def render(self, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a prompt: for the model's answer, or up to the end of an assistant's last message. Raises
-        SchemaError if the template refuses it."""
+        """Return the text of a prompt: for the model's answer, or up to the end of an assistant's last message.
+        Raises SchemaError if the template refuses it."""
         messages, last = list(arguments["messages"]), arguments["messages"][-1]
         continues = last["role"] == "assistant"
         if continues:

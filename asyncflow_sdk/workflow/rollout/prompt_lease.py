@@ -44,9 +44,9 @@ class PromptLease:
 
 
 class PromptReader:
-    """Reads the prompts of leased rows. ``column``: "prompt_ids" holds token ids, any other text,
-    chats or token ids. ``per_row``: each row has its own prompt; default: groups share one. ``limit``: the tokens kept of
-    a longer prompt, its last ones."""
+    """Reads the prompts of leased rows. ``column``: "prompt_ids" holds token ids, any other text, chats or token ids.
+    ``per_row``: each row has its own prompt; default: groups share one. ``limit``: the tokens kept of a longer
+    prompt, its last ones."""
 
     def __init__(
         self, column: str, encoder: PromptEncoder | None, *, per_row: bool = False, limit: int | None = None

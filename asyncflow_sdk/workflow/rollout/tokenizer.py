@@ -1,4 +1,5 @@
-"""Tokenizer: text to token ids and back, by a tokenizer.json; checks of given token ids; end tokens of model folders."""
+"""Tokenizer: text to token ids and back, by a tokenizer.json; checks of given token ids; end tokens of model
+folders."""
 
 from __future__ import annotations
 

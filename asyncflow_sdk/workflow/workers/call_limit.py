@@ -55,7 +55,8 @@ class CallLimit:
             yield
 
     def give_up(self, what: str, call: asyncio.Task[Any]) -> None:
-        """End the process, or give up the worker's thread, for an awaited call still running after its cancellation."""
+        """End the process, or give up the worker's thread, for an awaited call still running after its
+        cancellation."""
         text = (
             f"{what} did not return in {self.timeout_s:g} s (timeout_s), nor in {GRACE_S:g} s after its cancellation"
         )

@@ -95,8 +95,8 @@ class WorkerOutput:
                         file.write(block)
 
     def text(self) -> str:
-        """Return the last lines, once all is copied; of a call that took too long the innermost frames of each thread,
-        without the SDK's. Call after the process's end."""
+        """Return the last lines, once all is copied; of a call that took too long the innermost frames of each
+        thread, without the SDK's. Call after the process's end."""
         self._thread.join(_COPY_S)  # a process left behind may hold it open
         lines = self._tail.decode(errors="replace").splitlines()
         hung = [at for at, line in enumerate(lines) if line.startswith("Timeout (")]  # of faulthandler

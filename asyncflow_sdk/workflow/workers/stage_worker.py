@@ -92,8 +92,8 @@ class _Outcome:
     reason: str = ""
 
     def losses(self, rows: Batch, whole_groups: bool) -> list[tuple[list[int], str]]:
-        """Return the rows to give back, by position, with their reasons. ``whole_groups``: a row with its group, which
-        the function needs whole."""
+        """Return the rows to give back, by position, with their reasons. ``whole_groups``: a row with its group,
+        which the function needs whole."""
         if self.reason:
             return [(list(range(rows.rows)), self.reason)]
         units = rows.groups if whole_groups else np.arange(rows.rows)
@@ -256,8 +256,8 @@ def _responding(stage: _Stage, work: Generate, prompt: str) -> RolloutWorker:
 
 
 class _FunctionFailed(Exception):
-    """Raised if a user's function raised, took too long, or returned no valid values. Its message holds the function's
-    frames, without the SDK's."""
+    """Raised if a user's function raised, took too long, or returned no valid values. Its message holds the
+    function's frames, without the SDK's."""
 
 
 class _UserFunction:

@@ -62,12 +62,11 @@ def train(
     ``models``: where to write the policy every few steps. At the end it waits until the evaluation of the last
     version, if there is one, can no longer roll it back. ``ready`` is called before the first step, after a resume.
 
-    ``part_rows``: train each step in parts of at least so many rows, while the rest of it is being generated; 0: whole
-    steps. A step in parts is discarded if its lease ends, as when one of its rows is removed, and then trained again as
-    the queue delivers it. ``drift_limit``: the argument of ``Train``. ``model``: the engine's model folder. ``ranks``: the
-    barrier of several trainers; each trains its shard of every step and publishes its part of every version, and the
-    first rank reports for all.
-    """
+    ``part_rows``: train each step in parts of at least so many rows, while the rest of it is being generated; 0:
+    whole steps. A step in parts is discarded if its lease ends, as when one of its rows is removed, and then trained
+    again as the queue delivers it. ``drift_limit``: the argument of ``Train``. ``model``: the engine's model folder.
+    ``ranks``: the barrier of several trainers; each trains its shard of every step and publishes its part of every
+    version, and the first rank reports for all."""
     ranks, log = ranks or RankCommunicator(), WorkerLog(queue.connection)
     with contextlib.ExitStack() as ending:  # everything is closed, even if the run is gone or one close fails
         ending.callback(engine.close)

@@ -30,8 +30,8 @@ class StepLost(Exception):
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a rank has trained of a step. ``rewards``: sums of single ones, and of truncated responses. ``parts``: number of parts;
-    0 for a whole step."""
+    """What a rank has trained of a step. ``rewards``: sums of single ones, and of truncated responses. ``parts``:
+    number of parts; 0 for a whole step."""
 
     result: StepResult
     ages: AgeSums
@@ -44,7 +44,8 @@ class StepWork:
 
 
 def step_metrics(packed: Iterable[bytes]) -> dict[str, float]:
-    """Return the ages, single rewards and ``truncated_fraction`` of a whole step, from each rank's ``StepWork.packed``."""
+    """Return the ages, single rewards and ``truncated_fraction`` of a whole step, from each rank's
+    ``StepWork.packed``."""
     ranks = [msgspec.msgpack.decode(each, type=tuple[msgspec.Raw, list[RewardSums]]) for each in packed]
     rewards = [part for _, parts in ranks for part in parts]
     return AgeSums.all(bytes(ages) for ages, _ in ranks).metrics() | reward_means(rewards)

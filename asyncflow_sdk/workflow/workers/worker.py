@@ -49,8 +49,8 @@ TRACEBACK_BYTES = 8 << 10
 
 
 class WorkerRuntime:
-    """Connects a worker to its run and works until the stream ends. ``stage``: an object of this
-    process to work as, instead of the spec's role. ``expire``: an argument of ``CallLimit``. ``run`` is called once; ``leave`` is
+    """Connects a worker to its run and works until the stream ends. ``stage``: an object of this process to work as,
+    instead of the spec's role. ``expire``: an argument of ``CallLimit``. ``run`` is called once; ``leave`` is
     thread-safe."""
 
     def __init__(
