@@ -33,10 +33,10 @@ def test_a_run_on_five_hosts_learns_as_on_one(tiny: str, tmp_path: Path) -> None
     rng = np.random.default_rng(0)
     rows = [{"prompt_ids": rng.integers(3, 43, 5).tolist()} for _ in range(8 * STEPS)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "five_hosts.py").write_text(MINE)
     (tmp_path / "run.toml").write_text(PAGE.read_text().split("```toml\n")[1].split("```")[0])
     small = {
-        "steps": f"{STEPS}", "batch_size": "32", "reward": "mine:odd_tokens", "staleness": "{ max_staleness = 0 }",
+        "steps": f"{STEPS}", "batch_size": "32", "reward": "five_hosts:odd_tokens", "staleness": "{ max_staleness = 0 }",
         "rollout.model": tiny, "rollout.prompt": "prompt_ids", "rollout.group_size": "4",
         "rollout.sampling": "{ max_tokens = 8, seed = 1 }", "train.model": tiny, "train.learning_rate": "1e-2",
         "train.engine": "fsdp", "train.world_size": "2",
