@@ -170,7 +170,7 @@ def test_each_cause_of_failure_is_named(server: SshServer, tmp_path: Path) -> No
         "package": ({"python": python}, rf"{python} of host 'here' cannot load the AsyncFlow SDK: .*pip install"),
         "cpu": ({"cpus": [4095]}, r"host '.*': cpus=\[4095\]: this process may not use CPU 4095"),
         "module": ({"function": "no_such_module:f", "python": sys.executable}, r"no_such_module"),
-        "function": ({"function": "functions:raises_below"}, r"in looks_up"),
+        "function": ({"function": "functions:vanishes"}, r"exited with status 0 before"),
     }
     details: dict[str, str] = {}
 
