@@ -74,11 +74,11 @@ class TaskSamplers:
             enough = len(queue.peek_group()) > 0 and not task.sampling.chooses
             queue.push_front(ids)
             if enough:
-                raise SchemaError(
-                    f"no whole groups make up {at_least} to {count} rows: {len(ids)} would be too few, one more group"
-                    " too many; ask for more, or for fewer at least"
-                )
+                few = f"no whole groups make up {at_least} to {count} rows: {len(ids)} would be too few"
+                raise SchemaError(f"{few}, one more group too many; ask for more, or for fewer at least")
             return NO_ROWS
+        if self._state.dead_letters.blamed and task.sampling.chooses:  # in any order: higher priorities stay first
+            ids = ids[np.argsort(-self._state.rows.priority[self._state.rows.at(ids)], kind="stable")]
         if self._state.dead_letters.blamed and at_least <= (count := self._state.tasks.alone(task, ids)) < len(ids):
             queue.push_front(ids[count:])
             ids = ids[:count]

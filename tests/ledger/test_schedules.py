@@ -215,6 +215,10 @@ def sampled(world_seed: int, task: TaskSpec, *names: str) -> TaskSpec:
     return msgspec.structs.replace(task, sampler=SamplerSpec(name, options[name]) if name else None)
 
 
+@example(  # a sampler chose a row of low priority first, which had lost a lease
+    seed=5833159, staleness=0, size=1, groups=1, steps=4, ranks=(4, 4), mortality=0.2, tight=False, policy="wait",
+    parts=1,
+)  # fmt: skip
 @schedules(15)
 @given(
     seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 4), steps=st.integers(1, 5),
