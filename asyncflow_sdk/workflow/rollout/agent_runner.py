@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from ...queue.error_text import error_text, plain_text
+from ...queue.error_text import SDK, error_text, plain_text
 from ..work import is_coroutine
 from ..workers.user_code import SERVICE_S, ServiceWatch, is_away, settle, user_error_text
 from .agent import Agent, AgentFailed, Turn, Turns
@@ -28,7 +28,6 @@ BLOCKED_S = 5.0
 CANCEL_S = 1.0
 """The event loop of a cancelled agent may take this long to answer (seconds)."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-_SDK = f"{__file__.rpartition('/workflow/')[0]}/"
 
 
 class AgentRunner:
@@ -219,7 +218,7 @@ def _result(task: asyncio.Future[Any]) -> Any:
 def _place_of(thread: threading.Thread) -> str:
     """Return the innermost line of a thread outside of libraries; "" without one."""
     frames = traceback.extract_stack(sys._current_frames().get(thread.ident or 0))
-    for hidden in ((_SDK, "<", *_LIBRARIES), (_SDK, "<", _LIBRARIES[0])):  # an agent may be of a library
+    for hidden in ((SDK, "<", *_LIBRARIES), (SDK, "<", _LIBRARIES[0])):  # an agent may be of a library
         for frame in reversed(frames):
             if not frame.filename.startswith(hidden):
                 return f"{frame.filename}:{frame.lineno}, in {frame.name}()"
