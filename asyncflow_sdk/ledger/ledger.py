@@ -207,7 +207,7 @@ class Ledger:
         """Expire leases, parked requests and absent homes past their deadline."""
         self.state.context.now = now
         due = self.state.leases.deadlines.due(now)
-        held = Counter((each.session, each.task) for each in self.state.leases.by_token.values() if due)
+        held = Counter((each.session, each.task) for each in (self.state.leases.by_token.values() if due else ()))
         for grant in due:
             if grant.token not in self.state.leases.by_token:
                 continue  # it ended with another one in this loop
