@@ -3,6 +3,7 @@
 Nothing hangs, a replica that lives is on one whole version, and the next version comes.
 """
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ def test_trainers_are_killed_in_the_middle_of_a_version(
 ) -> None:
     options = {"path": str(path)} if transport == "file" else {}
     replica, version = Replica(run, "replica"), 1
-    with Child(train, run.address, transport, options, moments[0]) as trainer:
+    with contextlib.ExitStack() as trainers:
+        trainer = trainers.enter_context(Child(train, run.address, transport, options, moments[0]))
         assert trainer.hear()[:2] == ["published", 1]
         replica.until_on(1)
         for moment, following in zip(moments, [*moments[1:], ""], strict=True):
@@ -87,8 +89,7 @@ def test_trainers_are_killed_in_the_middle_of_a_version(
                 with run.newest() as update:
                     assert (update.version, versions_of(update)) == (version, [float(version)])
             # and the next trainer goes on from there
-            trainer.__exit__()
-            trainer.__init__(train, run.address, transport, options, following)  # type: ignore[misc]
+            trainer = trainers.enter_context(Child(train, run.address, transport, options, following))
             version += 1
             assert trainer.hear()[:2] == ["published", version]
             replica.until_on(version)
