@@ -194,9 +194,9 @@ def test_a_coroutine_that_swallows_its_cancellation_ends_as_a_call_does(monkeypa
         return number
 
     with af.serve() as run:
-        (worker,) = run.start(af.Stage(retries, gives=["reward"], timeout_s=0.5, launcher="thread"))
+        run.start(af.Stage(retries, gives=["reward"], timeout_s=0.5, launcher="thread"))
         run.queue.put({"number": [7]})
-        until(lambda: worker.lost, "that its thread is given up")
+        until(lambda: run.failure, "that its thread is given up")
         released.set()
         with pytest.raises(WorkerFailed, match=r"of row 0, did not return in 0.5 s .*cancellation(.|\n)*in retries"):
             run.check()

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from typing import cast
 
 from ...errors import ConfigError
 from ...interfaces import FATAL_STATUS, Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
@@ -46,27 +47,27 @@ class ThreadLauncher(Launcher):
 class _ThreadHandle(WorkerHandle):
     def __init__(self, spec: WorkerSpec, stage: Stage | None) -> None:
         self.pid, self.host = os.getpid(), socket.gethostname()
-        self._worker = WorkerRuntime(spec, stage, self._expire)
-        self._exit = WorkerExit(1, "its thread was left behind")
-        self._ended = threading.Event()
+        self._worker = WorkerRuntime(spec, stage, lambda reason: self._end(WorkerExit(FATAL_STATUS, reason)))
+        self._exit: WorkerExit | None = None
+        self._lock, self._ended = threading.Lock(), threading.Event()
         threading.Thread(target=self._run, name=spec.name, daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._exit = self._worker.run()
+            self._end(self._worker.run())
         except BaseException as error:  # a user's function may raise KeyboardInterrupt: it ends this thread only
-            self._exit = WorkerExit(1, user_error_text(error_text(error), error))
-        finally:
-            self._ended.set()
+            self._end(WorkerExit(1, user_error_text(error_text(error), error)))
+
+    def _end(self, how: WorkerExit) -> None:
+        """Set how the worker ended, unless it has: a thread that was abandoned may still end."""
+        with self._lock:
+            self._exit = self._exit or how
+        self._ended.set()
 
     def wait(self) -> WorkerExit:
         """Wait for the thread, or for ``kill``."""
         self._ended.wait()
-        return self._exit
-
-    def _expire(self, reason: str) -> None:
-        self._exit = WorkerExit(FATAL_STATUS, reason)
-        self.kill()
+        return cast("WorkerExit", self._exit)
 
     def stop(self) -> None:
         """Let the worker finish the rows it holds."""
@@ -74,4 +75,4 @@ class _ThreadHandle(WorkerHandle):
 
     def kill(self) -> None:
         """Abandon the thread: it ends by itself or with its process."""
-        self._ended.set()
+        self._end(WorkerExit(1, "its thread was left behind"))
