@@ -71,7 +71,7 @@ FAMILIES = {
         {
             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 2,
             "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 2, "head_dim": 16,
+            "qk_nope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 2, "head_dim": 16, "topk_method": "noaux_tc",
         },
         untrained={"model.layers.2.eh_proj.weight": (64, 128), "model.layers.2.enorm.weight": (64,)},
     ),

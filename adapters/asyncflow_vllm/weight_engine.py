@@ -100,7 +100,9 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         for; later together, which is faster for many small tensors."""
         if self._places.keys() != {name for name, _ in tensors}:
             self._places = {}
-            self._places = {name: self._loaded([(name, tensor)]) for name, tensor in tensors}
+            places = {name: self._loaded([(name, tensor)]) for name, tensor in tensors}
+            self._refuse_lost(set[str]().union(*places.values()))
+            self._places = places
         else:
             loaded, wanted = self._loaded(tensors), set().union(*self._places.values())
             if loaded != wanted:
@@ -110,8 +112,20 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
                 )
         self.taken = {name for name, places in self._places.items() if places}
 
+    def _refuse_lost(self, loaded: set[str]) -> None:
+        """Raise WeightMismatch if the model calls parameters loaded although no loader got them, as GPT-OSS does in
+        vLLM 0.32: it copies into them, and a reload replaces them."""
+        empty = self._empty()
+        owned = ((at, layer) for at, layer in self.model.named_modules() if layer in empty)
+        lost = {f"{at}.{name}" for at, layer in owned for name, _ in layer.named_parameters(recurse=False)} & loaded
+        if lost:
+            raise WeightMismatch(
+                f"{type(self.model).__name__} of vLLM copies weights past the loaders of its parameters, so vLLM cannot"
+                f" replace them in a running engine: {', '.join(sorted(lost)[:10])}"
+            )
+
     def _finish(self) -> None:
-        kept = {layer for layer in self._loading() if not get_layerwise_info(layer).load_numel}
+        kept = self._empty()
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
             self._pack_layers(kept)
@@ -135,6 +149,10 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _loading(self) -> Iterator[Any]:
         return (layer for layer in self.model.modules() if get_layerwise_info(layer).can_load())
+
+    def _empty(self) -> set[Any]:
+        """Return the layers that wait for weights and have none."""
+        return {layer for layer in self._loading() if not get_layerwise_info(layer).load_numel}
 
     def _pack_layers(self, kept: set[Any]) -> None:
         """Pack loaded weights for a CPU, which vLLM does after its first load only: experts, and output
