@@ -238,10 +238,10 @@ def test_what_a_run_is_refused_for_is_found_by_the_same_checks(tmp_path: Path) -
     # then
     assert not examination.fine
     assert found(examination, str(file), "valid: its parts fit together").level == "fine"
-    assert found(examination, "odd.toml", "there is no key step; did you mean 'steps'?").level == "fails"
+    assert found(examination, "odd.toml", "step: there is no such key; did you mean 'steps'?").level == "fails"
     for problem in (
-        "wrong.toml:3:1: batch_size=6 is not a multiple of group_size=4",
-        "wrong.toml:7:28: engine 'echo', option 'delay_s' must be float, not str: '1'",
+        "wrong.toml: batch_size: batch_size=6 is not a multiple of group_size=4",
+        "wrong.toml: train.delay_s: engine 'echo', option 'delay_s' must be float, not str: '1'",
     ):
         finding = found(examination, str(wrong), problem)
         assert finding.level == "fails"

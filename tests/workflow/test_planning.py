@@ -138,7 +138,7 @@ def test_where_nothing_fits_each_one_is_told_why() -> None:
     assert "tcp: engine 'liar' cannot take weights by tcp, only by shm" in str(error.value)
 
 
-def test_a_file_is_told_the_place_of_what_cannot_work(tmp_path: Path) -> None:
+def test_a_file_is_told_the_keys_of_what_cannot_work(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         TOML.replace('rollout = { engine = "echo"', 'rollout = { engine = "timed"')
@@ -146,8 +146,8 @@ def test_a_file_is_told_the_place_of_what_cannot_work(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError) as error:
         af.load_workflow(file)
-    assert "run.toml:8:1: engine 'timed' cannot load weights between" in str(error.value)
-    assert "run.toml:9:1: no transport adapter is named 'pigeon'" in str(error.value)
+    assert "run.toml: weights.swap: engine 'timed' cannot load weights between" in str(error.value)
+    assert "run.toml: weights.transport: no transport adapter is named 'pigeon'" in str(error.value)
 
 
 def test_driver_and_worker_say_what_was_chosen(tmp_path: Path) -> None:

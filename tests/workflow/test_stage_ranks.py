@@ -245,11 +245,11 @@ def test_ranks_of_a_stage_are_read_from_a_file_and_shown(tmp_path: Path) -> None
     assert flow.describe()["stages"][-1]["work"]["Logprobs"]["world_size"] == 2
     file.write_text(TOML + '\n[[stages]]\nwork = "functions:length"\nworld_size = 2\n')
     with pytest.raises(
-        ConfigError, match=r"run.toml:10:1: there is no key stages.0.world_size; it is of an engine's"
+        ConfigError, match=r"run.toml: stages.0.world_size: there is no such key; it is of an engine's"
     ):
         af.load_workflow(file)
     file.write_text(TOML + STAGE.replace("echo-ranks", "echo"))
-    with pytest.raises(ConfigError, match=r"run.toml:\d+:\d+: engine 'echo' works in one process"):
+    with pytest.raises(ConfigError, match=r"run.toml: stages.0.work.*: engine 'echo' works in one process"):
         af.load_workflow(file)
 
 

@@ -242,5 +242,7 @@ def test_a_file_names_them(tmp_path: Path, plugin: None) -> None:
     with pytest.raises(ConfigError, match=r"track=line: no tracker adapter is named 'line'"):
         af.load_workflow(file, {"track": "line"})
     file.write_text(file.read_text().replace('name = "lines"', "names = 1"))
-    with pytest.raises(ConfigError, match=r"run.toml:1:19: track.1 is a name, or a table with a name and options"):
+    with pytest.raises(
+        ConfigError, match=r"run.toml: track.1: a name is expected, or a table with a name and options"
+    ):
         af.load_workflow(file)

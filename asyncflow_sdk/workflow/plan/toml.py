@@ -34,7 +34,6 @@ from ..hub import is_name
 from ..specs import Rollout, Stage, Train
 from ..work import Generate, Logprobs
 from ..workflow import Workflow
-from .positions import positions
 from .problems import Key, error_sink
 
 if sys.version_info >= (3, 11):
@@ -48,13 +47,13 @@ _SPECS = (Rollout, Stage, Train, Evaluation)
 
 def load_workflow(path: str | os.PathLike[str], changes: Mapping[str, str] | None = None) -> Workflow:
     """Read a workflow from a file. ``changes``: TOML values by dotted key ("train.learning_rate": "1e-5"); text needs
-    no quotes. Adds the file's folder to ``sys.path``. Raises ConfigError with line and column of every
-    wrong key, and the nearest known key."""
+    no quotes. Adds the file's folder to ``sys.path``. Raises ConfigError with every wrong key, and the
+    nearest known key."""
     return _File(Path(path), changes or {}).workflow()
 
 
 def problems_of_file(path: str | os.PathLike[str]) -> list[str]:
-    """Return the errors of ``load_workflow``, each with line and column; empty for a valid file. Raises
+    """Return the errors of ``load_workflow``, each with its key; empty for a valid file. Raises
     ConfigError for a file that cannot be read or is no TOML."""
     file = _File(Path(path), {})
     try:
@@ -69,18 +68,17 @@ class _InvalidValue(Exception):
 
 
 class _File:
-    """A TOML file with changed values. ``errors``: found so far, with their positions in the file."""
+    """A TOML file with changed values. ``errors``: found so far, with their keys."""
 
     def __init__(self, path: Path, changes: Mapping[str, str]) -> None:
         self.path = path
         try:
-            text = path.read_text(encoding="utf-8")
-            self.values: dict[str, Any] = tomllib.loads(text)
+            self.values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path} is no TOML: {error}") from None
-        self._positions: dict[Key, str] = {key: f"{path}:{line}:{at}" for key, (line, at) in positions(text).items()}
+        self._changes: dict[Key, str] = {}
         self.errors: dict[str, None] = {}
         for name, value in changes.items():
             self._change(name, value)
@@ -106,15 +104,13 @@ class _File:
     # ---- errors
 
     def _add_error(self, key: Key, text: str) -> None:
-        self.errors[f"{self._position(key)}: {text}"] = None
-
-    def _position(self, key: Key) -> str:
-        """Return the position of a key, or of the innermost table around it in the file."""
-        for end in range(len(key), 0, -1):
-            for name in (key[:end], tuple(part for part in key[:end] if isinstance(part, str))):
-                if name in self._positions:
-                    return self._positions[name]
-        return str(self.path)
+        if key and not isinstance(self.values.get(str(key[0])), list):  # the only rollout has no number
+            key = tuple(part for part in key if isinstance(part, str))
+        near = [key[:end] for end in range(len(key), 0, -1) if key[:end] in self._changes]
+        places = [self._changes[near[0]] if near else str(self.path)]
+        if key and near[:1] != [key]:
+            places.append(_dotted(key))
+        self.errors[": ".join([*places, text])] = None
 
     def _raise(self) -> typing.NoReturn:
         listed = list(self.errors)
@@ -137,9 +133,7 @@ class _File:
                 at[part] = new
             else:
                 at = at.setdefault(part, {}) if isinstance(at, dict) else at[part]
-        self._positions = {k: p for k, p in self._positions.items() if k[: len(key)] != key} | {
-            key: f"{name}={value}"
-        }
+        self._changes[key] = f"{name}={value}"
 
     # ---- objects from tables
 
@@ -163,17 +157,17 @@ class _File:
             elif options:
                 arguments[name] = self._resolve(value)
             else:
-                self._add_error(where, f"there is no key {_dotted(where)}; {place_of(make, name, named)}")
+                self._add_error(where, f"there is no such key; {place_of(make, name, named)}")
         for name, parameter in named.items():
             if parameter.default is parameter.empty and name not in table:
-                self._add_error(key, f"{_dotted((*key, name))} is missing")
+                self._add_error((*key, name), "the value is missing")
         if len(self.errors) > before:
             raise _InvalidValue
         return arguments
 
     def _make(self, make: Any, table: Any, key: Key) -> Any:
         if not isinstance(table, dict):
-            self._add_error(key, f"{_dotted(key)} is a table, not {_kind(table)}")
+            self._add_error(key, f"a table is expected, not {_kind(table)}")
             raise _InvalidValue
         arguments = self._arguments(make, table, key)
         try:
@@ -181,7 +175,7 @@ class _File:
         except (ConfigError, PluginError) as error:
             self._add_error(key, str(error))
         except TypeError as error:
-            self._add_error(key, f"{_dotted(key)}: {error}")
+            self._add_error(key, str(error))
         raise _InvalidValue
 
     def _value(self, hint: Any, value: Any, key: Key) -> Any:
@@ -231,7 +225,7 @@ class _File:
         except msgspec.ValidationError as error:
             if isinstance(value, float) and value.is_integer():  # 64.0: the constructor decides
                 return value
-            self._add_error(key, f"{_dotted(key)}: {str(error).partition(' - at')[0]}")
+            self._add_error(key, str(error).partition(" - at")[0])
             raise _InvalidValue from None
         except TypeError:  # no type of TOML: the constructor checks it
             return value
@@ -242,7 +236,7 @@ class _File:
                 raise ConfigError(f'a function is named "module:function", not {path!r}')
             return import_name(path)
         except ConfigError as error:
-            self._add_error(key, f"{_dotted(key)}: {error}")
+            self._add_error(key, str(error))
         raise _InvalidValue
 
     def _prompts(self, value: Any, key: Key) -> Any:
@@ -250,7 +244,7 @@ class _File:
         if not isinstance(value, str) or (file := Path(self._path(value))).is_file():
             return file if isinstance(value, str) else value
         if ":" not in value:
-            self._add_error(key, f'prompts: there is no file {file}; a function is named "module:function"')
+            self._add_error(key, f'there is no file {file}; a function is named "module:function"')
             raise _InvalidValue
         return self._function(value, key)
 
@@ -258,17 +252,17 @@ class _File:
         """Read the import path of a function, or a pair of it and a weight."""
         path, *weight = value if isinstance(value, list) and value else [value]
         if not isinstance(path, str):
-            self._add_error(key, f'{_dotted(key)} is "module:function", or a list of it and a weight')
+            self._add_error(key, '"module:function" is expected, or a list of it and a weight')
             raise _InvalidValue
         function = self._function(path, key)
         return (function, *weight) if weight else function
 
     def _algorithm(self, value: Any, key: Key) -> Any:
-        """Make an installed algorithm, to report its errors with their lines; return the name and options of
+        """Make an installed algorithm, to report its errors with their keys; return the name and options of
         another."""
         table = {"name": value} if isinstance(value, str) else value
         if not isinstance(table, dict) or not isinstance(name := table.get("name", "grpo"), str):
-            self._add_error(key, f"{_dotted(key)} is a name, or a table with a name and options, not {_kind(value)}")
+            self._add_error(key, f"a name is expected, or a table with a name and options, not {_kind(value)}")
             raise _InvalidValue
         options = {n: v for n, v in table.items() if n != "name"}
         try:
@@ -276,7 +270,7 @@ class _File:
         except PluginError as error:
             if "python" in self.values.get(str(key[0]), {}):
                 return name, self._resolve(options)
-            self._add_error(key, f"{_dotted(key)}: {error}")
+            self._add_error(key, str(error))
             raise _InvalidValue from None
         return self._make(factory, options, key)
 
@@ -286,8 +280,7 @@ class _File:
         for number, each in enumerate(value if isinstance(value, list) else [value]):
             name = each.get("name") if isinstance(each, dict) else each
             if not isinstance(name, str):
-                where = (*key, number)
-                self._add_error(where, f"{_dotted(where)} is a name, or a table with a name and options")
+                self._add_error((*key, number), "a name is expected, or a table with a name and options")
                 raise _InvalidValue
             options = {n: self._resolve(v) for n, v in each.items() if n != "name"} if isinstance(each, dict) else {}
             made.append((name, options) if options else name)
@@ -296,10 +289,7 @@ class _File:
     def _work(self, table: dict[str, Any], key: Key) -> Any:
         kinds = [kind for kind in _WORKS if kind in table]
         if len(kinds) != 1:
-            self._add_error(
-                key,
-                f"{_dotted(key)}: an engine's work is {{ logprobs = ENGINE, ... }} or {{ generate = ENGINE, ... }}",
-            )
+            self._add_error(key, "an engine's work is { logprobs = ENGINE, ... } or { generate = ENGINE, ... }")
             raise _InvalidValue
         engine = {"engine": table[kinds[0]]}
         return self._make(_WORKS[kinds[0]], engine | {n: v for n, v in table.items() if n != kinds[0]}, key)
