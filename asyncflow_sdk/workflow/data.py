@@ -513,28 +513,36 @@ class StreamedPrompts(PromptOrder):
         self.seek(0)
 
     def seek(self, position: int) -> None:
-        """Read the stream again up to the position."""
-        self._records = self._all()
-        self.position = sum(1 for _ in itertools.islice(self._records, position))
+        """Read the stream again up to the position, and count its unusable records."""
+        self._records, self.position, self.left_out = self._all(), 0, 0
+        for record in itertools.islice(self._records, position):
+            self._row(record)
 
     def next(self, count: int) -> Batch:
         """Read the next records. Raises ConfigError after many unusable ones in a row."""
         rows: list[Batch] = []
         for record in self._records:
-            try:
-                rows.append(self._stream.row(record))
+            row = self._row(record)
+            if isinstance(row, Batch):
+                rows.append(row)
                 self._in_a_row = 0
-            except SchemaError as error:
-                self._leave_out(str(error))
-            self.position += 1
+            else:
+                self._leave_out(row)
             if len(rows) == count:
                 break
         return join_rows(rows) if rows else self._stream.head.take([])
 
-    def _leave_out(self, reason: str) -> None:
-        self.left_out += 1
+    def _row(self, record: Any) -> Batch | SchemaError:
+        self.position += 1
+        try:
+            return self._stream.row(record)
+        except SchemaError as error:
+            self.left_out += 1
+            return error
+
+    def _leave_out(self, reason: SchemaError) -> None:
         self._in_a_row += 1
-        text = f"record {self.position} of the stream of prompts is left out: {reason}"
+        text = f"record {self.position - 1} of the stream of prompts is left out: {reason}"
         if self._in_a_row == MOST_LEFT_OUT:
             raise ConfigError(f"{text}. So were the {MOST_LEFT_OUT - 1} before it")
         if self.left_out <= 3 or self.left_out in POWERS:
@@ -594,7 +602,7 @@ class Feeder:
 
     @property
     def left_out(self) -> int:
-        """The number of unusable prompts since its start."""
+        """The number of unusable prompts so far, with those of feeders before it."""
         return self._prompts.left_out
 
     def _warn(self, text: str) -> None:

@@ -430,16 +430,18 @@ def test_records_of_a_stream_that_change_are_cast_or_left_out_by_name(tmp_path: 
 
 
 def test_a_feeder_goes_on_behind_records_that_were_left_out() -> None:
-    records = [{"prompt": None if number in (14, 16) else f"{number}"} for number in range(19)]
+    records = [{"prompt": None if number in (9, 14, 16) else f"{number}"} for number in range(19)]
     with af.serve() as run:
         run.queue.declare("train", needs=["prompt"], batch_rows=2)
         # given a put of records 13 and 15
         run.queue.put({"prompt": ["13", "15"]}, key="prompts-13")
         # when
-        run.feed(lambda: iter(records), group_size=1, chunk=2, epochs=1).join(60)
+        feeder = run.feed(lambda: iter(records), group_size=1, chunk=2, epochs=1)
+        feeder.join(60)
         texts = [text for step in run.consumer("train") for text in _acked(step)]
     # then
     assert texts == ["13", "15", "17", "18"]
+    assert feeder.left_out == 3, "the one before the put, too"
 
 
 def test_a_stream_of_which_nothing_can_be_used_any_more_ends_the_run(tmp_path: Path) -> None:
