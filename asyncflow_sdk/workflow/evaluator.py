@@ -31,6 +31,7 @@ from ..types.defaults import FEED_S
 from ..weights import fetch_version
 from .evaluation import EVALUATION, SCORES, Evaluation
 from .events.event_sinks import EventSink
+from .events.failure_limit import KEPT
 from .events.step_files import write_batch
 from .model_folder import write_model_folder
 from .run import Run
@@ -118,11 +119,14 @@ class Evaluator:
         try:
             batch = self._queue.get(SCORES.name, rows, at_least=rows, partition=EVALUATION, timeout_s=FEED_S)
         except Ended:
+            batch = None
+        letters = [each for each in self._queue.failed(KEPT) if each.key == f"{EVALUATION}-{self._puts - 1}"]
+        if letters:
+            failed, last = sum(each.rows for each in letters), "".join(letters[-1].reasons[-1:]).partition("\n")[0]
+            then = f"{'it has no' if batch is None else 'they are not in its'} score; the last one: {last}"
+            self._note(f"{failed} of {rows} rows of an evaluation failed, and {then}", "warning")
+        if batch is None:
             return
-        if batch.rows < rows:
-            self._note(
-                f"{rows - batch.rows} of {rows} rows of an evaluation failed, and are not in its score", "warning"
-            )
         version = int(batch.ragged(VERSION_SPANS).values[0, 0])
         known = next((each for each in self.results if each.version == version), None)
         scored = known or self._record(batch, version, time.monotonic() - began)

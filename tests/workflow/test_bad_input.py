@@ -74,7 +74,7 @@ DATA = type("Dataset", (), {"column_names": ["prompt"]})()
         ),
         ({"prompts": {"prompt_ids": [[1], [2, 2**31]]}}, "row 1 has 2147483648, which is no token id"),
         ({"prompts": {"prompt_ids": [[1, -1], [2]]}}, "row 0 has -1, which is no token id"),
-        ({"prompts": {"prompt_ids": [[1], []]}}, "row 1 of column 'prompt_ids' is empty"),
+        ({"prompts": {"prompt_ids": [[1], []]}}, "^prompts: record 1: column 'prompt_ids' is empty: "),
     ],
 )
 def test_refused_before_anything_starts(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

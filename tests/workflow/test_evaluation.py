@@ -12,7 +12,7 @@ from typing import Any
 import functions
 import numpy as np
 import pytest
-from echo_runs import Driver, echo_weights, echo_workflow
+from echo_runs import Driver, echo_weights, echo_workflow, events_of
 from gates import Listener
 from safetensors.numpy import load_file
 
@@ -154,6 +154,12 @@ def test_a_reward_that_raises_costs_the_evaluation_and_not_the_run(tmp_path: Pat
 
     assert (result.summary["status"], result.summary["balanced"]) == ("completed", True)
     assert any("raises() raised ValueError: no answer key" in text for text in result.summary["reasons"])
+    notes = [
+        note["text"] for note in events_of(tmp_path / "run", "note") if "of an evaluation failed" in note["text"]
+    ]
+    cause = "evaluation_reward: raises() raised ValueError: no answer key"
+    assert set(notes) == {f"3 of 3 rows of an evaluation failed, and it has no score; the last one: {cause}"}
+    assert len(notes) == result.summary["rows"]["failed"] // 3
 
 
 class DiesOnce(EchoRollout):

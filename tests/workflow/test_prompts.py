@@ -113,12 +113,50 @@ def long_ids() -> Iterator[dict[str, Any]]:
         yield {"prompt_ids": [1] * len(record["prompt"].split())}
 
 
-def test_long_prompts_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:
+def small_model(folder: Path) -> None:
+    """The tokenizer of the words 1 and 2, and a context of 16 tokens."""
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 1, "2": 2}))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 16}')
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text('{"max_position_embeddings": 16}')
+
+
+@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize(
+    ("column", "short", "long"), [("prompt", "1 2", "1 " * 9 + "2"), ("prompt_ids", [1, 2], [1] * 9 + [2])]
+)
+def test_held_out_prompts_that_leave_no_room_are_refused_dropped_or_cut(
+    tmp_path: Path, column: str, short: Any, long: Any, aside: bool
+) -> None:
+    small_model(tmp_path)
+    place: dict[str, Any] = {"model": tmp_path, "prompt": column}
+
+    def held_out(long_prompts: str) -> af.Workflow:
+        evaluation = af.Evaluation(
+            prompts={column: [short, long, short]}, every=2, reward=lambda response_ids: [1.0] * len(response_ids),
+            rollout=af.Rollout("echo", model=tmp_path, launcher="thread") if aside else None,
+            sampling=af.Sampling(max_tokens=8, temperature=0),
+        )  # fmt: skip
+        return echo_workflow(
+            prompts={column: [short] * 4}, rollout=place | {"sampling": af.Sampling(max_tokens=4)},
+            evaluate=evaluation, long_prompts=long_prompts,
+        )  # fmt: skip
+
+    with pytest.raises(ConfigError, match="held-out prompt 1 has 10 tokens, and 1 of 3 .* max_tokens=8 .* 1 to 8"):
+        held_out("error")
+    dropped, cut = held_out("drop").plan, held_out("truncate_left").plan
+    assert dropped.held_out is not None
+    assert cut.held_out is not None
+    assert dropped.held_out.rows == 2
+    assert [text.split("; ")[1] for text in dropped.warnings] == ["they are left out"]
+    last = cut.held_out[column][1]  # a worker cuts texts
+    assert last == long if column == "prompt" else last.tolist() == [1] * 7 + [2]
+    assert [plan.data.rows for plan in (dropped, cut)] == [4, 4]
+
+
+def test_long_prompts_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:
+    small_model(tmp_path)
     text = {"prompt": ["1 2", "1 1 " * 5 + "2 2", "2 1", "1 1"]}
     ids = {"prompt_ids": [[1, 2], [1] * 10 + [2, 2], [2, 1], [1, 1]]}
     given: list[tuple[str, Any]] = [("text", text), ("ids", ids), ("stream", long_stream), ("id-stream", long_ids)]

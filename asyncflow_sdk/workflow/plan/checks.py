@@ -16,7 +16,7 @@ from ...interfaces import Placement
 from ...interfaces.rollout import check_restrictions
 from ...ledger.state.columns import MAX_COLUMNS
 from ...plugins import registry
-from ...types import Ragged
+from ...types import Batch, Ragged, pack
 from ...types.config import LOCAL
 from ...weights import AUTO
 from ...weights.publisher import check_publisher
@@ -31,7 +31,7 @@ from ..workers.engines import frozen_options, odd_options, whole_step_text
 from ..workers.ranks import check_ranks
 from .dataflow import same_name
 from .folders import check_folders, needs_trust
-from .plan import AHEAD_STEPS, Plan
+from .plan import AHEAD_STEPS, PROMPT, Plan
 from .policy import rows_needed
 from .problems import Problems, checks_placements, is_checked_here
 
@@ -83,10 +83,11 @@ def _find(plan: Plan, problems: Problems) -> None:
         if plan.stream is not None and plan.checkpoint is not None:
             plan.stream.check_resumable()
     for number, rollout in enumerate(plan.rollouts):
-        with problems.collect("prompts"):
-            _check_ids(plan, rollout)
-        with problems.collect("rollout", number):
-            _check_lengths(plan, rollout)
+        for name, data in plan.prompts_of(rollout):
+            with problems.collect("prompts" if name == PROMPT else "evaluate"):
+                _check_ids(name, data, rollout)
+            with problems.collect("rollout", number):
+                _check_lengths(plan, rollout, name, data)
         with problems.collect("rollout", number, "sampling"):
             _check_temperature(rollout, plan.train)
         with problems.collect("rollout", number, "sampling"):
@@ -415,32 +416,30 @@ def _check_stops(spec: Rollout | Generate) -> None:
         with_stop_ids(spec.sampling, Tokenizer(spec.tokenizer) if spec.tokenizer and spec.sampling.stop else None)
 
 
-def _check_ids(plan: Plan, rollout: Rollout) -> None:
+def _check_ids(name: str, data: Batch, rollout: Rollout) -> None:
     """Check prompts given as token ids."""
-    if not takes_trained(rollout.partitions) or rollout.prompt != "prompt_ids" or rollout.prompt not in plan.data:
+    if rollout.prompt != "prompt_ids" or rollout.prompt not in data:
         return
     try:
-        lengths = token_ids(plan.data, rollout.prompt).lengths
+        token_ids(data, rollout.prompt)
     except SchemaError as error:
-        raise ConfigError(f"prompts: {error}") from None
-    if not lengths.all():
-        raise ConfigError(f"prompts: row {int((lengths == 0).argmax())} of column 'prompt_ids' is empty")
+        raise ConfigError(f"{name}s: {error}") from None
 
 
-def _check_lengths(plan: Plan, rollout: Rollout) -> None:
+def _check_lengths(plan: Plan, rollout: Rollout, name: str, data: Batch) -> None:
     """Find prompts that cannot be encoded, have tokens without an embedding, or leave no room for a
     response, if tokenizer, vocabulary and context are known here."""
-    if rollout.prompt not in plan.data or not takes_trained(rollout.partitions):
+    if rollout.prompt not in data:
         return
-    is_ids = plan.data.spec(rollout.prompt).kind not in ("text", "json")
+    is_ids = data.spec(rollout.prompt).kind not in ("text", "json")
     length: Callable[[Any], int] = len
     most = plan.prompt_limit(rollout)
     if is_ids:
-        lengths = _lengths(plan.data.ragged(rollout.prompt), np.arange(plan.data.rows), rollout)
+        lengths = _lengths(data.ragged(rollout.prompt), np.arange(data.rows), rollout, name)
     elif rollout.tokenizer:
         try:
             encoder = PromptEncoder(Tokenizer(rollout.tokenizer), rollout.chat)
-            lengths = _lengths_of_texts(plan, rollout, encoder, MOST if most is None else most)
+            lengths = _lengths_of_texts(plan, rollout, encoder, MOST if most is None else most, name, data)
         except PluginError:  # this environment has no tokenizers: the worker checks
             return
         length = encoder.length
@@ -448,16 +447,16 @@ def _check_lengths(plan: Plan, rollout: Rollout) -> None:
         return
     if not lengths.all():
         empty = int((lengths == 0).argmax())
-        raise ConfigError(f"prompts: record {empty}: column {rollout.prompt!r} is empty: it has no token")
+        raise ConfigError(f"{name}s: record {empty}: column {rollout.prompt!r} is empty: it has no token")
     if most is None:
         return
     context = int(rollout.config["max_position_embeddings"])
     if most < 1:
         raise ConfigError(
-            f"max_tokens={rollout.sampling.max_tokens} leaves no room for a prompt: the model's context is {context};"
+            f"max_tokens={context - most} leaves no room for a prompt: the model's context is {context};"
             f" say sampling=af.Sampling(max_tokens={max(context // 2, 1)})"
         )
-    if plan.stream is not None and plan.long_prompts != "error":
+    if plan.stream is not None and name == PROMPT and plan.long_prompts != "error":
         if plan.long_prompts == "drop":
             plan.stream.limit(length, most)
         elif is_ids:
@@ -468,8 +467,8 @@ def _check_lengths(plan: Plan, rollout: Rollout) -> None:
         return
     first = int(odd[0])
     text = (
-        f"prompt {first} has {lengths[first]} tokens, and {len(odd)} of {len(lengths)} prompts do not fit: with"
-        f" max_tokens={rollout.sampling.max_tokens} a prompt may have 1 to {most} tokens, since the"
+        f"{name} {first} has {lengths[first]} tokens, and {len(odd)} of {len(lengths)} prompts do not fit: with"
+        f" max_tokens={context - most} a prompt may have 1 to {most} tokens, since the"
         f" model's context is {context}"
     )
     if plan.long_prompts == "error" or (plan.long_prompts == "drop" and len(odd) == len(lengths)):
@@ -477,13 +476,14 @@ def _check_lengths(plan: Plan, rollout: Rollout) -> None:
             f"{text}; long_prompts='drop' leaves such prompts out, 'truncate_left' cuts their beginnings off"
         )
     if plan.long_prompts == "drop":
-        plan.keep_prompts(lengths <= most)
+        plan.change_prompts(name, data.take(lengths <= most))
     elif is_ids:
-        plan.cut_prompts(rollout.prompt, most)
+        cut = pack(rollout.prompt, Ragged.of([each[-most:] for each in data.ragged(rollout.prompt)]))
+        plan.change_prompts(name, Batch(data.ids, data.groups, {**data.columns, rollout.prompt: cut}))
     plan.warn(f"{text}; {'they are left out' if plan.long_prompts == 'drop' else 'their beginnings are cut off'}")
 
 
-def _lengths(encoded: Ragged, rows: npt.NDArray[np.int64], rollout: Rollout) -> npt.NDArray[np.int64]:
+def _lengths(encoded: Ragged, rows: npt.NDArray[np.int64], rollout: Rollout, name: str) -> npt.NDArray[np.int64]:
     """Return the number of tokens of each prompt. Raises ConfigError for tokens without an embedding."""
     vocabulary = rollout.config.get("vocab_size")
     beyond = encoded.values >= vocabulary if isinstance(vocabulary, int) else np.zeros(0, np.bool_)
@@ -491,28 +491,31 @@ def _lengths(encoded: Ragged, rows: npt.NDArray[np.int64], rollout: Rollout) -> 
         first = int(beyond.argmax())
         row = rows[int(np.searchsorted(encoded.offsets, first, side="right")) - 1]
         raise ConfigError(
-            f"prompt {row} has token {encoded.values[first]}, and the embedding of {rollout.model} has {vocabulary}"
+            f"{name} {row} has token {encoded.values[first]}, and the embedding of {rollout.model} has {vocabulary}"
             f" tokens. {_RESIZE}"
         )
     return encoded.lengths
 
 
-def _lengths_of_texts(plan: Plan, rollout: Rollout, encoder: PromptEncoder, most: int) -> npt.NDArray[np.int64]:
+def _lengths_of_texts(
+    plan: Plan, rollout: Rollout, encoder: PromptEncoder, most: int, name: str, data: Batch
+) -> npt.NDArray[np.int64]:
     """Encode a sample of the prompts, and all possibly too long ones. Return the number of tokens of each, 1 of
     others. A worker puts aside a prompt it cannot encode. Raises ConfigError if these are more than
     ``max_failed``."""
     tokenizer, vocabulary, refused = encoder.tokenizer, rollout.config.get("vocab_size"), dict[int, str]()
-    column = plan.data.columns[rollout.prompt]
+    column = data.columns[rollout.prompt]
     assert column.offsets is not None
     sizes = np.diff(column.offsets)
     lengths = np.ones(len(sizes), np.int64)
 
     def _encode(rows: npt.NDArray[np.int64]) -> Ragged:
-        encoded = encoder.encode_rows(plan.data.take(rows), rollout.prompt)
+        encoded = encoder.encode_rows(data.take(rows), rollout.prompt)
         refused.update({int(row): str(e) for row, e in zip(rows, encoded, strict=True) if isinstance(e, SchemaError)})
         ids = Ragged.of([_NO_IDS if isinstance(each, SchemaError) else each for each in encoded], np.int32)
         lengths[rows] = [
-            1 if row in refused else length for row, length in zip(rows, _lengths(ids, rows, rollout), strict=True)
+            1 if row in refused else length
+            for row, length in zip(rows, _lengths(ids, rows, rollout, name), strict=True)
         ]
         return ids
 
@@ -528,24 +531,22 @@ def _lengths_of_texts(plan: Plan, rollout: Rollout, encoder: PromptEncoder, most
         _encode(rest[start : start + ENCODED_AT_ONCE])
     if refused:
         row = min(refused)
-        text = f"prompt {row}: {refused[row]}"
+        text = f"{name} {row}: {refused[row]}"
         if len(refused) > plan.max_failed * (count + len(rest)):
-            raise ConfigError(f"prompts: {text}")
+            raise ConfigError(f"{name}s: {text}")
         plan.warn(
-            f"{len(refused)} of {count + len(rest)} prompts are put aside, since they cannot be encoded: {text}"
+            f"{len(refused)} of {count + len(rest)} {name}s are put aside, since they cannot be encoded: {text}"
         )
     if larger:
         plan.warn(
             f"{tokenizer.file} has {tokenizer.size} tokens, and the embedding of {rollout.model} {vocabulary}: a text"
             f" with one of the others fails. {_RESIZE}"
         )
-    _warn_of_tokens(plan, rollout, tokenizer, ids, sample)
+    _warn_of_tokens(plan, rollout, tokenizer, ids, data.take(sample))
     return lengths
 
 
-def _warn_of_tokens(
-    plan: Plan, rollout: Rollout, tokenizer: Tokenizer, ids: Ragged, sample: npt.NDArray[np.int64]
-) -> None:
+def _warn_of_tokens(plan: Plan, rollout: Rollout, tokenizer: Tokenizer, ids: Ragged, sample: Batch) -> None:
     """Warn of special tokens in texts."""
     if tokenizer.is_doubled(ids):
         plan.warn(
@@ -553,7 +554,7 @@ def _warn_of_tokens(
             " it once more: remove it from the prompts' text, or give token ids in a column prompt_ids"
         )
         return
-    texts = plan.data.take(sample).texts(rollout.prompt) if plan.data.spec(rollout.prompt).kind == "text" else []
+    texts = sample.texts(rollout.prompt) if sample.spec(rollout.prompt).kind == "text" else []
     if rollout.chat is None and any(map(tokenizer.control.find, texts)):
         plan.warn(
             f"prompts of {rollout.task} are texts, and control tokens in them are read as such; in the texts of chats"

@@ -13,25 +13,26 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import ConfigError, PluginError
 from ...interfaces import OnFailure
 from ...plugins import registry
-from ...types import Batch, Checkpoint, Probe, Ragged, Staleness, Store, Weights, pack
+from ...types import Batch, Checkpoint, Probe, Staleness, Store, Weights
 from ...types.probe import validate_probe
 from ...weights import AUTO, Choice, choose_encoding, choose_swap, choose_transport
 from ...wire import is_loopback
 from ..data import LongPrompts, PromptStream, Selection
 from ..evaluation import EVALUATION, SCORES, Evaluation
 from ..rollout.tokenizer import named_end_tokens
-from ..specs import TRAINED, Rollout, Stage, Train
+from ..specs import TRAINED, Rollout, Stage, Train, takes_trained
 from ..workers.launchers import reaches_hosts
 from .dataflow import PROMPTS, Dataflow, Edge, Node
 from .problems import Key, Problems
 
 AHEAD_STEPS = 3
 """Default capacity in steps beyond max_staleness: one is training, one is filling, one is being put."""
+PROMPT, HELD_OUT = "prompt", "held-out prompt"
+"""Names of the prompts of training and of an evaluation."""
 PROBE_TOLERANCE, ROUNDED_PROBE_TOLERANCE = 0.01, 2.0
 """Limits of the default probe for float32, which GPUs multiply in 11 bits, and for less precise dtypes. Measured on
 tiny models: at most 0.6 in bfloat16, and 3 and more by other weights."""
@@ -86,14 +87,19 @@ class Plan:
         if text not in self.warnings:
             self.warnings.append(text)
 
-    def keep_prompts(self, rows: npt.NDArray[np.bool_]) -> None:
-        """Leave the other prompts out."""
-        self.data, self.left_out = self.data.take(rows), self.left_out + int((~rows).sum())
+    def prompts_of(self, rollout: Rollout) -> Iterator[tuple[str, Batch]]:
+        """The prompts that a rollout takes, by their name: PROMPT and HELD_OUT."""
+        if takes_trained(rollout.partitions):
+            yield PROMPT, self.data
+        if self.held_out is not None and {EVALUATION, "*"}.intersection(rollout.partitions):
+            yield HELD_OUT, self.held_out
 
-    def cut_prompts(self, column: str, limit: int) -> None:
-        """Cut off the beginnings of token ids longer than the limit."""
-        cut = pack(column, Ragged.of([ids[-limit:] for ids in self.data.ragged(column)]))
-        self.data = Batch(self.data.ids, self.data.groups, {**self.data.columns, column: cut})
+    def change_prompts(self, name: str, data: Batch) -> None:
+        """Take other prompts of a name, perhaps fewer."""
+        if name == HELD_OUT:
+            self.held_out = data
+        else:
+            self.data, self.left_out = data, self.left_out + self.data.rows - data.rows
 
     def prompt_limit(self, rollout: Rollout) -> int | None:
         """Return the most tokens of a prompt that leave room for a response; None if the context is unknown."""
