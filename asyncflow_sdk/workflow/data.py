@@ -26,7 +26,7 @@ from ..errors import ConfigError, DeadlineExceeded, Ended, SchemaError
 from ..ledger import commands as cmd
 from ..plugins import import_path
 from ..queue import QueueClient
-from ..types import Batch, Column, ColumnSpec, carrier, pack
+from ..types import Batch, Column, ColumnSpec, carrier, check_column_name, pack
 from ..types import events as ev
 from ..types.batch import concat
 from ..types.columns import JsonValues, find_invalid_entry, is_nested
@@ -63,7 +63,8 @@ class Selection:
 
     ``prompt``: the column of prompts. ``needs``: the columns of tasks; None: all. ``gives``: the names of columns
     given by tasks: the data's column of one of these names is called data_NAME. ``rename``: new names by name in the
-    data."""
+    data. ``more``: number of columns to take beside ``needs`` for functions with ``**columns``, as far as a queue can
+    hold them."""
 
     def __init__(
         self,
@@ -71,10 +72,13 @@ class Selection:
         needs: Collection[str] | None = None,
         gives: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
+        more: int = 0,
     ) -> None:
-        self.prompt, self.needs, self._gives, self.rename = prompt, needs, gives, rename or {}
+        self.prompt, self.needs, self._gives, self.rename, self._more = prompt, needs, gives, rename or {}, more
         self.names: dict[str, str] = {}
         """The new name of each column found so far, also of the ones left out."""
+        self.unfit: set[str] = set()
+        """New names of columns that ``**columns`` goes without."""
 
     def of(self, known: Iterable[str], source: str = "prompts") -> dict[str, str]:
         """Return the new names of the columns to take, by their names in the data. Raises ConfigError for data
@@ -92,14 +96,36 @@ class Selection:
                 " a column, or name the column of the prompts: Rollout(prompt=NAME), `asyncflow serve --column NAME`"
             )
         self.names = self.names | found
-        return {name: new for name, new in found.items() if self.needs is None or new in self.needs}
+        further = [new for new in found.values() if self._more and new not in (self.needs or ())]
+        fit = [new for new in further if new not in self.unfit and _is_name(new)][: self._more]
+        self.unfit = self.unfit | {*further} - {*fit}
+        return {n: new for n, new in found.items() if self.needs is None or new in self.needs or new in fit}
+
+    def go_without(self, new: str) -> bool:
+        """Leave out a column, unless a task needs it by name: return False then."""
+        if not self._more or new in (self.needs or ()):
+            return False
+        self.unfit = self.unfit | {new}
+        return True
 
     @property
     def changes(self) -> str:
         """Columns left out and renamed, for people; "" for none."""
-        left = [name for name, new in self.names.items() if self.needs is not None and new not in self.needs]
-        new = [f"{name} is named {new}" for name, new in self.names.items() if name != new and name not in left]
-        return "; ".join([*([f"no task needs {', '.join(map(str, left))}"] if left else []), *new])
+        kept = {*self.names.values()} - self.unfit if self._more else self.needs
+        left = [str(name) for name, new in self.names.items() if kept is not None and new not in kept]
+        text = f"no task needs {', '.join(left)}"
+        if self._more:
+            text = f"**columns goes without {', '.join(left)}: a queue has no such name, type or room for them"
+        new = [f"{name} is named {new}" for name, new in self.names.items() if name != new and str(name) not in left]
+        return "; ".join([*([text] if left else []), *new])
+
+
+def _is_name(name: Any) -> bool:
+    try:
+        check_column_name(name)
+    except SchemaError:
+        return False
+    return True
 
 
 Prompts = str | Path | Sequence[Any] | Mapping[str, Any] | Dataset | Iterable[Any] | Callable[[], Any]
@@ -212,11 +238,13 @@ def _records(rows: Sequence[Any], select: Selection, place: _Place = _ARGUMENT) 
         if not isinstance(row, Mapping):
             raise ConfigError(f"{place.of(number)} is {type(row).__name__}: {row!r:.80}. {_PROMPTS}")
     known = rows[0].keys() if select.needs is None else dict.fromkeys(name for row in rows for name in row)
-    names = select.of(known, place.source).keys()
+    names = select.of(known, place.source)
     for number, row in enumerate(rows):
-        if odd := row.keys() ^ known if select.needs is None else names - row.keys():
+        odd = row.keys() ^ known if select.needs is None else names.keys() - row.keys()
+        if odd := {name for name in odd if not select.go_without(names.get(name, name))}:
             odd_names = ", ".join(sorted(map(str, odd)))
             raise ConfigError(f"{place.of(number)} differs from the first in its columns: {odd_names}")
+    names = select.of(known, place.source)
     return _batch({name: [row[name] for row in rows] for name in known if name in names}, select, place)
 
 
@@ -226,7 +254,15 @@ def _batch(columns: Mapping[str, Any], select: Selection, place: _Place = _ARGUM
         try:
             batch = Batch.of(taken)
         except SchemaError:
-            batch = Batch.of({name: _storable(name, values, select) for name, values in taken.items()})
+            stored = {}
+            for name, values in taken.items():
+                try:
+                    stored[name] = _storable(name, values, select)
+                except SchemaError:
+                    if not select.go_without(name):
+                        raise
+            taken = {name: taken[name] for name in stored}
+            batch = Batch.of(stored)
     except SchemaError as error:
         for name, values in taken.items():
             for number, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
@@ -243,8 +279,9 @@ def _storable(name: str, values: Any, select: Selection) -> Any:
     try:
         pack(name, values)
     except SchemaError:
-        if name != select.prompt and isinstance(values, (list, tuple, np.ndarray)):
-            return _json_values(values)
+        if name == select.prompt or not isinstance(values, (list, tuple, np.ndarray)):
+            raise
+        return _json_values(values)
     return values
 
 

@@ -28,6 +28,7 @@ from ..errors import AsyncFlowError, ConfigError, Interrupted, MemoryFull, Worke
 from ..interfaces import OnFailure, Placement
 from ..ledger import Audit, TaskSpec
 from ..ledger import commands as cmd
+from ..ledger.state.columns import MAX_COLUMNS
 from ..plugins import registry
 from ..queue.error_text import error_text
 from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Store, Weights
@@ -330,12 +331,13 @@ class Workflow(Serializable):
 def _select(
     prompt: str, rollouts: Sequence[Rollout], stages: Sequence[Stage], train: Train, rename: Mapping[str, str] | None
 ) -> Selection:
-    """Return the columns of the data for all tasks; all, for a function with ``**columns``. A prompt is always the
-    data's."""
+    """Return the columns of the data for all tasks; for a function with ``**columns``, as many others as there is
+    room for. A prompt is always the data's."""
     tasks: list[TaskSpec | Stage] = [*(each.task_spec for each in rollouts), *stages]
     needs = {prompt, *train.needs, *(name for each in tasks for name in each.needs)}
     gives = {name for each in tasks for name in each.gives} - {each.prompt for each in rollouts}
-    return Selection(prompt, None if any(each.takes_all for each in stages) else needs, gives, rename)
+    more = max(0, MAX_COLUMNS - len(needs | gives)) if any(each.takes_all for each in stages) else 0
+    return Selection(prompt, needs, gives, rename, more)
 
 
 class _Execution:

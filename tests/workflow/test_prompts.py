@@ -258,6 +258,44 @@ def test_columns_without_a_task_are_left_out_in_one_line_whatever_they_hold(tmp_
     assert set(column(tmp_path / "run", "data_reward")) == {0.5}
 
 
+@pytest.mark.parametrize("as_records", [False, True])
+def test_a_function_of_all_columns_gets_those_that_a_queue_can_hold(as_records: bool) -> None:
+    def judge(response_ids: Any, **columns: Any) -> list[float]:
+        return [1.0] * len(response_ids)
+
+    odd: dict[str, list[Any]] = {"ground truth": ["x"] * 4, "image": [object()] * 4}
+    data: dict[str, Any] = PROMPTS | odd | {"answer": [1, 2, 3, 4]}
+    prompts: Any = data
+    if as_records:  # the last one lacks a column
+        odd = odd | {"hint": ["?"] * 3}
+        prompts = [
+            {name: values[row] for name, values in (data | odd).items() if row < len(values)} for row in range(4)
+        ]
+    evaluation = af.Evaluation(prompts=prompts, every=2, reward=judge)
+
+    plan = echo_workflow(prompts=prompts, reward=judge, evaluate=evaluation).plan
+
+    assert plan.held_out is not None
+    assert set(plan.data) == set(plan.held_out) == {"prompt_ids", "answer"}
+    assert [set(stage.needs) for stage in plan.stages] == [{"prompt_ids", "response_ids", "answer"}] * 2
+    (line,) = [each.reason for each in plan.choices if each.what == "columns of the prompts"]
+    assert line == f"**columns goes without {', '.join(odd)}: a queue has no such name, type or room for them"
+    with pytest.raises(ConfigError, match="column 'image' is of type object"):
+        echo_workflow(prompts=prompts, reward=judge, stages=[af.Stage(len, task="a", needs=["image"])])
+
+
+def test_a_function_of_all_columns_gets_no_more_than_there_is_room_for() -> None:
+    def judge(response_ids: Any, **columns: Any) -> list[float]:
+        return [1.0] * len(response_ids)
+
+    plan = echo_workflow(prompts=PROMPTS | {f"c{n}": [n] * 4 for n in range(80)}, reward=judge).plan
+
+    taken = [name for name in plan.data if name != "prompt_ids"]
+    assert taken == [f"c{n}" for n in range(len(taken))]
+    assert len({*plan.data, *(name for node in plan.nodes for name in (*node.needs, *node.gives))}) == 64
+    assert f"goes without c{len(taken)}, c{len(taken) + 1}, " in plan.columns.changes
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
