@@ -212,6 +212,7 @@ class Workflow(Serializable):
         if evaluate is not None:
             held_out = select_like(evaluate.prompts, columns, data)
             ahead += held_out.rows * evaluate.samples
+        self._given = None if stream is not None else data, held_out  # none left out or cut, as for a resumed run
         names = {TRAINED[0]: set(data), EVALUATION: set(held_out if held_out is not None else data)}
         stages = tuple(each.of_data(names) for each in (*scoring, *stages))
         self.plan = Plan(
@@ -310,9 +311,9 @@ class Workflow(Serializable):
             if resumable:
                 held.enter_context(directory.lock())
             legs = directory.legs() if again else []
-            data = self.plan.data if self.plan.stream is None else None
+            data, held_out = self._given
             if resumable:
-                directory.keep(data, self.plan.held_out)
+                directory.keep(data, held_out)
             if changes is not None:
                 legs.append(directory.begin_leg(changes, self.plan.steps))
             with directory.writable():

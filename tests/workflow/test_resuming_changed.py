@@ -124,6 +124,21 @@ def test_a_changed_run_may_need_other_columns_of_the_same_prompts(tmp_path: Path
         record.keep(af.Batch.of({"prompt": ["a", "b"], "level": [1, 3]}), None)
 
 
+def test_prompts_left_out_follow_a_change_of_the_token_limit(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 8}')
+    rollout = {"model": tmp_path, "sampling": af.Sampling(max_tokens=4)}
+    ids = [[1] * 2, [1] * 4, [1] * 6]
+    first = workflow(rollout=rollout, prompts={"prompt_ids": ids}, long_prompts="drop").run(tmp_path / "run")
+
+    same = af.resume(tmp_path / "run", changes={"steps": 5})
+    other = af.resume(tmp_path / "run", changes={"steps": 6, "rollout.sampling.max_tokens": 6})
+
+    assert [each.summary["prompts_left_out"] for each in (first, same, other)] == [1, 1, 2]
+    lengths = {n: {len(row) for row in batch["prompt_ids"]} for n, batch in af.read_steps(tmp_path / "run")}
+    assert lengths[5] == {2}
+    assert set.union(*(lengths[n] for n in range(5))) == {2, 4}
+
+
 def test_what_cannot_change_is_refused_by_name(tmp_path: Path) -> None:
     workflow(steps=2).run(tmp_path / "run")
     before = (tmp_path / "run" / "workflow.json").read_bytes()
