@@ -410,7 +410,7 @@ class PromptStream:
         self._cut = 0
 
     def limit(self, length: Callable[[Any], int], limit: int) -> None:
-        """Leave out records with a longer prompt than the limit."""
+        """Leave out records with an empty prompt, and those with a longer one than the limit."""
         self._limits.append((length, limit))
 
     def cut(self, limit: int) -> None:
@@ -447,8 +447,8 @@ class PromptStream:
         }
         for prompt in [values[name] for name, new in self._names.items() if new == self._prompt]:
             for length, limit in self._limits:
-                if (tokens := length(prompt)) > limit:
-                    raise SchemaError(f"its prompt has {tokens} tokens, and may have {limit}")
+                if not 0 < (tokens := length(prompt)) <= limit:
+                    raise SchemaError(f"its prompt has {tokens} tokens, and may have 1 to {limit}")
             if self._cut:
                 row[self._prompt] = cast(
                     self._prompt, prompt[-self._cut :], self.head.spec(self._prompt), native=True

@@ -18,7 +18,7 @@ from gates import Gates
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, SchemaError
-from asyncflow_sdk.workflow.data import HEAD, PromptStream, Selection
+from asyncflow_sdk.workflow.data import HEAD, PromptStream, Selection, StreamedPrompts
 
 ROWS = [{"prompt": "2+3=", "answer": "5"}, {"prompt": "1+1=", "answer": "2"}]
 CHAT = [{"role": "user", "content": "2+3="}]
@@ -173,6 +173,28 @@ def test_long_prompts_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:
             assert dropped == 0 if long == "truncate_left" else dropped >= 1, (kind, long)
     last = [list(row) for row in column(tmp_path / "text" / "truncate_left", "prompt_ids") if len(row) == 8]
     assert last[0] == [1] * 6 + [2, 2], "the end of the prompt is kept"
+
+
+@pytest.mark.parametrize(("column", "word"), [("prompt", "1 "), ("prompt_ids", [1])])
+def test_a_long_record_of_a_stream_is_refused_at_its_head_and_left_out_later(
+    tmp_path: Path, column: str, word: Any
+) -> None:
+    small_model(tmp_path)
+
+    def read(long: int) -> PromptStream:
+        workflow = echo_workflow(
+            prompts=lambda: ({column: word * (12 if number == long else 2)} for number in range(20)),
+            rollout={"model": tmp_path, "sampling": af.Sampling(max_tokens=8), "prompt": column},
+        )  # fmt: skip
+        assert workflow.plan.stream is not None
+        return workflow.plan.stream
+
+    with pytest.raises(ConfigError, match="prompt 7 has 12 tokens"):
+        read(7)
+    notes = list[str]()
+    assert StreamedPrompts(read(13), 1, notes.append).next(20).rows == 19
+    reason = "its prompt has 12 tokens, and may have 1 to 8"
+    assert notes == [f"record 13 of the stream of prompts is left out: {reason} (1 so far)"]
 
 
 def test_empty_prompts_are_named(tmp_path: Path) -> None:
@@ -349,7 +371,7 @@ def test_token_ids_of_a_stream_may_be_arrays_and_bad_ones_are_left_out(long_prom
             read.append(str(error))
 
     assert read[0] == [0, 1, 2]
-    assert read[3] == ("its prompt has 9 tokens, and may have 4" if long_prompts == "drop" else [5, 6, 7, 8])
+    assert read[3] == ("its prompt has 9 tokens, and may have 1 to 4" if long_prompts == "drop" else [5, 6, 7, 8])
     assert [isinstance(each, str) for each in read] == [False, True, True, long_prompts == "drop", True]
 
 

@@ -456,12 +456,13 @@ def _check_lengths(plan: Plan, rollout: Rollout, name: str, data: Batch) -> None
             f"max_tokens={context - most} leaves no room for a prompt: the model's context is {context};"
             f" say sampling=af.Sampling(max_tokens={max(context // 2, 1)})"
         )
-    if plan.stream is not None and name == PROMPT and plan.long_prompts != "error":
-        if plan.long_prompts == "drop":
+    if plan.stream is not None and name == PROMPT:  # its later records, and with "error" the first ones
+        if plan.long_prompts != "truncate_left":
             plan.stream.limit(length, most)
         elif is_ids:
             plan.stream.cut(most)
-        return
+        if plan.long_prompts != "error":
+            return
     odd = np.flatnonzero(lengths > most)
     if not len(odd):
         return
