@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -211,9 +212,12 @@ def test_a_call_in_the_driver_that_takes_too_long_ends_the_run_with_its_row_and_
 
     flow = echo_workflow(reward=af.Stage(waits, task="reward", gives=["reward"], timeout_s=0.5))
     assert "none can end a call: one of more than 0.5 s ends the run" in str(flow)
-    with pytest.raises(WorkerFailed, match=r"with prompt_ids of rows? \d+.*, did not return in 0.5 s(.|\n)*in waits"):
+    with pytest.raises(
+        WorkerFailed, match=r"with prompt_ids of rows? \d+.*, did not return in 0.5 s(.|\n)*in waits"
+    ) as failed:
         flow.run(tmp_path / "run")
     released.set()
+    assert not re.findall("threading.py|stage_worker.py", str(failed.value)), "only the user's frames are shown"
 
 
 class Letters:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from ...queue.error_text import SDK, error_text, plain_text
+from ...queue.error_text import error_text, plain_text
 from ..work import is_coroutine
-from ..workers.user_code import SERVICE_S, ServiceWatch, is_away, settle, user_error_text
+from ..workers.user_code import SERVICE_S, ServiceWatch, frames_of, is_away, settle, user_error_text
 from .agent import Agent, AgentFailed, Turn, Turns
 from .engine_gateway import Generated
 
@@ -27,7 +25,6 @@ BLOCKED_S = 5.0
 """Code blocking the event loop of agents for this long is named (seconds)."""
 CANCEL_S = 1.0
 """The event loop of a cancelled agent may take this long to answer (seconds)."""
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 class AgentRunner:
@@ -216,13 +213,8 @@ def _result(task: asyncio.Future[Any]) -> Any:
 
 
 def _place_of(thread: threading.Thread) -> str:
-    """Return the innermost line of a thread outside of libraries; "" without one."""
-    frames = traceback.extract_stack(sys._current_frames().get(thread.ident or 0))
-    for hidden in ((SDK, "<", *_LIBRARIES), (SDK, "<", _LIBRARIES[0])):  # an agent may be of a library
-        for frame in reversed(frames):
-            if not frame.filename.startswith(hidden):
-                return f"{frame.filename}:{frame.lineno}, in {frame.name}()"
-    return ""
+    """Return the innermost of the user's lines in a thread; "" without one."""
+    return "".join(f"{each.filename}:{each.lineno}, in {each.name}()" for each in frames_of(thread.ident)[-1:])
 
 
 def _interrupt(thread: threading.Thread) -> str:

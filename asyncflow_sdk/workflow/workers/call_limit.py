@@ -17,7 +17,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from types import FrameType
 from typing import Any, cast
 
-from ...queue.error_text import FRAMES, SDK
+from ...queue.error_text import FRAMES
+from .user_code import frames_of, user_frames
 
 MAX_S = 1e8
 """Largest limit of timers (seconds): three years."""
@@ -64,7 +65,7 @@ class CallLimit:
         while frame := getattr(awaited, "cr_frame", None):
             frames.append((frame, frame.f_lineno))
             awaited = getattr(awaited, "cr_await", None)
-        (self._expire or _end_process)(f"{text}\n{_user_frames(traceback.StackSummary.extract(frames))}")
+        (self._expire or _end_process)(_with_stack(text, user_frames(traceback.StackSummary.extract(frames))))
 
     @contextlib.asynccontextmanager
     async def loop(self, what: str) -> AsyncIterator[None]:
@@ -86,7 +87,7 @@ class CallLimit:
     def _watched(self, what: str, expire: Callable[[str], None]) -> Iterator[None]:
         text = f"{what} did not return in {self.timeout_s:g} s (timeout_s)"
         own = threading.get_ident()
-        timer = threading.Timer(self.timeout_s, lambda: expire(f"{text}\n{_stack_of(own)}"))
+        timer = threading.Timer(self.timeout_s, lambda: expire(_with_stack(text, frames_of(own))))
         timer.daemon = True
         timer.start()
         try:
@@ -95,13 +96,8 @@ class CallLimit:
             timer.cancel()
 
 
-def _stack_of(thread: int) -> str:
-    return _user_frames(traceback.extract_stack(sys._current_frames().get(thread)))
-
-
-def _user_frames(stack: traceback.StackSummary) -> str:
-    """Return the innermost frames of a stack, without the SDK's."""
-    return "".join(traceback.format_list([each for each in stack if not each.filename.startswith(SDK)][-FRAMES:]))
+def _with_stack(text: str, frames: list[traceback.FrameSummary]) -> str:
+    return f"{text}\n{''.join(traceback.format_list(frames[-FRAMES:]))}"
 
 
 def _end_process(reason: str) -> None:

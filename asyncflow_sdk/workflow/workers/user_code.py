@@ -7,14 +7,16 @@ import math
 import queue
 import random
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from typing import Any
 
 from ...errors import AsyncFlowError, ConfigError
-from ...queue.error_text import error_text, user_trace
+from ...queue.error_text import SDK, error_text, user_trace
 
 SERVICE_S = 600.0
 """A service may be away for this long (seconds)."""
@@ -22,6 +24,21 @@ AWAY = {"ConnectionError", "TimeoutError", "Timeout", "TransportError", "ClientC
 """Classes of errors of an absent service: built in, and of requests, httpx, aiohttp and openai."""
 LAST_ATTEMPT = 5
 """A call with this many failed attempts fails if others were answered meanwhile."""
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
+
+def user_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """Return the frames outside of the SDK and of libraries; without any, also those of installed libraries."""
+    for hidden in ((SDK, "<", *_LIBRARIES), (SDK, "<frozen", _LIBRARIES[0])):
+        if found := [frame for frame in stack if not frame.filename.startswith(hidden)]:
+            return found
+    return []
+
+
+def frames_of(thread: int | None) -> list[traceback.FrameSummary]:
+    """Return the user's frames of a running thread, by its ident."""
+    frame = sys._current_frames().get(thread or 0)
+    return user_frames(traceback.extract_stack(frame)) if frame is not None else []
 
 
 def user_error_text(what: str, error: BaseException) -> str:
