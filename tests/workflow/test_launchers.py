@@ -24,6 +24,7 @@ from waiting import in_thread, until
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
 from asyncflow_sdk.types.events import Event, StepTrained, WorkerState
+from asyncflow_sdk.workflow.workers import process_launcher
 
 PLUGIN = """
 import asyncflow_sdk as af
@@ -213,6 +214,41 @@ def test_a_launcher_that_looks_before_anything_starts_is_closed_again(launcher: 
     echo_workflow(rollout={"launcher": "scripted"}, train={"launcher": "scripted"})
 
     assert launcher.told == ["check", "check", "close"]
+
+
+ENDS_ONE = """
+import sys
+for _ in "01": sys.stdin.readline()
+print('{"rank": 0, "pid": 1, "host": "far"}\\n{"rank": 0, "status": 0}', flush=True)
+sys.stdin.read()
+"""
+
+
+class OneCommand(af.CommandLauncher):
+    """Two ranks by one command, which goes on after the end of the first."""
+
+    def command(self, spec: af.WorkerSpec) -> list[str]:
+        return [sys.executable, "-c", ENDS_ONE]
+
+
+def test_a_rank_that_ends_well_does_not_wait_for_the_log_of_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_launcher, "_COPY_S", 3600.0)
+    launcher, place = OneCommand(), af.Placement()
+    specs = [
+        af.WorkerSpec(name=f"w-{n}", role={}, address="", rank=n, placement=place, log=tmp_path / f"{n}")
+        for n in (0, 1)
+    ]
+    first, second = launcher.start_together(specs, launcher.command(specs[0]))
+    try:
+        ended: list[af.WorkerExit] = []
+        threading.Thread(target=lambda: ended.append(first.wait()), daemon=True).start()
+        until(lambda: ended, "the end of the first rank")
+        assert ended[0].status == 0
+    finally:
+        second.kill()
+    assert second.wait().status == -signal.SIGKILL
 
 
 def test_a_thread_that_a_function_ends_says_so() -> None:

@@ -202,9 +202,10 @@ class _CommandHandle(WorkerHandle):
             if message.status is not None:
                 ended = message.status
                 break
-        status, lines = self._command.leave(), self._output.text()
+        status = self._command.leave()
         if ended is not None:
             return WorkerExit(ended, text) if text or not ended else self._logged(ended)
+        lines = self._output.text()
         if self.pid:
             return WorkerExit(status or 1, f"the connection to host {self.host!r} was lost: {lines}")
         return self._launcher.explain(self._spec, status, lines) or self._unanswered(status, lines)
