@@ -161,6 +161,7 @@ train = { engine = "echo" }
         ("{ prompt_ids = [[1], [2]] }", '"functions:doubled"', ["prompts: doubled.* raised TypeError"]),
         ("{ prompt_ids = [[1], [2]] }", "3", ["prompts: prompts are texts, .*, not int: 3"]),
         ('{ engine = "echo", prompt', '"echo" #', ["rollout: Workflow: rollout must be Rollout or a list of Rollout"]),
+        ("steps = 3", 'steps = 3\nlong_prompts = "cut"', ["long_prompts: must be one of error, drop, truncate_left, not 'cut'"]),
         ("steps = 3", "steps = 3\nx = " + "[" * 5000 + "]" * 5000, ["is no TOML: .*recursion"]),
         ("functions:length", "no_such_module:f", ["reward: .*No module named 'no_such_module'"]),
         ("{ prompt_ids = [[1], [2]] }", '"data.jsonl"', ["prompts: there is no file .*data.jsonl"]),

@@ -225,7 +225,9 @@ class _File:
         except msgspec.ValidationError as error:
             if isinstance(value, float) and value.is_integer():  # 64.0: the constructor decides
                 return value
-            self._add_error(key, str(error).partition(" - at")[0])
+            names = [each for member in _members(hint) for each in typing.get_args(member) if isinstance(each, str)]
+            said = f"must be one of {', '.join(names)}, not {value!r}" if names else str(error).partition(" - at")[0]
+            self._add_error(key, said)
             raise _InvalidValue from None
         except TypeError:  # no type of TOML: the constructor checks it
             return value
