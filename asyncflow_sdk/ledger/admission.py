@@ -92,7 +92,7 @@ class LeaseAdmission:
             last = fit > 0 and not task.waiting[partition] and self._state.partitions.closed(partition)
             if fit < least and not last:
                 continue
-            least = command.at_least if fit >= command.at_least else 1
+            least = (command.at_least if task.whole_groups else least) if fit >= least else 1
             ids = self._samplers.take(task, task.ready[partition], command.count, least)
             if len(ids):
                 task.next_partition = partition + 1
@@ -103,12 +103,13 @@ class LeaseAdmission:
         self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None,
         shards: ShardedLease | None = None,
     ) -> cmd.Leased:  # fmt: skip
-        """Lease rows to a session, or to the sessions of ``shards``. ``version``: loaded by the
-        replica."""
+        """Lease rows to a session, or to the sessions of ``shards``. ``version``: loaded by the replica."""
         name, rows = task.spec.name, self._state.rows
         at = rows.at(ids)
         spot = rows.write_index(at)
         task.leases_granted += 1
+        if len(task.suspects):  # others need not wait for these any more
+            self._state.context.wake(task.place)
         if step == NONE:
             self._state.tasks.count_fit(task, ids, -1)
         else:

@@ -413,8 +413,7 @@ class HomeOpened(Reply, frozen=True, tag="home_opened"):
 
 
 class EvictHome(Command, frozen=True, tag="evict_home"):
-    """Give up a home at once, with its payload. Refused unless ``epoch`` is live. ``reason``: for
-    people."""
+    """Give up a home at once, with its payload. Refused unless ``epoch`` is live. ``reason``: for people."""
 
     home: int
     epoch: int

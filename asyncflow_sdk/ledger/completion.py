@@ -21,8 +21,8 @@ from .terminations import CONSUMED, FAILED, FILTERED, Terminations
 
 NO_GRADIENT = "no gradient, as in a group with equal rewards"
 
-TOGETHER = 4
-"""Further losses after which rows fail without a lease of their own, as for ``at_least``."""
+TOGETHER = 8
+"""Further losses after which rows fail without a lease of their own. Seven quarters leave one row of 16,384."""
 
 
 class RowCompletion:
@@ -73,6 +73,7 @@ class RowCompletion:
         self._state.tasks.leave(task, mine)
         self._state.leases.release(grant, len(mine))
         if len(task.suspects):
+            task.suspects = self._state.tasks.unfinished(grant.task, task.suspects)
             self._state.context.wake(task.place)
         if filtered is not None and len(dropped := mine[filtered[pick]]):
             self._filter(grant, task, dropped)
@@ -109,22 +110,16 @@ class RowCompletion:
         rows, tasks = self._state.rows, self._state.tasks
         for name, task in tasks.by_name.items():
             states = rows.task(name, "state")[rows.at(ids)]
-            tasks.count_fit(task, ids[states == READY], -1)
-            tasks.count_waiting(task, ids[states == WAITING])
-            if task.sampling.whole_groups and (states == WAITING).any():
-                self._terminations.excused.append((name, ids[states == WAITING]))
-            tokens = rows.task(name, "token")[rows.at(ids)]
-            self._state.leases.lose_rows(ids, np.where(states == LEASED, tokens, NONE))
+            self._terminations.withdraw(task, ids, states)
             rows.task(name, "token")[rows.at(ids)] = NONE
             tasks.skip(task, ids[states < DONE])
-            self._state.context.wake(task.place)
         self._terminations.note_skipped(len(ids), reason)
         self.consume(ids, rows.at(ids))
 
-    def give_back(self, grant: Grant, ids: Ids, reason: str, *, blame: bool, alone: bool = True) -> None:
-        """Return rows to their task; a step returns whole. With ``blame`` they become suspects. A row, or
-        group of a task with whole groups, fails with its group if it lost too many leases, the last one by
-        itself. ``alone``: False if others were lost together with this lease."""
+    def give_back(self, grant: Grant, ids: Ids, reason: str, *, blame: bool, lost: int = 0) -> None:
+        """Return rows to their task; a step returns whole. With ``blame`` they are leased with fewer others next.
+        A row, or group of a task with whole groups, fails with its group if it lost too many leases, the last one
+        by itself. ``lost``: how many a lost session held, at least."""
         task, rows, name = self._state.tasks[grant.task], self._state.rows, grant.task
         if task.spec.batch_rows is not None:
             self._step_leases.give_back(grant, reason)
@@ -141,23 +136,23 @@ class RowCompletion:
         rows.task(name, "attempts")[at] += blame
         if blame:
             self._state.dead_letters.blame(rows.first[at], f"{name}: {reason}")
-            single = alone and len(np.unique(rows.first[at] if task.whole_groups else ids)) == 1
-            ids = self._fail_spent(task, ids, reason, task.spec.max_attempts + (0 if single else TOGETHER))
+            units = max(lost, len(np.unique(self._state.tasks.units(task, ids))))
+            self._state.tasks.narrow(task, ids, units, died=lost > 0)
+            ids = self._fail_spent(task, ids, reason, task.spec.max_attempts + (0 if units == 1 else TOGETHER))
         if task.spec.admits:
             self._return_admitted(task, ids)
         else:
             self._state.tasks.return_to_queue(task, ids)
         self._state.context.wake(task.place)
 
-    def void(self, grant: Grant, reason: str, *, blame: bool, alone: bool = True) -> None:
-        """Return all rows of a lease and end it. ``alone``: an argument of ``give_back``."""
-        lost = self._state.leases.outstanding(grant)
-        self.give_back(grant, lost, reason, blame=blame, alone=alone)
+    def void(self, grant: Grant, reason: str, *, blame: bool, lost: int = 1) -> None:
+        """Return all rows of a lease and end it. ``lost``: an argument of ``give_back``."""
+        ids = self._state.leases.outstanding(grant)
+        self.give_back(grant, ids, reason, blame=blame, lost=lost)
         self._state.leases.remove(grant)
         if blame and self._state.tasks[grant.task].spec.batch_rows is None:
-            firsts = self._state.rows.first[self._state.rows.at(lost)]
+            firsts = self._state.rows.first[self._state.rows.at(ids)]
             self._state.dead_letters.note_lost(self._state.sessions.name(grant.session), firsts)
-            self._state.tasks.suspect(self._state.tasks[grant.task], lost)
 
     def check_delivered(self, grant: Grant) -> None:
         """Raise SchemaError unless all parts of a step in parts are delivered."""
@@ -222,11 +217,8 @@ class RowCompletion:
             self._terminations.end_groups(spent, FAILED, why)
             skipped = spent[rows.state[rows.at(spent)] == LIVE]
             if len(skipped):  # in a full step already: only this task skips it
-                rows.task(name, "state")[rows.at(skipped)] = DONE
-                task.move(len(skipped), READY, DONE)
                 self._state.tasks.count_fit(task, skipped, -1)
-                rows.todo[rows.at(skipped)] -= 1
-                self._state.tasks.leave(task, skipped)
+                self._state.tasks.skip(task, skipped)
                 self._terminations.note_skipped(len(skipped), why)
                 self.consume(skipped, rows.at(skipped))
             ready = rows.task(name, "state")[rows.at(ids)] == READY

@@ -209,9 +209,8 @@ class Diagnostics:
         asking = {command.rank, *(self._state.parked.alike(command) if command.world_size > 1 else ())}
         if absent := sorted(set(range(command.world_size)) - asking):
             return f"{_ranks(absent)} of {command.world_size} of group {command.group!r} have not asked"
-        held = self._state.sessions.by_id[request.session].leases.values()
-        if len(task.suspects) and any(grant.task == task.spec.name for grant in held):
-            return "rows that were held by a lost worker are tried alone first, and this one holds others"
+        if self._state.tasks.must_wait(task, self._state.sessions.by_id[request.session]):
+            return "rows that were held by a lost worker are tried with fewer others first, and this one holds enough"
         if task.spec.admits and not steps.declared:
             return "no task with batch_rows (train) is declared, so the staleness rule cannot admit anything"
         if not any(task.unfinished.values()):

@@ -29,7 +29,6 @@ the rules above it, never those below:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -206,17 +205,16 @@ class Ledger:
     def tick(self, now: float) -> None:
         """Expire leases, parked requests and absent homes past their deadline."""
         self.state.context.now = now
+        sessions, held = self.state.sessions.by_id, self.state.tasks.held
         due = self.state.leases.deadlines.due(now)
-        held = Counter((each.session, each.task) for each in (self.state.leases.by_token.values() if due else ()))
-        for grant in due:
+        for grant, lost in [(each, held(each.task, sessions.get(each.session)) or 1) for each in due]:
             if grant.token not in self.state.leases.by_token:
                 continue  # it ended with another one in this loop
             if grant.parts != NONE and self.part_delivery.waits(grant):
                 self.state.leases.renew(grant)
             else:
                 limit = self.state.tasks[grant.task].spec.lease_s
-                alone = held[grant.session, grant.task] == 1
-                self.completion.void(grant, f"the lease expired after {limit:g} s", blame=True, alone=alone)
+                self.completion.void(grant, f"the lease expired after {limit:g} s", blame=True, lost=lost)
         self._settle()
         late = self.state.parked.deadlines.due(now)
         for request in late:

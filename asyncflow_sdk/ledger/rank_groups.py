@@ -11,8 +11,6 @@ Trainer ranks also wait for each other at barriers before a step, a checkpoint o
 
 from __future__ import annotations
 
-from collections import Counter
-
 import msgspec
 import numpy as np
 
@@ -100,16 +98,9 @@ class RankGroups:
             shards.done.update(rank for rank, span in enumerate(spans) if span.start == span.stop)  # no rows
             leased = self._admission.grant(session, task, part.ids, step, shards=shards)
         off = imbalance_of(self._state.rows, task, part)
-        self._state.context.publish(
-            ev.Balanced(
-                time_s=self._state.context.now,
-                task=task.spec.name,
-                shards=number,
-                rows=len(part.ids),
-                imbalance=off,
-                step=step,
-            )
-        )
+        now, name, rows = self._state.context.now, task.spec.name, len(part.ids)
+        event = ev.Balanced(time_s=now, task=name, shards=number, rows=rows, imbalance=off, step=step)
+        self._state.context.publish(event)
         for rank, request in others.items():
             self._state.parked.remove(request)
             self._state.context.answer(request.ticket, _shard_of(leased, part, rank, command.world_size, off))
@@ -160,15 +151,15 @@ class RankGroups:
 
     def session_closed(self, session: Session, reason: str, *, blame: bool) -> None:
         """Return the leases of a session, except those whose shards its ranks have completed."""
-        held = Counter(grant.task for grant in session.leases.values())
-        for grant in list(session.leases.values()):
+        held = self._state.tasks.held
+        for grant, lost in [(each, held(each.task, session)) for each in session.leases.values()]:
             shards, why = grant.shards, reason
             if shards is not None:
                 mine = {rank for rank, number in enumerate(shards.members) if number == session.id}
                 if mine <= shards.done:
                     continue
                 why = f"rank {min(mine - shards.done)} of group {shards.group!r} ({session.name}): {reason}"
-            self._completion.void(grant, why, blame=blame, alone=held[grant.task] == 1)
+            self._completion.void(grant, why, blame=blame, lost=lost)
 
     def _of_rank(self, task: Task, command: cmd.LeaseRows) -> tuple[list[ParkedRequest], list[tuple[int, Grant]]]:
         """Return requests and leases under a rank, each lease with its session."""

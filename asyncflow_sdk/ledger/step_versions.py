@@ -14,9 +14,8 @@ class StepVersions:
         self._state = state
 
     def version_of(self, step: int) -> int:
-        """Return the version that a step trains. It is no lower than the version announced to its
-        holder, nor than implied by versions announced to holders of earlier steps, when the offset
-        may have been larger."""
+        """Return the version that a step trains. It is no lower than the version announced to its holder, nor than
+        implied by versions announced to holders of earlier steps, when the offset may have been larger."""
         told = (
             grant.newest + step - grant.step for grant in self._state.steps.task.leases.values() if grant.step <= step
         )

@@ -63,7 +63,7 @@ class TaskSamplers:
     def take(self, task: Task, queue: ReadyQueue, count: int, at_least: int = 0, room: int = MAX_NUMBER) -> Ids:
         """Remove ready rows from their queue for a lease; none if the sampler chooses too few. With
         whole groups: about ``count`` rows, at least one group, never more than ``room`` rows. Rows that lost
-        a lease are taken alone, unless ``at_least`` is more. Raises PluginError, SchemaError."""
+        a lease are taken with few others. Raises PluginError, SchemaError."""
         if task.sampling.chooses:
             ids = self._sampled(task, queue, count, room)
         else:
@@ -79,7 +79,7 @@ class TaskSamplers:
             return NO_ROWS
         if self._state.dead_letters.blamed and task.sampling.chooses:  # in any order: higher priorities stay first
             ids = ids[np.argsort(-self._state.rows.priority[self._state.rows.at(ids)], kind="stable")]
-        if self._state.dead_letters.blamed and at_least <= (count := self._state.tasks.alone(task, ids)) < len(ids):
+        if self._state.dead_letters.blamed and (count := self._state.tasks.together(task, ids, at_least)) < len(ids):
             queue.push_front(ids[count:])
             ids = ids[:count]
         return ids

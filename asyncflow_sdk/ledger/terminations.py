@@ -11,6 +11,7 @@ from .commands import Ids
 from .state import LedgerState
 from .state.grants import Grant
 from .state.rows import DONE, LEASED, LIVE, NONE, READY, TASK_STATES, WAITING
+from .state.tasks import Task
 from .step_leases import StepLeases
 
 CONSUMED, FILTERED, EXPIRED, FAILED, CANCELLED = range(1, 1 + len(TERMINAL))
@@ -59,14 +60,7 @@ class Terminations:
             counts = np.bincount(states, minlength=1 + len(TASK_STATES)).tolist()
             task.counts = [now - gone for now, gone in zip(task.counts, counts, strict=False)]
             self._state.tasks.leave(task, ids[states < DONE])
-            context.wake(task.place)  # the rows left may be the last ones, and others may be admitted
-            self._state.tasks.count_fit(task, ids[states == READY], -1)
-            self._state.tasks.count_waiting(task, ids[states == WAITING])
-            if task.sampling.whole_groups and counts[WAITING]:
-                self.excused.append((name, ids[states == WAITING]))
-            if counts[LEASED]:
-                tokens = np.where(states == LEASED, rows.task(name, "token")[at], NONE)
-                broken += self._state.leases.lose_rows(ids, tokens)
+            broken += self.withdraw(task, ids, states)
         self._state.columns.count(at, -1)
         if self._state.steps.declared:
             self._state.steps.unselected -= int(self._state.steps.unselected_at(at).sum())
@@ -81,6 +75,17 @@ class Terminations:
         context.wake("put", "wanted")
         for grant, gone in broken:  # what was computed from a step in parts includes them
             self._step_leases.give_back(grant, f"{_named(gone)} of its step ended ({ended}): {given}")
+
+    def withdraw(self, task: Task, ids: Ids, states: Ids) -> list[tuple[Grant, Ids]]:
+        """Remove rows from the queues and leases of a task. Return broken leases of steps in parts with their rows."""
+        self._state.context.wake(task.place)  # the rows left may be the last ones, and others may be admitted
+        self._state.tasks.count_fit(task, ids[states == READY], -1)
+        waiting = ids[states == WAITING]
+        self._state.tasks.count_waiting(task, waiting)
+        if task.sampling.whole_groups and len(waiting):
+            self.excused.append((task.spec.name, waiting))
+        tokens = self._state.rows.task(task.spec.name, "token")[self._state.rows.at(ids)]
+        return self._state.leases.lose_rows(ids, np.where(states == LEASED, tokens, NONE))
 
     def note_skipped(self, count: int, reason: str) -> None:
         """Count rows that a task skips."""

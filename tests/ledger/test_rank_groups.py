@@ -323,6 +323,14 @@ def test_a_lost_rank_returns_what_is_left_of_all_shards() -> None:
         ranks.complete(two)
 
 
+def test_of_rows_that_lost_a_lease_each_rank_gets_one() -> None:
+    queue, ranks = rows_of()
+    ask_all(queue, ranks)
+    queue.die(ranks.sessions[1])
+    ranks.sessions[1] = queue.join("rank-1")
+    assert [ids(shard) for shard in ask_all(queue, ranks)] == [[0], [1]]
+
+
 def test_of_ranks_with_the_same_shard_the_first_completion_counts() -> None:
     queue, ranks = rows_of(size=4, shards=2)
     shards = ask_all(queue, ranks)

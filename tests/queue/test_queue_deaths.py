@@ -69,8 +69,11 @@ def test_a_frozen_consumer_loses_its_rows_and_keeps_its_view(run: Served) -> Non
         child.stop()
         run.pass_time(61.0)
         # when another does its rows, they end, and their memory is wanted again and again
-        for _ in range(rows):  # each alone
-            queue.get("work", rows, timeout_s=100).complete({"y": [7.0]})
+        left = rows
+        while left:  # in quarters
+            batch = queue.get("work", rows, timeout_s=100)
+            batch.complete({"y": np.full(batch.rows, 7.0)})
+            left -= batch.rows
         queue.get("end", rows).ack()
         queue.declare("more", needs=["z"], partitions=["more"])
         for _ in range(100):

@@ -28,10 +28,9 @@ class Effects:
 
 
 class Context:
-    """``now``: ledger seconds, never falling. A *place* names the resource that a parked request
-    waits for ("put", "task train", "version"). ``all_woken``: True while every parked request is
-    retried, even if it waits for more than rows. ``every_put``: True while every parked put is
-    retried, even behind one that keeps waiting."""
+    """``now``: ledger seconds, never falling. A *place* names the resource that a parked request waits for ("put",
+    "task train", "version"). ``all_woken``: True while every parked request is retried, even if it waits for more
+    than rows. ``every_put``: True while every parked put is retried, even behind one that keeps waiting."""
 
     TRANSIENT = frozenset({"log"})
 

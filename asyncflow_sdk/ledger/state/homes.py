@@ -15,8 +15,7 @@ SERVER_HOME = 0
 
 
 class HomeLoss(NamedTuple):
-    """A lost epoch of a home, or blocks lost in a live one: ``serials``, packed int64. ``reason``: for
-    people."""
+    """A lost epoch of a home, or blocks lost in a live one: ``serials``, packed int64. ``reason``: for people."""
 
     home: int
     epoch: int
@@ -42,10 +41,9 @@ class Replacement(NamedTuple):
 
 @dataclass
 class Home:
-    """A home served by a unit. ``identity``: of the contents of this epoch. ``unit``: its session;
-    NONE while it is absent, since ``absent_since``, or lost. ``lost``: why this epoch is lost; ""
-    if it is not. ``expires``: when an absent home is given up, ledger seconds. ``rows_failed``,
-    ``groups_remade``: in all lost epochs."""
+    """A home served by a unit. ``identity``: of the contents of this epoch. ``unit``: its session; NONE while it is
+    absent, since ``absent_since``, or lost. ``lost``: why this epoch is lost; "" if it is not. ``expires``: when an
+    absent home is given up, ledger seconds. ``rows_failed``, ``groups_remade``: in all lost epochs."""
 
     number: int
     store: str

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 @dataclass
 class VersionOffset:
-    """Versions from ``first`` on are ``offset`` ahead of their steps. ``parent``: the version
-    before ``first``, or the one with its bytes; -1 for the first offset. ``resumed``: the step
-    leased again after its version was current; -1 for none. ``lost``: True if versions were lost
-    with their trainer, not rolled back."""
+    """Versions from ``first`` on are ``offset`` ahead of their steps. ``parent``: the version before ``first``, or
+    the one with its bytes; -1 for the first offset. ``resumed``: the step leased again after its version was current;
+    -1 for none. ``lost``: True if versions were lost with their trainer, not rolled back."""
 
     first: int
     parent: int

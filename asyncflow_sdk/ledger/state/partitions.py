@@ -12,9 +12,8 @@ from .rows import NONE, Rows
 
 @dataclass
 class Pin:
-    """One version for all rows of a partition: the first one current from number ``first`` on.
-    ``version``: NONE until it is current. ``last``: that of the partition's rows before. ``keep``: a
-    version kept meanwhile."""
+    """One version for all rows of a partition: the first one current from number ``first`` on. ``version``: NONE
+    until it is current. ``last``: that of the partition's rows before. ``keep``: a version kept meanwhile."""
 
     first: int
     version: int = NONE
@@ -23,10 +22,9 @@ class Pin:
 
 
 class Partitions:
-    """``numbers``: by name; "" is 0. ``ended``: no row can be put anywhere; ``ended_names``: in
-    these. ``end_requested``: True if a client ended the stream, False if the last step did.
-    ``group_sizes``: of the last put in each. ``pins``: by number, of partitions whose rows one version
-    generates."""
+    """``numbers``: by name; "" is 0. ``ended``: no row can be put anywhere; ``ended_names``: in these.
+    ``end_requested``: True if a client ended the stream, False if the last step did. ``group_sizes``: of the last put
+    in each. ``pins``: by number, of partitions whose rows one version generates."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows

@@ -14,6 +14,7 @@ LIVE = 0  # state; terminal states are 1 + their place in TERMINAL
 WAITING, READY, SELECTED, LEASED, DONE, APART = range(6)  # of a row in a task; APART: it never sees the row
 TASK_STATES = ("waiting", "ready", "selected", "leased", "done")
 NONE = -1
+ANY = 2**31 - 1
 
 _FIELDS: dict[str, tuple[Any, int]] = {
     "state": (np.uint8, LIVE),
@@ -41,6 +42,7 @@ _TASK_FIELDS: dict[str, tuple[Any, int]] = {
     "state": (np.uint8, WAITING),
     "token": (np.int64, NONE),  # of the lease that holds the row
     "attempts": (np.int32, 0),  # leases lost
+    "together": (np.int32, ANY),  # most units (rows, or whole groups) that one worker may hold with it
 }
 
 

@@ -16,8 +16,10 @@ from .context import Context
 from .grants import Grant
 from .partitions import Partitions
 from .ready import ReadyQueue
-from .rows import APART, DONE, LEASED, READY, TASK_STATES, WAITING, Rows
+from .rows import ANY, APART, DONE, LEASED, NONE, READY, TASK_STATES, WAITING, Rows
 from .sessions import Session
+
+PARTS = 4  # units lost together are leased in this many parts next
 
 
 @dataclass
@@ -182,28 +184,47 @@ class Tasks:
                 part = part[ready.is_ready(part)]
             ready.push_front(part)
 
-    def suspect(self, task: Task, ids: Ids) -> None:
-        """Note the rows held by a lost process. One loss is no sign against a prompt."""
-        ids = ids[self._suspected(task, ids) & self._rows.having(task.spec.name, "state", READY, ids)]
-        task.suspects = np.union1d(task.suspects, ids)
+    def units(self, task: Task, ids: Ids) -> Ids:
+        """Return for each row what is blamed as one: the row, or its group in tasks with whole groups."""
+        return self._rows.first[self._rows.at(ids)] if task.whole_groups else ids
+
+    def held(self, name: str, session: Session | None) -> int:
+        """Return the number of units of a task that a session holds."""
+        leases = session.leases if session is not None else {}
+        ids = np.concatenate(
+            [self.by_name[name].suspects[:0], *(each.ids for each in leases.values() if each.task == name)]
+        )
+        ids = ids[self._rows.having(name, "state", LEASED, ids)]
+        ids = ids[np.isin(self._rows.task(name, "token")[self._rows.at(ids)], list(leases))]
+        return len(np.unique(self.units(self.by_name[name], ids)))
+
+    def narrow(self, task: Task, ids: Ids, lost: int, *, died: bool) -> None:
+        """Lease rows with fewer others, after they lost a lease among ``lost`` units. One loss is no sign against a
+        prompt. ``died``: they are suspects, since their process died or hung."""
+        name, together = task.spec.name, self._rows.task(task.spec.name, "together")
+        ids = ids[self._rows.task(name, "attempts")[self._rows.at(ids)] > task.spec.admits]
+        at = self._rows.at(ids)
+        together[at] = np.maximum(np.minimum(together[at], lost) // PARTS, 1)
+        task.suspects = np.union1d(task.suspects, ids) if died else task.suspects
+
+    def unfinished(self, name: str, ids: Ids) -> Ids:
+        """Return the rows that are ready or leased."""
+        return ids[self._rows.having(name, "state", READY, ids) | self._rows.having(name, "state", LEASED, ids)]
 
     def must_wait(self, task: Task, session: Session) -> bool:
-        """True if a session holds rows of a task with suspects. The next death must blame one of them alone."""
+        """True if a session holds as much as may be lost with its suspects, or with those that are ready."""
         if not len(task.suspects):
             return False
-        held = [self._rows.having(task.spec.name, "state", state, task.suspects) for state in (READY, LEASED)]
-        task.suspects = task.suspects[np.logical_or(*held)]
-        return bool(len(task.suspects)) and any(grant.task == task.spec.name for grant in session.leases.values())
+        at, name = self._rows.at(self.unfinished(task.spec.name, task.suspects)), task.spec.name
+        its = at[np.isin(self._rows.task(name, "token")[at], [NONE, *session.leases])]
+        return bool(self.held(name, session) >= self._rows.task(name, "together")[its].min(initial=ANY))
 
-    def alone(self, task: Task, ids: Ids) -> int:
-        """Return the number of first rows to lease together. A row with a lost lease is leased alone, in tasks
-        with whole groups with its group."""
-        units = self._rows.first[self._rows.at(ids)] if task.whole_groups else ids
-        first = int(np.argmax(np.append(np.isin(units, units[self._suspected(task, ids)]), True)))
-        return first or int(np.argmax(np.append(units != units[0], True)))
-
-    def _suspected(self, task: Task, ids: Ids) -> Any:
-        return self._rows.task(task.spec.name, "attempts")[self._rows.at(ids)] > task.spec.admits
+    def together(self, task: Task, ids: Ids, at_least: int) -> int:
+        """Return the number of first rows to lease together: the units that each of them allows, or ``at_least``."""
+        units, limits = self.units(task, ids), self._rows.task(task.spec.name, "together")[self._rows.at(ids)]
+        unit = np.cumsum(np.diff(units, prepend=units[:1]) != 0)
+        unit[unit <= unit[max(at_least, 1) - 1]] = 0
+        return int(np.searchsorted(unit, unit[unit >= np.minimum.accumulate(limits)].min(initial=ANY)))
 
     def next_partitions(self, task: Task, named: str | None) -> list[int]:
         """Return partitions that may have ready rows, in turn."""

@@ -47,13 +47,12 @@ class KeptVersion:
 
 
 class Versions:
-    """``current``: the newest version; NONE before the first. ``since``: its publication, ledger
-    seconds. ``kept``: the newest versions, oldest first. ``committed``: the newest version staged
-    by a quorum; NONE without a quorum. ``unavailable``: why the current version cannot be fetched.
-    ``own_zero``: True if version 0 is the engines' own weights, since rows were leased for them;
-    False if it is the publisher's, since it was announced; None before.
-    ``to_restore``: version of a rollback not yet loaded by the trainer; ``restore_step``: step of
-    the checkpoint with its optimizer state; both NONE for none."""
+    """``current``: the newest version; NONE before the first. ``since``: its publication, ledger seconds. ``kept``:
+    the newest versions, oldest first. ``committed``: the newest version staged by a quorum; NONE without a quorum.
+    ``unavailable``: why the current version cannot be fetched. ``own_zero``: True if version 0 is the engines' own
+    weights, since rows were leased for them; False if it is the publisher's, since it was announced; None before.
+    ``to_restore``: version of a rollback not yet loaded by the trainer; ``restore_step``: step of the checkpoint with
+    its optimizer state; both NONE for none."""
 
     def __init__(self) -> None:
         self.current = NONE
