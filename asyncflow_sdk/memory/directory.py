@@ -106,18 +106,30 @@ def _make(base: Path) -> tuple[Path, int]:
         os.close(lock)
 
 
-def _reuse(path: Path) -> tuple[Path, int]:
+def meeting_directory(name: str) -> tuple[Path, int]:
+    """Return a directory of this user's processes on this host, and a descriptor to keep it: close
+    it, then call ``remove_if_ownerless``. Raises OSError, ConfigError."""
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # removed by the last process meanwhile
+            path, lock = _reuse(base / f"{PREFIX}{os.getuid()}-{name}", fcntl.LOCK_SH)
+            if os.fstat(lock).st_nlink:
+                return path, lock
+            os.close(lock)
+
+
+def _reuse(path: Path, kind: int = fcntl.LOCK_EX) -> tuple[Path, int]:
     """Return the directory of an earlier server and the descriptor with its lock."""
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigError(f"{path}, where this run had its shared memory, belongs to another user now")
-    return path, _lock(path)
+    return path, _lock(path, kind)
 
 
-def _lock(path: Path) -> int:
+def _lock(path: Path, kind: int = fcntl.LOCK_EX) -> int:
     lock = os.open(path / "owner", os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    fcntl.flock(lock, kind)
     return lock
 
 

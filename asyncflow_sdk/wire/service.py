@@ -14,7 +14,6 @@ key for all clients.
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import logging
 import os
@@ -165,8 +164,6 @@ class Service:
         self._last_calls: dict[str, float] = {}
         self._open_tickets: dict[int, str] = {}
         self._next_check_s = 0.0
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._timer_numbers = itertools.count()
         ask = None if self._known is None else self._admit
         self._server = Server(
             [listen or f"tcp://{own}:0"], self, keys, max_call_bytes, insecure=insecure, bulk=True, ask=ask
@@ -201,14 +198,6 @@ class Service:
     def fail(self, ticket: int, error: AsyncFlowError) -> None:
         """Answer with an error, raised by the caller. From any thread."""
         self._send(ticket, _failure(error))
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Run ``function`` in the service's thread. From any thread."""
-        self._server.call(function)
-
-    def after(self, delay_s: float, function: Callable[[], None]) -> None:
-        """Run ``function`` in the service's thread after a delay. Call in that thread."""
-        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._timer_numbers), function))
 
     def close(self) -> None:
         """Stop answering. Idempotent. From any thread except the service's."""
@@ -310,18 +299,14 @@ class Service:
         self._handler.gone(session)
 
     def idle(self) -> float | None:
-        """See ``Handler.idle``. Runs due functions and forgets silent peers."""
+        """See ``Handler.idle``. Forgets silent peers."""
         now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
         if self._last_calls and now >= self._next_check_s:
             self._next_check_s = now + FORGET_S
             waiting = set(self._open_tickets.values())
             for session in [s for s, seen in self._last_calls.items() if now - seen > FORGET_S and s not in waiting]:
                 self.gone(session, "it was silent for long")
-        waits = [self._timers[0][0]] if self._timers else []
-        waits += [self._next_check_s] if self._last_calls else []
-        return min(waits) - now if waits else None
+        return self._next_check_s - now if self._last_calls else None
 
     def settle(self) -> bool:
         """See ``Handler.settle``."""

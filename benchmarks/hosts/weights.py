@@ -1,9 +1,9 @@
 """Weights from one host to others over limited links: each host's time and the publisher's bytes, beside the ideal.
 
-python -m benchmarks.hosts.weights [--quick] [--hosts 8] [--rate 50] [--mbytes 256] [--fanout 1 2 0] [--markdown] [--json PATH]
+python -m benchmarks.hosts.weights [--quick] [--hosts 8] [--rate 50] [--mbytes 256] [--markdown] [--json PATH]
 
-Ideal: the link of a host carries ``fanout`` copies one after another, and nothing else takes time. The limit beside it is
-a bare socket with keys from one host to one other. Versions are random, so none is sent as a delta.
+Ideal: the publisher's link carries a copy for each host, and nothing else takes time. Versions are random, so none is sent
+as a delta.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,9 +29,9 @@ does."""
 LIMIT_S = 1800.0
 
 
-def publish(address: str, directory: str, nbytes: int, options: dict[str, Any]) -> None:
+def publish(address: str, directory: str, nbytes: int) -> None:
     """On a host: serve a run, and publish a version for each line."""
-    with af.serve(directory, address=address) as run, run.weight_publisher("tcp", **options) as publisher:
+    with af.serve(directory, address=address) as run, run.weight_publisher("tcp") as publisher:
         print("ready", flush=True)
         numbers = np.random.default_rng(0)
         for version, _ in enumerate(sys.stdin, 1):
@@ -55,12 +54,12 @@ def replicate(address: str, key: str, name: str) -> None:
             print(json.dumps(done), flush=True)
 
 
-def measure(network: Network, hosts: int, nbytes: int, fanout: int) -> tuple[list[float], float]:
+def measure(network: Network, hosts: int, nbytes: int) -> tuple[list[float], float]:
     """Return the seconds until each host has a version, and the copies sent by the publisher's host."""
     address = f"tcp://{network.address(1)}:{PORT}"
     module = ["-m", "benchmarks.hosts.weights"]
     with tempfile.TemporaryDirectory() as folder:
-        options = {"address": address, "directory": folder, "nbytes": nbytes, "options": {"fanout": fanout}}
+        options = {"address": address, "directory": folder, "nbytes": nbytes}
         trainer = network.start(1, [*module, "publish", json.dumps(options)])
         assert line_of(trainer.stdout) == "ready"
         key = str(Path(folder) / "run.key")
@@ -92,22 +91,19 @@ def main() -> None:
     parser.add_argument("--rate", type=int, default=50, help="of each host's link, in Mbit/s")
     parser.add_argument("--hosts", type=int, default=8)
     parser.add_argument("--mbytes", type=int, default=256)
-    parser.add_argument("--fanout", type=int, nargs="+", default=[1, 2])
     show_options(parser)
     arguments = parser.parse_args()
     if why := unavailable():
         raise SystemExit(why)
     nbytes = (8 if arguments.quick else arguments.mbytes) << 20
-    rows = []
     with Network(1 + arguments.hosts, f"{arguments.rate}mbit", shape=SHAPE) as network:
-        for fanout in arguments.fanout:
-            took, sent = measure(network, arguments.hosts, nbytes, fanout)
-            copies = fanout or arguments.hosts
-            ideal = copies * nbytes * 8 / (arguments.rate * 1e6)
-            what = {0: "each from the publisher", 1: "a chain"}.get(fanout, f"a tree, {fanout} hosts from each")
-            rows.append(Row(f"{what}: the last host", "s", took[-1], None, None, ideal, ratio(took[-1], ideal)))
-            rows.append(Row("  the first host", "s", took[0], None, None, ideal, ratio(took[0], ideal)))
-            rows.append(Row("  on the publisher's link", "copies", sent, None, None, copies, ratio(sent, copies)))
+        took, sent = measure(network, arguments.hosts, nbytes)
+    ideal = arguments.hosts * nbytes * 8 / (arguments.rate * 1e6)
+    rows = [
+        Row("the last host", "s", took[-1], None, None, ideal, ratio(took[-1], ideal)),
+        Row("the first host", "s", took[0], None, None, ideal, ratio(took[0], ideal)),
+        Row("on the publisher's link", "copies", sent, None, None, arguments.hosts, ratio(sent, arguments.hosts)),
+    ]
     finish(f"{nbytes >> 20} MiB to {arguments.hosts} hosts, links of {arguments.rate} Mbit/s", rows, arguments)
 
 

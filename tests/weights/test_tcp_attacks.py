@@ -218,8 +218,8 @@ def test_requests_for_what_is_not_there_and_requests_that_are_none() -> None:
             ("ProtocolError", [3, root, 1 << 62, 1 << 62]), ("VersionGone", [4, root, 0, 1]), ("VersionGone", [-1, root, 0, 1]),
             ("VersionGone", [3, "another", 0, 1]), ("", [3, root, 0, 1, 3, root]), ("", [3, root, 0, 1, 99, "x" * 9999]),
         ):  # fmt: skip
-            assert ask(msgspec.msgpack.encode(["get", *get])) == error, get
-        good = msgspec.msgpack.encode(["get", 3, root, 0, 1])
+            assert ask(msgspec.msgpack.encode(get)) == error, get
+        good = msgspec.msgpack.encode([3, root, 0, 1])
         noise = [random.bytes(int(n)) for n in random.integers(0, 200, 30)]
         for body in (*noise, *(good[:n] for n in range(len(good))), b"\x91" * 100_000, b"\x80"):
             assert ask(body) == "ProtocolError"
@@ -322,7 +322,7 @@ class Deltas:
         weights[::50] += np.uint16(1)
         self._new = ends.publish(2, {"w": weights.view(np.float16)})
         ends.keep(1, 2)
-        get = ["get", 2, self._new.manifest.root, 0, 1, 1, old.manifest.root]
+        get = [2, self._new.manifest.root, 0, 1, 1, old.manifest.root]
         client = Client(address_of(old.where), None, insecure=True, bulk=True)
         client.max_bytes = 1 << 20
         asked = msgspec.msgpack.encode(["ask", msgspec.msgpack.encode(get), []])

@@ -1,7 +1,7 @@
 """Both ends of the transports ``tcp`` and ``file``: places with changed fields, version directories, and
 replicas on several hosts, told apart by the identity that they give.
 
-with RelayHosts(fanout=1) as hosts:
+with ManyHosts() as hosts:
     sent = hosts.publish(1, nbytes)
     first, second = hosts.fetch(sent, "a"), hosts.fetch(sent, "b")      # begun in threads
     sent.check(first())
@@ -21,13 +21,12 @@ import msgspec
 import numpy as np
 from children import hear, say
 from flaky_proxy import WHOLE, FlakyProxy
-from waiting import in_thread, until
+from waiting import in_thread
 
 from asyncflow_sdk.interfaces import Fetched, Host, WeightReceiver
 from asyncflow_sdk.testing.transport_harness import Sent, TransportHarness
 from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.weights import make_transport
-from asyncflow_sdk.wire import Service, ServiceClient
 
 FIRST = "model-00001-of-00003.safetensors"
 LIMIT_S = 100.0
@@ -94,16 +93,18 @@ def address_of(where: bytes) -> str:
 # ---- hosts
 
 
-def replica(host: str) -> WeightReceiver:
-    return make_transport("tcp").receiver(Host(directory=None, name=f"{host}-{next(_names)}", identity=host))
+def replica(host: str, run: str = "") -> WeightReceiver:
+    name = f"{host}-{os.getpid()}-{next(_names)}"
+    return make_transport("tcp").receiver(Host(directory=None, name=name, identity=host, run=run))
 
 
-class RelayHosts(contextlib.ExitStack):
+class ManyHosts(contextlib.ExitStack):
     """Whatever leaves the publisher goes through ``proxy``. ``options``: of its transport."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.ends = self.enter_context(tcp(**options))
+        self.run = f"{os.getpid()}-{next(_names)}"
         self.proxy: FlakyProxy | None = None
         self.receivers: dict[str, WeightReceiver] = {}
 
@@ -119,7 +120,7 @@ class RelayHosts(contextlib.ExitStack):
     def receiver(self, name: str) -> WeightReceiver:
         """The replica of this name. Its host is the first letter."""
         if name not in self.receivers:
-            self.receivers[name] = replica(name[0])
+            self.receivers[name] = replica(name[0], self.run)
             self.callback(self.receivers[name].close)
         return self.receivers[name]
 
@@ -137,60 +138,14 @@ class RelayHosts(contextlib.ExitStack):
 
         return join
 
-    def join(
-        self, sent: Sent, host: str, relay: bytes = b"nowhere", failed: bytes = b""
-    ) -> tuple[ServiceClient, bytes]:
-        """Join as a host. Return the connection, and the address of the assigned relay."""
-        client = ServiceClient(msgspec.msgpack.decode(sent.where)[0])
-        call = msgspec.msgpack.encode(["join", sent.version, sent.manifest.root, host, relay, failed])
-        return client, msgspec.msgpack.decode(client.call(call, LIMIT_S).body)[0]
-
-    def last(self, sent: Sent) -> bytes:
-        """The relay that the next host of a chain would fetch from."""
-        client, source = self.join(sent, "probe")
-        client.close()
-        return source
-
-    def observe(self, sent: Sent) -> None:
-        """Let the host that asks for the last of a chain be nobody's source: another one says that it failed."""
-        ends = [
-            self.join(sent, "probe"),
-            *(self.join(sent, "witness", b"b", failed=failed) for failed in (b"", b"nowhere")),
-        ]
-        for client, _ in ends:
-            client.close()
-        until(lambda: self.last(sent) == b"", "the chain without both")
-
-    def await_relay(self, sent: Sent, other_than: bytes = b"") -> bytes:
-        """Wait until a chain has another last relay, and return it."""
-        until(lambda: self.last(sent) not in (b"", other_than), "another host in the chain")
-        return self.last(sent)
-
-
-class FakeRelay:
-    """A relay that gives ``answer`` to each request for buckets: body and frames, or None for no answer at all."""
-
-    def __init__(self, answer: Callable[[], tuple[bytes, list[bytes]] | None]) -> None:
-        self.asked, self._answer = 0, answer
-        self.service = Service(Host(directory=None, name="fake"), self)
-        self.where = self.service.where
-
-    def request(self, peer: str, ticket: int, body: bytes, frames: Any) -> None:
-        self.asked += 1
-        answer = self._answer()
-        if answer is not None:
-            self.service.answer(ticket, *answer)
-
-    def gone(self, peer: str) -> None: ...
-
 
 # ---- in processes of their own
 
 
-def fetch_and_stay(manifest: str, where: str, host: str) -> None:
+def fetch_and_stay(manifest: str, where: str, host: str, run: str = "") -> None:
     """Fetch a version in a process of a host, and stay."""
     known = msgspec.msgpack.decode(bytes.fromhex(manifest), type=Manifest)
-    replica(host).fetch(known, bytes.fromhex(where), timeout_s=3600.0)
+    replica(host, run).fetch(known, bytes.fromhex(where), timeout_s=3600.0)
 
 
 def publish_and_stay(path: str) -> None:

@@ -1,17 +1,14 @@
 """BucketServer: answers requests for buckets of versions in this process's memory.
 
-    server = BucketServer(host, insecure=False, delta_bytes=256 << 20, on_call=..., on_gone=...)
-    server.add(HeldVersion(manifest, chunks)); server.where     # the address for receivers
-
-A publisher's versions are complete. Those of a relay arrive while they are requested: a request for
-a missing bucket waits in the server for HOLD_S, and is then answered without any.
+server = BucketServer(host, insecure=False, delta_bytes=256 << 20)
+server.add(HeldVersion(manifest, chunks)); server.where     # the address for receivers
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,70 +19,26 @@ from ...types.manifest import Bucket
 from ...wire import Service
 from . import delta
 from .delta_cache import DeltaCache, DeltaKey
-from .tcp_messages import (
-    ANSWER_BYTES,
-    DELTA,
-    MOST_BUCKETS,
-    RAW,
-    Get,
-    GetReply,
-    Join,
-    ShareRequest,
-    decode_call,
-    encode,
-    fits,
-)
+from .tcp_messages import ANSWER_BYTES, DELTA, MOST_BUCKETS, RAW, Get, GetReply, decode, encode, fits
 
 DELTA_THREADS = 2
-HOLD_S = 2.0
-"""Longest wait of a request for a missing bucket."""
-MOST_HELD = 256
-"""Limit of waiting requests; further ones are refused."""
 
 
 class HeldVersion:
-    """A version served to others. ``chunks`` pin its memory. ``arriving``: True if its
-    buckets are not here yet; ``arrive`` adds one, and ``end`` the last."""
+    """A version served to others. ``chunks`` pin its memory."""
 
-    def __init__(self, manifest: Manifest, chunks: Sequence[Bytes], *, arriving: bool = False) -> None:
+    def __init__(self, manifest: Manifest, chunks: Sequence[Bytes]) -> None:
         self.manifest, self.root = manifest, manifest.root
         self.buckets = list(manifest.buckets())
         self.chunks = chunks
-        self._arrived: set[int] | None = set() if arriving else None
         self._widths: dict[tuple[int, int], int] = {}
 
-    @property
-    def complete(self) -> bool:
-        """True if all buckets are here."""
-        return self._arrived is None
-
-    @property
-    def received(self) -> int:
-        """Number of buckets that are here."""
-        return len(self.buckets) if self._arrived is None else len(self._arrived)
-
-    def has(self, number: int) -> bool:
-        """True if a bucket is here."""
-        return self._arrived is None or number in self._arrived
-
-    def arrive(self, number: int) -> None:
-        """Add a verified bucket."""
-        if self._arrived is not None:
-            self._arrived.add(number)
-
-    def end(self, chunks: Sequence[Bytes]) -> None:
-        """Complete the version. ``chunks``: its final memory."""
-        self.chunks, self._arrived = chunks, None
-
     def span(self, first: int, count: int) -> Sequence[Bucket]:
-        """Return the requested buckets up to a missing one. Raises ProtocolError."""
+        """Return the requested buckets. Raises ProtocolError."""
         if not (0 <= first < first + count <= len(self.buckets) and count <= MOST_BUCKETS):
             raise ProtocolError(
                 f"{count} buckets from {first} of version {self.manifest.version}, which has {len(self.buckets)}"
             )
-        arrived = self._arrived
-        if arrived is not None:
-            count = next((number for number in range(count) if first + number not in arrived), count)
         return self.buckets[first : first + count]
 
     def bytes_of(self, bucket: Bucket) -> Bytes:
@@ -101,28 +54,12 @@ class HeldVersion:
 
 class BucketServer:
     """Serves versions by a Service. ``listen``, ``insecure``: see Service. ``delta_bytes``: memory
-    for encoded deltas; 0: deltas are not made. ``on_call`` handles other calls, ``on_gone`` the end
-    of a peer, in the service's thread. ``relay``: True if requested versions may begin to arrive
-    later. Thread-safe."""
+    for encoded deltas; 0: deltas are not made. Thread-safe."""
 
-    def __init__(
-        self,
-        host: Host,
-        *,
-        listen: str | None = None,
-        insecure: bool,
-        delta_bytes: int,
-        on_call: Callable[[str, int, Join | ShareRequest], None],
-        on_gone: Callable[[str], None] = lambda peer: None,
-        relay: bool = False,
-    ) -> None:
-        self._relay = relay
-        self._newest = -1
+    def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
         self.makes_deltas = delta_bytes > 0
         self._deltas = DeltaCache(delta_bytes)
-        self._on_call, self._on_gone = on_call, on_gone
         self._versions: dict[int, HeldVersion] = {}
-        self._held: dict[int, Callable[[bool], bool]] = {}  # of the service's thread
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(DELTA_THREADS, "asyncflow-delta")
         self.service = Service(host, self, listen=listen, member=host.member, insecure=insecure)
@@ -133,22 +70,10 @@ class BucketServer:
         """Host memory held for deltas."""
         return self._deltas.nbytes
 
-    @property
-    def versions(self) -> Sequence[HeldVersion]:
-        """The versions, in the order in which they were added."""
-        with self._lock:
-            return list(self._versions.values())
-
     def add(self, version: HeldVersion) -> None:
         """Serve a version."""
         with self._lock:
             self._versions[version.manifest.version] = version
-        self.refuse_older(version.manifest.version)
-
-    def refuse_older(self, number: int) -> None:
-        """Refuse versions up to ``number`` unless they are here. A relay awaits newer ones."""
-        with self._lock:
-            self._newest = max(self._newest, number)
 
     def keep(self, versions: Collection[int]) -> None:
         """Forget all other versions."""
@@ -162,29 +87,10 @@ class BucketServer:
         with self._lock:
             version = self._versions.get(number)
         if version is None or version.root != root:
-            whose = "the relay" if self._relay else "its publisher"
             raise VersionGone(
-                f"version {number} is no longer kept by {whose} at {self.service.address}; take the newest"
+                f"version {number} is no longer kept by its publisher at {self.service.address}; take the newest"
             )
         return version
-
-    def find_arriving(self, number: int, root: str) -> HeldVersion | None:
-        """Like ``find``. None for a version awaited by a relay."""
-        return None if self._relay and number > self._newest else self.find(number, root)
-
-    def update(self) -> None:
-        """Answer the waiting requests for buckets received meanwhile. From any thread."""
-        self.service.call(self._answer_held)
-
-    def answer_when(self, ticket: int, attempt: Callable[[bool], bool]) -> None:
-        """Answer a request by ``attempt(False)``, called again at each ``update`` until it returns
-        True; after HOLD_S by ``attempt(True)``. In the service's thread."""
-        if self._try(ticket, attempt, last=False):
-            return
-        if len(self._held) >= MOST_HELD:
-            raise VersionGone(f"{MOST_HELD} requests wait at {self.service.address}; take another source")
-        self._held[ticket] = attempt
-        self.service.after(HOLD_S, functools.partial(self._expire, ticket))
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
@@ -196,54 +102,19 @@ class BucketServer:
 
     def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
         """See ``ServiceHandler.request``."""
-        call = decode_call(body)
-        if isinstance(call, Get):
-            self.answer_when(ticket, functools.partial(self._get, ticket, call))
-        else:
-            self._on_call(peer, ticket, call)
-
-    def gone(self, peer: str) -> None:
-        """See ``ServiceHandler.gone``."""
-        self._on_gone(peer)
-
-    # ---- in the service's thread
-
-    def _answer_held(self) -> None:
-        for ticket, attempt in list(self._held.items()):
-            if self._try(ticket, attempt, last=False):
-                del self._held[ticket]
-
-    def _expire(self, ticket: int) -> None:
-        attempt = self._held.pop(ticket, None)
-        if attempt is not None:
-            self._try(ticket, attempt, last=True)
-
-    def _try(self, ticket: int, attempt: Callable[[bool], bool], *, last: bool) -> bool:
-        try:
-            return attempt(last)
-        except AsyncFlowError as error:
-            self.service.fail(ticket, error)
-            return True
-
-    def _get(self, ticket: int, get: Get, last: bool) -> bool:
-        version = self.find_arriving(get.version, get.root)
-        if version is None:
-            return self._answer(ticket, get, (), ()) if last else False
+        get = decode(body, Get)
+        version = self.find(get.version, get.root)
         with self._lock:
             base = self._versions.get(get.base) if self.makes_deltas else None
         buckets = version.span(get.first, get.count)
-        if not buckets and not last:
-            return False
-        if (
-            base is None
-            or base.root != get.base_root
-            or not base.complete
-            or not fits(version.manifest, base.manifest)
-        ):
+        if base is None or base.root != get.base_root or not fits(version.manifest, base.manifest):
             buckets = _first_of(buckets, ANSWER_BYTES)
-            return self._answer(ticket, get, buckets, [None] * len(buckets))
-        self._threads.submit(self._answer_deltas, ticket, get, version, base, buckets)
-        return True
+            self._answer(ticket, get, buckets, [None] * len(buckets))
+        else:
+            self._threads.submit(self._answer_deltas, ticket, get, version, base, buckets)
+
+    def gone(self, peer: str) -> None:
+        """See ``ServiceHandler.gone``."""
 
     # ---- in any thread
 
@@ -265,7 +136,7 @@ class BucketServer:
         else:
             self._answer(ticket, get, buckets[: len(codes)], codes)
 
-    def _answer(self, ticket: int, get: Get, buckets: Sequence[Bucket], codes: Sequence[bytes | None]) -> bool:
+    def _answer(self, ticket: int, get: Get, buckets: Sequence[Bucket], codes: Sequence[bytes | None]) -> None:
         """Answer with these deltas; None: the whole bucket, pinned only when it is sent."""
 
         def frames() -> Sequence[Any]:
@@ -273,8 +144,7 @@ class BucketServer:
             return [version.bytes_of(b) if code is None else code for b, code in zip(buckets, codes, strict=True)]
 
         kinds = bytes(RAW if code is None else DELTA for code in codes)
-        self.service.answer(ticket, encode(GetReply(kinds)), frames if kinds else ())
-        return True
+        self.service.answer(ticket, encode(GetReply(kinds)), frames)
 
 
 def _first_of(buckets: Sequence[Bucket], nbytes: int) -> Sequence[Bucket]:

@@ -7,8 +7,8 @@ Replicas request several buckets at a time, and verify each on arrival. A replic
 version that the publisher still keeps gets deltas where they are smaller. Where they are not, it
 streams the next version while it is written.
 
-Replicas on other hosts share: one process of a host, its *relay*, fetches a version into shared
-memory for all of them, and passes its buckets on to other hosts (``fanout``).
+Replicas on other hosts share: one process of a host fetches a version into shared memory for all of
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from .tcp_receiver import TcpReceiver
 from .tcp_sender import TcpSender
 
 DELTA_BYTES = 256 << 20
-FANOUT = 2
 
 
 class TcpTransport(WeightTransport):
@@ -30,24 +29,14 @@ class TcpTransport(WeightTransport):
 
     ``listen``: the publisher's address; default: a free port of its host. ``insecure``: no keys, so
     everyone with access to the address may fetch the weights. ``delta_bytes``: the publisher's
-    memory for deltas made for one replica and kept for others; 0: whole buckets only. ``fanout``:
-    other hosts that the publisher and each host send a version to; 1: a chain; 0: the publisher
-    sends it to each replica.
+    memory for deltas made for one replica and kept for others; 0: whole buckets only.
     """
 
-    def __init__(
-        self,
-        *,
-        listen: str | None = None,
-        insecure: bool = False,
-        delta_bytes: int = DELTA_BYTES,
-        fanout: int = FANOUT,
-    ) -> None:
+    def __init__(self, *, listen: str | None = None, insecure: bool = False, delta_bytes: int = DELTA_BYTES) -> None:
         if listen is not None and not listen.startswith("tcp://"):
             raise ConfigError(f"transport 'tcp' cannot listen at {listen!r}; tcp://HOST:PORT is expected")
-        check_least(0, delta_bytes=delta_bytes, fanout=fanout)
-        self._options: dict[str, Any] = {"listen": listen, "insecure": insecure, "fanout": fanout}
-        self._options["delta_bytes"] = delta_bytes
+        check_least(0, delta_bytes=delta_bytes)
+        self._options: dict[str, Any] = {"listen": listen, "insecure": insecure, "delta_bytes": delta_bytes}
 
     def sender(self, host: Host) -> TcpSender:
         """See ``WeightTransport.sender``."""

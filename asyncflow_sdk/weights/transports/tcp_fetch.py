@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from ...errors import DeadlineExceeded, DigestMismatch, ProtocolError, ServerLost, WireError
+from ...errors import DeadlineExceeded, DigestMismatch, ProtocolError, WireError
 from ...interfaces.weights import Bytes, Fetched
 from ...types import Manifest
 from ...types.manifest import Bucket
@@ -28,14 +28,10 @@ THREADS = 2
 again."""
 SILENCE_S = 60.0
 """Longest wait for one answer of a publisher."""
-STALL_S = 10.0
-"""Longest wait for one answer of a relay: a slower one is replaced."""
-MOST_WAITS = 30
-"""Answers without any bucket, one after another, after which a relay is replaced."""
 AT_ONCE = 16
 """Largest number of buckets in a request to the service."""
 FEW_BYTES = 4 << 20
-"""Default of ``few_bytes``."""
+"""After a larger answer, the next request has fewer buckets."""
 STREAM_BYTES = 16 << 20
 """Size of a request to the stream."""
 _SLACK_BYTES = 64 << 10
@@ -43,18 +39,17 @@ _log = logging.getLogger(__name__)
 
 
 class FetchThreads:
-    """Runs fetches, one at a time, by ``count`` threads: as many requests are on their way. They keep
+    """Runs fetches, one at a time, by a few threads: as many requests are on their way. They keep
     their connections between fetches."""
 
-    def __init__(self, count: int = THREADS) -> None:
-        self._count = count
+    def __init__(self) -> None:
         self._threads: _ThreadPool | None = None
         self._lock = threading.Lock()
 
     def run(self, fetch: TcpFetch) -> None:
         """Run a fetch to its end."""
         with self._lock:
-            threads = self._threads = self._threads or _ThreadPool(self._count)
+            threads = self._threads = self._threads or _ThreadPool(THREADS)
             threads.begin(fetch.work)  # before ``end`` can end them
         try:
             threads.wait()
@@ -113,9 +108,7 @@ class _BucketRange(NamedTuple):
 
 class TcpFetch:
     """One fetch from a publisher. Several threads ``work`` until no bucket is missing, or one has
-    an ``error``. ``on_bucket``: called with the number of each verified bucket. ``from_relay``:
-    True to fetch from a relay, where the buckets may still be arriving. ``few_bytes``: after
-    a larger answer, the next request has fewer buckets."""
+    an ``error``. ``on_bucket``: called at each verified bucket."""
 
     def __init__(
         self,
@@ -124,13 +117,9 @@ class TcpFetch:
         manifest: Manifest,
         streaming: StreamingFetch | None,
         timeout_s: float,
-        on_bucket: Callable[[int], None] = lambda number: None,
-        *,
-        from_relay: bool = False,
-        few_bytes: int = FEW_BYTES,
+        on_bucket: Callable[[], None] = lambda: None,
     ) -> None:
-        self._few_bytes = few_bytes
-        self._on_bucket, self._from_relay, self._waits = on_bucket, from_relay, 0
+        self._on_bucket = on_bucket
         self._client, self._since = client, client.interrupts
         self._address, self._stream, self._streaming = address, address.stream, streaming
         self.manifest, self._root = manifest, manifest.root
@@ -141,7 +130,7 @@ class TcpFetch:
         self._base: Fetched | None = None
         self._buckets: list[Bucket] = []
         self._todo: deque[_BucketRange] = deque()
-        self._stride = max(1, min(AT_ONCE, few_bytes // manifest.bucket_bytes))
+        self._stride = max(1, min(AT_ONCE, FEW_BYTES // manifest.bucket_bytes))
         self._stream_stride = max(1, min(MOST_BUCKETS, STREAM_BYTES // manifest.bucket_bytes))
         self._lock = threading.Lock()
         self._interrupted = False
@@ -253,7 +242,7 @@ class TcpFetch:
         assert self._base is not None
         bucket = self._buckets[number]
         if self._copy(bucket, self._base.chunks[bucket.chunk][bucket.start : bucket.stop]):
-            self._count(saved=1, number=number)
+            self._count(saved=1)
         else:
             self._refetch(number, "the base was changed")
 
@@ -263,15 +252,13 @@ class TcpFetch:
             self.refetched += 1
             self._todo.append(_BucketRange(number, number + 1, True))
 
-    def _count(self, moved: int = 0, saved: int = 0, number: int = -1) -> None:
-        """Count a bucket; ``number``: it is verified now."""
+    def _count(self, moved: int = 0, saved: int = 0) -> None:
+        """Count a verified bucket."""
         with self._lock:
             self._received += 1
             self.moved += moved
             self.saved += saved
-            self._waits = 0
-        if number >= 0:
-            self._on_bucket(number)
+        self._on_bucket()
 
     # ---- whole buckets by the stream
 
@@ -295,7 +282,7 @@ class TcpFetch:
             if published and (bucket.index >= len(published) or digests[number].found != [published[bucket.index]]):
                 self.manifest.check(bucket, view)
                 raise DigestMismatch(f"bucket {span.first + number} was changed while it was hashed")
-            self._count(len(view), number=span.first + number)
+            self._count(len(view))
 
         if connection.read(self._address.version, self._root, span.first, views, self._deadline, on_bytes):
             return True
@@ -313,31 +300,19 @@ class TcpFetch:
         get = Get(self._address.version, self._root, span.first, count, *held)
         what = f"buckets {span.first} to {span.stop - 1} of version {self.manifest.version}"
         most = sum(each.stop - each.start for each in self._buckets[span.first : span.stop]) + _SLACK_BYTES
-        silence_s = min(left, STALL_S if self._from_relay else SILENCE_S)
-        body, frames = self._client.call(encode(get), silence_s, what, since=self._since, most_bytes=most)
+        body, frames = self._client.call(encode(get), min(left, SILENCE_S), what, since=self._since, most_bytes=most)
         kinds = decode(body, GetReply).kinds
-        if not kinds and not frames and self._from_relay:
-            self._wait_again(span)
-            return
         if not 0 < len(kinds) <= count or len(frames) != len(kinds):
             raise ProtocolError(f"{len(kinds)} buckets in {len(frames)} frames, where {count} were asked for")
         if len(kinds) < count:
             self._put_back(span._replace(first=span.first + len(kinds)))
         size = sum(memoryview(frame).nbytes for frame in frames)
-        self._stride = max(1, self._stride // 2) if size > self._few_bytes else min(AT_ONCE, len(kinds) * 2)
+        self._stride = max(1, self._stride // 2) if size > FEW_BYTES else min(AT_ONCE, len(kinds) * 2)
         for number, (kind, frame) in enumerate(zip(kinds, frames, strict=True), span.first):
             if kind == DELTA and base is not None:
                 self._apply(number, frame, base)
             else:
                 self._put_whole(number, kind, frame)
-
-    def _wait_again(self, span: _BucketRange) -> None:
-        """Request buckets again, because the relay has none of them yet."""
-        with self._lock:
-            self._waits += 1
-        if self._waits > MOST_WAITS:
-            raise ServerLost(f"it has had nothing new for {MOST_WAITS} requests")
-        self._put_back(span)
 
     def _apply(self, number: int, code: Any, base: Fetched) -> None:
         bucket, nbytes = self._buckets[number], memoryview(code).nbytes
@@ -350,7 +325,7 @@ class TcpFetch:
                 self.moved += nbytes
             self._refetch(number, str(error))
         else:
-            self._count(nbytes, 1, number)
+            self._count(nbytes, 1)
 
     def _put_whole(self, number: int, kind: int, frame: Any) -> None:
         bucket, nbytes = self._buckets[number], memoryview(frame).nbytes
@@ -359,7 +334,7 @@ class TcpFetch:
         if not self._copy(bucket, np.frombuffer(frame, np.uint8)):
             self.manifest.check(bucket, memoryview(frame))
             raise DigestMismatch(f"bucket {number} was changed while it was copied")
-        self._count(nbytes, number=number)
+        self._count(nbytes)
 
     def _copy(self, bucket: Bucket, data: Bytes) -> bool:
         """Copy a bucket to its place. Return False if its digest is wrong there."""
@@ -377,8 +352,7 @@ class TcpFetch:
 
     def _explain(self, error: Exception) -> Exception:
         """Return the error to raise: it names version and publisher."""
-        whose = "the relay" if self._from_relay else "its publisher"
-        about = f"version {self.manifest.version} from {whose} at {self._client.address}"
+        about = f"version {self.manifest.version} from its publisher at {self._client.address}"
         if self._interrupted:
             return WireError(f"the fetch of {about} was interrupted: it is wanted no more")
         if time.monotonic() >= self._deadline and isinstance(error, (WireError, DeadlineExceeded)):

@@ -1,17 +1,21 @@
-"""TcpReceiver: fetches versions from TcpSenders, or through the relay of its host."""
+"""TcpReceiver: fetches versions from TcpSenders; on other hosts than theirs, once for all processes."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from ...errors import DeadlineExceeded, MemoryFull, WireError
+import msgspec
+
+from ...errors import DeadlineExceeded, WireError
 from ...interfaces.weights import Bytes, Fetched, Host, WeightReceiver
 from ...memory import BufferPool
 from ...types import Manifest
 from ...wire import ServiceClient
-from .relay_receiver import RelayReceiver
+from .host_share import HostShare, NotShared
 from .streaming_fetch import StreamingFetch, alike
 from .tcp_fetch import FetchThreads, TcpFetch
 from .tcp_messages import TcpAddress, decode, fits
@@ -25,7 +29,8 @@ class TcpReceiver(WeightReceiver):
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._relayed: dict[int, RelayReceiver] = {}  # by rank
+        self._shares: dict[int, HostShare] = {}  # by rank
+        self._interrupted = threading.Event()
         self._pool = BufferPool("fetched weights, of which a replica holds two versions")
         self._threads = FetchThreads()
         self._clients: dict[bytes, ServiceClient] = {}
@@ -39,23 +44,43 @@ class TcpReceiver(WeightReceiver):
     @property
     def nbytes(self) -> int:
         """Host memory held: versions in use, and one that is idle or streamed."""
-        return self._pool.nbytes + sum(each.nbytes for each in self._relayed.values())
+        return self._pool.nbytes + sum(each.nbytes for each in self._shares.values())
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         """See ``WeightReceiver.fetch``."""
-        address = decode(where, TcpAddress)
-        notes: list[str] = []
-        if address.fanout > 0 and address.host != self._host.identity and manifest.digested:
-            try:
-                return self._relayed_from(address.rank).fetch(manifest, address, base=base, timeout_s=timeout_s)
-            except MemoryFull as error:
-                notes.append(f"version {manifest.version} is not shared on this host: {error}")
+        address, until = decode(where, TcpAddress), time.monotonic() + timeout_s
+        self._interrupted.clear()
+        if address.host == self._host.identity or not manifest.digested:
+            return self._receive(address, manifest, base, until)
+        unstreamed = msgspec.structs.replace(address, stream=None)
+        receive = functools.partial(self._receive, unstreamed, manifest, base, until)
+        try:
+            if address.rank not in self._shares:
+                self._shares[address.rank] = HostShare(self._host, address.rank)
+            return self._shares[address.rank].fetch(manifest, receive, until, self._interrupted)
+        except NotShared as error:
+            fetched = self._receive(address, manifest, base, until)
+            fetched.notes = [f"version {manifest.version} is not shared on this host: {error}"]
+            return fetched
+
+    def _receive(
+        self,
+        address: TcpAddress,
+        manifest: Manifest,
+        base: Fetched | None,
+        until: float,
+        room: Sequence[Bytes] = (),
+        on_bucket: Callable[[], None] = lambda: None,
+    ) -> Fetched:
+        """Receive a version in ``room``, or in memory of this process."""
         client = self._client(address.service)
         with self._lock:
             streaming = self._streaming.pop(address.rank, None)
-            fetch = self._fetch = TcpFetch(client, address, manifest, streaming, timeout_s)
+            fetch = self._fetch = TcpFetch(client, address, manifest, streaming, until - time.monotonic(), on_bucket)
+            if self._interrupted.is_set():
+                fetch.interrupt()
         try:
-            chunks = self._run(fetch, base)
+            chunks = self._run(fetch, base, room)
         finally:
             with self._lock:
                 self._fetch = None
@@ -65,20 +90,19 @@ class TcpReceiver(WeightReceiver):
             for service in set(self._clients) - set(self._services.values()):
                 self._disconnect(service)  # replaced publishers: a replica may outlive many
             self._stream_next(address, manifest, chunks, base)
-            return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full", notes=notes)
-        self._pool.give_back(chunks)  # frames of the error's traceback still refer to them
+            return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full")
+        if not room:
+            self._pool.give_back(chunks)  # frames of the error's traceback still refer to them
         if isinstance(fetch.error, (WireError, DeadlineExceeded)):
             self._disconnect(address.service)
         raise fetch.error
 
     def interrupt(self) -> None:
         """See ``WeightReceiver.interrupt``."""
+        self._interrupted.set()
         with self._lock:
             if self._fetch is not None:
                 self._fetch.interrupt()
-            relayed = list(self._relayed.values())
-        for each in relayed:
-            each.interrupt()
 
     def close(self) -> None:
         """See ``WeightReceiver.close``."""
@@ -87,17 +111,18 @@ class TcpReceiver(WeightReceiver):
             streaming, self._streaming, self._closed = list(self._streaming.values()), {}, True
         for each in streaming:
             each.stop()
-        for relayed in self._relayed.values():
-            relayed.close()
         self._threads.end()
+        while self._shares:
+            self._shares.popitem()[1].close()
         for service in list(self._clients):
             self._disconnect(service)
         self._pool.close()
 
-    def _run(self, fetch: TcpFetch, base: Fetched | None) -> list[Bytes]:
+    def _run(self, fetch: TcpFetch, base: Fetched | None, room: Sequence[Bytes]) -> Sequence[Bytes]:
         """Run a fetch to its end. Return its chunks."""
-        manifest, partial = fetch.manifest, fetch.take_streamed()
-        chunks = partial.chunks if partial is not None else self._pool.take([each.nbytes for each in manifest.chunks])
+        manifest, partial = fetch.manifest, None if room else fetch.take_streamed()
+        chunks = partial.chunks if partial is not None else room
+        chunks = chunks or self._pool.take([each.nbytes for each in manifest.chunks])
         fetch.begin(chunks, base, partial)
         if not fetch.missing:
             return chunks
@@ -116,10 +141,6 @@ class TcpReceiver(WeightReceiver):
         with self._lock:
             if not self._closed:
                 self._streaming[address.rank] = StreamingFetch(self._pool, address, manifest)
-
-    def _relayed_from(self, rank: int) -> RelayReceiver:
-        with self._lock:
-            return self._relayed.setdefault(rank, RelayReceiver(self._host))
 
     def _client(self, service: bytes) -> ServiceClient:
         if service not in self._clients:

@@ -1,50 +1,37 @@
 """TcpSender: versions staged in host memory, sent from there to replicas.
 
 Nothing waits for replicas: memory being sent is pinned, and reused once it is free. Deltas are
-encoded by threads of their own. Replicas on other hosts ask first from where to fetch: see
-``RelayPlan``.
+encoded by threads of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 
-from ...errors import LeaseLost, ProtocolError
+from ...errors import LeaseLost
 from ...interfaces.weights import Bytes, Host, WeightSender
 from ...types import Manifest
 from .bucket_server import BucketServer, HeldVersion
 from .in_progress import GONE, InProgressVersion
-from .relay_plan import RelayPlan
 from .stream import StreamServer
-from .tcp_messages import Join, JoinReply, ShareRequest, TcpAddress, encode
+from .tcp_messages import TcpAddress, encode
 from .version_memory import SharedRoom, VersionMemory
 
 
 class TcpSender(WeightSender):
     """Sends versions by a BucketServer, and streams whole buckets. ``listen``, ``insecure``,
-    ``delta_bytes``: see BucketServer. ``fanout``: see RelayPlan; 0: no relays."""
+    ``delta_bytes``: see BucketServer."""
 
-    def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int, fanout: int) -> None:
-        self._host, self._fanout = host, fanout
+    def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
+        self._host = host
         self._unannounced: int | None = None
-        self._plan = RelayPlan(fanout)
-        self._relays: dict[str, bytes] = {}  # by peer of the service
-        self._lock = threading.Lock()
         self._in_progress = InProgressVersion()
         with contextlib.ExitStack() as undo:
             self._memory = VersionMemory.private(host.name)
             undo.callback(self._memory.close)
-            self._buckets = BucketServer(
-                host,
-                listen=listen,
-                insecure=insecure,
-                delta_bytes=delta_bytes,
-                on_call=self._join,
-                on_gone=self._leave,
-            )
+            self._buckets = BucketServer(host, listen=listen, insecure=insecure, delta_bytes=delta_bytes)
             undo.callback(self._buckets.close)
             own = self._buckets.service.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
             self._stream = StreamServer(own if insecure else str(self._memory.directory / "stream"), self)
@@ -69,30 +56,20 @@ class TcpSender(WeightSender):
         self._unannounced = number
         self._in_progress.complete()
         attempt, host, buckets = self._in_progress.attempt, self._host, self._buckets
-        return encode(
-            TcpAddress(
-                buckets.where,
-                number,
-                host.rank,
-                self._stream.where,
-                attempt,
-                buckets.makes_deltas,
-                host.identity,
-                self._fanout,
-            )
-        )
+        stream, deltas = self._stream.where, buckets.makes_deltas
+        return encode(TcpAddress(buckets.where, number, host.rank, stream, attempt, deltas, host.identity))
 
     def abandon(self) -> None:
         """See ``WeightSender.abandon``."""
         self._in_progress.drop()
-        self._forget_all_but([version for version in self._memory.versions if version != self._unannounced])
+        self._buckets.keep([version for version in self._memory.versions if version != self._unannounced])
         self._memory.abandon()
         self._unannounced = None
 
     def keep(self, versions: Sequence[int]) -> None:
         """See ``WeightSender.keep``."""
         self._unannounced = None
-        self._forget_all_but(versions)
+        self._buckets.keep(versions)
         self._memory.keep(versions)
 
     @property
@@ -105,11 +82,6 @@ class TcpSender(WeightSender):
         self._buckets.close()
         self._stream.close()
         self._memory.close()
-
-    def _forget_all_but(self, versions: Sequence[int]) -> None:
-        self._buckets.keep(versions)
-        with self._lock:
-            self._plan.keep(versions)
 
     # ---- the stream's StreamSource
 
@@ -127,19 +99,3 @@ class TcpSender(WeightSender):
             return attempt, self._memory.view(found)
         except LeaseLost:  # its memory was reused
             return attempt, GONE
-
-    # ---- in the service's thread
-
-    def _join(self, peer: str, ticket: int, call: Join | ShareRequest) -> None:
-        """Answer a receiver on another host: where it gets a version."""
-        if not isinstance(call, Join):
-            raise ProtocolError("a publisher shares no memory with other hosts")
-        self._buckets.find(call.version, call.root)
-        with self._lock:
-            found = self._plan.join(call.version, call.host, call.relay, call.failed)
-            self._relays[peer] = call.relay
-        self._buckets.service.answer(ticket, encode(JoinReply(*found)))
-
-    def _leave(self, peer: str) -> None:
-        with self._lock:
-            self._plan.leave(self._relays.pop(peer, b""))

@@ -170,6 +170,14 @@ class VersionMemory:
                 self._retire(self._versions.pop(version))
             self._sent = None
 
+    def free(self) -> None:
+        """Free all memory without readers; the rest at a later call."""
+        self.keep(())
+        with self._lock:
+            self._collect_unread()
+            self._free(self._idle)
+            self._arena.shrink()
+
     def close(self) -> None:
         """Stop writing. Views stay valid, and files in a directory of others remain. Idempotent."""
         with self._lock:
