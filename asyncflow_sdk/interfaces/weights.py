@@ -137,10 +137,6 @@ class Room(abc.ABC):
     def trim(self, nbytes: int) -> None:
         """Shorten ``memory`` to its first ``nbytes``: the rest is not used."""
 
-    def full(self) -> None:
-        """Called, in any thread, when all bytes are written and final: for each room of a version
-        in order, before it is sent. Optional."""
-
 
 class WeightSender(abc.ABC):
     """The publishing end. Called by one thread at a time, ``send`` in another thread than ``room``.

@@ -181,7 +181,6 @@ class TransportHarness:
                         tensors[info.name].tobytes(), np.uint8
                     )
             put(room.memory, plain)
-            room.full()
             memories.append(room.memory)
         chunks = tuple(
             Chunk(len(memory), _digests(plain_bytes(memory), bucket) if digests else ()) for memory in memories

@@ -1,6 +1,6 @@
 """ChunkCopier: the buckets of a version, copied and hashed by the publishing thread and one helper.
 
-    copier = ChunkCopier(bucket_bytes, digests, helper, on_full)
+    copier = ChunkCopier(bucket_bytes, digests, helper)
     copier.open(memory); copier.add(name, source, dtype, start, stop); ...; copier.close(); copier.flush()
 
 Each thread takes the next bucket, copies it in pieces, and hashes each piece while it is in the
@@ -15,7 +15,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, wait
 from typing import Any, NamedTuple
 
@@ -91,14 +91,14 @@ class _CopyPart(NamedTuple):
 
 class _Bucket:
     """Bytes ``start`` to ``stop`` of a chunk. ``parts``: still to be copied. ``hasher``: None if
-    the bucket is hashed in the background. ``last``: True for the last bucket of its chunk."""
+    the bucket is hashed in the background."""
 
     def __init__(self, chunk: int, memory: Any, start: int, hashed: bool) -> None:
         self.chunk, self.memory, self.start = chunk, memory, start
         self.stop = self._hashed = start
         self.hasher = xxhash.xxh3_128() if hashed else None
         self.parts: list[_CopyPart] = []
-        self.done = self.last = False
+        self.done = False
 
     def copy(self, with_nan: list[str]) -> None:
         """Copy and hash all parts. ``with_nan``: receives the names of tensors with NaN."""
@@ -124,18 +124,12 @@ class ChunkCopier:
     """Copies one version. One thread calls it, in the order of the version's bytes.
 
     ``digests`` receives each bucket's digest or its bytes; None: nothing is hashed. ``helper``: an
-    executor with a thread that copies, too; None: there is none. ``on_full`` is called by either
-    thread, in order, with the number of each complete chunk. ``with_nan``: copied tensors with NaN.
+    executor with a thread that copies, too; None: there is none. ``with_nan``: copied tensors with
+    NaN.
     """
 
-    def __init__(
-        self,
-        bucket_bytes: int,
-        digests: BucketDigests | None,
-        helper: Executor | None,
-        on_full: Callable[[int], None],
-    ) -> None:
-        self._bucket_bytes, self._digests, self._helper, self._on_full = bucket_bytes, digests, helper, on_full
+    def __init__(self, bucket_bytes: int, digests: BucketDigests | None, helper: Executor | None) -> None:
+        self._bucket_bytes, self._digests, self._helper = bucket_bytes, digests, helper
         self.with_nan: list[str] = []
         self._chunk, self._memory = -1, np.empty(0, np.uint8)
         self._partial: _Bucket | None = None  # more tensors may be added to it
@@ -173,11 +167,6 @@ class ChunkCopier:
 
     def close(self) -> None:
         """End the chunk."""
-        with self._lock:
-            if self._unfinished and self._unfinished[-1].chunk == self._chunk:
-                self._unfinished[-1].last = True
-            else:
-                self._on_full(self._chunk)
         if self._partial is not None:
             self._complete()
 
@@ -242,5 +231,3 @@ class ChunkCopier:
                 self._digests.add(bucket.chunk, bucket.hasher.digest())
             else:
                 self._digests.add_memory(bucket.chunk, bucket.memory[bucket.start : bucket.stop])
-        if bucket.last:
-            self._on_full(bucket.chunk)

@@ -57,7 +57,7 @@ class VersionWriter:
     ) -> None:
         self._version, self._room = version, room
         self._dtype, self._rename = dtype, rename
-        self._copier = ChunkCopier(bucket_bytes, digests, helper, lambda chunk: self._rooms[chunk].full())
+        self._copier = ChunkCopier(bucket_bytes, digests, helper)
         self._expected = sizes
         self._rooms: list[Room] = []
         self._used = 0  # of the last room, in bytes

@@ -173,7 +173,7 @@ def test_tensors_that_do_not_fit_into_files_are_refused_by_name(files: Transport
             "tensor '__metadata__' cannot go into a file: .*rename=",
         ),
     ):
-        files.sender.room(128).full()
+        files.sender.room(128)
         with pytest.raises(WeightMismatch, match=reason):
             files.send(Manifest(1, (good, other), (Chunk(128),)))
         files.sender.abandon()

@@ -4,7 +4,6 @@ messages.
     server = StreamServer("/dev/shm/.../stream", source)        # in the publisher; source: a StreamSource
     client = StreamClient(server.where)                         # one for each thread
     client.read(version, root, first, views, deadline, on_bytes)
-    attempt, nbytes = client.next(attempt, number, start, stop); client.fill(view, deadline, on_bytes)
 
 A stream costs half as much as messages, and has no keys: it is a socket file in a directory of the
 publisher's user, or tcp for an insecure service. The token that travels with a version gives
@@ -18,7 +17,6 @@ import functools
 import hmac
 import ipaddress
 import logging
-import math
 import secrets
 import socket
 import struct
@@ -37,15 +35,10 @@ CONNECT_S = 3.0
 SILENCE_S = 60.0
 """Longest wait for a peer that neither sends nor receives."""
 MOST_CONNECTIONS = 512
-SEND_BYTES = 4 << 20
-"""Bytes that a peer must receive within SILENCE_S."""
 PIECE = 512 << 10
 """Largest number of bytes received at once: they are hashed while they are in the cache."""
-_REQUEST = struct.Struct("<q16sqq")  # version, root, first, count; or _NEXT, _SPAN, attempt, number
+_REQUEST = struct.Struct("<q16sqq")  # version, root, first, count
 _ANSWER = struct.Struct("<q")  # bytes; -1: not available
-_NEXT = -1
-_SPAN = struct.Struct("<qq")  # start, stop
-_NEXT_ANSWER = struct.Struct("<qq")  # attempt, bytes or a negative state
 _log = logging.getLogger(__name__)
 
 
@@ -62,10 +55,6 @@ class StreamSource(Protocol):
 
     def stream_buckets(self, version: int, root: str, first: int, count: int) -> Sequence[Bytes]:
         """Return buckets of a version. Raises VersionGone, ProtocolError."""
-
-    def stream_chunk(self, connection: socket.socket, attempt: int, number: int) -> tuple[int, Bytes | int]:
-        """Wait for a chunk of the version being written. Return its attempt, and the chunk or a
-        negative state. Raises EOFError when ``connection`` ends; see ``InProgressVersion.wait``."""
 
 
 class StreamServer:
@@ -137,15 +126,6 @@ class StreamServer:
                 self._connections.discard(connection)
 
     def _answer(self, connection: socket.socket, version: int, root: bytes, first: int, count: int) -> None:
-        if version == _NEXT:
-            start, stop = _SPAN.unpack(root)
-            attempt, chunk = self._source.stream_chunk(connection, first, count)
-            nbytes = chunk if isinstance(chunk, int) else chunk.nbytes
-            connection.sendall(_NEXT_ANSWER.pack(attempt, nbytes))
-            if not isinstance(chunk, int) and 0 <= start < stop <= nbytes:
-                for at in range(start, stop, SEND_BYTES):
-                    connection.sendall(memoryview(chunk[at : min(at + SEND_BYTES, stop)]))  # type: ignore[arg-type]
-            return
         try:
             found = self._source.stream_buckets(version, root.hex(), first, count)
         except (WireError, VersionGone):
@@ -195,36 +175,6 @@ class StreamClient:
         except BaseException as error:
             raise self._failed(error, deadline) from None
         return True
-
-    def next(self, attempt: int, number: int, start: int, stop: int) -> tuple[int, int]:
-        """Request bytes ``start`` to ``stop`` of a chunk, and wait without limit until it is
-        written. Return its attempt, and its size: then ``fill`` receives the bytes; or a negative
-        state."""
-        try:
-            if self._socket is None and not self._connect(math.inf):
-                raise ServerLost("it cannot be reached")
-            connection = self._begin(_REQUEST.pack(_NEXT, _SPAN.pack(start, stop), attempt, number))
-            connection.settimeout(None)
-            return _NEXT_ANSWER.unpack(_receive(connection, _NEXT_ANSWER.size))
-        except BaseException as error:
-            raise self._failed(error, math.inf) from None
-
-    def fill(self, view: memoryview, deadline: float, on_bytes: Callable[[int], None]) -> None:
-        """Receive the requested bytes. ``on_bytes`` gets the number of bytes received so far."""
-        try:
-            self._fill(view, deadline, on_bytes)
-        except BaseException as error:
-            raise self._failed(error, deadline) from None
-
-    def wait_for_end(self) -> None:
-        """Wait until the server closes the connection. Raises ServerLost then."""
-        try:
-            assert self._socket is not None
-            self._socket.settimeout(None)
-            _receive(self._socket, 1)
-            raise ServerLost("it sent unrequested bytes")
-        except BaseException as error:
-            raise self._failed(error, math.inf) from None
 
     def interrupt(self) -> None:
         """Make the call in progress and every later one raise WireError."""

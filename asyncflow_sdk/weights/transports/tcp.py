@@ -4,8 +4,7 @@
     run.weight_publisher("tcp", listen="tcp://10.0.0.7:9000", insecure=True)  # without: trusted networks only
 
 Replicas request several buckets at a time, and verify each on arrival. A replica with an earlier
-version that the publisher still keeps gets deltas where they are smaller. Where they are not, it
-streams the next version while it is written.
+version that the publisher still keeps gets deltas where they are smaller.
 
 Replicas on other hosts share: one process of a host fetches a version into shared memory for all of
 them.

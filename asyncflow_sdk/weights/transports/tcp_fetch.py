@@ -20,7 +20,6 @@ from ...types.manifest import Bucket
 from ...wire import ServiceClient
 from . import delta
 from .stream import PIECE, StreamClient
-from .streaming_fetch import PartialVersion, RunningDigests, StreamingFetch
 from .tcp_messages import DELTA, MOST_BUCKETS, RAW, Get, GetReply, TcpAddress, decode, encode, fits
 
 THREADS = 2
@@ -115,13 +114,12 @@ class TcpFetch:
         client: ServiceClient,
         address: TcpAddress,
         manifest: Manifest,
-        streaming: StreamingFetch | None,
         timeout_s: float,
         on_bucket: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_bucket = on_bucket
         self._client, self._since = client, client.interrupts
-        self._address, self._stream, self._streaming = address, address.stream, streaming
+        self._address, self._stream = address, address.stream
         self.manifest, self._root = manifest, manifest.root
         self._began = time.monotonic()
         self._deadline = self._began + timeout_s
@@ -142,33 +140,18 @@ class TcpFetch:
         """True if buckets are to be requested."""
         return bool(self._todo)
 
-    def take_streamed(self) -> PartialVersion | None:
-        """Return the part of the version that was streamed before; None without one."""
-        if self._streaming is None:
-            return None
-        return self._streaming.take(self._address, self.manifest, self._deadline)
-
-    def begin(self, chunks: Sequence[Bytes], base: Fetched | None, partial: PartialVersion | None) -> None:
-        """Set the memory to fill, a version for deltas, and the part that is in memory already."""
+    def begin(self, chunks: Sequence[Bytes], base: Fetched | None) -> None:
+        """Set the memory to fill, and a version for deltas."""
         if base is not None and not (fits(self.manifest, base.manifest) and len(base.chunks) == len(chunks)):
             base = None
         self._chunks, self._base = chunks, base
         self._buckets = list(self.manifest.buckets())  # after memory is allocated: a manifest may claim any size
-        first = 0
-        for number, bucket in enumerate([*self._buckets, None]):
-            if bucket is not None:
-                if partial is None or not partial.has(self.manifest, bucket):
-                    continue
-                self._count(bucket.stop - bucket.start)
-            if first < number:
-                self._todo.append(_BucketRange(first, number, base is None))
-            first = number + 1
+        if self._buckets:
+            self._todo.append(_BucketRange(0, len(self._buckets), base is None))
 
     def interrupt(self) -> None:
         """Make all threads end soon."""
         self._interrupted = True
-        if self._streaming is not None:
-            self._streaming.stop()
         self._stop()
 
     def work(self) -> None:
@@ -270,16 +253,20 @@ class TcpFetch:
             raise WireError("it was interrupted")
         buckets = self._buckets[span.first : span.stop]
         views = [memoryview(self._chunks[each.chunk][each.start : each.stop]) for each in buckets]  # type: ignore[arg-type]
-        digests = [RunningDigests(view, self.manifest.bucket_bytes) for view in views]
+        digest, hashed = xxhash.xxh3_128(), 0
 
         def on_bytes(number: int, got: int) -> None:
+            nonlocal hashed
             bucket, view = buckets[number], views[number]
             published = self.manifest.chunks[bucket.chunk].digests
             if published:
-                digests[number].add(got)
+                digest.update(view[hashed:got])
+            hashed = got
             if got < len(view):
                 return
-            if published and (bucket.index >= len(published) or digests[number].found != [published[bucket.index]]):
+            found, hashed = digest.digest(), 0
+            digest.reset()
+            if published and (bucket.index >= len(published) or found != published[bucket.index]):
                 self.manifest.check(bucket, view)
                 raise DigestMismatch(f"bucket {span.first + number} was changed while it was hashed")
             self._count(len(view))

@@ -20,14 +20,12 @@ MOST_BUCKETS = 256
 class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
     """Address of a version. ``service``: encoded ServiceAddress. ``version``: its number when
     published. ``rank``: of the publisher. ``stream``: None if whole buckets are sent by the service
-    only. ``attempt``: number of the attempt to write it. ``deltas``: False if the publisher makes
-    none. ``host``: identity of the publisher's host."""
+    only. ``deltas``: False if the publisher makes none. ``host``: identity of the publisher's host."""
 
     service: bytes
     version: int
     rank: int = 0
     stream: StreamAddress | None = None
-    attempt: int = 0
     deltas: bool = True
     host: str = ""
 

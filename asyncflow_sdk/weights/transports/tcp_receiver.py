@@ -16,9 +16,8 @@ from ...memory import BufferPool
 from ...types import Manifest
 from ...wire import ServiceClient
 from .host_share import HostShare, NotShared
-from .streaming_fetch import StreamingFetch, alike
 from .tcp_fetch import FetchThreads, TcpFetch
-from .tcp_messages import TcpAddress, decode, fits
+from .tcp_messages import TcpAddress, decode
 
 
 class TcpReceiver(WeightReceiver):
@@ -36,14 +35,12 @@ class TcpReceiver(WeightReceiver):
         self._clients: dict[bytes, ServiceClient] = {}
         self._services: dict[int, bytes] = {}  # by rank: the service of the last version
         self._fetch: TcpFetch | None = None
-        self._streaming: dict[int, StreamingFetch] = {}  # by rank
         self._lock = threading.Lock()
-        self._closed = False
         self.refetched = 0
 
     @property
     def nbytes(self) -> int:
-        """Host memory held: versions in use, and one that is idle or streamed."""
+        """Host memory held: versions in use, and one that is idle."""
         return self._pool.nbytes + sum(each.nbytes for each in self._shares.values())
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
@@ -75,8 +72,7 @@ class TcpReceiver(WeightReceiver):
         """Receive a version in ``room``, or in memory of this process."""
         client = self._client(address.service)
         with self._lock:
-            streaming = self._streaming.pop(address.rank, None)
-            fetch = self._fetch = TcpFetch(client, address, manifest, streaming, until - time.monotonic(), on_bucket)
+            fetch = self._fetch = TcpFetch(client, address, manifest, until - time.monotonic(), on_bucket)
             if self._interrupted.is_set():
                 fetch.interrupt()
         try:
@@ -89,7 +85,6 @@ class TcpReceiver(WeightReceiver):
             self._services[address.rank] = address.service
             for service in set(self._clients) - set(self._services.values()):
                 self._disconnect(service)  # replaced publishers: a replica may outlive many
-            self._stream_next(address, manifest, chunks, base)
             return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full")
         if not room:
             self._pool.give_back(chunks)  # frames of the error's traceback still refer to them
@@ -107,10 +102,6 @@ class TcpReceiver(WeightReceiver):
     def close(self) -> None:
         """See ``WeightReceiver.close``."""
         self.interrupt()
-        with self._lock:
-            streaming, self._streaming, self._closed = list(self._streaming.values()), {}, True
-        for each in streaming:
-            each.stop()
         self._threads.end()
         while self._shares:
             self._shares.popitem()[1].close()
@@ -120,27 +111,11 @@ class TcpReceiver(WeightReceiver):
 
     def _run(self, fetch: TcpFetch, base: Fetched | None, room: Sequence[Bytes]) -> Sequence[Bytes]:
         """Run a fetch to its end. Return its chunks."""
-        manifest, partial = fetch.manifest, None if room else fetch.take_streamed()
-        chunks = partial.chunks if partial is not None else room
-        chunks = chunks or self._pool.take([each.nbytes for each in manifest.chunks])
-        fetch.begin(chunks, base, partial)
-        if not fetch.missing:
-            return chunks
-        self._threads.run(fetch)
+        chunks = room or self._pool.take([each.nbytes for each in fetch.manifest.chunks])
+        fetch.begin(chunks, base)
+        if fetch.missing:
+            self._threads.run(fetch)
         return chunks
-
-    def _stream_next(
-        self, address: TcpAddress, manifest: Manifest, chunks: Sequence[Bytes], base: Fetched | None
-    ) -> None:
-        """Stream the next version, unless deltas would be smaller."""
-        if address.stream is None or not manifest.nbytes or not 0 < address.attempt < 1 << 62:
-            return
-        has_deltas = address.deltas and manifest.digested
-        if has_deltas and (base is None or not fits(manifest, base.manifest) or alike(base.chunks, chunks)):
-            return
-        with self._lock:
-            if not self._closed:
-                self._streaming[address.rank] = StreamingFetch(self._pool, address, manifest)
 
     def _client(self, service: bytes) -> ServiceClient:
         if service not in self._clients:

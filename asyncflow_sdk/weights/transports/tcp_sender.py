@@ -7,14 +7,11 @@ encoded by threads of their own.
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator, Sequence
 
-from ...errors import LeaseLost
 from ...interfaces.weights import Bytes, Host, WeightSender
 from ...types import Manifest
 from .bucket_server import BucketServer, HeldVersion
-from .in_progress import GONE, InProgressVersion
 from .stream import StreamServer
 from .tcp_messages import TcpAddress, encode
 from .version_memory import SharedRoom, VersionMemory
@@ -27,7 +24,6 @@ class TcpSender(WeightSender):
     def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
         self._host = host
         self._unannounced: int | None = None
-        self._in_progress = InProgressVersion()
         with contextlib.ExitStack() as undo:
             self._memory = VersionMemory.private(host.name)
             undo.callback(self._memory.close)
@@ -40,9 +36,7 @@ class TcpSender(WeightSender):
     def room(self, nbytes: int) -> SharedRoom:
         """See ``WeightSender.room``."""
         self._unannounced = None
-        room = self._memory.room(nbytes)
-        room.on_full = self._in_progress.add
-        return room
+        return self._memory.room(nbytes)
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
         """See ``WeightSender.prepare``."""
@@ -54,14 +48,11 @@ class TcpSender(WeightSender):
         self._memory.seal(number)
         self._buckets.add(HeldVersion(manifest, self._memory.chunks(number)))
         self._unannounced = number
-        self._in_progress.complete()
-        attempt, host, buckets = self._in_progress.attempt, self._host, self._buckets
-        stream, deltas = self._stream.where, buckets.makes_deltas
-        return encode(TcpAddress(buckets.where, number, host.rank, stream, attempt, deltas, host.identity))
+        host, buckets, stream = self._host, self._buckets, self._stream.where
+        return encode(TcpAddress(buckets.where, number, host.rank, stream, buckets.makes_deltas, host.identity))
 
     def abandon(self) -> None:
         """See ``WeightSender.abandon``."""
-        self._in_progress.drop()
         self._buckets.keep([version for version in self._memory.versions if version != self._unannounced])
         self._memory.abandon()
         self._unannounced = None
@@ -89,13 +80,3 @@ class TcpSender(WeightSender):
         """See ``StreamSource.stream_buckets``."""
         found = self._buckets.find(version, root)
         return [found.bytes_of(bucket) for bucket in found.span(first, count)]
-
-    def stream_chunk(self, connection: socket.socket, attempt: int, number: int) -> tuple[int, Bytes | int]:
-        """See ``StreamSource.stream_chunk``."""
-        attempt, found = self._in_progress.wait(connection, attempt, number)
-        if isinstance(found, int):
-            return attempt, found
-        try:
-            return attempt, self._memory.view(found)
-        except LeaseLost:  # its memory was reused
-            return attempt, GONE

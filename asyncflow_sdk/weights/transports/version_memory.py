@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ class ChunkPlace(NamedTuple):
 
 
 class SharedRoom(Room):
-    """Room for a chunk in shared memory. ``on_full``: called with its place once it is full."""
+    """Room for a chunk in shared memory."""
 
     memory: npt.NDArray[np.uint8]
 
@@ -48,17 +48,11 @@ class SharedRoom(Room):
         self._arena = arena
         self.block: Allocation = arena.allocate(HEADER_BYTES + nbytes)
         self.memory = self.block.memory[HEADER_BYTES:]
-        self.on_full: Callable[[ChunkPlace], None] | None = None
 
     def trim(self, nbytes: int) -> None:
         """Keep only the first ``nbytes`` bytes."""
         self._arena.trim(self.block, HEADER_BYTES + nbytes)
         self.memory = self.block.memory[HEADER_BYTES:]
-
-    def full(self) -> None:
-        """Note that all bytes are written."""
-        if self.on_full is not None:
-            self.on_full(self.place)
 
     @property
     def place(self) -> ChunkPlace:
