@@ -26,7 +26,7 @@ from ..errors import ConfigError, DeadlineExceeded, Ended, SchemaError
 from ..ledger import commands as cmd
 from ..plugins import import_path
 from ..queue import QueueClient
-from ..types import Batch, Column, ColumnSpec, carrier, check_column_name, pack
+from ..types import Batch, Column, ColumnSpec, Ragged, carrier, check_column_name, pack
 from ..types import events as ev
 from ..types.batch import concat
 from ..types.columns import JsonValues, find_invalid_entry, is_nested
@@ -89,10 +89,12 @@ class Selection:
             found[name] = DATA + new if new in self._gives else new
         for name, new in found.items():
             if [*found.values()].count(new) > 1 and name != new:
-                raise ConfigError(f"{source}: column {name!r} would be named {new!r}, as another one is: say rename=")
+                raise ConfigError(
+                    f"{source}: column {name!r} would be named {new!r}, as another one is: give it a name by rename="
+                )
         if self.prompt not in found.values():
             raise ConfigError(
-                f"{source}: the data has no column {self.prompt!r}; it has: {', '.join(map(str, found)) or 'none'}. Rename"
+                f"{source}: the data has no column {self.prompt!r}; it has: {', '.join(self.rename.get(n, n) for n in found) or 'none'}. Rename"
                 " a column, or name the column of the prompts: Rollout(prompt=NAME), `asyncflow serve --column NAME`"
             )
         self.names = self.names | found
@@ -406,11 +408,12 @@ class PromptStream:
         self._of, self._prompt = of, select.prompt
         self.head = _records(list(itertools.islice(self.epoch(0), HEAD)), select)
         self._names = {name: new for name, new in select.names.items() if new in self.head}
-        self._limits: list[tuple[Callable[[Any], int], int]] = []
+        self._limits: list[tuple[Callable[[Batch], int], int]] = []
         self._cut = 0
 
-    def limit(self, length: Callable[[Any], int], limit: int) -> None:
-        """Leave out records with an empty prompt, and those with a longer one than the limit."""
+    def limit(self, length: Callable[[Batch], int], limit: int) -> None:
+        """Leave out records with an empty prompt, and those with a longer one than the limit. ``length``: returns the
+        tokens of a row's prompt."""
         self._limits.append((length, limit))
 
     def cut(self, limit: int) -> None:
@@ -441,19 +444,15 @@ class PromptStream:
         values = record if isinstance(record, Mapping) else {self._prompt: record}
         for name in self._names.keys() - values.keys():
             raise SchemaError(f"it has no column {name!r}")
-        row = {
+        columns = {
             new: cast(new, values[name], self.head.spec(new), native=new == self._prompt)
             for name, new in self._names.items()
         }
-        for prompt in [values[name] for name, new in self._names.items() if new == self._prompt]:
-            for length, limit in self._limits:
-                if not 0 < (tokens := length(prompt)) <= limit:
-                    raise SchemaError(f"its prompt has {tokens} tokens, and may have 1 to {limit}")
-            if self._cut:
-                row[self._prompt] = cast(
-                    self._prompt, prompt[-self._cut :], self.head.spec(self._prompt), native=True
-                )
-        return Batch(np.zeros(1, np.int64), np.zeros(1, np.int64), row)
+        row = Batch(np.zeros(1, np.int64), np.zeros(1, np.int64), columns)
+        for length, limit in self._limits:
+            if not 0 < (tokens := length(row)) <= limit:
+                raise SchemaError(f"its prompt has {tokens} tokens, and may have 1 to {limit}")
+        return cut_prompts(row, self._prompt, self._cut) if self._cut else row
 
 
 def cast(name: str, value: Any, spec: ColumnSpec, *, native: bool) -> Column:
@@ -479,6 +478,12 @@ def cast(name: str, value: Any, spec: ColumnSpec, *, native: bool) -> Column:
         if same.tolist() == column.values.tolist():
             return Column(spec, same, column.offsets)
     raise SchemaError(f"column {name!r} is {spec}, and here {column.spec}: {value!r:.80}")
+
+
+def cut_prompts(rows: Batch, column: str, limit: int) -> Batch:
+    """Return rows without the beginnings of token ids longer than the limit."""
+    cut = pack(column, Ragged.of([ids[-limit:] for ids in rows.ragged(column)]))
+    return Batch(rows.ids, rows.groups, {**rows.columns, column: cut})
 
 
 def join_rows(rows: Sequence[Batch]) -> Batch:

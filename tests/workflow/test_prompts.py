@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import decimal
 import importlib
+import json
 import math
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from children import warm_python
 from echo_runs import PROMPTS, Driver, column, echo_workflow, events_of
 from gates import Gates
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, SchemaError
 from asyncflow_sdk.workflow.data import HEAD, PromptStream, Selection, StreamedPrompts
+from asyncflow_sdk.workflow.rollout.chat import PromptEncoder
+from asyncflow_sdk.workflow.rollout.tokenizer import Tokenizer
 
 ROWS = [{"prompt": "2+3=", "answer": "5"}, {"prompt": "1+1=", "answer": "2"}]
 CHAT = [{"role": "user", "content": "2+3="}]
@@ -197,6 +202,160 @@ def test_a_long_record_of_a_stream_is_refused_at_its_head_and_left_out_later(
     assert notes == [f"record 13 of the stream of prompts is left out: {reason} (1 so far)"]
 
 
+# ---- as files, by the command
+
+WORDS = ["<unk>", "<|im_start|>", "<|im_end|>", "<|", "im_end", "|>", "user", "assistant", "say", "add", "sub", "1"]
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for message in messages %}"
+    "<|im_start|>{{ message.role }} {{ message.content }} <|im_end|>{% endfor %}<|im_start|>assistant"
+)
+LONG = """\
+steps = 2
+batch_size = 16
+prompts = "data.jsonl"
+rename = { question = "prompt", "ground truth" = "answer" }
+long_prompts = "drop"
+reward = "rewards:same"
+rollout = { engine = "echo", model = ".", group_size = 4, sampling = { max_tokens = 8 } }
+train = { engine = "echo", needs = ["answer"] }
+checkpoint = { every = 1 }
+"""
+CHATS = """\
+steps = 1
+batch_size = 8
+prompts = "data.jsonl"
+reward = "rewards:same"
+train = { engine = "echo", needs = ["response", "second_prompt_ids", "second_response"] }
+[[rollout]]
+engine = "echo"
+model = "."
+group_size = 4
+sampling = { max_tokens = 16 }
+chat = { tools = "tools" }
+[[rollout]]
+task = "second"
+engine = "echo"
+model = "."
+group_size = 4
+sampling = { max_tokens = 16 }
+keep_special = true
+chat = { tools = "tools", control_tokens = true }
+"""
+
+
+def run_command(folder: Path, *arguments: str) -> str:
+    """Run `asyncflow` in a folder."""
+    command = [warm_python(), "-m", "asyncflow_sdk.cli", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def write_model(folder: Path, unknown: str = "<unk>") -> Path:
+    """Write a tokenizer with a chat template. ``unknown``: the token of unknown words; one without a number refuses them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=unknown)
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(WORDS[:3])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "config.json").write_text('{"max_position_embeddings": 32}')
+    return folder
+
+
+def write_run(folder: Path, workflow: str, rows: list[Any]) -> None:
+    """Write a workflow, its model, its data and its reward."""
+    write_model(folder)
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "rewards.py").write_text(
+        "def same(response, answer):\n    return [float(a == b) for a, b in zip(response, answer)]\n"
+    )
+    (folder / "run.toml").write_text(workflow)
+
+
+def test_a_file_renames_columns_and_drops_long_prompts_and_its_run_goes_on_so(tmp_path: Path) -> None:
+    rows: list[Any] = [{"question": "say " * number, "ground truth": f"{number}"} for number in (1, 2, 3, 25)]
+    rows[1]["ground truth"] = "say say"
+    write_run(tmp_path, LONG, [row | {"note": None} for row in rows])
+
+    said = run_command(tmp_path, "run", "run.toml", "out")
+    run_command(tmp_path, "resume", "out", "--set", "steps=3")
+
+    assert "prompt 3 has 25 tokens, and 1 of 4 prompts do not fit" in said
+    assert "no task needs note; question is named prompt; ground truth is named answer" in said
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["prompts_left_out"]) == ("completed", 3, 1)
+    steps = [batch for _, batch in af.read_steps(tmp_path / "out")]
+    assert [batch.rows for batch in steps] == [16] * 3
+    answers = {1: "1", 2: "say say", 3: "3"}
+    for batch in steps:
+        assert not {"question", "ground truth", "note"} & set(batch)
+        lengths = batch.ragged("prompt_ids").lengths.tolist()
+        assert batch["answer"] == [answers[length] for length in lengths]
+        assert batch["reward"].tolist() == [float(length == 2) for length in lengths]
+
+
+def test_a_file_gives_each_chat_its_tools_and_says_what_becomes_of_control_tokens(tmp_path: Path) -> None:
+    add, sub = ({"type": "function", "function": {"name": name, "parameters": None}} for name in ("add", "sub"))
+    write_run(
+        tmp_path, CHATS, [
+            {"prompt": [{"role": "user", "content": "say 1"}], "tools": [add, sub], "answer": "1"},
+            {"prompt": [{"role": "user", "content": "say <|im_end|>"}], "tools": json.dumps([sub]), "answer": "2"},
+        ],
+    )  # fmt: skip
+
+    run_command(tmp_path, "run", "run.toml", "out")
+
+    (_, batch), *_ = af.read_steps(tmp_path / "out")
+    names = ("prompt_ids", "second_prompt_ids")
+    found = [[" ".join(WORDS[token] for token in ids) for ids in batch[name].tolist()] for name in names]
+    assert {*zip(*found, batch["response"], batch["second_response"], strict=True)} == {
+        (
+            "add sub <|im_start|> user say 1 <|im_end|> <|im_start|> assistant",
+            "add sub <|im_start|> user say 1 <|im_end|> <|im_start|> assistant",
+            "add sub user say 1 assistant",
+            "add sub <|im_start|> user say 1 <|im_end|> <|im_start|> assistant",
+        ),
+        (
+            "sub <|im_start|> user say <| im_end |> <|im_end|> <|im_start|> assistant",
+            "sub <|im_start|> user say <|im_end|> <|im_end|> <|im_start|> assistant",
+            "sub user say <| im_end |> assistant",
+            "sub <|im_start|> user say <|im_end|> <|im_end|> <|im_start|> assistant",
+        ),
+    }
+
+
+def chats(*tools: int) -> list[Any]:
+    """Chats with so many tools each."""
+    add = {"type": "function", "function": {"name": "add"}}
+    return [{"prompt": [{"role": "user", "content": "say 1"}], "tools": [add] * count} for count in tools]
+
+
+def test_prompts_of_a_stream_are_measured_with_their_tools(tmp_path: Path) -> None:
+    rollout = {"model": write_model(tmp_path), "prompt": "prompt", "chat": af.Chat(tools="tools")}
+    workflow = echo_workflow(
+        prompts=lambda: iter(chats(*[1] * HEAD, 99)), long_prompts="drop",
+        rollout=rollout | {"sampling": af.Sampling(max_tokens=8)},
+    )  # fmt: skip
+    stream: Any = workflow.plan.stream
+
+    assert stream.row(chats(2)[0]).rows == 1
+    with pytest.raises(SchemaError, match="its prompt has 106 tokens, and may have 1 to 24"):
+        stream.row(chats(99)[0])
+    with pytest.raises(ConfigError, match=r"needs 'tool' \(did you mean 'tools'"):
+        echo_workflow(prompts=chats(1, 2), rollout=rollout | {"chat": af.Chat(tools="tool")})
+
+
+def test_a_control_token_that_a_tokenizer_cannot_read_as_text_is_a_fault_of_its_row(tmp_path: Path) -> None:
+    encoder = PromptEncoder(Tokenizer(str(write_model(tmp_path, "none") / "tokenizer.json")), af.Chat())
+
+    good, bad = encoder.encode([[{"role": "user", "content": text}] for text in ("say 1", "say <unk>")])
+
+    assert isinstance(good, np.ndarray)
+    assert "holds the text of a control token, and the tokenizer refuses it: WordLevel error" in str(bad)
+
+
 def test_empty_prompts_are_named(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 0})).save(str(tmp_path / "tokenizer.json"))
@@ -325,6 +484,7 @@ def test_a_function_of_all_columns_gets_no_more_than_there_is_room_for() -> None
         ({"stages": [af.Stage(lambda class_: class_, task="a")]}, r"needs 'class_' \(did you mean 'class', .* rename={'class': 'class_'}"),
         ({"stages": [af.Stage(lambda reward, again: again, task="again")]}, "Leave one of these needs out, or name it 'data_again'"),
         ({"rename": {"clas": "label"}}, "rename= names 'clas', and the data has: prompt_ids, ground truth, class"),
+        ({"rename": {"prompt_ids": "asked"}}, "the data has no column 'prompt_ids'; it has: asked, ground truth, class"),
         ({"rename": {"class": "again"}, "stages": [af.Stage(len, task="a", needs=["again"])]}, "'class' would be named 'again', as another"),
         ({"stages": [af.Stage(len, task="a", needs=["thing"])]}, "prompts: record 1: column 'thing' is of type object"),
         ({"stages": [af.Stage(len, task="a", needs=["class"], gives=[f"c{i}" for i in range(60)])]}, "give 6. columns, and .* at most 64"),
@@ -361,7 +521,7 @@ def test_token_ids_of_a_stream_may_be_arrays_and_bad_ones_are_left_out(long_prom
     odd: list[Any] = [np.arange(3), 5, None, np.arange(9), []]
     good = [{"prompt_ids": np.arange(2)}] * HEAD
     stream = PromptStream(lambda: iter([*good]), Selection("prompt_ids"))
-    stream.limit(len, 4) if long_prompts == "drop" else stream.cut(4)
+    stream.limit(lambda row: len(row["prompt_ids"][0]), 4) if long_prompts == "drop" else stream.cut(4)
 
     read: list[Any] = []
     for prompt in odd:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +14,14 @@ from ...interfaces import Placement
 from ...interfaces.rollout import check_restrictions
 from ...ledger.state.columns import MAX_COLUMNS
 from ...plugins import registry
-from ...types import Batch, Ragged, pack
+from ...types import Batch, Ragged
 from ...types.config import LOCAL
 from ...weights import AUTO
 from ...weights.publisher import check_publisher
 from ...wire import transport_of
 from ..events.trackers import check_tracker
 from ..model_folder import OWN_CODE
+from ..data import cut_prompts
 from ..rollout.chat import PromptEncoder
 from ..rollout.tokenizer import Tokenizer, token_ids, with_stop_ids
 from ..specs import Rollout, Stage, Train, takes_trained
@@ -431,9 +430,15 @@ def _check_lengths(plan: Plan, rollout: Rollout, name: str, data: Batch) -> None
     response, if tokenizer, vocabulary and context are known here."""
     if rollout.prompt not in data:
         return
+    if rollout.chat is not None and isinstance(rollout.chat.tools, str) and rollout.chat.tools not in data:
+        return  # the check of the columns reports it
     is_ids = data.spec(rollout.prompt).kind not in ("text", "json")
-    length: Callable[[Any], int] = len
+    encoder: PromptEncoder | None = None
     most = plan.prompt_limit(rollout)
+
+    def _length(row: Batch) -> int:
+        return int(row.ragged(rollout.prompt).lengths[0]) if encoder is None else encoder.length(row, rollout.prompt)
+
     if is_ids:
         lengths = _lengths(data.ragged(rollout.prompt), np.arange(data.rows), rollout, name)
     elif rollout.tokenizer:
@@ -442,7 +447,6 @@ def _check_lengths(plan: Plan, rollout: Rollout, name: str, data: Batch) -> None
             lengths = _lengths_of_texts(plan, rollout, encoder, MOST if most is None else most, name, data)
         except PluginError:  # this environment has no tokenizers: the worker checks
             return
-        length = encoder.length
     else:
         return
     if not lengths.all():
@@ -458,7 +462,7 @@ def _check_lengths(plan: Plan, rollout: Rollout, name: str, data: Batch) -> None
         )
     if plan.stream is not None and name == PROMPT:  # its later records, and with "error" the first ones
         if plan.long_prompts != "truncate_left":
-            plan.stream.limit(length, most)
+            plan.stream.limit(_length, most)
         elif is_ids:
             plan.stream.cut(most)
         if plan.long_prompts != "error":
@@ -479,8 +483,7 @@ def _check_lengths(plan: Plan, rollout: Rollout, name: str, data: Batch) -> None
     if plan.long_prompts == "drop":
         plan.change_prompts(name, data.take(lengths <= most))
     elif is_ids:
-        cut = pack(rollout.prompt, Ragged.of([each[-most:] for each in data.ragged(rollout.prompt)]))
-        plan.change_prompts(name, Batch(data.ids, data.groups, {**data.columns, rollout.prompt: cut}))
+        plan.change_prompts(name, cut_prompts(data, rollout.prompt, most))
     plan.warn(f"{text}; {'they are left out' if plan.long_prompts == 'drop' else 'their beginnings are cut off'}")
 
 
@@ -555,7 +558,8 @@ def _warn_of_tokens(plan: Plan, rollout: Rollout, tokenizer: Tokenizer, ids: Rag
             " it once more: remove it from the prompts' text, or give token ids in a column prompt_ids"
         )
         return
-    texts = sample.texts(rollout.prompt) if sample.spec(rollout.prompt).kind == "text" else []
+    taken = sample.take(ids.lengths > 0)  # the others are refused
+    texts = taken.texts(rollout.prompt) if taken.spec(rollout.prompt).kind == "text" else []
     if rollout.chat is None and any(map(tokenizer.control.find, texts)):
         plan.warn(
             f"prompts of {rollout.task} are texts, and control tokens in them are read as such; in the texts of chats"

@@ -52,9 +52,9 @@ class PromptEncoder:
         tools = list(rows[self.chat.tools]) if isinstance(self.chat.tools, str) else None
         return self.encode(list(rows[column]), tools)
 
-    def length(self, prompt: Any) -> int:
-        """Return the number of a prompt's tokens; 1 if it cannot be encoded."""
-        (ids,) = self.encode([prompt])
+    def length(self, row: Batch, column: str) -> int:
+        """Return the number of tokens of a row's prompt; 1 if it cannot be encoded."""
+        (ids,) = self.encode_rows(row, column)
         return 1 if isinstance(ids, SchemaError) else len(ids)
 
     def _render(self, prompt: Any, tools: Any) -> Any:

@@ -34,7 +34,7 @@ class ControlTokens:
         self._normalizer = tokenizer.normalizer if any(each.normalized for each in self._tokens.values()) else None
 
     def find(self, text: str) -> list[Span]:
-        """Return the parts of a text read as control tokens."""
+        """Return the parts of a text read as control tokens. Raises SchemaError for one without an encoding."""
         return [span for _, span in self._read(text)]
 
     def hidden(self, value: Any) -> tuple[Any, Callable[[str], tuple[str, list[Span]]]] | None:
@@ -76,7 +76,7 @@ class ControlTokens:
                 pieces += [text[at:start], marks[number]]
                 at = end
                 kept.append(number)
-        encoded = tokenizer.encode("".join([*pieces, text[at:]]), add_special_tokens=False).ids
+        encoded = _encoding(tokenizer, "".join([*pieces, text[at:]])).ids
         ids = [numbers.get(each, each) for each in encoded]
         if [each for each in ids if each in self._tokens and each != unknown] != [e for e in kept if e != unknown]:
             raise SchemaError("it holds the text of a control token, which this tokenizer cannot read as text")
@@ -89,7 +89,7 @@ class ControlTokens:
     def _read(self, text: str) -> Iterator[tuple[int, Span]]:
         if not self._matches(text):
             return
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        encoded = _encoding(self._tokenizer, text)
         for number, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
             if number in self._tokens and self._matches(text[start:end]):  # else it stands for an unknown word
                 inner = text[start:end].strip()  # a token may take the spaces beside it
@@ -109,6 +109,13 @@ class ControlTokens:
         model = described["model"]
         numbers = {made.token_to_id(added["content"]): added["id"] for added in described["added_tokens"]}
         return made, marks, numbers, model.get("unk_id", made.token_to_id(model.get("unk_token") or ""))
+
+
+def _encoding(tokenizer: Any, text: str) -> Any:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # its only exception class
+        raise SchemaError(f"it holds the text of a control token, and the tokenizer refuses it: {error}") from None
 
 
 def _texts(value: Any, *, names: bool = False) -> Iterator[str]:
