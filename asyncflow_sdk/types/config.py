@@ -112,8 +112,8 @@ class Sampling(UserConfig):
 @dataclass(frozen=True, kw_only=True)
 class Chat(UserConfig):
     """Arguments of the model's chat template, as ``chat_template_kwargs={"enable_thinking": False}``.
-    ``system_prompt``: the first message, unless a chat has one. ``tools``: JSON schemas of functions, or
-    the column with each chat's. ``control_tokens``: read them in messages; default: as plain text."""
+    ``system_prompt``: the first message, unless a chat has one. ``tools``: JSON schemas of functions, or the
+    column with each chat's. ``control_tokens``: True if messages may hold some; default: plain text."""
 
     system_prompt: str = ""
     tools: Sequence[Mapping[str, Any]] | str = ()

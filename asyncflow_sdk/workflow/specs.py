@@ -104,7 +104,7 @@ class Rollout(EngineSpec):
     its folder then. ``prompt``: the column of prompts;
     "prompt_ids" holds token ids, any other holds texts or chats. ``tokenizer``: a folder or
     tokenizer.json; default: the model's. ``chat``: arguments of its chat template; a text is then a chat
-    of one message. ``keep_special``: text of responses keeps special tokens, except the end token.
+    of one message. ``keep_special``: True if the text of responses keeps special tokens, but the end.
     ``lease_s``: seconds until others get the prompts of a frozen or disconnected worker; a worker
     with progress renews its leases. ``swap``, ``verify``: as in ``Weights``; default: the
     workflow's. ``options``: of the engine, and the fields of ``Placement``.
@@ -116,7 +116,7 @@ class Rollout(EngineSpec):
     ``partitions``: names of the partitions whose rows it takes; "" is training's, "*" any. A rollout
     of other partitions, as for an evaluation, has no default prefix and no staleness rule.
 
-    ``agent``: a function importable by the worker, of coroutines or plain; each row is one conversation with the
+    ``agent``: a coroutine function or a plain one, importable by the worker; each row is one conversation with the
     model, see ``Turns``. ``needs``: columns passed to it; default: its parameters after the first.
     ``gives``: columns it returns beside the response. ``agent_timeout_s``: limit of a conversation.
     """
@@ -280,8 +280,8 @@ class Stage(Serializable):
     A function with an import path runs in its own process; any other (a lambda, one of ``__main__`` or a notebook) in
     a thread of the driver. For a function known only to the interpreter ``python``, give its path ("module:function")
     and ``needs``. ``batch``: most rows of a call, or of an engine's lease, which its ranks share. ``timeout_s``:
-    limit of one call of a function; its process is ended and started again. ``partitions``: as of ``Rollout``; a
-    function may score the rows of training and of an evaluation. ``placement``: the fields of ``Placement``."""
+    limit of one call of a function; its process is restarted (in the driver, the run ends). ``partitions``: as of
+    ``Rollout``. ``placement``: the fields of ``Placement``."""
 
     elsewhere: Mapping[str, str] = {
         "world_size": "it is of an engine's work, as Logprobs(..., world_size=2); a function runs in one process, and"

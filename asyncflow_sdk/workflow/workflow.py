@@ -115,24 +115,24 @@ class Workflow(Serializable):
     """Prompts → rollout → stages → train, or any other acyclic dataflow: every task works on the rows
     that have its columns, at the same time as the others. ``print`` shows it.
 
-    ``rename``: new names of columns of the data, by their names there. Columns without a task are left out; one with
-    the name of a task's column is called ``data_NAME``. ``long_prompts``: refuse prompts without room for
-    ``max_tokens`` in the model's context, leave them out, or keep their ends. ``rollout``: one, or several of
-    different engines. ``stages``: between rollout and training; ``reward``: a further one that gives the column
-    ``reward``: a function, a Stage, or a list of functions and pairs (function, weight) whose weighted sum it is;
-    each also fills a column ``reward_NAME``, and None leaves it out of a row's sum. ``batch_size``: rows of a step, a
-    multiple of the group size. ``steps``: of the run; ``epochs``: end it earlier, when every prompt was put this
-    often; None: prompts repeat until the last step. ``staleness``, ``weights``: how old trained tokens may be, and
-    how versions reach the replicas. ``seed``: seed of the order of prompts and, for samplings without one, of the
-    draws; None: draws differ in each run. ``on_failure``: stop or continue once a worker has failed for good.
-    ``max_failed``: share of the last 100 groups that ended, or of a step's if it has more, that may fail in any task
-    before the run ends; others take their place. ``capacity_rows``: limit of live rows; None: as batch and staleness
-    need. ``checkpoint``: how often to save, so that ``resume`` continues the run after any death, and a restarted
-    trainer (``max_restarts``) its training. ``evaluate``: evaluations beside training. ``save_steps``: write the
-    Hugging Face folder ``models/step-000020`` every so many steps; ``save_total_limit``: keep so many, the newest;
-    None: all. ``store``: where columns stay; another one than "local" needs a ``checkpoint``, since the record of the
-    run reads rows after they were trained. ``stall_timeout_s``: fail, with all waits of the run, if no step was
-    trained for this long. ``track``: as of ``serve``.
+    ``rename``: new names of the data's columns, by their old ones. Columns that no task needs are left out; one with
+    the name of a column of the run is called ``data_NAME``. ``long_prompts``: "error" refuses prompts without room
+    for ``max_tokens`` in the model's context, "drop" leaves them out, "truncate_left" keeps their last tokens.
+    ``rollout``: one, or several of different engines. ``stages``: between rollout and training; ``reward``: a further
+    one that gives the column ``reward``: a function, a Stage, or a list of functions and pairs (function, weight)
+    whose weighted sum it is; each also fills a column ``reward_NAME``, and None leaves it out of a row's sum.
+    ``batch_size``: rows of a step, a multiple of the group size. ``steps``: of the run; ``epochs``: end it earlier,
+    when every prompt was put this often; None: prompts repeat until the last step. ``staleness``, ``weights``: how
+    old trained tokens may be, and how versions reach the replicas. ``seed``: seed of the order of prompts and, for
+    samplings without one, of the draws; None: draws differ in each run. ``on_failure``: stop or continue once a
+    worker has failed for good. ``max_failed``: share of the last 100 groups that ended, or of a step's if it has
+    more, that may fail in any task before the run ends; others take their place. ``capacity_rows``: limit of live
+    rows; None: as batch and staleness need. ``checkpoint``: how often to save, so that ``resume`` continues the run
+    after any death, and a restarted trainer (``max_restarts``) its training. ``evaluate``: evaluations beside
+    training. ``save_steps``: write the Hugging Face folder ``models/step-000020`` every so many steps;
+    ``save_total_limit``: keep so many, the newest; None: all. ``store``: where columns stay; another one than "local"
+    needs a ``checkpoint``, since the record of the run reads rows after they were trained. ``stall_timeout_s``: fail,
+    with all waits of the run, if no step was trained for this long. ``track``: as of ``serve``.
 
     ``address``: tcp address for workers of other hosts, which ``hosts`` of a rollout, stage or train
     starts, or people by ``asyncflow worker``; ``advertise``: as of ``serve``. Both are with keys.
