@@ -19,9 +19,9 @@ from ...types.config import LOCAL
 from ...weights import AUTO
 from ...weights.publisher import check_publisher
 from ...wire import transport_of
+from ..data import cut_prompts
 from ..events.trackers import check_tracker
 from ..model_folder import OWN_CODE
-from ..data import cut_prompts
 from ..rollout.chat import PromptEncoder
 from ..rollout.tokenizer import Tokenizer, token_ids, with_stop_ids
 from ..specs import Rollout, Stage, Train, takes_trained
