@@ -178,8 +178,8 @@ def watch(cell: Cell, make: Callable[[], af.Workflow], directory: Path) -> Cell:
         flow = make()
         summary = flow.run(directory, on_event=hear).summary
     except (af.AsyncFlowError, LookupError) as error:
-        said, cause = str(error).partition("\n")[0], _cause(directory)
-        return cell.refused((said if cause in said else f"{said}: {cause}").replace(f"{directory.parent}/", ""))
+        said = str(error).partition("\n")[0]
+        return cell.refused((said + _cause(said, str(error), directory)).replace(f"{directory.parent}/", ""))
     steps = summary["steps_wanted"]
     missing = sorted(set(range(1, steps)) - loaded)
     why = ""
@@ -193,11 +193,11 @@ def watch(cell: Cell, make: Callable[[], af.Workflow], directory: Path) -> Cell:
     )  # fmt: skip
 
 
-def _cause(directory: Path) -> str:
-    """Return the first error in the logs of a run, "" without one: an engine's own processes log theirs."""
-    logs = (path.read_text(errors="replace") for path in sorted(directory.glob("logs/*.log")))
-    found = (re.search(r"\b\w+(?:Error|Exception): .+", log) for log in logs)
-    return next((each[0] for each in found if each), "")
+def _cause(said: str, error: str, directory: Path) -> str:
+    """Return the first other error in the text of an error, or in the logs of its run: an engine's own processes log theirs."""
+    texts = (error, *(path.read_text(errors="replace") for path in sorted(directory.glob("logs/*.log"))))
+    found = (each for text in texts for each in re.findall(r"\b\w+(?:Error|Exception): .+", text))
+    return next((f": {each}" for each in found if each not in said), "")
 
 
 def read(path: Path | None) -> dict[tuple[str, str, str], Cell]:

@@ -79,7 +79,7 @@ docs/benchmarks.md: make bench-overlap ARGS="--markdown --picture docs/images/ov
 docs/benchmarks.md: python -m benchmarks.overlap.swaps --seeds 4 --markdown
 docs/benchmarks.md: make bench-scale
 docs/benchmarks.md: make bench-hosts ARGS=--markdown
-docs/benchmarks.md: python -m benchmarks.hosts.weights
+docs/benchmarks.md: python -m benchmarks.hosts.weights --hosts 2 --mbytes 128
 docs/benchmarks.md: make bench-engines ARGS="--markdown"
 docs/benchmarks.md: python -m benchmarks.trainers --memory 1024,4096,16384
 """

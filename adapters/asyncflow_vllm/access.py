@@ -17,9 +17,8 @@ Watch = Callable[[], StopWatch | None] | None
 
 @dataclass(frozen=True)
 class VllmAnswer:
-    """One response. ``index``: among those of its request. ``reason``: stop, length, abort, or
-    another of vLLM's. ``versions``: (label, first token, end). ``prompt_logprobs``: of each
-    prompt token but the first, if requested."""
+    """One response. ``index``: among those of its request. ``reason``: stop, length, abort, or another of vLLM's.
+    ``versions``: (label, first token, end). ``prompt_logprobs``: of each prompt token but the first, if requested."""
 
     index: int
     token_ids: Sequence[int]
@@ -30,8 +29,7 @@ class VllmAnswer:
 
 
 class Access(abc.ABC):
-    """Used on one event loop. All methods raise EngineGone if vLLM is dead, EngineError if it
-    refuses the call."""
+    """Used on one event loop. All methods raise EngineGone if vLLM is dead, EngineError if it refuses the call."""
 
     def __init__(self) -> None:
         self._names: dict[str, list[str]] = {}

@@ -30,8 +30,7 @@ class FolderWeights(WeightUpdate):
         self._folder = folder
 
     def place(self, name: str) -> FilePlace | None:
-        """Return the place of a tensor; None if it is not aligned to its dtype, which safetensors
-        allows."""
+        """Return the place of a tensor; None if it is not aligned to its dtype, which safetensors allows."""
         place = self._folder.places[name]
         if place.offset % carrier(self.tensors[name].dtype).itemsize:
             return None
@@ -81,8 +80,7 @@ def check_update(update: WeightUpdate, folder: ModelFolder, dtype: str) -> dict[
     """Compare a version with the model folder. ``dtype``: of the engine, accepted for
     floating-point tensors beside the folder's.
 
-    vLLM accepts anything: of three projections that it fuses it would take one, and compute with
-    uninitialised memory for the others. Returns second names of tied weights, each with the first.
-    Raises WeightMismatch.
+    vLLM accepts anything: of three projections that it fuses it would take one, and compute with uninitialised memory
+    for the others. Returns second names of tied weights, each with the first. Raises WeightMismatch.
     """
     return check_fit(update, folder, lambda held: (dtype, held) if held in FLOATS else (held,))

@@ -1,5 +1,4 @@
-"""HttpAccess: a running vLLM server: its route for token ids, and its routes for pauses and
-weights."""
+"""HttpAccess: a running vLLM server: its route for token ids, and its routes for pauses and weights."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class _Reply(msgspec.Struct):
     prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
 
     def answer(self, index: int, prompt: Sequence[int]) -> VllmAnswer:
-        """Return the response. Raises EngineError for tokens without log-probs, and for log-probs
-        of other tokens."""
+        """Return the response. Raises EngineError for tokens without log-probs, and for log-probs of other tokens."""
         if len(self.choices) != 1:
             raise EngineError(f"vLLM returned {len(self.choices)} responses to a request for one")
         (choice,) = self.choices

@@ -44,8 +44,7 @@ class InProcessAccess(Access):
         self._threads = [each for each in threading.enumerate() if each not in before and each.name == _MONITOR]
 
     async def prepare(self) -> bool:
-        """Start vLLM's output loop, and return log-probs under the whole vocabulary if its workers
-        can."""
+        """Start vLLM's output loop, and return log-probs under the whole vocabulary if its workers can."""
         await self._call(self._llm.get_supported_tasks())
         return all(await self._call(self._llm.collective_rpc("asyncflow_whole_logprobs")))
 
@@ -130,10 +129,9 @@ class InProcessAccess(Access):
             raise self._gone()
 
     async def close(self) -> None:
-        """End vLLM. Idempotent. vLLM frees its ZeroMQ context (three threads and their
-        descriptors) and the two pipes of each process only when the AsyncLLM is collected, which a
-        stored traceback can delay for ever, and those of a killed process when it starts the next
-        one. So all are closed here."""
+        """End vLLM. Idempotent. vLLM frees its ZeroMQ context (three threads and their descriptors) and the two pipes
+        of each process only when the AsyncLLM is collected, which a stored traceback can delay for ever, and those of
+        a killed process when it starts the next one. So all are closed here."""
         llm, self._llm = self._llm, None
         if llm is None:
             return

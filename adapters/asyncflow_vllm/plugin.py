@@ -7,8 +7,7 @@ from asyncflow_sdk.plugins import AdapterSpec, hookimpl
 
 @hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
-    """Return the rollout engines ``vllm``, in processes of the worker, and ``vllm-server``, over a
-    running server."""
+    """Return the rollout engines ``vllm``, in processes of the worker, and ``vllm-server``, over a running server."""
     return [
         AdapterSpec(
             kind="rollout",

@@ -1,5 +1,4 @@
-"""Registration in vLLM: called at the start of each of its processes (entry point group
-``vllm.general_plugins``)."""
+"""Registration in vLLM: called at the start of each of its processes (entry point group ``vllm.general_plugins``)."""
 
 from __future__ import annotations
 

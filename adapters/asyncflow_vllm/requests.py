@@ -86,8 +86,7 @@ def _number(label: str, first_version: int) -> int:
 
 
 def _seed(request: Request) -> int | None:
-    """Return the seed of the first response; a different one for the continuation of a partial
-    response."""
+    """Return the seed of the first response; a different one for the continuation of a partial response."""
     seed = request.sampling.seed if request.seed is None else request.seed
     if seed is None:
         return None

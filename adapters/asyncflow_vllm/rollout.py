@@ -42,12 +42,10 @@ class VllmEngine(VllmRollout):
     ``context``: maximum of tokens of prompt and response; None: the model's. ``version``: of the folder's weights.
     ``options``: other engine arguments of vLLM (``gpu_memory_utilization``, ``enforce_eager``, ...).
 
-    Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also
-    with top-k or top-p. A request with a seed repeats its tokens up to rounding, which in vLLM
-    depends on concurrent requests.
+    Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also with top-k or top-p.
+    A request with a seed repeats its tokens up to rounding, which in vLLM depends on concurrent requests.
 
-    A version must be whole: all tensors of the folder, in its shapes, in its dtypes or the
-    engine's.
+    A version must be whole: all tensors of the folder, in its shapes, in its dtypes or the engine's.
     """
 
     def __init__(
@@ -85,8 +83,7 @@ class VllmEngine(VllmRollout):
     def check_options(
         model: str, *, dtype: str = "auto", max_rows: int = 1, tensor_parallel: int = 1, **options: Any
     ) -> None:
-        """Raise ConfigError for values wrong anywhere and for options set by the SDK, before a worker
-        starts."""
+        """Raise ConfigError for values wrong anywhere and for options set by the SDK, before a worker starts."""
         check_least(1, max_rows=max_rows, tensor_parallel=tensor_parallel)
         if dtype != "auto" and not floating_name(dtype):
             raise ConfigError(f"dtype {dtype!r} is none of vLLM: say auto, bfloat16, float16 or float32")

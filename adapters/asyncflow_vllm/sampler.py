@@ -10,9 +10,8 @@ from typing import Any
 
 
 def return_whole_logprobs(model_runner: Any) -> bool:
-    """Patch the sampler of a model runner in the mode ``processed_logprobs``. Idempotent. Return
-    False if this vLLM has no such sampler: log-probs are then right without top-k and top-p
-    only."""
+    """Patch the sampler of a model runner in the mode ``processed_logprobs``. Idempotent. Return False if this vLLM
+    has no such sampler: log-probs are then right without top-k and top-p only."""
     sampler = getattr(getattr(model_runner, "sampler", None), "topk_topp_sampler", None)
     if sampler is None or getattr(sampler, "logprobs_mode", None) != "processed_logprobs":
         return False

@@ -128,8 +128,7 @@ class VllmServer(VllmRollout):
 
 
 async def _checked(server: HttpServer) -> _Config:
-    """Return the server's configuration. Raises ConfigError with all reasons why an engine cannot
-    use the server."""
+    """Return the server's configuration. Raises ConfigError with all reasons why an engine cannot use the server."""
     problems = await _token_problems(server)
     try:
         found = await server.describe("/server_info?config_format=json", _Description, "vLLM")

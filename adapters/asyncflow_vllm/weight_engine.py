@@ -42,9 +42,8 @@ class HandedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
-    """``taken``: names that this rank loaded of the last version, without tensors of other
-    pipeline stages and tensors unknown to the model. ``failure``: why the last load failed, ""
-    if it did not."""
+    """``taken``: names that this rank loaded of the last version, without tensors of other pipeline stages and
+    tensors unknown to the model. ``failure``: why the last load failed, "" if it did not."""
 
     init_info_cls = NoInitInfo
     update_info_cls = HandedUpdateInfo
@@ -83,9 +82,8 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing."""
 
     def _record(self, step: Callable[[], None]) -> None:
-        """Run ``step`` and keep its error as ``failure``. A raised error would reach vLLM from
-        the first failing rank, and vLLM would take the answers of other ranks for answers to its
-        next calls."""
+        """Run ``step`` and keep its error as ``failure``. A raised error would reach vLLM from the first failing
+        rank, and vLLM would take the answers of other ranks for answers to its next calls."""
         if self.failure:
             return
         try:
@@ -151,7 +149,7 @@ class HandedWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         return (layer for layer in self.model.modules() if get_layerwise_info(layer).can_load())
 
     def _empty(self) -> set[Any]:
-        """Return the layers that wait for weights and have none."""
+        """Return the layers without any of their new weights."""
         return {layer for layer in self._loading() if not get_layerwise_info(layer).load_numel}
 
     def _pack_layers(self, kept: set[Any]) -> None:

@@ -108,7 +108,7 @@ class LeaseAdmission:
         at = rows.at(ids)
         spot = rows.write_index(at)
         task.leases_granted += 1
-        if len(task.suspects):  # others need not wait for these any more
+        if task.suspects.size:  # others need not wait for these any more
             self._state.context.wake(task.place)
         if step == NONE:
             self._state.tasks.count_fit(task, ids, -1)

@@ -1,6 +1,5 @@
-"""Arena: shared-memory segments with one writer. Blocks are allocated from free ranges of the
-segments. A range is reused, without new page faults, after its block is freed and all readers have
-released their views.
+"""Arena: shared-memory segments with one writer. Blocks are allocated from free ranges of the segments. A range is
+reused, without new page faults, after its block is freed and all readers have released their views.
 
     block = arena.allocate(nbytes); block.memory[HEADER_BYTES:] = ...          # writer
     view = mapper.view(block.segment, block.start, block.serial, block.nbytes)  # readers, any process
@@ -105,9 +104,8 @@ class Arena:
     def allocate(self, nbytes: int, *, grow: bool = True) -> Allocation:
         """Return a block of ``nbytes``, its header of 16 bytes included, at a multiple of 64.
 
-        ``grow`` False: raise GrowthNeeded instead of using new memory or exceeding the live bytes
-        known so far, so that the caller can first free blocks; not if there are no blocks. Raises
-        MemoryFull.
+        ``grow`` False: raise GrowthNeeded instead of using new memory or exceeding the live bytes known so far, so
+        that the caller can first free blocks; not if there are no blocks. Raises MemoryFull.
         """
         if os.getpid() != self._pid:
             raise AsyncFlowError(

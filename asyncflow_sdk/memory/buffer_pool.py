@@ -39,8 +39,7 @@ class BufferPool:
             return sum(map(len, list(self._idle))) + sum(len(memory) for _, memory in list(self._used.values()))
 
     def take(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-        """Return contiguous writable arrays of these sizes in bytes, with any content. Raises
-        MemoryFull."""
+        """Return contiguous writable arrays of these sizes in bytes, with any content. Raises MemoryFull."""
         with self._lock:
             idle: dict[int, list[mmap.mmap]] = {}
             for memory in self._idle:

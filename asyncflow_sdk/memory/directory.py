@@ -1,16 +1,14 @@
-"""The shared-memory directory of a run, made and removed by its server; after a kill -9, removed by
-the next one.
+"""The shared-memory directory of a run, made and removed by its server; after a kill -9, removed by the next one.
 
 All segments of a run are files of one directory below /dev/shm, or below the temporary directory if
 /dev/shm is small. The server holds a lock on the file ``owner``. A directory with a free lock
 belongs to a dead run, and the next server removes it.
 
-The file ``journal`` names the journal that owns a directory, and ``owner`` the device and inode of the
-folder of the run's directory: another container may have another journal of this path. While this
-journal exists, the rows may still be needed, and only a server that continues it removes the directory.
-A process unable to see the journal, for example in another container, removes the directory UNSEEN_S
-after the last sign of life of its server. The file ``home`` does the same for the directory of a storage
-unit: see ``home_directory``.
+The file ``journal`` names the journal that owns a directory, and ``owner`` the device and inode of the folder of the
+run's directory: another container may have another journal of this path. While this journal exists, the rows may
+still be needed, and only a server that continues it removes the directory. A process unable to see the journal, for
+example in another container, removes the directory UNSEEN_S after the last sign of life of its server. The file
+``home`` does the same for the directory of a storage unit: see ``home_directory``.
 """
 
 from __future__ import annotations
@@ -218,8 +216,7 @@ def is_served(path: Path) -> bool:
 
 
 def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
-    """Remove a run's directory without a server, unless a journal or the next unit needs it. Return
-    True if removed.
+    """Remove a run's directory without a server, unless a journal or the next unit needs it. Return True if removed.
     ``wait_s``: wait for the lock of a dying server: the kernel closes its files one by one."""
     if journal_owns(path) or is_kept_home(path):
         return False

@@ -32,9 +32,8 @@ class FreeRanges:
         self._insert(segment, start, stop)
 
     def take(self, nbytes: int, cost: Callable[[int, int, int], int] | None = None) -> tuple[int, int] | None:
-        """Remove ``nbytes`` and return their segment and start; None if no range is large enough.
-        ``cost`` of a range (segment, start, stop): take the cheapest of the smallest CHOICES
-        sufficient ranges."""
+        """Remove ``nbytes`` and return their segment and start; None if no range is large enough. ``cost`` of a range
+        (segment, start, stop): take the cheapest of the smallest CHOICES sufficient ranges."""
         at = bisect_left(self._by_size, (nbytes,))
         if at == len(self._by_size):
             return None

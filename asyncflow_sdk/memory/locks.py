@@ -1,10 +1,8 @@
-"""Byte-range locks of open files, owned by an open file description. The kernel releases them when
-it is closed.
+"""Byte-range locks of open files, owned by an open file description. The kernel releases them when it is closed.
 
-A reader locks the first byte of each block that it has views of. ``COPYING`` is a byte beyond the
-end of every file. A reader locks it to copy from a segment without a view, and the writer to return
-pages of free ranges to the system: reading such a page would allocate it again, and kill the reader
-if no memory is left.
+A reader locks the first byte of each block that it has views of. ``COPYING`` is a byte beyond the end of every file.
+A reader locks it to copy from a segment without a view, and the writer to return pages of free ranges to the system:
+reading such a page would allocate it again, and kill the reader if no memory is left.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Segment: a shared-memory file, mapped once by its writer; and the headers of its blocks.
 
-A block is bytes ``start`` to ``start + n`` of a segment. Its header of 16 bytes holds a magic
-number and the block's serial, unique among all arenas. A header with another serial means that the
-block was freed.
+A block is bytes ``start`` to ``start + n`` of a segment. Its header of 16 bytes holds a magic number and the block's
+serial, unique among all arenas. A header with another serial means that the block was freed.
 """
 
 from __future__ import annotations

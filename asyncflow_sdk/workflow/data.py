@@ -78,7 +78,7 @@ class Selection:
         self.names: dict[str, str] = {}
         """The new name of each column found so far, also of the ones left out."""
         self.unfit: set[str] = set()
-        """New names of columns that ``**columns`` goes without."""
+        """New names of columns left out of ``**columns``."""
 
     def of(self, known: Iterable[str], source: str = "prompts") -> dict[str, str]:
         """Return the new names of the columns to take, by their names in the data. Raises ConfigError for data

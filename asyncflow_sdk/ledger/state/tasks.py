@@ -185,11 +185,11 @@ class Tasks:
             ready.push_front(part)
 
     def units(self, task: Task, ids: Ids) -> Ids:
-        """Return for each row what is blamed as one: the row, or its group in tasks with whole groups."""
+        """Return the unit of blame of each row: the row, or its group in tasks with whole groups."""
         return self._rows.first[self._rows.at(ids)] if task.whole_groups else ids
 
     def held(self, name: str, session: Session | None) -> int:
-        """Return the number of units of a task that a session holds."""
+        """Return the number of a task's units held by a session."""
         leases = session.leases if session is not None else {}
         ids = np.concatenate(
             [self.by_name[name].suspects[:0], *(each.ids for each in leases.values() if each.task == name)]
@@ -208,11 +208,11 @@ class Tasks:
         task.suspects = np.union1d(task.suspects, ids) if died else task.suspects
 
     def unfinished(self, name: str, ids: Ids) -> Ids:
-        """Return the rows that are ready or leased."""
+        """Return the ready and the leased rows."""
         return ids[self._rows.having(name, "state", READY, ids) | self._rows.having(name, "state", LEASED, ids)]
 
     def must_wait(self, task: Task, session: Session) -> bool:
-        """True if a session holds as much as may be lost with its suspects, or with those that are ready."""
+        """True if a session holds as much as may be lost with its suspects, or with the ready ones."""
         if not len(task.suspects):
             return False
         at, name = self._rows.at(self.unfinished(task.spec.name, task.suspects)), task.spec.name
@@ -220,7 +220,7 @@ class Tasks:
         return bool(self.held(name, session) >= self._rows.task(name, "together")[its].min(initial=ANY))
 
     def together(self, task: Task, ids: Ids, at_least: int) -> int:
-        """Return the number of first rows to lease together: the units that each of them allows, or ``at_least``."""
+        """Return the number of first rows to lease together: the units allowed by each of them, or ``at_least``."""
         units, limits = self.units(task, ids), self._rows.task(task.spec.name, "together")[self._rows.at(ids)]
         unit = np.cumsum(np.diff(units, prepend=units[:1]) != 0)
         unit[unit <= unit[max(at_least, 1) - 1]] = 0

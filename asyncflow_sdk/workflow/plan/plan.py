@@ -88,7 +88,7 @@ class Plan:
             self.warnings.append(text)
 
     def prompts_of(self, rollout: Rollout) -> Iterator[tuple[str, Batch]]:
-        """The prompts that a rollout takes, by their name: PROMPT and HELD_OUT."""
+        """The prompts of a rollout, by their name: PROMPT and HELD_OUT."""
         if takes_trained(rollout.partitions):
             yield PROMPT, self.data
         if self.held_out is not None and {EVALUATION, "*"}.intersection(rollout.partitions):
