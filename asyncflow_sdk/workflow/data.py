@@ -94,7 +94,7 @@ class Selection:
                 )
         if self.prompt not in found.values():
             raise ConfigError(
-                f"{source}: the data has no column {self.prompt!r}; it has: {', '.join(self.rename.get(n, n) for n in found) or 'none'}. Rename"
+                f"{source}: the data has no column {self.prompt!r}; it has: {', '.join(str(self.rename.get(n, n)) for n in found) or 'none'}. Rename"
                 " a column, or name the column of the prompts: Rollout(prompt=NAME), `asyncflow serve --column NAME`"
             )
         self.names = self.names | found
@@ -117,7 +117,7 @@ class Selection:
         left = [str(name) for name, new in self.names.items() if kept is not None and new not in kept]
         text = f"no task needs {', '.join(left)}"
         if self._more:
-            text = f"**columns goes without {', '.join(left)}: a queue has no such name, type or room for them"
+            text = f"**columns goes without {', '.join(left)}: a queue has no such name, type or room, or a record lacks them"
         new = [f"{name} is named {new}" for name, new in self.names.items() if name != new and str(name) not in left]
         return "; ".join([*([text] if left else []), *new])
 

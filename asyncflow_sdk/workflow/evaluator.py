@@ -66,6 +66,7 @@ class Evaluator:
         self._file = directory / "evaluations.jsonl"
         self.results = read_evaluations(directory)
         self._puts = 0  # also of earlier drivers
+        self._failed = 0  # the version at the end of an evaluation without a score
         self._thread = threading.Thread(target=self._guard, name="evaluator", daemon=True)
 
     @property
@@ -95,8 +96,8 @@ class Evaluator:
 
     def _put(self) -> bool:
         """Put the prompts for the next version. Return False after the last one."""
-        every, last = self._evaluation.every, self.results[-1].version if self.results else 0
-        best = self.best
+        every, best = self._evaluation.every, self.best
+        last = max(self._failed, self.results[-1].version if self.results else 0)
         position: cmd.TrainingPosition = self._queue.send(cmd.GetTrainingPosition())
         if position.step >= self._steps and position.version <= last:
             return False
@@ -126,6 +127,8 @@ class Evaluator:
             then = f"{'it has no' if batch is None else 'they are not in its'} score; the last one: {last}"
             self._note(f"{failed} of {rows} rows of an evaluation failed, and {then}", "warning")
         if batch is None:
+            if letters:
+                self._failed = self._queue.send(cmd.GetTrainingPosition()).version
             return
         version = int(batch.ragged(VERSION_SPANS).values[0, 0])
         known = next((each for each in self.results if each.version == version), None)

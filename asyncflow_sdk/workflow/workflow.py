@@ -212,7 +212,8 @@ class Workflow(Serializable):
         if evaluate is not None:
             held_out = select_like(evaluate.prompts, columns, data)
             ahead += held_out.rows * evaluate.samples
-        self._given = None if stream is not None else data, held_out  # none left out or cut, as for a resumed run
+        given = (None if stream is not None else data, held_out)
+        self._given = given if checkpoint is not None else (None, None)  # none left out or cut, for a resumed run
         names = {TRAINED[0]: set(data), EVALUATION: set(held_out if held_out is not None else data)}
         stages = tuple(each.of_data(names) for each in (*scoring, *stages))
         self.plan = Plan(

@@ -181,7 +181,7 @@ def test_a_file_says_it_with_a_name_and_options(tmp_path: Path, plugin: Path) ->
     assert af.load_workflow(file).plan.train.algorithm == Penalised(beta=0.75)
     assert af.load_workflow(file, {"train.algorithm.beta": "0.5"}).plan.train.algorithm == Penalised(beta=0.5)
     assert af.load_workflow(file, {"train.algorithm": "grpo"}).plan.train.algorithm == af.GRPO()
-    with pytest.raises(ConfigError, match=r"train.algorithm.betta=1: there is no key .*; did you mean 'beta'"):
+    with pytest.raises(ConfigError, match=r"train.algorithm.betta=1: there is no such key; did you mean 'beta'"):
         af.load_workflow(file, {"train.algorithm.betta": "1"})
     parts = {"train.algorithm.name": "ppo", "train.algorithm.critic.decay": "0.9", "train.algorithm.entropy": "0.1"}
     file.write_text(file.read_text().replace('"penalised", beta = 0.75', '"ppo", critic = { clip = 0.5 }'))

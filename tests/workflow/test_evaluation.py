@@ -150,7 +150,9 @@ def test_training_ends_early_without_a_better_score(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_raises_costs_the_evaluation_and_not_the_run(tmp_path: Path) -> None:
-    result = evaluated({"reward": af.Stage(raises, launcher="thread")}, max_failed=0).run(tmp_path / "run")
+    result = evaluated({"reward": af.Stage(raises, launcher="thread"), "every": 3}, max_failed=0).run(
+        tmp_path / "run"
+    )
 
     assert (result.summary["status"], result.summary["balanced"]) == ("completed", True)
     assert any("raises() raised ValueError: no answer key" in text for text in result.summary["reasons"])
@@ -160,6 +162,15 @@ def test_a_reward_that_raises_costs_the_evaluation_and_not_the_run(tmp_path: Pat
     cause = "evaluation_reward: raises() raised ValueError: no answer key"
     assert set(notes) == {f"3 of 3 rows of an evaluation failed, and it has no score; the last one: {cause}"}
     assert len(notes) == result.summary["rows"]["failed"] // 3
+    assert len(notes) <= 4, "of versions 0, 3 and 6, and perhaps of the last one again"
+
+
+def test_held_out_prompts_without_a_column_that_their_reward_needs_are_refused() -> None:
+    def right(response_ids: Any, answer: list[str]) -> list[float]:
+        return [0.0 for _ in answer]
+
+    with pytest.raises(ConfigError, match="'evaluation_reward' needs 'answer', which nobody gives"):
+        evaluated({"reward": right})
 
 
 class DiesOnce(EchoRollout):

@@ -144,7 +144,7 @@ def test_held_out_prompts_that_leave_no_room_are_refused_dropped_or_cut(
             sampling=af.Sampling(max_tokens=8, temperature=0),
         )  # fmt: skip
         return echo_workflow(
-            prompts={column: [short] * 4}, rollout=place | {"sampling": af.Sampling(max_tokens=4)},
+            prompts={column: [long] * 4}, rollout=place | {"sampling": af.Sampling(max_tokens=4)},
             evaluate=evaluation, long_prompts=long_prompts,
         )  # fmt: skip
 
@@ -157,7 +157,7 @@ def test_held_out_prompts_that_leave_no_room_are_refused_dropped_or_cut(
     assert [text.split("; ")[1] for text in dropped.warnings] == ["they are left out"]
     last = cut.held_out[column][1]  # a worker cuts texts
     assert last == long if column == "prompt" else last.tolist() == [1] * 7 + [2]
-    assert [plan.data.rows for plan in (dropped, cut)] == [4, 4]
+    assert [plan.data.rows for plan in (dropped, cut)] == [4, 4], "training's max_tokens leave room for its prompts"
 
 
 def test_long_prompts_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:

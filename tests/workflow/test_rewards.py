@@ -339,5 +339,5 @@ def test_a_file_names_several_rewards(tmp_path: Path) -> None:
     rewards: Any = af.load_workflow(tmp_path / "run.toml").plan.stages[0].work
     assert (rewards.names, rewards.weights) == (["reward_length", "reward_even"], (1.0, 0.5))
     (tmp_path / "run.toml").write_text((tmp_path / "run.toml").read_text().replace('"test_rewards:even"', "1"))
-    with pytest.raises(ConfigError, match='3:.*: reward.1 is "module:function", or a list of it and a weight'):
+    with pytest.raises(ConfigError, match='reward.1: "module:function" is expected, or a list of it and a weight'):
         af.load_workflow(tmp_path / "run.toml")

@@ -91,6 +91,7 @@ def _find(plan: Plan, problems: Problems) -> None:
             _check_temperature(rollout, plan.train)
         with problems.collect("rollout", number, "sampling"):
             _check_stops(rollout)
+    _check_supply(plan, problems)
     with problems.collect("store"):
         _check_store(plan)
     plan.choose()
@@ -159,13 +160,6 @@ def _check_numbers(plan: Plan, problems: Problems) -> None:
         near = max(size, round(plan.batch_size / size) * size)
         text = f"batch_size={plan.batch_size} is not a multiple of group_size={size}; use {near}"
         problems.add(text, "batch_size")
-    elif plan.epochs and plan.stream is None and plan.data.rows * size * plan.epochs < plan.batch_size:
-        rows = plan.data.rows * size * plan.epochs
-        problems.add(
-            f"a step has {plan.batch_size} rows, and {plan.data.rows} prompts in groups of {size} give {rows} in"
-            f" epochs={plan.epochs}: no step can fill; use batch_size={rows} or less, more prompts, or more epochs",
-            "batch_size",
-        )
     if plan.batch_size < plan.train.world_size:
         problems.add(
             f"a step of {plan.batch_size} rows cannot be dealt out to world_size={plan.train.world_size} ranks",
@@ -183,6 +177,17 @@ def _check_numbers(plan: Plan, problems: Problems) -> None:
     if plan.train.algorithm is not None:
         with problems.collect("rollout", 0, "group_size"):
             plan.train.algorithm.check(group_size=size)
+
+
+def _check_supply(plan: Plan, problems: Problems) -> None:
+    size = plan.rollout.group_size
+    if plan.epochs and plan.stream is None and plan.data.rows * size * plan.epochs < plan.batch_size:
+        rows = plan.data.rows * size * plan.epochs
+        problems.add(
+            f"a step has {plan.batch_size} rows, and {plan.data.rows} prompts in groups of {size} give {rows} in"
+            f" epochs={plan.epochs}: no step can fill; use batch_size={rows} or less, more prompts, or more epochs",
+            "batch_size",
+        )
 
 
 def _check_place(where: str, place: Placement, problems: Problems, *key: str | int, world_size: int = 1) -> None:
@@ -434,7 +439,7 @@ def _check_lengths(plan: Plan, rollout: Rollout, name: str, data: Batch) -> None
         return  # the check of the columns reports it
     is_ids = data.spec(rollout.prompt).kind not in ("text", "json")
     encoder: PromptEncoder | None = None
-    most = plan.prompt_limit(rollout)
+    most = plan.prompt_limit(rollout, name)
 
     def _length(row: Batch) -> int:
         return int(row.ragged(rollout.prompt).lengths[0]) if encoder is None else encoder.length(row, rollout.prompt)
@@ -461,9 +466,8 @@ def _check_lengths(plan: Plan, rollout: Rollout, name: str, data: Batch) -> None
             f" say sampling=af.Sampling(max_tokens={max(context // 2, 1)})"
         )
     if plan.stream is not None and name == PROMPT:  # its later records, and with "error" the first ones
-        if plan.long_prompts != "truncate_left":
-            plan.stream.limit(_length, most)
-        elif is_ids:
+        plan.stream.limit(_length, MOST if plan.long_prompts == "truncate_left" else most)
+        if plan.long_prompts == "truncate_left" and is_ids:
             plan.stream.cut(most)
         if plan.long_prompts != "error":
             return
@@ -477,9 +481,10 @@ def _check_lengths(plan: Plan, rollout: Rollout, name: str, data: Batch) -> None
         f" model's context is {context}"
     )
     if plan.long_prompts == "error" or (plan.long_prompts == "drop" and len(odd) == len(lengths)):
-        raise ConfigError(
-            f"{text}; long_prompts='drop' leaves such prompts out, 'truncate_left' cuts their beginnings off"
-        )
+        others = "'truncate_left' cuts their beginnings off"
+        if plan.long_prompts == "error":
+            others = f"'drop' leaves such prompts out, {others}"
+        raise ConfigError(f"{text}; long_prompts={others}")
     if plan.long_prompts == "drop":
         plan.change_prompts(name, data.take(lengths <= most))
     elif is_ids:

@@ -101,11 +101,13 @@ class Plan:
         else:
             self.data, self.left_out = data, self.left_out + self.data.rows - data.rows
 
-    def prompt_limit(self, rollout: Rollout) -> int | None:
-        """Return the most tokens of a prompt that leave room for a response; None if the context is unknown."""
+    def prompt_limit(self, rollout: Rollout, name: str = "") -> int | None:
+        """Return the most tokens of a prompt that leave room for a response; None if the context is unknown.
+        ``name``: of the prompts, PROMPT or HELD_OUT; "": of both, the smaller limit."""
         context, most = rollout.config.get("max_position_embeddings"), rollout.sampling.max_tokens
-        if self.evaluation is not None and EVALUATION in rollout.partitions and rollout.admits:
-            most = max(most, self.evaluation.sampling_of(rollout).max_tokens)
+        if self.evaluation is not None and EVALUATION in rollout.partitions and rollout.admits and name != PROMPT:
+            held_out = self.evaluation.sampling_of(rollout).max_tokens
+            most = held_out if name == HELD_OUT else max(most, held_out)
         return context - most if isinstance(context, int) else None
 
     @property
@@ -157,7 +159,8 @@ class Plan:
 
     @property
     def other_dataflows(self) -> dict[str, Dataflow]:
-        """The tasks of each other partition. Columns that no task gives count as put by others."""
+        """The tasks of each other partition. Columns that no task gives count as put by others, except in the partition
+        of an evaluation: its prompts are known."""
         nodes, found = self.nodes, {}
         for partition in dict.fromkeys(
             each for node in nodes for each in node.partitions if each not in ("*", *TRAINED)
@@ -165,6 +168,8 @@ class Plan:
             taking = [node for node in nodes if node.takes(partition)]
             given = {column for node in taking for column in node.gives}
             put = dict.fromkeys(column for node in taking for column in node.needs if column not in given)
+            if partition == EVALUATION and self.held_out is not None:
+                put = dict.fromkeys(self.held_out)
             found[partition] = Dataflow(list(put), taking)
         return found
 

@@ -24,15 +24,15 @@ AWAY = {"ConnectionError", "TimeoutError", "Timeout", "TransportError", "ClientC
 """Classes of errors of an absent service: built in, and of requests, httpx, aiohttp and openai."""
 LAST_ATTEMPT = 5
 """A call with this many failed attempts fails if others were answered meanwhile."""
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_LIBRARIES = (sysconfig.get_path("stdlib"), *_INSTALLED)
 
 
 def user_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
     """Return the frames outside of the SDK and of libraries; without any, also those of installed libraries."""
-    for hidden in ((SDK, "<", *_LIBRARIES), (SDK, "<frozen", _LIBRARIES[0])):
-        if found := [frame for frame in stack if not frame.filename.startswith(hidden)]:
-            return found
-    return []
+    own = [frame for frame in stack if not frame.filename.startswith((SDK, "<frozen"))]
+    users = [frame for frame in own if not frame.filename.startswith(("<", *_LIBRARIES))]
+    return users or [f for f in own if f.filename.startswith(_INSTALLED) or not f.filename.startswith(_LIBRARIES)]
 
 
 def frames_of(thread: int | None) -> list[traceback.FrameSummary]:
