@@ -98,7 +98,7 @@ FAMILIES = {
         "RecurrentGemma", "RecurrentGemmaConfig", "hybrid",
         {"lru_width": 64, "attention_window_size": 8, "block_types": ["recurrent", "attention"], "tie_word_embeddings": True},
     ),
-    "lfm2": Family("LFM2", "Lfm2Config", "hybrid", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_dim": 64, "block_dim": 64}),
+    "lfm2": Family("LFM2", "Lfm2Config", "hybrid", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_dim": 64, "block_dim": 64, "tie_word_embeddings": True}),
     "gemma3": Family(
         "Gemma 3", "Gemma3Config", "folder", {"vision_config": _PIXELS, "mm_tokens_per_image": 4},
         {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32},
