@@ -58,7 +58,7 @@ def page(cells: Sequence[Cell], environments: Environments) -> str:
             "in [families of models](models.md). A cell is a synchronous run of a few steps over real processes. A",
             "loaded version is *proven* if the engine took every tensor of the manifest and its log-probs of a",
             "probe equal the trainer's to 1e-3. *Drift* is the difference between the log-probs of the generating",
-            "and the training engine: the largest of the steps' means. The time is of the whole run.",
+            "and the training engine: the largest of the steps' means.",
             "",
             *rows,
             "",

@@ -15,7 +15,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +94,6 @@ class Cell:
     proven: int = 0
     drift: float = float("nan")
     export: float = float("nan")
-    wall_s: float = 0.0
 
     @property
     def names(self) -> tuple[str, str, str]:
@@ -104,7 +102,7 @@ class Cell:
     def __str__(self) -> str:
         if not self.green:
             return f"**no**: {self.why}"
-        return f"{self.steps} steps, {self.proven} versions proven, drift {self.drift:.0e}, {self.wall_s:.0f} s"
+        return f"{self.steps} steps, {self.proven} versions proven, drift {self.drift:.0e}"
 
     def refused(self, why: object) -> Cell:
         """Return the cell as not green. ``why``: an error, whose first line is told."""
@@ -173,7 +171,6 @@ def watch(cell: Cell, make: Callable[[], af.Workflow], directory: Path) -> Cell:
         if isinstance(event, StepTrained):
             drifts.append(event.metrics["logprob_drift"])
 
-    began = time.monotonic()
     try:
         flow = make()
         summary = flow.run(directory, on_event=hear).summary
@@ -189,7 +186,6 @@ def watch(cell: Cell, make: Callable[[], af.Workflow], directory: Path) -> Cell:
         why = f"version {missing[0]} was not loaded"
     return dataclasses.replace(
         cell, green=not why, why=why, steps=summary["steps"], proven=len(loaded - {0}), drift=max(drifts),
-        wall_s=time.monotonic() - began,
     )  # fmt: skip
 
 
