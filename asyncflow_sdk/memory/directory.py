@@ -98,22 +98,16 @@ def _make(base: Path) -> tuple[Path, int]:
     while True:
         path = base / f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
         path.mkdir(mode=0o700)
-        lock = _lock(path)
-        if os.fstat(lock).st_nlink:  # else another server removed it before it was locked
-            return path, lock
-        os.close(lock)
+        with contextlib.suppress(FileNotFoundError):  # another server removed it before it was locked
+            return path, _lock(path)
 
 
 def meeting_directory(name: str) -> tuple[Path, int]:
-    """Return a directory of this user's processes on this host, and a descriptor to keep it: close
-    it, then call ``remove_if_ownerless``. Raises OSError, ConfigError."""
-    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    while True:
-        with contextlib.suppress(FileNotFoundError):  # removed by the last process meanwhile
-            path, lock = _reuse(base / f"{PREFIX}{os.getuid()}-{name}", fcntl.LOCK_SH)
-            if os.fstat(lock).st_nlink:
-                return path, lock
-            os.close(lock)
+    """Return a directory of this user's processes in /dev/shm, and a descriptor to keep it: close it, then call
+    ``remove_if_ownerless``. Raises ConfigError, OSError; BlockingIOError, FileNotFoundError while it is removed."""
+    path, lock = _reuse(Path("/dev/shm") / f"{PREFIX}{os.getuid()}-{name}", fcntl.LOCK_SH | fcntl.LOCK_NB)
+    sweep(path.parent)
+    return path, lock
 
 
 def _reuse(path: Path, kind: int = fcntl.LOCK_EX) -> tuple[Path, int]:
@@ -127,8 +121,14 @@ def _reuse(path: Path, kind: int = fcntl.LOCK_EX) -> tuple[Path, int]:
 
 def _lock(path: Path, kind: int = fcntl.LOCK_EX) -> int:
     lock = os.open(path / "owner", os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(lock, kind)
-    return lock
+    try:
+        fcntl.flock(lock, kind)
+        if os.fstat(lock).st_nlink:
+            return lock
+        raise FileNotFoundError("its directory was removed")
+    except OSError as error:
+        os.close(lock)
+        raise type(error)(f"the lock {path / 'owner'} cannot be taken: {error}") from None
 
 
 def _remove_abandoned(base: Path, mark: tuple[str, str], but: Path) -> None:

@@ -3,9 +3,9 @@
     share = HostShare(host, rank)
     fetched = share.fetch(manifest, receive, until, stopped)     # receive(chunks, on_bucket) fills them
 
-The holder of a file lock fetches: the kernel frees the lock of a dead process, and the next one
-fetches. The lock lies in a directory of this user, named by a digest of the run's random name. Once all
-chunks are verified, their places are written to a file beside them: no other version is mapped.
+The processes meet in a directory of their user. The holder of the lock of its file ``fetching`` fetches: the kernel
+frees the lock of a dead process, and the next one fetches. The file ``last`` gets the places of a version, by renaming,
+once all its chunks are verified. The others map them without a lock: a block with a reader is not reused.
 """
 
 from __future__ import annotations
@@ -16,45 +16,34 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from ...errors import ConfigError, DeadlineExceeded, DigestMismatch, MemoryFull, VersionGone, WireError
-from ...interfaces.weights import Bytes, Fetched, Host
-from ...memory import meeting_directory, own_directories, remove_if_ownerless
+from ... import errors
+from ...interfaces.weights import Fetched, Host
+from ...memory import meeting_directory, remove_if_ownerless
 from ...types import Manifest
 from .shm import ShmReceiver
 from .version_memory import VersionMemory
 
-HEAD_START_S = 0.05
-"""For the fetcher of the last version: it has memory and mappings to use again."""
-STALL_S = 60.0
-"""Longest wait for the next bucket of another process; this one then fetches for itself."""
-_POLL_S = 0.01
-
-Receive = Callable[[Sequence[Bytes], Callable[[], None]], Fetched]
-
-
-class NotShared(Exception):
-    """Internal: this host cannot share a version now. The process fetches it for itself."""
+HEAD_START_S = 0.05  # for the fetcher of the last version: it has memory and mappings to use again
+STALL_S = 60.0  # longest time without a bucket of another process that fetches
+_GRACE_S, _POLL_S = 1.0, 0.01  # after the grace, a holder of the lock has given a sign of life
+Receive = Callable[..., Fetched]
 
 
 class HostShare:
-    """The versions of a publishing rank on this host. One ``fetch`` at a time. Raises NotShared."""
+    """The versions of a publishing rank on this host. One ``fetch`` at a time."""
 
     def __init__(self, host: Host, rank: int) -> None:
         self._host = host
-        self._memory: VersionMemory | None = None
-        self._places: Path | None = None
-        self._maps: dict[Path, ShmReceiver] = {}
         self._name = hashlib.blake2b(f"{host.identity} {host.run} {rank}".encode(), digest_size=16).hexdigest()
-        try:
-            self._path, self._owner = meeting_directory(self._name)
-            self._lock = os.open(self._path / "fetching", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except (ConfigError, OSError) as error:
-            raise NotShared(str(error)) from error
+        self._opened, self._path, self._lock = contextlib.ExitStack(), Path(), -1
+        self._last = self._own = b""  # content of the file ``last``: as read, and as written by this process
+        self._memory: VersionMemory | None = None
+        self._directory, self._receiver = "", ShmReceiver(Path())
 
     @property
     def nbytes(self) -> int:
@@ -62,100 +51,110 @@ class HostShare:
         return 0 if self._memory is None else self._memory.nbytes
 
     def fetch(self, manifest: Manifest, receive: Receive, until: float, stopped: threading.Event) -> Fetched:
-        """Map a version fetched by a process of this host; ``receive`` fetches it here. Raises NotShared,
-        errors of ``receive``, WireError once ``stopped``, DeadlineExceeded."""
-        notes = list[str]()
+        """Map a version fetched by a process of this host; ``receive`` fetches it here, into memory of its own if
+        this host cannot share it. Raises errors of ``receive``, WireError once ``stopped``, DeadlineExceeded."""
+        self._what, self._until, self._stopped, self._last = f"version {manifest.version}", until, stopped, b""
+        began = time.monotonic()
         try:
-            if self._places is None:
-                stopped.wait(HEAD_START_S)
-            touched, since = 0, time.monotonic()
-            while not stopped.is_set():
-                with contextlib.suppress(BlockingIOError):
-                    for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):  # shared to map, alone to fetch
-                        fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
-                        fetched = self._map_shared(manifest, notes)
-                        if fetched is None and kind == fcntl.LOCK_EX:
-                            fetched = self._receive(manifest, receive)
-                        if fetched is not None:
-                            fetched.notes = notes
-                            return fetched
-                now, before, touched = time.monotonic(), touched, os.fstat(self._lock).st_mtime_ns
-                since = since if touched == before else now
-                holder = f"another process of this host fetches it, and holds the lock {self._path / 'fetching'}"
-                if now >= until:
-                    raise DeadlineExceeded(f"version {manifest.version} was not here in time: {holder}")
-                if now >= since + STALL_S:
-                    raise NotShared(f"{holder}, and nothing has arrived for {STALL_S:g} s")
-                stopped.wait(_POLL_S)
-            raise WireError(f"the fetch of version {manifest.version} was interrupted: it is wanted no more")
-        finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        """Stop. Fetched versions stay valid."""
-        os.close(self._lock)
-        os.close(self._owner)
-        remove_if_ownerless(self._path)
-        if self._memory is not None:
-            self._memory.close()
-        for each in self._maps.values():
-            each.close()
-
-    # ---- with the lock held
-
-    def _map_shared(self, manifest: Manifest, notes: list[str]) -> Fetched | None:
-        """Map a version fetched by a process of this host, and free older ones fetched here."""
-        for directory in own_directories():
-            places = directory / f"{self._name}-{manifest.root}"
-            try:
-                fetched = self._map(directory, manifest, places.read_bytes())
-            except (OSError, VersionGone):
-                continue
-            except DigestMismatch as error:
-                notes[:] = [f"version {manifest.version} in the memory of this host is damaged: {error}"]
-                continue
-            if places != self._places and self._memory is not None:
-                self._withdraw()
-                self._memory.free()
+            while (fetched := self._attempt(manifest, receive, time.monotonic() - began)) is None:
+                self._check(self._waits_for, _POLL_S)
             return fetched
-        return None
-
-    def _map(self, directory: Path, manifest: Manifest, places: bytes) -> Fetched:
-        if directory not in self._maps:
-            self._maps[directory] = ShmReceiver(directory)
-        for former in [each for each in self._maps if each != directory]:
-            self._maps.pop(former).close()
-        return self._maps[directory].fetch(manifest, places, timeout_s=0.0)
-
-    def _receive(self, manifest: Manifest, receive: Receive) -> Fetched:
-        """Fetch a version for this host. The one before stays until it is complete."""
-        try:
-            memory = self._memory = self._memory or VersionMemory.private(self._host.name)
-        except (MemoryFull, OSError) as error:
-            raise NotShared(str(error)) from error
-        try:
-            try:
-                rooms = [memory.room(chunk.nbytes) for chunk in manifest.chunks]
-            except MemoryFull as error:
-                raise NotShared(str(error)) from error
-            received = receive([room.memory for room in rooms], lambda: os.utime(self._lock))
-            places = msgspec.msgpack.encode(memory.seal(manifest.version))
-            fetched = self._map(memory.directory, manifest, places)
-        except BaseException:
-            memory.abandon()
+        except (errors.WireError, errors.WeightError, errors.DeadlineExceeded):
+            if self._memory is not None:
+                self._memory.abandon()
             raise
-        self._withdraw()
-        memory.keep([manifest.version])
-        self._places = memory.directory / f"{self._name}-{manifest.root}"
-        draft = memory.directory / "places"
-        with contextlib.suppress(OSError):  # others then fetch for themselves
-            draft.write_bytes(places)
-            os.replace(draft, self._places)
-        fetched.moved, fetched.encoding = received.moved, received.encoding
+        except BaseException as error:
+            self.close()  # the memory has no room, or threads may still write there
+            if not isinstance(error, (errors.ConfigError, errors.MemoryFull, msgspec.MsgspecError, OSError)):
+                raise
+            reason = str(error)
+        fetched = receive()
+        fetched.notes = [f"{self._what} is not shared on this host: {reason}"]
         return fetched
 
-    def _withdraw(self) -> None:
-        """Let no other process map the version fetched here from now on."""
-        if self._places is not None:
-            self._places.unlink(missing_ok=True)
-            self._places = None
+    def close(self) -> None:
+        """Free everything, until the next fetch. Fetched versions stay valid."""
+        self._opened.close()
+        self._receiver.close()
+        if self._memory is not None:
+            self._memory.close()
+        self._directory, self._memory, self._lock = "", None, -1
+
+    def _open(self) -> None:
+        """Open the directory and its lock, again if somebody removed them."""
+        if self._lock < 0 or not os.fstat(self._lock).st_nlink:
+            self.close()
+            self._path, owner = meeting_directory(self._name)
+            self._opened.callback(remove_if_ownerless, self._path)
+            self._opened.callback(os.close, owner)
+            self._lock = os.open(self._path / "fetching", os.O_CREAT | os.O_RDWR, 0o600)
+            self._opened.callback(os.close, self._lock)
+
+    def _check(self, doing: str = "the memory of this host is being verified", wait_s: float = 0.0) -> None:
+        """Raise an error if the version is wanted no more, or late."""
+        if self._stopped.wait(wait_s):
+            raise errors.WireError(f"the fetch of {self._what} was interrupted: it is wanted no more")
+        if time.monotonic() >= self._until:
+            raise errors.DeadlineExceeded(f"{self._what} was not here in time: {doing}")
+
+    def _attempt(self, manifest: Manifest, receive: Receive, waited_s: float) -> Fetched | None:
+        """Map the version, or fetch it. Return None if another process does, or comes first."""
+        try:
+            self._open()
+            self._waits_for = f"another process of this host fetches it, and holds the lock {self._path / 'fetching'}"
+            fetched = self._map(manifest)
+            if fetched is None and (waited_s >= HEAD_START_S or self._last in (b"", self._own)):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fetched = self._map(manifest) or self._receive(manifest, receive)
+            return fetched
+        except (BlockingIOError, FileNotFoundError) as error:  # the lock is held, or the directory is removed now
+            self._waits_for = self._waits_for if self._lock >= 0 else str(error)
+            if waited_s >= _GRACE_S and (self._lock < 0 or time.time() >= os.fstat(self._lock).st_mtime + STALL_S):
+                raise OSError(f"{self._waits_for}, and nothing has arrived for {STALL_S:g} s") from None
+            return None
+        finally:
+            if self._lock >= 0:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _map(self, manifest: Manifest) -> Fetched | None:
+        """Map the version fetched last, if it is wanted and was not tried. Free older ones fetched here."""
+        before = self._last
+        with contextlib.suppress(FileNotFoundError):
+            self._last = (self._path / "last").read_bytes()
+        if self._last == before:
+            return None
+        root, directory, places = msgspec.msgpack.decode(self._last, type=tuple[str, str, msgspec.Raw])
+        if root != manifest.root:
+            return None
+        if directory != self._directory:
+            self._receiver.close()
+            self._directory, self._receiver = directory, ShmReceiver(Path(directory), self._check)
+        if self._memory is not None and self._last != self._own:
+            self._memory.free()
+        try:
+            return self._receiver.fetch(manifest, bytes(places), timeout_s=0.0)
+        except errors.VersionGone:
+            return None
+        except errors.DigestMismatch as error:
+            raise OSError(f"the memory of this host is damaged: {error}") from error
+
+    def _receive(self, manifest: Manifest, receive: Receive) -> Fetched | None:
+        """Fetch a version for this host, with the lock held. The one before stays until it is complete."""
+        memory = self._memory = self._memory or VersionMemory.private(self._host.name, self._path.parent)
+        rooms = []
+        for chunk in manifest.chunks:
+            os.utime(self._lock)
+            try:
+                rooms.append(memory.room(chunk.nbytes))
+            except errors.ServerLost as error:
+                raise OSError(str(error)) from error
+        own = msgspec.msgpack.encode((manifest.root, str(memory.directory), [room.place for room in rooms]))
+        (self._path / "next").write_bytes(own)  # now, since there may be no room
+        received = receive([room.memory for room in rooms], lambda: os.utime(self._lock))
+        memory.seal(manifest.version)
+        os.replace(self._path / "next", self._path / "last")
+        self._own = own
+        memory.keep([manifest.version])
+        if (fetched := self._map(manifest)) is not None:
+            fetched.moved, fetched.encoding = received.moved, received.encoding
+        return fetched

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -108,10 +108,11 @@ class ShmSender(WeightSender):
 
 
 class ShmReceiver(WeightReceiver):
-    """Maps versions that a sender on this host wrote to ``directory``."""
+    """Maps versions that a sender on this host wrote to ``directory``. ``on_bucket``: called at each bucket to
+    verify; an error that it raises ends the fetch."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, on_bucket: Callable[[], None] = lambda: None) -> None:
+        self._directory, self._on_bucket = directory, on_bucket
         self._mapper, self._maps = Mapper(directory), PrivateMaps()
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
@@ -128,6 +129,7 @@ class ShmReceiver(WeightReceiver):
 
     def _verify(self, manifest: Manifest, chunks: Sequence[Bytes], places: Sequence[ChunkPlace]) -> Fetched:
         for bucket in manifest.buckets():
+            self._on_bucket()
             manifest.check(bucket, memoryview(chunks[bucket.chunk][bucket.start : bucket.stop]))  # type: ignore[arg-type]
         files = [FilePlace(str(self._directory / place.segment), place.start + HEADER_BYTES) for place in places]
         return Fetched(manifest, chunks, encoding="mapped", places=files)

@@ -163,15 +163,26 @@ class StreamClient:
         if not 0 <= version < 1 << 63 or (self._socket is None and not self._connect(deadline)):
             return False
         try:
-            connection = self._begin(_REQUEST.pack(version, bytes.fromhex(root), first, len(views)))
+            assert self._socket is not None
+            if self._interrupted:
+                raise WireError
+            self._socket.settimeout(SILENCE_S)
+            self._socket.sendall(_REQUEST.pack(version, bytes.fromhex(root), first, len(views)))
             self._set_timeout(deadline)
-            (nbytes,) = _ANSWER.unpack(_receive(connection, _ANSWER.size))
+            (nbytes,) = _ANSWER.unpack(_receive(self._socket, _ANSWER.size))
             if nbytes < 0:
                 return False
             if nbytes != sum(len(view) for view in views):
                 raise ServerLost(f"{nbytes} bytes came for buckets of {sum(map(len, views))}")
             for number, view in enumerate(views):
-                self._fill(view, deadline, functools.partial(on_bytes, number))
+                got = 0
+                while got < len(view):
+                    self._set_timeout(deadline)
+                    read = self._socket.recv_into(view[got : got + PIECE])
+                    if not read:
+                        raise EOFError
+                    got += read
+                    on_bytes(number, got)
         except BaseException as error:
             raise self._failed(error, deadline) from None
         return True
@@ -199,25 +210,6 @@ class StreamClient:
             _set_options(self._socket)
             self._socket.sendall(self._where.token)
         return True
-
-    def _begin(self, request: bytes) -> socket.socket:
-        assert self._socket is not None
-        if self._interrupted:
-            raise WireError
-        self._socket.settimeout(SILENCE_S)
-        self._socket.sendall(request)
-        return self._socket
-
-    def _fill(self, view: memoryview, deadline: float, on_bytes: Callable[[int], None]) -> None:
-        assert self._socket is not None
-        got = 0
-        while got < len(view):
-            self._set_timeout(deadline)
-            read = self._socket.recv_into(view[got : got + PIECE])
-            if not read:
-                raise EOFError
-            got += read
-            on_bytes(got)
 
     def _set_timeout(self, deadline: float) -> None:
         assert self._socket is not None

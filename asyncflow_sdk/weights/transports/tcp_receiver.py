@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-import msgspec
-
 from ...errors import DeadlineExceeded, WireError
 from ...interfaces.weights import Bytes, Fetched, Host, WeightReceiver
 from ...memory import BufferPool
 from ...types import Manifest
 from ...wire import ServiceClient
-from .host_share import HostShare, NotShared
+from .host_share import HostShare
 from .tcp_fetch import FetchThreads, TcpFetch
 from .tcp_messages import TcpAddress, decode
 
@@ -46,19 +44,15 @@ class TcpReceiver(WeightReceiver):
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         """See ``WeightReceiver.fetch``."""
         address, until = decode(where, TcpAddress), time.monotonic() + timeout_s
-        self._interrupted.clear()
-        if address.host == self._host.identity or not manifest.digested:
-            return self._receive(address, manifest, base, until)
-        unstreamed = msgspec.structs.replace(address, stream=None)
-        receive = functools.partial(self._receive, unstreamed, manifest, base, until)
+        receive = functools.partial(self._receive, address, manifest, base, until)
         try:
+            if address.host == self._host.identity or not manifest.digested:
+                return receive()
             if address.rank not in self._shares:
                 self._shares[address.rank] = HostShare(self._host, address.rank)
             return self._shares[address.rank].fetch(manifest, receive, until, self._interrupted)
-        except NotShared as error:
-            fetched = self._receive(address, manifest, base, until)
-            fetched.notes = [f"version {manifest.version} is not shared on this host: {error}"]
-            return fetched
+        finally:
+            self._interrupted.clear()  # not at the begin: an interrupt may come before the thread of a fetch runs
 
     def _receive(
         self,

@@ -76,10 +76,10 @@ class VersionMemory:
         self._lock = threading.Lock()
 
     @classmethod
-    def private(cls, name: str) -> VersionMemory:
+    def private(cls, name: str, base: Path | None = None) -> VersionMemory:
         """Return memory in a new directory, which ``close`` removes; so does a later process if
-        this one was killed."""
-        own = SharedDirectory()
+        this one was killed. ``base``: the parent; by default /dev/shm, or a disk if it is small."""
+        own = SharedDirectory(base)
         staging = cls(own.path, f"w{name}-")
         staging._own = own
         return staging
@@ -149,13 +149,9 @@ class VersionMemory:
         try:
             if places is None:
                 raise LeaseLost("its memory is free")
-            return [self.view(place) for place in places]
+            return [self._mapper.view(*place)[HEADER_BYTES:] for place in places]
         except LeaseLost as error:
             raise VersionGone(f"version {version} is no longer kept ({error}); take the newest") from None
-
-    def view(self, place: ChunkPlace) -> Bytes:
-        """Return the chunk at a place, like ``chunks``. Raises LeaseLost."""
-        return self._mapper.view(*place)[HEADER_BYTES:]
 
     def keep(self, versions: Sequence[int]) -> None:
         """Free the memory of all other versions. Never waits."""
