@@ -29,11 +29,11 @@ RELATIVE = re.compile(r"\b(that|which|what|whatever|who|whom|whose|whoever|those
 NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|on)\b", re.IGNORECASE)
 """A parameter's note without a noun."""
 MAX_SIZE = {  # lines, files
-    "core": (35_436, 229), "asyncflow_sdk": (721, 5), "asyncflow_sdk/algorithms": (792, 10),
-    "asyncflow_sdk/cli": (5_682, 45), "asyncflow_sdk/interfaces": (2_396, 16), "asyncflow_sdk/ledger": (8_072, 52),
-    "asyncflow_sdk/memory": (1_607, 13), "asyncflow_sdk/plugins": (862, 9), "asyncflow_sdk/queue": (8_767, 46),
-    "asyncflow_sdk/testing": (9_701, 57), "asyncflow_sdk/types": (2_450, 19), "asyncflow_sdk/weights": (5_798, 34),
-    "asyncflow_sdk/wire": (3_971, 25), "asyncflow_sdk/workflow": (13_406, 74),
+    "core": (35_663, 230), "asyncflow_sdk": (721, 5), "asyncflow_sdk/algorithms": (792, 10),
+    "asyncflow_sdk/cli": (5_684, 45), "asyncflow_sdk/interfaces": (2_396, 16), "asyncflow_sdk/ledger": (8_179, 53),
+    "asyncflow_sdk/memory": (1_607, 13), "asyncflow_sdk/plugins": (862, 9), "asyncflow_sdk/queue": (8_899, 46),
+    "asyncflow_sdk/testing": (9_701, 57), "asyncflow_sdk/types": (2_455, 19), "asyncflow_sdk/weights": (5_781, 34),
+    "asyncflow_sdk/wire": (3_971, 25), "asyncflow_sdk/workflow": (13_387, 74),
     "adapters/asyncflow_deepspeed": (817, 8), "adapters/asyncflow_fsdp": (405, 6),
     "adapters/asyncflow_http": (500, 6), "adapters/asyncflow_sglang": (1_506, 17),
     "adapters/asyncflow_torch": (7_086, 52), "adapters/asyncflow_vllm": (1_536, 15),
@@ -41,17 +41,17 @@ MAX_SIZE = {  # lines, files
     "contrib/asyncflow_mlflow": (225, 4), "contrib/asyncflow_mooncake": (478, 5),
     "contrib/asyncflow_otel": (236, 4), "contrib/asyncflow_prometheus": (400, 4), "contrib/asyncflow_ray": (710, 9),
     "contrib/asyncflow_sandbox": (782, 7), "contrib/asyncflow_slurm": (454, 6), "contrib/asyncflow_tensorboard": (158, 4),
-    "contrib/asyncflow_trackio": (110, 4), "contrib/asyncflow_wandb": (168, 4), "benchmarks": (7_178, 77),
-    "tests, shared": (7_739, 63),
+    "contrib/asyncflow_trackio": (110, 4), "contrib/asyncflow_wandb": (168, 4), "benchmarks": (7_174, 77),
+    "tests, shared": (7_773, 63),
 }  # fmt: skip
 """By package. The core is the packages of CORE and the files of asyncflow_sdk itself."""
 MAX_COUNT = {
     "public names": 141,
     "functions with more than ten parameters": 24,
-    "assignments into other objects": 390,
-    "assignments into other objects, of the core": 250,
-    "comments that stop the formatter": 303,
-    "notes of parameters without a noun": 314,
+    "assignments into other objects": 402,
+    "assignments into other objects, of the core": 262,
+    "comments that stop the formatter": 304,
+    "notes of parameters without a noun": 315,
     "public functions without a docstring": 88,
     "relative words in 100 of the code": 1.08,
     "relative words in 100 of the tests": 4.81,

@@ -92,8 +92,8 @@ class LeaseAdmission:
             last = fit > 0 and not task.waiting[partition] and self._state.partitions.closed(partition)
             if fit < least and not last:
                 continue
-            exact = task.whole_groups or task.sampling.chooses  # else each rank gets a row
-            least = (command.at_least if exact else least) if fit >= least else 1
+            exact = command.at_least if task.whole_groups or task.sampling.chooses else least  # a row for each rank
+            least = exact if fit >= least else 1
             ids = self._samplers.take(task, task.ready[partition], command.count, least)
             if len(ids):
                 task.next_partition = partition + 1
