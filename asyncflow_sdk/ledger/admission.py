@@ -93,8 +93,7 @@ class LeaseAdmission:
             if fit < least and not last:
                 continue
             exact = command.at_least if task.whole_groups or task.sampling.chooses else least  # a row for each rank
-            least = exact if fit >= least else 1
-            ids = self._samplers.take(task, task.ready[partition], command.count, least)
+            ids = self._samplers.take(task, task.ready[partition], command.count, exact if fit >= least else 1)
             if len(ids):
                 task.next_partition = partition + 1
                 return ids, NONE
