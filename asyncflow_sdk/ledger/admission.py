@@ -79,7 +79,7 @@ class LeaseAdmission:
         self, task: Task, command: cmd.LeaseRows, at_least: int, session: Session | None = None
     ) -> tuple[Ids, int] | None:
         """Remove rows for a lease from their queue. Return them and their step; None if too few.
-        ``session``: gets rows of pinned partitions only with their version."""
+        ``session``: gets rows of pinned partitions only with their version. ``at_least``: rows, one for each rank."""
         if task.spec.batch_rows is not None:
             if not self._state.steps.closed:
                 return None
@@ -92,8 +92,9 @@ class LeaseAdmission:
             last = fit > 0 and not task.waiting[partition] and self._state.partitions.closed(partition)
             if fit < least and not last:
                 continue
-            exact = command.at_least if task.whole_groups or task.sampling.chooses else least  # a row for each rank
-            ids = self._samplers.take(task, task.ready[partition], command.count, exact if fit >= least else 1)
+            dealt = at_least > command.at_least and not (task.sampling.chooses or task.whole_groups)
+            exact = (least if dealt else command.at_least) if fit >= least else 1
+            ids = self._samplers.take(task, task.ready[partition], command.count, exact)
             if len(ids):
                 task.next_partition = partition + 1
                 return ids, NONE

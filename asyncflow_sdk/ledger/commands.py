@@ -71,17 +71,14 @@ class Configure(Command, frozen=True, tag="configure"):
     """Set limits; None keeps the present value. ``steps``: step ``steps`` - 1 ends the stream. ``first_step``: the
     first to train; another run has trained those before.
 
-    ``capacity_bytes``: of payload. Each put reserves space for columns to be written later:
-    ``row_bytes`` a row or, if that is 0, the bytes of the largest ended row. The limit yields if
-    the open step could never fill otherwise.
-    ``keep_versions``: number of newest versions to keep for fetching and rollback.
-    ``max_swapping``: number of replicas allowed to load at once; 0 for all. Replicas that get no
-    prompts before they load do not wait for it. ``quorum``: number of replicas that must stage a
-    version before any loads it; 0 for none.
-    ``checkpoints``: rows of acknowledged steps stay until ``AddCheckpoint`` covers them, and
-    ``Resume`` can train them again. They count against ``capacity_bytes``, not ``capacity_rows``.
-    ``staleness``: the policy that interprets ``max_staleness``; by default "wait".
-    ``home_silence_s``: a home is given up if it has no unit for this long.
+    ``capacity_bytes``: of payload. Each put reserves space for columns to be written later: ``row_bytes`` a row or,
+    if that is 0, the bytes of the largest ended row. The limit yields if the open step could never fill otherwise.
+    ``keep_versions``: number of newest versions to keep for fetching and rollback. ``max_swapping``: number of
+    replicas allowed to load at once; 0 for all. Replicas that get no prompts before they load do not wait for it.
+    ``quorum``: number of replicas that must stage a version before any loads it; 0 for none. ``checkpoints``: rows of
+    acknowledged steps stay until ``AddCheckpoint`` covers them, and ``Resume`` can train them again. They count
+    against ``capacity_bytes``, not ``capacity_rows``. ``staleness``: the policy that interprets ``max_staleness``; by
+    default "wait". ``home_silence_s``: a home is given up if it has no unit for this long.
     """
 
     capacity_rows: int | None = None
@@ -115,10 +112,9 @@ class End(Command, frozen=True, tag="end"):
 
 
 class Dismiss(Command, frozen=True, tag="dismiss"):
-    """Grant nothing more to the clients named ``name`` ("": the sender): their requests for rows and
-    versions are answered as at the end of the stream. They may finish the rows they hold. ``ended``: a
-    reason if their processes are known to have ended; their rows then go back. Answered with
-    ``Dismissed``."""
+    """Grant nothing more to the clients named ``name`` ("": the sender): their requests for rows and versions are
+    answered as at the end of the stream. They may finish the rows they hold. ``ended``: a reason if their processes
+    are known to have ended; their rows then go back. Answered with ``Dismissed``."""
 
     name: str = ""
     ended: str = ""
@@ -194,9 +190,8 @@ class AddRows(Command, frozen=True, tag="put"):
 
 
 class PutDone(Reply, frozen=True, tag="put_done"):
-    """Rows ``first`` to ``first + count - 1``. ``again``: the key was known, nothing was added, and
-    these are the rows of the first put. ``groups``: numbers of the lost groups that were added
-    again (int64); b"" for all."""
+    """Rows ``first`` to ``first + count - 1``. ``again``: the key was known, nothing was added, and these are the
+    rows of the first put. ``groups``: numbers of the lost groups that were added again (int64); b"" for all."""
 
     first: int
     count: int
@@ -207,9 +202,8 @@ class PutDone(Reply, frozen=True, tag="put_done"):
 class LeaseRows(Command, frozen=True, tag="lease"):
     """Lease up to ``count`` rows of a task; a task with batch_rows grants one whole step.
 
-    ``partition``: only its rows; None takes the task's partitions in turn. ``at_least``: wait for
-    this many; only the last lease of an ended stream may have fewer. ``columns``: needs of the task
-    to be read; None for all.
+    ``partition``: only its rows; None takes the task's partitions in turn. ``at_least``: wait for this many; only the
+    last lease of an ended stream may have fewer. ``columns``: needs of the task to be read; None for all.
 
     ``group``: the ``world_size`` ranks of a rank group lease together, with equal arguments. Once
     all have asked, one lease of ``count`` rows is split into ``shards`` (0: one a rank; else a
@@ -219,10 +213,9 @@ class LeaseRows(Command, frozen=True, tag="lease"):
     rows it may hold; 0 for other clients. It gets rows up to ``count``, or up to ``most`` in all if
     that is more, and waits where others get ``LoadFirst``.
 
-    ``parts``: lease one step in parts, also the open one: whole groups selected for it so far, at
-    least ``at_least`` rows or the rest of a full step. ``token``: of the lease whose next part is
-    wanted; 0 begins a step. The ranks of a group get each part together. The lease does not expire
-    while all its holders wait for a part.
+    ``parts``: lease one step in parts, also the open one: whole groups selected for it so far, at least ``at_least``
+    rows or the rest of a full step. ``token``: of the lease whose next part is wanted; 0 begins a step. The ranks of
+    a group get each part together. The lease does not expire while all its holders wait for a part.
     """
 
     task: str
@@ -241,10 +234,9 @@ class LeaseRows(Command, frozen=True, tag="lease"):
 
 
 class Leased(Reply, frozen=True, tag="leased"):
-    """Rows leased to this session. ``groups``: the first row of each row's group. ``version``: the
-    one loaded by the replica (rollout) or being trained (train). ``step``: -1 without batch_rows.
-    ``ids`` of a rank group's lease: ``shard`` of ``shards``, for ``rank``; ``imbalance``: max /
-    mean - 1 of the shards' weights.
+    """Rows leased to this session. ``groups``: the first row of each row's group. ``version``: the one loaded by the
+    replica (rollout) or being trained (train). ``step``: -1 without batch_rows. ``ids`` of a rank group's lease:
+    ``shard`` of ``shards``, for ``rank``; ``imbalance``: max / mean - 1 of the shards' weights.
 
     Of a step only: ``completed_at``, the version current when each row was completed (int64), and
     ``version_step_offsets``, pairs of a first version and an offset: versions from it on are
@@ -285,9 +277,8 @@ class LoadFirst(Reply, frozen=True, tag="load_first"):
 class Complete(Command, frozen=True, tag="complete"):
     """Write ``columns`` of leased rows and acknowledge them, all or nothing.
 
-    ``index``: positions in the lease, or in the shard of ``rank``; None for all. ``filtered``:
-    positions in ``index`` to drop. ``measures``: of measured columns, float64 for each row.
-    ``lengths``: int32 for each row.
+    ``index``: positions in the lease, or in the shard of ``rank``; None for all. ``filtered``: positions in ``index``
+    to drop. ``measures``: of measured columns, float64 for each row. ``lengths``: int32 for each row.
     """
 
     token: int
@@ -357,9 +348,8 @@ class Cancelled(Reply, frozen=True, tag="cancelled"):
 
 
 class AwaitRowsWanted(Command, frozen=True, tag="wanted"):
-    """Wait until the remaining steps lack rows, and get their number; without a last step, of the
-    next few steps. Filtered, failed and cancelled rows are wanted again: a feeder replaces them.
-    Answered with ``RowsWanted``."""
+    """Wait until the remaining steps lack rows, and get their number; without a last step, of the next few steps.
+    Filtered, failed and cancelled rows are wanted again: a feeder replaces them. Answered with ``RowsWanted``."""
 
     timeout_s: float = 0.0
 
@@ -388,12 +378,11 @@ class LastPut(Reply, frozen=True, tag="last_put"):
 class OpenHome(Command, frozen=True, tag="open_home"):
     """Serve a home of payload, as its unit from now on.
 
-    ``identity`` names the contents of its memory. A home with the same identity is the same one, in
-    the same epoch, even if its unit has died; it keeps its first ``name``. A home of this name with
-    another identity loses its contents, and begins a new epoch; refused while another unit serves
-    it. A lost epoch never returns. ``store``: kind of the store. ``address`` and ``key``: of the
-    unit's socket. ``directory`` and ``owner``: of its segments, and the text of its owner file.
-    Answered with ``HomeOpened``.
+    ``identity`` names the contents of its memory. A home with the same identity is the same one, in the same epoch,
+    even if its unit has died; it keeps its first ``name``. A home of this name with another identity loses its
+    contents, and begins a new epoch; refused while another unit serves it. A lost epoch never returns. ``store``:
+    kind of the store. ``address`` and ``key``: of the unit's socket. ``directory`` and ``owner``: of its segments,
+    and the text of its owner file. Answered with ``HomeOpened``.
     """
 
     store: str
@@ -608,9 +597,8 @@ class Rollback(Command, frozen=True, tag="rollback"):
 
 
 class RollbackDone(Reply, frozen=True, tag="rolled_back"):
-    """``version``: the new number, now current. ``expired``: number of rows that expired.
-    ``checkpoint``: step of the checkpoint with this version's weights and optimizer state; -1 for
-    none."""
+    """``version``: the new number, now current. ``expired``: number of rows that expired. ``checkpoint``: step of the
+    checkpoint with this version's weights and optimizer state; -1 for none."""
 
     version: int
     expired: int
@@ -683,10 +671,9 @@ class ReportStaged(Command, frozen=True, tag="staged"):
 
 
 class Swap(Command, frozen=True, tag="swap"):
-    """Ask for permission to load a staged version. At most ``max_swapping`` replicas have
-    permission at once, and more only if they get no prompts before they load it. With a quorum none
-    has permission before the quorum has staged it. Raises VersionGone
-    once a newer version has replaced it. The permission ends with ``ReportLoaded``,
+    """Ask for permission to load a staged version. At most ``max_swapping`` replicas have permission at once, and
+    more only if they get no prompts before they load it. With a quorum none has permission before the quorum has
+    staged it. Raises VersionGone once a newer version has replaced it. The permission ends with ``ReportLoaded``,
     ``ReportLoadFailed``, ``Retire`` or the session. Answered with ``Permitted``."""
 
     version: int

@@ -1,9 +1,8 @@
 """The registry of homes: units open them, leave and return, and homes without a unit are given up.
 
-A unit that dies loses nothing, because its memory outlives it. The home is *absent* until another
-unit opens it with the same identity. An epoch is lost once: when its home was absent for
-``home_silence_s``, when a person evicts it, or when its contents are known to be gone. It never
-becomes live again; the home may begin a new epoch.
+A unit that dies loses nothing, because its memory outlives it. The home is *absent* until another unit opens it with
+the same identity. An epoch is lost once: when its home was absent for ``home_silence_s``, when a person evicts it, or
+when its contents are known to be gone. It never becomes live again; the home may begin a new epoch.
 
 The ledger does not know the home of a block. Each loss is an effect, and the server answers it with
 ``Ledger.lose_homes`` before the next input.

@@ -36,12 +36,11 @@ class ReplicaState:
 class Session:
     """One client.
 
-    ``loaded``: the version its replica generates with; None before the first. ``claimed``: True if
-    that is its own version 0, none is published, and it has taken no prompts with it. ``leases``: by
-    token. ``parked``: tickets of its parked requests, in order. ``rank``: of the publisher, or NONE.
-    ``dismissed``: True if it gets nothing more. ``replica``: None if it takes no versions.
-    ``lost``: unreported ended rows of its leases; None if it never asked for them. ``home``: number
-    of the home with this session as its unit; NONE if it is none.
+    ``loaded``: the version its replica generates with; None before the first. ``claimed``: True if that is its own
+    version 0, none is published, and it has taken no prompts with it. ``leases``: by token. ``parked``: tickets of
+    its parked requests, in order. ``rank``: of the publisher, or NONE. ``dismissed``: True if it gets nothing more.
+    ``replica``: None if it takes no versions. ``lost``: unreported ended rows of its leases; None if it never asked
+    for them. ``home``: number of the home with this session as its unit; NONE if it is none.
     """
 
     id: int

@@ -25,9 +25,8 @@ class Steps:
     ``reselect``: True if more rows may join the open step. ``just_closed``: True if late rows must be evicted after a
     step closed.
 
-    ``covered``: earlier steps are final. ``checkpoint``: step of the newest checkpoint; NONE
-    without one. ``saved``: version of each kept checkpoint, by step. ``lost_rows``: rows of
-    uncovered steps with lost payload.
+    ``covered``: earlier steps are final. ``checkpoint``: step of the newest checkpoint; NONE without one. ``saved``:
+    version of each kept checkpoint, by step. ``lost_rows``: rows of uncovered steps with lost payload.
     """
 
     def __init__(self, rows: Rows) -> None:

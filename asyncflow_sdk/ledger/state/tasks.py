@@ -26,12 +26,11 @@ PARTS = 4  # units lost together are leased in this many parts next
 class Task:
     """A task.
 
-    ``need``: bits of the needed columns. By partition: ``ready``, ready rows; ``unfinished``, live
-    rows not completed; ``waiting`` and ``fit``, rows without their columns and ready rows, if
-    leased singly; ``redo``, admitted rows with a lost producer. ``counts``: live rows by state.
-    ``became_ready``, ``completed``: row counts over all time. ``leases_granted``: their number.
-    ``suspects``: rows whose process died or hung, until their next lease has ended well.
-    ``leases``, ``group_leases``: by token, oldest first; and by rank group. ``next_partition``:
+    ``need``: bits of the needed columns. By partition: ``ready``, ready rows; ``unfinished``, live rows not
+    completed; ``waiting`` and ``fit``, rows without their columns and ready rows, if leased singly; ``redo``,
+    admitted rows with a lost producer. ``counts``: live rows by state. ``became_ready``, ``completed``: row counts
+    over all time. ``leases_granted``: their number. ``suspects``: rows whose process died or hung, until their next
+    lease has ended well. ``leases``, ``group_leases``: by token, oldest first; and by rank group. ``next_partition``:
     where a lease without a partition looks first.
     """
 
