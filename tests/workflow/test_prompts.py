@@ -460,7 +460,10 @@ def test_a_function_of_all_columns_gets_those_that_a_queue_can_hold(as_records: 
     assert set(plan.data) == set(plan.held_out) == {"prompt_ids", "answer"}
     assert [set(stage.needs) for stage in plan.stages] == [{"prompt_ids", "response_ids", "answer"}] * 2
     (line,) = [each.reason for each in plan.choices if each.what == "columns of the prompts"]
-    assert line == f"**columns goes without {', '.join(odd)}: a queue has no such name, type or room for them"
+    assert (
+        line
+        == f"**columns goes without {', '.join(odd)}: a queue has no such name, type or room, or a record lacks them"
+    )
     with pytest.raises(ConfigError, match="column 'image' is of type object"):
         echo_workflow(prompts=prompts, reward=judge, stages=[af.Stage(len, task="a", needs=["image"])])
 
