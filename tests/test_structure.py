@@ -33,7 +33,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/cli": (5_684, 45), "asyncflow_sdk/interfaces": (2_396, 16), "asyncflow_sdk/ledger": (8_161, 53),
     "asyncflow_sdk/memory": (1_607, 13), "asyncflow_sdk/plugins": (862, 9), "asyncflow_sdk/queue": (8_899, 46),
     "asyncflow_sdk/testing": (9_701, 57), "asyncflow_sdk/types": (2_455, 19), "asyncflow_sdk/weights": (5_781, 34),
-    "asyncflow_sdk/wire": (3_971, 25), "asyncflow_sdk/workflow": (13_387, 74),
+    "asyncflow_sdk/wire": (3_971, 25), "asyncflow_sdk/workflow": (13_386, 74),
     "adapters/asyncflow_deepspeed": (817, 8), "adapters/asyncflow_fsdp": (405, 6),
     "adapters/asyncflow_http": (500, 6), "adapters/asyncflow_sglang": (1_506, 17),
     "adapters/asyncflow_torch": (7_086, 52), "adapters/asyncflow_vllm": (1_536, 15),

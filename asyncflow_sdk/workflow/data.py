@@ -398,10 +398,9 @@ def _arrow(module: str, what: Any) -> Any:
 class PromptStream:
     """Records read one after another, epoch after epoch, of which only a few are held.
 
-    ``of``: the iterable of an epoch, or a function that returns it. A new epoch calls its
-    ``set_epoch``, if it has one, so that ``datasets.IterableDataset.shuffle`` gives another order.
-    ``head``: the first records, with the columns and types of all. Raises ConfigError for a stream
-    without records of the prompt column.
+    ``of``: the iterable of an epoch, or a function that returns it. A new epoch calls its ``set_epoch``, if it has
+    one, so that ``datasets.IterableDataset.shuffle`` gives another order. ``head``: the first records, with the
+    columns and types of all. Raises ConfigError for a stream without records of the prompt column.
     """
 
     def __init__(self, of: Any, select: Selection) -> None:

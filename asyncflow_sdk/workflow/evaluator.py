@@ -114,8 +114,7 @@ class Evaluator:
         return True
 
     def _score_rows(self, began: float) -> None:
-        """Score the rows put last, once they are all there. Rows of a version rolled back or lost are
-        put again."""
+        """Score the rows put last, once they are all there. Rows of a version rolled back or lost are put again."""
         rows = self._data.rows * self._evaluation.samples
         try:
             batch = self._queue.get(SCORES.name, rows, at_least=rows, partition=EVALUATION, timeout_s=FEED_S)
@@ -158,8 +157,7 @@ class Evaluator:
         return scored
 
     def _act(self, scored: ev.Evaluated) -> None:
-        """Keep the best version, give up a bad one, or end training. Also again, after a death
-        between."""
+        """Keep the best version, give up a bad one, or end training. Also again, after a death between."""
         margin, patience, best = self._evaluation.rollback_margin, self._evaluation.early_stopping_patience, self.best
         assert best is not None
         if scored is best:

@@ -466,8 +466,10 @@ def _check_lengths(plan: Plan, rollout: Rollout, name: str, data: Batch) -> None
             f" say sampling=af.Sampling(max_tokens={max(context // 2, 1)})"
         )
     if plan.stream is not None and name == PROMPT:  # its later records, and with "error" the first ones
-        plan.stream.limit(_length, MOST if plan.long_prompts == "truncate_left" else most)
-        if plan.long_prompts == "truncate_left" and is_ids:
+        if plan.long_prompts != "truncate_left":
+            plan.stream.limit(_length, most)
+        elif is_ids:  # texts are not encoded here only to find the empty ones
+            plan.stream.limit(_length, MOST)
             plan.stream.cut(most)
         if plan.long_prompts != "error":
             return
