@@ -101,14 +101,17 @@ class Cell:
 
     def __str__(self) -> str:
         if not self.green:
-            return f"**no**: {self.why}"
+            return f"**no**: {_without_directories(self.why)}"
         return f"{self.steps} steps, {self.proven} versions proven, drift {self.drift:.0e}"
 
     def refused(self, why: object) -> Cell:
-        """Return the cell as not green. ``why``: an error, whose first line is told, without directories."""
+        """Return the cell as not green. ``why``: an error, whose first line is told."""
         first = (str(why).strip() or type(why).__name__).partition("\n")[0]
-        first = re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+", "", first)
         return dataclasses.replace(self, green=False, why=first[:300].replace("|", "\\|"))
+
+
+def _without_directories(text: str) -> str:
+    return re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+", "", text)
 
 
 class Environments:

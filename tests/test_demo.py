@@ -132,7 +132,7 @@ def test_a_cell_of_the_matrix_is_green_when_each_version_was_proven_and_names_wh
     assert "/nowhere/python" in lacking.why
     text = matrix.page([green, lacking], not_there)
     assert "| transformers | 3 steps, 2 versions proven, drift" in text
-    assert "| vLLM | **no**: rollout 'rollout': cannot start '/nowhere/python'" in text
+    assert "| vLLM | **no**: rollout 'rollout': cannot start 'python'" in text
     assert "| SGLang | not run | not run | not run |" in text
     assert "| vLLM, Qwen3-MoE | not run | not run | not run |" in text
     assert chosen("vllm,fsdp", matrix.PAIRS) == [Pair(vllm, TRAINS[1]), Pair(vllm, TRAINS[1], "qwen3_moe")]
