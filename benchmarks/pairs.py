@@ -101,17 +101,13 @@ class Cell:
 
     def __str__(self) -> str:
         if not self.green:
-            return f"**no**: {_without_directories(self.why)}"
+            return "**no**: " + re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+", "", self.why)  # without directories
         return f"{self.steps} steps, {self.proven} versions proven, drift {self.drift:.0e}"
 
     def refused(self, why: object) -> Cell:
         """Return the cell as not green. ``why``: an error, whose first line is told."""
         first = (str(why).strip() or type(why).__name__).partition("\n")[0]
         return dataclasses.replace(self, green=False, why=first[:300].replace("|", "\\|"))
-
-
-def _without_directories(text: str) -> str:
-    return re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+", "", text)
 
 
 class Environments:
