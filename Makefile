@@ -274,12 +274,10 @@ test-vllm: install .venv-vllm/.ready
 	.venv-sglang/bin/python -m $(PIP) -e '.[kit]' 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
-# Then a run whose trainer is in the main environment.
 SGLANG_ON_CPU := SGLANG_USE_CPU_ENGINE=1 SGLANG_CPU_OMP_THREADS_BIND=0
 SGLANG_SERVER := {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch", "max_total_tokens": 8192, "max_running_requests": 32, "mem_fraction_static": 0.5, "sleep_on_idle": true}
-test-sglang: install .venv-sglang/.ready
+test-sglang: .venv-sglang/.ready
 	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=here .venv-sglang/bin/python $(RUN) tests/engines/sglang $(ARGS)
-	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=.venv-sglang/bin/python $(BIN)/python $(RUN) tests/engines/sglang/test_sglang_run.py $(ARGS)
 
 test-both: install .venv-vllm/.ready .venv-sglang/.ready
 	$(ON_CPU) $(SGLANG_ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python ASYNCFLOW_TEST_SGLANG=.venv-sglang/bin/python \

@@ -26,6 +26,7 @@ class Server(NamedTuple):
 
     url: str
     options: dict[str, Any]
+    process: Any
 
 
 _started: dict[bytes, Server] = {}
@@ -33,11 +34,12 @@ _started: dict[bytes, Server] = {}
 
 @functools.cache
 def model() -> str:
-    from asyncflow_torch.reference import tiny_model
+    """The conformance kit's: its server is the only one."""
+    from asyncflow_torch.kit_model import kit_model
 
     folder = tempfile.TemporaryDirectory(prefix="asyncflow-sglang-model-")
     atexit.register(folder.cleanup)
-    return tiny_model(Path(folder.name))
+    return kit_model(Path(folder.name))
 
 
 def server(folder: str = "") -> Server:
@@ -61,7 +63,7 @@ def server(folder: str = "") -> Server:
     atexit.register(process.close)
     process.wait_ready(port, 600.0)
     os.environ[key_env] = key
-    return _started.setdefault(config, Server(url, {"url": url, "key_env": key_env, "max_rows": 32}))
+    return _started.setdefault(config, Server(url, {"url": url, "key_env": key_env, "max_rows": 32}, process))
 
 
 def attached(model: str, **options: Any) -> Any:

@@ -1,8 +1,9 @@
-"""A run whose rollout engine is SGLang in its environment, and whose trainer is PyTorch in this one."""
+"""A run whose rollout engine is SGLang's shared server, and whose trainer is PyTorch."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import one_server
 import pytest
@@ -16,18 +17,16 @@ def odd(response_ids: list[list[int]]) -> list[float]:
 
 
 @pytest.mark.starts("rollout sglang")
-def test_a_run_over_two_environments_proves_every_version_and_evaluates_exact_ones(far: str, tmp_path: Path) -> None:
-    from asyncflow_torch.reference import tiny_model
-
-    model = tiny_model(tmp_path / "model", ends=True)
+def test_a_run_proves_every_version_and_evaluates_exact_ones(shared: Any, tmp_path: Path) -> None:
+    model = one_server.model()
     probe = af.Probe(prompt_ids=((5, 6, 7), (8, 9)), response_ids=((10, 42, 12), (13,)), tolerance=1e-4)
     prompts = [[5 + n, 6 + n, 7] for n in range(12)]
     held_out = [[8], *([9, 5 + n] for n in range(5))]
     workflow = af.Workflow(
         prompts={"prompt_ids": af.Ragged.of(prompts)},
         rollout=af.Rollout(
-            "sglang", model=model, python=far, group_size=8, prompt="prompt_ids", sampling=af.Sampling(max_tokens=12),
-            **one_server.OWN,
+            "sglang", model=model, group_size=8, prompt="prompt_ids", sampling=af.Sampling(max_tokens=12),
+            **shared.options,
         ),
         reward=odd,
         train=af.Train("torch", model=model, learning_rate=5e-3),
