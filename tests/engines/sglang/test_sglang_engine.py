@@ -6,9 +6,9 @@ import asyncio
 import os
 import signal
 import subprocess
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-import numpy as np
 import one_server
 import pytest
 from processes import below, title
@@ -17,84 +17,85 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import EngineGone
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import Conformance
+from asyncflow_sdk.testing.kit.check import Check
 from asyncflow_sdk.testing.kit.conformance import BoundCheck, checks_of
-from asyncflow_sdk.testing.kit.updates import HeldUpdate
 
-CHECKS = [each.name for each in checks_of("rollout") if each.tier in ("basic", "full")]
-kit = Conformance("rollout", "sglang-engine", options=one_server.INSIDE, only=CHECKS, limit_s=300.0)
-
-
-@kit.parametrize
-def test_an_engine_in_this_process_conforms(check: BoundCheck) -> None:
-    check()
+# The server's engine differs in its link; all checks of what both share are asked there.
+OF_REQUESTS = ["capabilities", "completions", "logprobs", "bad_requests", "does_not_block", "abort", "whole_context"]
+OF_LOADS = ["update", "stale_cache", "memory", "update_in_flight", "during_load", "interrupted", "scores"]
+OF_THE_LINK = [*OF_REQUESTS, *OF_LOADS, "stop_texts"]
+closing = Conformance("rollout", "sglang-engine", options=one_server.INSIDE, only=["closes"], limit_s=300.0)
 
 
-def version(number: int) -> HeldUpdate:
+class Inside(NamedTuple):
+    """``lab``: of an engine in this process. ``handlers``, ``others``: handlers of signals, and processes, before it."""
+
+    lab: Any
+    handlers: dict[int, Any]
+    others: set[int]
+
+
+@pytest.fixture(scope="module")
+def inside() -> Iterator[Inside]:
+    from asyncflow_sdk.testing.kit.rollout.lab import RolloutLab
+    from asyncflow_sglang.engine import SGLangEngine
     from asyncflow_torch.reference import HuggingFacePolicy
 
-    return HeldUpdate(number, HuggingFacePolicy(one_server.model()).tensors(number))
-
-
-def request(max_tokens: int) -> af.Request:
-    return af.Request(np.array([5, 6, 7], np.int32), af.Sampling(temperature=0.0, max_tokens=max_tokens))
-
-
-async def scores(engine: Any) -> list[float]:
-    """Of given tokens, by the weights that it holds."""
-    return [float(each) for row in await engine.logprobs([[5, 6, 7]], [[8, 9, 10]]) for each in row]
-
-
-def test_it_holds_what_came_names_what_it_lost_and_ends_nothing_that_is_not_its_own() -> None:
-    from asyncflow_sglang.engine import SGLangEngine
-
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)}
-    before = below(os.getpid())
+    others = below(os.getpid())
+    # On the main thread, where SGLang would set handlers.
+    engine = SGLangEngine(one_server.model(), **one_server.INSIDE)
+    lab = RolloutLab(lambda **_: engine, HuggingFacePolicy(one_server.model()), {}, limit_s=300.0)
+    lab.start()
+    yield Inside(lab, handlers, others)
+    lab.close()
 
-    async def holds(engine: Any) -> list[list[float]]:
-        found = [await scores(engine)]
-        for number in (1, 2, 1):
-            await engine.load_weights(version(number))
-            found.append(await scores(engine))
-        return found
 
-    async def asks(engine: Any) -> None:
-        while True:  # a request is under way at any moment, however fast the engine answers
-            async for _ in engine.generate(request(240)):
-                pass
+@pytest.mark.parametrize("check", [each for each in checks_of("rollout") if each.name in OF_THE_LINK], ids=str)
+def test_an_engine_in_this_process_conforms(inside: Inside, check: Check) -> None:
+    inside.lab.ask(check.body, f"check {check}")
 
-    async def loses(engine: Any, pids: list[int]) -> None:
-        running = asyncio.create_task(asks(engine))
-        async for _ in engine.generate(request(1)):
-            pass  # what was asked for before runs, too
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        for what in (running, engine.load_weights(version(2)), asks(engine)):
+
+def test_it_can_what_its_adapter_declares(inside: Inside) -> None:
+    declared, can = registry().get("rollout", "sglang-engine").spec, inside.lab.engine.capabilities
+    flags = ("token_versions", "logprobs", "held_weights", "stop_texts")
+    has = {flag for flag in flags if getattr(can, flag)}
+    assert (set(declared.declared("swap") or ()), set(declared.declared("has") or ())) == (can.swap, has)
+
+
+async def asks(lab: Any) -> None:
+    while True:  # a request is under way at any moment, however fast the engine answers
+        await lab.answer(lab.request(lab.policy.prompts(1)[0], max_tokens=200))
+
+
+def test_it_names_what_it_lost_and_ends_nothing_that_is_not_its_own(inside: Inside) -> None:
+    """The last test of this engine."""
+
+    async def loses(lab: Any) -> None:
+        running = asyncio.create_task(asks(lab))
+        await lab.answer(lab.request(lab.policy.prompts(1)[0], max_tokens=1))  # what was asked for before runs, too
+        for pid in mine:
+            if "scheduler" in title(pid):
+                os.kill(pid, signal.SIGKILL)
+        for what in (running, lab.update(), asks(lab)):
             with pytest.raises(EngineGone, match=r"has lost process \d+, which ended with signal SIGKILL"):
                 await what
 
-    with asyncio.Runner() as runner, subprocess.Popen(["sleep", "600"]) as stranger:
+    with subprocess.Popen(["sleep", "600"]) as stranger:
         try:
-            engine = SGLangEngine(one_server.model(), **one_server.INSIDE)
-            declared = registry().get("rollout", "sglang-engine").spec
-            flags = ("token_versions", "logprobs", "held_weights", "stop_texts")
-            has = {flag for flag in flags if getattr(engine.capabilities, flag)}
-            assert (set(declared.declared("swap") or ()), set(declared.declared("has") or ())) == (
-                engine.capabilities.swap,
-                has,
-            )
-            mine = below(os.getpid()) - before - {stranger.pid}
-            try:
-                zero, one, two, again = runner.run(asyncio.wait_for(holds(engine), 120))
-                assert one == again
-                assert len({tuple(each) for each in (zero, one, two)}) == 3
-                assert {each: signal.getsignal(each) for each in handlers} == handlers
-                runner.run(asyncio.wait_for(loses(engine, [pid for pid in mine if "scheduler" in title(pid)]), 120))
-            finally:
-                runner.run(engine.close())
+            mine = below(os.getpid()) - inside.others - {stranger.pid}
+            assert {each: signal.getsignal(each) for each in inside.handlers} == inside.handlers
+            inside.lab.ask(loses, "the loss of a scheduler")
+            inside.lab.close()
             assert stranger.poll() is None
             assert not mine & below(os.getpid())
         finally:
             stranger.kill()
+
+
+@closing.parametrize
+def test_an_engine_in_this_process_that_is_closed_leaves_nothing(check: BoundCheck) -> None:
+    check()
 
 
 @pytest.mark.parametrize(
