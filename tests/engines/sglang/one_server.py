@@ -6,7 +6,6 @@ import atexit
 import functools
 import os
 import secrets
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +28,9 @@ class Server(NamedTuple):
     process: Any
 
 
-_started: dict[bytes, Server] = {}
-
-
 @functools.cache
 def model() -> str:
-    """The conformance kit's: its server is the only one."""
+    """The conformance kit's."""
     from asyncflow_torch.kit_model import kit_model
 
     folder = tempfile.TemporaryDirectory(prefix="asyncflow-sglang-model-")
@@ -42,31 +38,25 @@ def model() -> str:
     return kit_model(Path(folder.name))
 
 
-def server(folder: str = "") -> Server:
-    """The one that is shared, of models like that in ``folder``: started when it is first asked for, and there until this
-    process ends."""
-    folder = folder or model()
-    if (config := (Path(folder) / "config.json").read_bytes()) in _started:
-        return _started[config]
+@functools.cache
+def server() -> Server:
+    """The one that is shared, of models like the kit's: there until this process ends."""
     from asyncflow_sdk.workflow.workers.ranks import free_port
     from asyncflow_sglang.arguments import own_arguments, own_environment
     from asyncflow_sglang.process import SGLangProcess
 
-    kept = tempfile.TemporaryDirectory(prefix="asyncflow-sglang-served-")  # whoever attaches looks at what is served
-    atexit.register(kept.cleanup)
-    folder = str(shutil.copytree(folder, Path(kept.name) / "model"))
     port, key = free_port(), secrets.token_hex(8)
     url, key_env = f"http://127.0.0.1:{port}", f"ASYNCFLOW_TEST_SGLANG_KEY_{port}"
     options = {name: value for name, value in SERVER.items() if name != "dtype"}
-    arguments = own_arguments(folder, options, port=port, key=key, dtype="float32", context=256, version=0)
+    arguments = own_arguments(model(), options, port=port, key=key, dtype="float32", context=256, version=0)
     process = SGLangProcess(arguments, own_environment())
     atexit.register(process.close)
     process.wait_ready(port, 600.0)
     os.environ[key_env] = key
-    return _started.setdefault(config, Server(url, {"url": url, "key_env": key_env, "max_rows": 32}, process))
+    return Server(url, {"url": url, "key_env": key_env, "max_rows": 32}, process)
 
 
 def attached(model: str, **options: Any) -> Any:
     from asyncflow_sglang.server import SGLangServer
 
-    return SGLangServer(model, **{**server(model).options, **options})
+    return SGLangServer(model, **{**server().options, **options})
