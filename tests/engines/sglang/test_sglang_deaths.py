@@ -1,9 +1,9 @@
-"""Workers that are killed before their SGLang is there, or after it. Those of a run are the conformance kit's."""
+"""Workers that are killed before their SGLang is there, or after it. Those of a run, and with a server that is there, are the
+conformance kit's."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import secrets
@@ -15,10 +15,9 @@ import one_server
 from processes import with_mark
 from waiting import until
 
-ENGINES = {
-    "asyncflow_sglang.server:SGLangServer": one_server.OWN,
-    "asyncflow_sglang.engine:SGLangEngine": one_server.INSIDE,
-}
+SERVER, ENGINE = "asyncflow_sglang.server:SGLangServer", "asyncflow_sglang.engine:SGLangEngine"
+KILLED = [(SERVER, one_server.OWN, False), (ENGINE, one_server.INSIDE, False), (ENGINE, one_server.INSIDE, True)]
+"""Engines, their options, and whether they have started."""
 STARTS = """
 import importlib, json, sys
 if __name__ == "__main__":
@@ -35,7 +34,7 @@ def test_workers_that_are_killed_leave_no_process(tmp_path: Path) -> None:
     (tmp_path / "starts.py").write_text(STARTS)
     marks: list[str] = []
     with contextlib.ExitStack() as stack:
-        for (factory, options), started in itertools.product(ENGINES.items(), (False, True)):
+        for factory, options, started in KILLED:
             mark = secrets.token_hex(8)
             command = [sys.executable, str(tmp_path / "starts.py"), factory, one_server.model(), json.dumps(options)]
             env = {**os.environ, "ASYNCFLOW_TEST_MARK": mark}
