@@ -21,13 +21,13 @@ def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int
         world_size=world_size,
         run=connection.run,
         model=model,
-        identity=_identity(),
+        identity=identity(),
         member=connection.member,
     )
 
 
-def _identity() -> str:
-    """Return boot, device of /dev/shm, and user; "" without them."""
+def identity() -> str:
+    """Return what all processes that see each other's shared memory have: boot, device, user; "" without it."""
     try:
         return f"{boot_id()} {os.stat('/dev/shm').st_dev} {os.getuid()}"
     except OSError:

@@ -1,5 +1,5 @@
 """Ours: ``run.weight_publisher`` and ``run.weight_updates``, every guarantee on; ``bare``: without digests; ``tcp``: never by
-delta, so that all bytes travel."""
+delta, and to a replica that does not know its publisher's memory, so that all bytes travel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import torch
 
 import asyncflow_sdk as af
+from asyncflow_sdk.weights import host
 
 from .contender import Replica, Trainer
 from .model import Parameters
@@ -45,6 +46,7 @@ class OurReplica(Replica):
     def start(self, parameters: Parameters, address: str) -> None:
         torch.set_num_threads(1)
         self._parameters = parameters
+        host.identity = lambda: "another host"
         self._run = af.connect(address)
         self._updates = iter(self._run.weight_updates(timeout_s=120))
 

@@ -18,7 +18,7 @@ from waiting import in_thread
 from asyncflow_sdk.errors import WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
 from asyncflow_sdk.types import Shard
-from asyncflow_sdk.weights import Handover, decode_handover, map_handover
+from asyncflow_sdk.weights import Handover, decode_handover, host, map_handover
 
 READER = """
 import hashlib, json, sys
@@ -57,8 +57,11 @@ def test_another_process_reads_what_lies_in_shared_memory_there(served: Served, 
     assert {Path(path).parent for path in decode_handover(told).files} == {served.directory}
 
 
-def test_what_lies_in_private_memory_is_copied_into_memory_that_is_used_again(handover: Handover) -> None:
-    with Served("tcp") as served:  # which brings it into the memory of the process
+def test_what_lies_in_private_memory_is_copied_into_memory_that_is_used_again(
+    handover: Handover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "identity", lambda: "")  # without shared memory, weights come into the process
+    with Served("tcp") as served:
         held, files = set(), set()
         updates = iter(served.replica())
         for number in range(1, 4):

@@ -2,11 +2,9 @@
 
 import contextlib
 import socket
-import stat
 import struct
 import tracemalloc
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,14 +14,13 @@ import zstandard
 from flaky_proxy import WHOLE, FlakyProxy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_ends import address_of, bulk_of, numbers, tcp, with_bulk, with_service
+from transport_ends import address_of, numbers, tcp, with_service
 from waiting import in_thread
 
 from asyncflow_sdk.errors import (
     AccessDenied,
     AsyncFlowError,
     DeadlineExceeded,
-    DigestMismatch,
     ServerLost,
     VersionGone,
     WireError,
@@ -57,43 +54,7 @@ def test_a_key_is_needed_unless_the_publisher_is_insecure(options: dict[str, Any
         sent.check(ends.fetch(ends.receiver(), sent, where=with_service(sent.where)))
 
 
-def test_with_keys_whole_buckets_are_read_through_a_file_that_the_user_alone_reaches() -> None:
-    with a_version(1 << 16) as (_, sent):
-        path = Path(bulk_of(sent.where))
-        assert path.is_socket()
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert not path.parent.exists()
-
-
-def test_who_does_not_know_the_token_is_cut_off() -> None:
-    with a_version() as (ends, sent):
-        with pytest.raises(
-            ServerLost, match=r"version 3 from its publisher at tcp://127\.0\.0\.1:\d+: its connection"
-        ):
-            ends.fetch(ends.receiver(), sent, where=with_bulk(sent.where, token=bytes(32)))
-        for said in (b"", b"x" * 32, b"\0" * 100_000):
-            with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.settimeout(60)
-                stranger.connect(bulk_of(sent.where))
-                with contextlib.suppress(OSError):  # it is cut off in the middle, or after
-                    stranger.sendall(said)
-                    stranger.shutdown(socket.SHUT_WR)
-                with contextlib.suppress(ConnectionResetError):
-                    assert stranger.recv(1) == b""
-        sent.check(ends.fetch(ends.receiver(), sent))
-
-
 # ---- places
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"host": "127.0.0.1", "port": 1}, {"host": "127.0.0.1", "port": 1 << 40}, {"host": "no.such.host"}, {"host": "/\0"},
-     {"host": "/no/such/file"}, {"host": "/" + 200 * "x"}],
-)  # fmt: skip
-def test_where_whole_buckets_cannot_be_read_the_service_is_asked(fields: dict[str, Any]) -> None:
-    with a_version() as (ends, sent):
-        sent.check(ends.fetch(ends.receiver(), sent, where=with_bulk(sent.where, **fields)))
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "ipc:///tmp/x", "tcp://nowhere.invalid:80", "tcp://:0"])
@@ -118,12 +79,11 @@ def test_a_publisher_that_goes_on_at_another_place_is_found_there() -> None:
 
 
 class Silence:
-    """A fetch through a proxy that holds up its connections. ``bulk``: whole buckets are read, else the service is asked."""
+    """A fetch through a proxy that holds up its connections."""
 
-    def __init__(self, ends: TransportHarness, sent: Sent, proxy: FlakyProxy, bulk: bool) -> None:
-        address = f"tcp://127.0.0.1:{proxy.port}"
+    def __init__(self, ends: TransportHarness, sent: Sent, proxy: FlakyProxy) -> None:
         self.ends, self.sent, self.proxy, self.receiver = ends, sent, proxy, ends.receiver()
-        self.where = with_bulk(sent.where, port=proxy.port) if bulk else with_service(sent.where, address=address)
+        self.where = with_service(sent.where, address=proxy.address)
 
     def fetching(self, timeout_s: float = 3600.0) -> Any:
         return in_thread(self.receiver.fetch, self.sent.manifest, self.where, timeout_s=timeout_s)
@@ -134,13 +94,14 @@ class Silence:
         return late
 
 
-@pytest.fixture(params=[True, False], ids=["whole buckets", "messages"])
-def silence(request: pytest.FixtureRequest) -> Iterator[Silence]:
-    with a_version(insecure=True) as (ends, sent):
-        port = bulk_of(sent.where) if request.param else int(address_of(sent.where).rpartition(":")[2])
-        with FlakyProxy(port, pieces=WHOLE) as proxy:
-            proxy.most = 1 << 20
-            yield Silence(ends, sent, proxy, request.param)
+@pytest.fixture
+def silence() -> Iterator[Silence]:
+    with (
+        a_version(insecure=True) as (ends, sent),
+        FlakyProxy(int(address_of(sent.where).rpartition(":")[2]), pieces=WHOLE) as proxy,
+    ):
+        proxy.most = 1 << 20
+        yield Silence(ends, sent, proxy)
 
 
 def test_silence_ends_a_fetch_at_its_deadline(silence: Silence) -> None:
@@ -179,14 +140,6 @@ def test_a_connection_that_ends_in_the_middle_is_an_error_or_made_again(silence:
     else:
         silence.sent.check(outcome)
     silence.sent.check(silence.ends.fetch(silence.receiver, silence.sent))
-
-
-def test_a_byte_that_changed_on_its_way_is_found() -> None:
-    with a_version(insecure=True) as (ends, sent), FlakyProxy(bulk_of(sent.where), pieces=WHOLE) as proxy:
-        proxy.spoil = lambda data: data[:-1] + bytes([data[-1] ^ 1])
-        with pytest.raises((DigestMismatch, ServerLost)):
-            ends.fetch(ends.receiver(), sent, where=with_bulk(sent.where, port=proxy.port))
-        sent.check(ends.fetch(ends.receiver(), sent, where=with_bulk(sent.where, port=proxy.port)))
 
 
 # ---- requests that are none

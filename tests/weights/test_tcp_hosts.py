@@ -11,6 +11,7 @@ from hosts_in_namespaces import HERE, network, poor_cable
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types.events import WeightState
+from asyncflow_sdk.weights import host
 
 ADDRESS, COUNT = f"tcp://{HERE}:7000", 1 << 18
 
@@ -38,7 +39,8 @@ def train(directory: str, options: dict[str, Any]) -> None:
 
 
 def replicate(key: str) -> None:
-    """Load each version; print what it is."""
+    """Load each version; print what it is. This host sees the other's memory, and does not know it."""
+    host.identity = lambda: "another host"
     with af.connect(ADDRESS, key=key, name="replica") as run, run.weight_updates() as updates:
         say("ready")
         for update in updates:

@@ -1,16 +1,18 @@
 """Weights over tcp: whole or as deltas, whichever is smaller; in bounded memory that is used again."""
 
+import contextlib
 import socket
 import threading
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_ends import address_of, tcp, with_service
+from transport_ends import address_of, replica, tcp, with_service
 from waiting import until
 
 from asyncflow_sdk.errors import DigestMismatch, MemoryFull, VersionGone
@@ -42,6 +44,26 @@ def two_versions(ends: TransportHarness) -> tuple[Any, Any]:
     new = ends.publish(2, model)
     ends.keep(1, 2)
     return old, new
+
+
+def test_a_replica_of_its_publishers_host_maps_a_version_and_fetches_what_it_cannot_see() -> None:
+    with tcp() as ends, contextlib.closing(replica("here")) as receiver:
+        ends.sender.close()
+        ends.sender = ends.transport.sender(Host(directory=None, name="trainer", identity="here"))
+        for version in (1, 2):
+            sent = ends.publish(version, weights(ends))
+            ends.keep(version)
+            fetched = receiver.fetch(sent.manifest, sent.where, timeout_s=60.0)
+            sent.check(fetched)
+            assert (fetched.encoding, fetched.moved) == ("mapped", 0)
+        # when the memory is not in sight, and where its place is none
+        for directory in ("/nowhere", "/\0", "x" * 9999):
+            value = msgspec.msgpack.decode(sent.where)
+            value[4] = directory
+            fetched = receiver.fetch(sent.manifest, msgspec.msgpack.encode(value), timeout_s=60.0)
+            # then the service sends it
+            sent.check(fetched)
+            assert (fetched.encoding, fetched.moved) == ("full", sent.manifest.nbytes)
 
 
 def test_small_changes_come_as_deltas_and_what_is_the_same_does_not_come() -> None:

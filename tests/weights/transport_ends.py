@@ -64,24 +64,11 @@ def names(path: Path) -> list[str]:
 # ---- places of tcp
 
 
-def bulk_of(where: bytes) -> Any:
-    """Where whole buckets are read: a socket file, or a port of an insecure publisher."""
-    host, port, _ = msgspec.msgpack.decode(where)[3]
-    return host if host.startswith("/") else port
-
-
-def with_bulk(where: bytes, **fields: Any) -> bytes:
-    """The same version, with another ``host``, ``port`` or ``token`` where whole buckets are read."""
-    value = msgspec.msgpack.decode(where)
-    value[3] = [fields.get(name, old) for name, old in zip(("host", "port", "token"), value[3], strict=True)]
-    return msgspec.msgpack.encode(value)
-
-
 def with_service(where: bytes, **fields: Any) -> bytes:
-    """The same version, with another ``address``, ``key`` or ``pid`` of its publisher's service, which is asked for all of it."""
+    """The same version, with another ``address``, ``key`` or ``pid`` of its publisher's service."""
     value = msgspec.msgpack.decode(where)
     service = dict(zip(("address", "key", "pid", "pid_key"), msgspec.msgpack.decode(value[0]), strict=True))
-    value[0], value[3] = msgspec.msgpack.encode(list((service | fields).values())), None
+    value[0] = msgspec.msgpack.encode(list((service | fields).values()))
     return msgspec.msgpack.encode(value)
 
 

@@ -57,7 +57,7 @@ class BucketServer:
     for encoded deltas; 0: deltas are not made. Thread-safe."""
 
     def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
-        self.makes_deltas = delta_bytes > 0
+        self._makes_deltas = delta_bytes > 0
         self._deltas = DeltaCache(delta_bytes)
         self._versions: dict[int, HeldVersion] = {}
         self._lock = threading.Lock()
@@ -82,7 +82,7 @@ class BucketServer:
             roots = {version.root for version in self._versions.values()}
         self._deltas.keep(roots)
 
-    def find(self, number: int, root: str) -> HeldVersion:
+    def _find(self, number: int, root: str) -> HeldVersion:
         """Return a version. Raises VersionGone."""
         with self._lock:
             version = self._versions.get(number)
@@ -103,9 +103,9 @@ class BucketServer:
     def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
         """See ``ServiceHandler.request``."""
         get = decode(body, Get)
-        version = self.find(get.version, get.root)
+        version = self._find(get.version, get.root)
         with self._lock:
-            base = self._versions.get(get.base) if self.makes_deltas else None
+            base = self._versions.get(get.base) if self._makes_deltas else None
         buckets = version.span(get.first, get.count)
         if base is None or base.root != get.base_root or not fits(version.manifest, base.manifest):
             buckets = _first_of(buckets, ANSWER_BYTES)
@@ -140,7 +140,7 @@ class BucketServer:
         """Answer with these deltas; None: the whole bucket, pinned only when it is sent."""
 
         def frames() -> Sequence[Any]:
-            version = self.find(get.version, get.root)
+            version = self._find(get.version, get.root)
             return [version.bytes_of(b) if code is None else code for b, code in zip(buckets, codes, strict=True)]
 
         kinds = bytes(RAW if code is None else DELTA for code in codes)

@@ -112,7 +112,7 @@ class ShmReceiver(WeightReceiver):
     verify; an error that it raises ends the fetch."""
 
     def __init__(self, directory: Path, on_bucket: Callable[[], None] = lambda: None) -> None:
-        self._directory, self._on_bucket = directory, on_bucket
+        self.directory, self._on_bucket = directory, on_bucket
         self._mapper, self._maps = Mapper(directory), PrivateMaps()
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
@@ -131,7 +131,7 @@ class ShmReceiver(WeightReceiver):
         for bucket in manifest.buckets():
             self._on_bucket()
             manifest.check(bucket, memoryview(chunks[bucket.chunk][bucket.start : bucket.stop]))  # type: ignore[arg-type]
-        files = [FilePlace(str(self._directory / place.segment), place.start + HEADER_BYTES) for place in places]
+        files = [FilePlace(str(self.directory / place.segment), place.start + HEADER_BYTES) for place in places]
         return Fetched(manifest, chunks, encoding="mapped", places=files)
 
     def _map(self, manifest: Manifest, places: Sequence[ChunkPlace], *, check_unwritten: bool) -> list[Bytes]:

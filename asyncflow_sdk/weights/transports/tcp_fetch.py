@@ -19,8 +19,7 @@ from ...types import Manifest
 from ...types.manifest import Bucket
 from ...wire import ServiceClient
 from . import delta
-from .stream import PIECE, StreamClient
-from .tcp_messages import DELTA, MOST_BUCKETS, RAW, Get, GetReply, TcpAddress, decode, encode, fits
+from .tcp_messages import DELTA, RAW, Get, GetReply, TcpAddress, decode, encode, fits
 
 THREADS = 2
 """ZeroMQ has as many. With more, memory of messages is returned to the system and faults in
@@ -28,11 +27,11 @@ again."""
 SILENCE_S = 60.0
 """Longest wait for one answer of a publisher."""
 AT_ONCE = 16
-"""Largest number of buckets in a request to the service."""
+"""Largest number of buckets in a request."""
 FEW_BYTES = 4 << 20
 """After a larger answer, the next request has fewer buckets."""
-STREAM_BYTES = 16 << 20
-"""Size of a request to the stream."""
+PIECE = 512 << 10
+"""Bytes copied at once: they are hashed while they are in the cache."""
 _SLACK_BYTES = 64 << 10
 _log = logging.getLogger(__name__)
 
@@ -119,17 +118,14 @@ class TcpFetch:
     ) -> None:
         self._on_bucket = on_bucket
         self._client, self._since = client, client.interrupts
-        self._address, self._stream = address, address.stream
-        self.manifest, self._root = manifest, manifest.root
+        self._address, self.manifest, self._root = address, manifest, manifest.root
         self._began = time.monotonic()
         self._deadline = self._began + timeout_s
-        self._connections: list[StreamClient] = []
         self._chunks: Sequence[Bytes] = ()
         self._base: Fetched | None = None
         self._buckets: list[Bucket] = []
         self._todo: deque[_BucketRange] = deque()
         self._stride = max(1, min(AT_ONCE, FEW_BYTES // manifest.bucket_bytes))
-        self._stream_stride = max(1, min(MOST_BUCKETS, STREAM_BYTES // manifest.bucket_bytes))
         self._lock = threading.Lock()
         self._interrupted = False
         self.error: Exception | None = None
@@ -152,36 +148,20 @@ class TcpFetch:
     def interrupt(self) -> None:
         """Make all threads end soon."""
         self._interrupted = True
-        self._stop()
+        self._client.interrupt()
 
     def work(self) -> None:
         """Fetch buckets until none are left. Called by each thread."""
-        connection = None if self._stream is None else StreamClient(self._stream)
         try:
-            if connection is not None:
-                with self._lock:
-                    self._connections.append(connection)
             while (span := self._next()) is not None:
-                if not self._read_stream(connection, span):
-                    self._request(span)
+                self._request(span)
         except Exception as error:
             with self._lock:
                 first = self.error is None
                 if first:
                     self.error = self._explain(error)
             if first:
-                self._stop()
-        finally:
-            if connection is not None:
-                connection.close()
-
-    def _stop(self) -> None:
-        """End all requests in progress."""
-        self._client.interrupt()
-        with self._lock:
-            connections = list(self._connections)
-        for each in connections:
-            each.interrupt()
+                self._client.interrupt()
 
     def _next(self) -> _BucketRange | None:
         """Return the next buckets to request. Copies buckets that equal the base's."""
@@ -190,8 +170,7 @@ class TcpFetch:
                 if self.error is not None or not self._todo:
                     return None
                 span = self._todo.popleft()
-                stride = self._stream_stride if self._stream and self._is_whole(span) else self._stride
-                stop = min(span.stop, span.first + stride)
+                stop = min(span.stop, span.first + self._stride)
                 if stop < span.stop:
                     self._todo.appendleft(span._replace(first=stop))
             if span.whole or self._base is None:
@@ -206,9 +185,6 @@ class TcpFetch:
             if rest < stop:
                 self._put_back(_BucketRange(rest, stop, False))
             return _BucketRange(first, rest, False)
-
-    def _is_whole(self, span: _BucketRange) -> bool:
-        return span.whole or self._base is None or not self._address.deltas
 
     def _put_back(self, span: _BucketRange) -> None:
         with self._lock:
@@ -242,41 +218,6 @@ class TcpFetch:
             self.moved += moved
             self.saved += saved
         self._on_bucket()
-
-    # ---- whole buckets by the stream
-
-    def _read_stream(self, connection: StreamClient | None, span: _BucketRange) -> bool:
-        """Receive whole buckets from the stream. Return False if the service must be asked."""
-        if connection is None or self._stream is None or not self._is_whole(span):
-            return False
-        if self._interrupted:
-            raise WireError("it was interrupted")
-        buckets = self._buckets[span.first : span.stop]
-        views = [memoryview(self._chunks[each.chunk][each.start : each.stop]) for each in buckets]  # type: ignore[arg-type]
-        digest, hashed = xxhash.xxh3_128(), 0
-
-        def on_bytes(number: int, got: int) -> None:
-            nonlocal hashed
-            bucket, view = buckets[number], views[number]
-            published = self.manifest.chunks[bucket.chunk].digests
-            if published:
-                digest.update(view[hashed:got])
-            hashed = got
-            if got < len(view):
-                return
-            found, hashed = digest.digest(), 0
-            digest.reset()
-            if published and (bucket.index >= len(published) or found != published[bucket.index]):
-                self.manifest.check(bucket, view)
-                raise DigestMismatch(f"bucket {span.first + number} was changed while it was hashed")
-            self._count(len(view))
-
-        if connection.read(self._address.version, self._root, span.first, views, self._deadline, on_bytes):
-            return True
-        self._stream = None  # the service has the bucket, or raises the reason
-        return False
-
-    # ---- deltas and whole buckets by the service
 
     def _request(self, span: _BucketRange) -> None:
         left = self._deadline - time.monotonic()

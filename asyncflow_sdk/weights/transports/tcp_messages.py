@@ -8,7 +8,6 @@ import msgspec
 
 from ...errors import ProtocolError
 from ...types import Manifest
-from .stream import StreamAddress
 
 RAW, DELTA = 0, 1
 ANSWER_BYTES = 8 << 20
@@ -19,15 +18,15 @@ MOST_BUCKETS = 256
 
 class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
     """Address of a version. ``service``: encoded ServiceAddress. ``version``: its number when
-    published. ``rank``: of the publisher. ``stream``: None if whole buckets are sent by the service
-    only. ``deltas``: False if the publisher makes none. ``host``: identity of the publisher's host."""
+    published. ``rank``: of the publisher. ``host``: identity of the publisher's host, whose processes map
+    the chunks at ``places`` of ``directory``, encoded as by ShmSender."""
 
     service: bytes
     version: int
     rank: int = 0
-    stream: StreamAddress | None = None
-    deltas: bool = True
     host: str = ""
+    directory: str = ""
+    places: bytes = b""
 
 
 class Get(msgspec.Struct, frozen=True, array_like=True):

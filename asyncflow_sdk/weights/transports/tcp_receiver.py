@@ -1,4 +1,4 @@
-"""TcpReceiver: fetches versions from TcpSenders; on other hosts than theirs, once for all processes."""
+"""TcpReceiver: maps versions of TcpSenders on its host, and fetches others once for all processes of its host."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import ClassVar
 
-from ...errors import DeadlineExceeded, WireError
+from ...errors import DeadlineExceeded, VersionGone, WireError
 from ...interfaces.weights import Bytes, Fetched, Host, WeightReceiver
 from ...memory import BufferPool
 from ...types import Manifest
 from ...wire import ServiceClient
 from .host_share import HostShare
+from .shm import ShmReceiver
 from .tcp_fetch import FetchThreads, TcpFetch
 from .tcp_messages import TcpAddress, decode
 
@@ -27,6 +29,7 @@ class TcpReceiver(WeightReceiver):
     def __init__(self, host: Host) -> None:
         self._host = host
         self._shares: dict[int, HostShare] = {}  # by rank
+        self._mapped: dict[int, ShmReceiver] = {}  # by rank: the memory of its publisher on this host
         self._interrupted = threading.Event()
         self._pool = BufferPool("fetched weights, of which a replica holds two versions")
         self._threads = FetchThreads()
@@ -46,13 +49,30 @@ class TcpReceiver(WeightReceiver):
         address, until = decode(where, TcpAddress), time.monotonic() + timeout_s
         receive = functools.partial(self._receive, address, manifest, base, until)
         try:
-            if address.host == self._host.identity or not manifest.digested:
+            if address.host == self._host.identity:
+                return self._map(address, manifest) or receive()
+            if not manifest.digested:
                 return receive()
             if address.rank not in self._shares:
                 self._shares[address.rank] = HostShare(self._host, address.rank)
             return self._shares[address.rank].fetch(manifest, receive, until, self._interrupted)
         finally:
             self._interrupted.clear()  # not at the begin: an interrupt may come before the thread of a fetch runs
+
+    def _map(self, address: TcpAddress, manifest: Manifest) -> Fetched | None:
+        """Map a version from the memory of a publisher on this host. Return None if it is not there, or a host
+        without an identity: the publisher's service sends it, or says why not."""
+        if not address.host:
+            return None
+        mapped = self._mapped.get(address.rank)
+        if mapped is None or str(mapped.directory) != address.directory:
+            if mapped is not None:
+                mapped.close()
+            mapped = self._mapped[address.rank] = ShmReceiver(Path(address.directory))
+        try:
+            return mapped.fetch(manifest, address.places, timeout_s=0.0)
+        except (VersionGone, OSError, ValueError):  # of a path that is none
+            return None
 
     def _receive(
         self,
@@ -97,8 +117,9 @@ class TcpReceiver(WeightReceiver):
         """See ``WeightReceiver.close``."""
         self.interrupt()
         self._threads.end()
-        while self._shares:
-            self._shares.popitem()[1].close()
+        for ends in (self._shares, self._mapped):
+            while ends:
+                ends.popitem()[1].close()
         for service in list(self._clients):
             self._disconnect(service)
         self._pool.close()

@@ -1,4 +1,4 @@
-"""TcpSender: versions staged in host memory, sent from there to replicas.
+"""TcpSender: versions staged in shared memory, mapped by replicas of this host, sent from there to others.
 
 Nothing waits for replicas: memory being sent is pinned, and reused once it is free. Deltas are
 encoded by threads of their own.
@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from ...interfaces.weights import Bytes, Host, WeightSender
+from ...interfaces.weights import Host, WeightSender
 from ...types import Manifest
 from .bucket_server import BucketServer, HeldVersion
-from .stream import StreamServer
 from .tcp_messages import TcpAddress, encode
 from .version_memory import SharedRoom, VersionMemory
 
 
 class TcpSender(WeightSender):
-    """Sends versions by a BucketServer, and streams whole buckets. ``listen``, ``insecure``,
-    ``delta_bytes``: see BucketServer."""
+    """Sends versions by a BucketServer. ``listen``, ``insecure``, ``delta_bytes``: see there."""
 
     def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
         self._host = host
@@ -29,8 +27,6 @@ class TcpSender(WeightSender):
             undo.callback(self._memory.close)
             self._buckets = BucketServer(host, listen=listen, insecure=insecure, delta_bytes=delta_bytes)
             undo.callback(self._buckets.close)
-            own = self._buckets.service.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-            self._stream = StreamServer(own if insecure else str(self._memory.directory / "stream"), self)
             undo.pop_all()
 
     def room(self, nbytes: int) -> SharedRoom:
@@ -45,11 +41,11 @@ class TcpSender(WeightSender):
     def send(self, manifest: Manifest) -> bytes:
         """See ``WeightSender.send``."""
         number = manifest.version
-        self._memory.seal(number)
+        places = encode(self._memory.seal(number))
         self._buckets.add(HeldVersion(manifest, self._memory.chunks(number)))
         self._unannounced = number
-        host, buckets, stream = self._host, self._buckets, self._stream.where
-        return encode(TcpAddress(buckets.where, number, host.rank, stream, buckets.makes_deltas, host.identity))
+        host, directory = self._host, str(self._memory.directory)
+        return encode(TcpAddress(self._buckets.where, number, host.rank, host.identity, directory, places))
 
     def abandon(self) -> None:
         """See ``WeightSender.abandon``."""
@@ -71,12 +67,4 @@ class TcpSender(WeightSender):
     def close(self) -> None:
         """See ``WeightSender.close``."""
         self._buckets.close()
-        self._stream.close()
         self._memory.close()
-
-    # ---- the stream's StreamSource
-
-    def stream_buckets(self, version: int, root: str, first: int, count: int) -> Sequence[Bytes]:
-        """See ``StreamSource.stream_buckets``."""
-        found = self._buckets.find(version, root)
-        return [found.bytes_of(bucket) for bucket in found.span(first, count)]
