@@ -35,6 +35,8 @@ DISK = Path("/var/tmp")
 SMALL_BYTES = 256 << 20
 LEFTOVER_S = 60.0
 UNSEEN_S = 7 * 24 * 3600.0
+LOCK_S = 10.0
+"""Longest wait for a process that looks into an earlier directory, or removes it."""
 SIGN_S = 5.0
 """Interval of an owner's signs of life."""
 
@@ -43,7 +45,7 @@ class SharedDirectory:
     """Makes and owns a directory for segments. ``warning``: why it is not below /dev/shm, else "".
 
     ``journal``: path of the journal that owns it. ``path``: the journal's earlier directory,
-    reused, or made again. Raises ConfigError if ``path`` belongs to another user. Not thread-safe.
+    reused, or made again. Raises ConfigError if ``path`` belongs to another user, or stays locked. Not thread-safe.
     """
 
     def __init__(self, base: Path | None = None, *, journal: Path | None = None, path: Path | None = None) -> None:
@@ -55,7 +57,10 @@ class SharedDirectory:
         if base is None:
             base, self.warning = _choose_base()
         sweep(base)
-        self.path, self._lock = _make(base) if path is None else _reuse(path)
+        try:
+            self.path, self._lock = _make(base) if path is None else _reuse(path)
+        except BlockingIOError as error:
+            raise ConfigError(f"{error}; its holder stands still, maybe while it removes {path}: end that") from None
         self._mark = None if journal is None else (str(journal), _identity(journal.parent.parent))
         self._next_sign_s = 0.0
         if self._mark is not None:
@@ -98,37 +103,51 @@ def _make(base: Path) -> tuple[Path, int]:
     while True:
         path = base / f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
         path.mkdir(mode=0o700)
-        with contextlib.suppress(FileNotFoundError):  # another server removed it before it was locked
-            return path, _lock(path)
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another server removes it
+            return path, _lock(path, fcntl.LOCK_EX, 0.0)
 
 
 def meeting_directory(name: str) -> tuple[Path, int]:
     """Return a directory of this user's processes in /dev/shm, and a descriptor to keep it: close it, then call
     ``remove_if_ownerless``. Raises ConfigError, OSError; BlockingIOError, FileNotFoundError while it is removed."""
-    path, lock = _reuse(Path("/dev/shm") / f"{PREFIX}{os.getuid()}-{name}", fcntl.LOCK_SH | fcntl.LOCK_NB)
+    path, lock = _reuse(Path("/dev/shm") / f"{PREFIX}{os.getuid()}-{name}", fcntl.LOCK_SH, 0.0)
     sweep(path.parent)
     return path, lock
 
 
-def _reuse(path: Path, kind: int = fcntl.LOCK_EX) -> tuple[Path, int]:
+def _reuse(path: Path, kind: int = fcntl.LOCK_EX, wait_s: float | None = None) -> tuple[Path, int]:
     """Return the directory of an earlier server and the descriptor with its lock."""
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigError(f"{path}, where this run had its shared memory, belongs to another user now")
-    return path, _lock(path, kind)
+    return path, _lock(path, kind, LOCK_S if wait_s is None else wait_s)
 
 
-def _lock(path: Path, kind: int = fcntl.LOCK_EX) -> int:
+def _lock(path: Path, kind: int, wait_s: float) -> int:
     lock = os.open(path / "owner", os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        fcntl.flock(lock, kind)
+        _take(lock, kind, wait_s)
         if os.fstat(lock).st_nlink:
             return lock
         raise FileNotFoundError("its directory was removed")
     except OSError as error:
         os.close(lock)
         raise type(error)(f"the lock {path / 'owner'} cannot be taken: {error}") from None
+
+
+def _take(lock: int, kind: int, wait_s: float) -> None:
+    """Lock a file. Raises BlockingIOError if another process has its lock for longer."""
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _remove_abandoned(base: Path, mark: tuple[str, str], but: Path) -> None:
@@ -228,20 +247,14 @@ def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
                 shutil.rmtree(path, ignore_errors=True)
                 return True
         return False
-    until = time.monotonic() + wait_s
     try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                if time.monotonic() >= until:
-                    return False
-                time.sleep(0.01)
-            else:
-                if journal_owns(path) or is_kept_home(path):  # marked meanwhile
-                    return False
-                shutil.rmtree(path, ignore_errors=True)
-                return True
+        _take(lock, fcntl.LOCK_EX, wait_s)
+        if journal_owns(path) or is_kept_home(path):  # marked meanwhile
+            return False
+        shutil.rmtree(path, ignore_errors=True)
+        return True
+    except OSError:
+        return False
     finally:
         os.close(lock)
 

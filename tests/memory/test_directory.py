@@ -1,5 +1,6 @@
 """The segments of a run lie in one directory, removed with the run, or by the next start after a kill -9."""
 
+import fcntl
 import os
 import shutil
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from children import Child, hear, say
 
+from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.memory import SharedDirectory, remove_if_ownerless, sweep
 from asyncflow_sdk.memory import directory as rules
 
@@ -201,3 +203,31 @@ def test_what_others_put_under_such_a_name_is_not_looked_into(
     # and once it is this user's
     monkeypatch.undo()
     assert sweep(base) == [theirs]
+
+
+def test_a_process_that_stands_still_while_it_removes_a_directory_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a process that locks a new directory first, to remove it, and stands still
+    held, opened = list[int](), os.open
+
+    def open_late(path: Path, *arguments: int) -> int:
+        file = opened(path, *arguments)
+        if not held:
+            held.append(opened(path, os.O_RDWR))
+            fcntl.flock(held[0], fcntl.LOCK_EX)
+        return file
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", open_late)
+        # when, then another directory is made
+        directory = SharedDirectory(tmp_path)
+    os.close(held[0])
+    directory.close(keep=True)
+    # given such a process in the directory of an earlier server
+    monkeypatch.setattr(rules, "LOCK_S", 0.1)
+    with open(directory.path / "owner") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        # when, then the next server names it
+        with pytest.raises(ConfigError, match=f"lock {directory.path}/owner cannot be taken"):
+            SharedDirectory(path=directory.path)
