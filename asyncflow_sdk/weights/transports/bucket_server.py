@@ -1,4 +1,4 @@
-"""BucketServer: answers requests for buckets of versions in this process's memory.
+"""BucketServer: answers requests for buckets of versions in this process's memory; the messages of both ends.
 
 server = BucketServer(host, insecure=False, delta_bytes=256 << 20)
 server.add(HeldVersion(manifest, chunks)); server.where     # the address for receivers
@@ -10,7 +10,9 @@ import functools
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from ...errors import AsyncFlowError, ProtocolError, VersionGone
 from ...interfaces.weights import Bytes, Host
@@ -18,10 +20,68 @@ from ...types import Manifest, carrier
 from ...types.manifest import Bucket
 from ...wire import Service
 from . import delta
-from .delta_cache import DeltaCache, DeltaKey
-from .tcp_messages import ANSWER_BYTES, DELTA, MOST_BUCKETS, RAW, Get, GetReply, decode, encode, fits
 
 DELTA_THREADS = 2
+RAW, DELTA = 0, 1
+ANSWER_BYTES = 8 << 20
+"""Limit of an answer. It has fewer buckets than requested if they are larger, but at least one."""
+MOST_BUCKETS = 256
+"""Limit of a request."""
+
+
+class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Address of a version. ``service``: encoded ServiceAddress. ``version``: its number when
+    published. ``rank``: of the publisher. ``host``: identity of the publisher's host, whose processes map
+    the chunks at ``places`` of ``directory``, encoded as by ShmSender."""
+
+    service: bytes
+    version: int
+    rank: int = 0
+    host: str = ""
+    directory: str = ""
+    places: bytes = b""
+
+
+class Get(msgspec.Struct, frozen=True, array_like=True):
+    """Request for ``count`` buckets from number ``first`` on. ``base`` and ``base_root``: a version
+    that the replica holds, for deltas; -1 without one. Roots distinguish versions with the same
+    number."""
+
+    version: int
+    root: str
+    first: int
+    count: int
+    base: int = -1
+    base_root: str = ""
+
+
+class GetReply(msgspec.Struct, frozen=True, array_like=True):
+    """RAW or DELTA for each bucket sent. Each bucket is a frame."""
+
+    kinds: bytes
+
+
+encode = msgspec.msgpack.Encoder().encode
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """Decode a message. Raises ProtocolError."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"the tcp transport of weights cannot read this: {error}") from None
+
+
+def fits(manifest: Manifest, base: Manifest) -> bool:
+    """True if deltas between two versions are possible and can be verified."""
+    return (
+        manifest.digested
+        and base.digested
+        and manifest.bucket_bytes == base.bucket_bytes
+        and [chunk.nbytes for chunk in manifest.chunks] == [chunk.nbytes for chunk in base.chunks]
+        and manifest.tensors == base.tensors
+    )
 
 
 class HeldVersion:
@@ -58,7 +118,7 @@ class BucketServer:
 
     def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
         self._makes_deltas = delta_bytes > 0
-        self._deltas = DeltaCache(delta_bytes)
+        self._deltas = delta.DeltaCache(delta_bytes)
         self._versions: dict[int, HeldVersion] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(DELTA_THREADS, "asyncflow-delta")
@@ -127,7 +187,7 @@ class BucketServer:
             for number, bucket in enumerate(buckets, get.first):
                 new, old = version.bytes_of(bucket), base.bytes_of(bucket)
                 make = functools.partial(delta.encode, new, old, version.width(bucket))
-                codes.append(self._deltas.get(DeltaKey(version.root, base.root, number), make))
+                codes.append(self._deltas.get(delta.DeltaKey(version.root, base.root, number), make))
                 size += len(codes[-1] or new)
                 if size >= ANSWER_BYTES:
                     break

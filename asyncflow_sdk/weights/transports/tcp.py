@@ -3,22 +3,33 @@
     run.weight_publisher("tcp")                                               # with keys
     run.weight_publisher("tcp", listen="tcp://10.0.0.7:9000", insecure=True)  # without: trusted networks only
 
-Replicas request several buckets at a time, and verify each on arrival. A replica with an earlier
-version that the publisher still keeps gets deltas where they are smaller.
-
-Replicas on other hosts share: one process of a host fetches a version into shared memory for all of
-them.
+Versions are staged in shared memory. Replicas on the publisher's host map them. On another host one
+process fetches a version into shared memory for all: several buckets at a time, each verified on
+arrival. A replica with an earlier version that the publisher still keeps gets deltas where they are
+smaller. The publisher never waits: memory being sent or read is pinned, and reused once it is free.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
-from ...errors import ConfigError
-from ...interfaces.weights import Host, WeightTransport
+from ...errors import ConfigError, DeadlineExceeded, VersionGone, WireError
+from ...interfaces.weights import Bytes, Fetched, Host, WeightReceiver, WeightSender, WeightTransport
+from ...memory import BufferPool
+from ...types import Manifest
 from ...types.validation import check_least
-from .tcp_receiver import TcpReceiver
-from .tcp_sender import TcpSender
+from ...wire import ServiceClient
+from .bucket_server import BucketServer, HeldVersion, TcpAddress, decode, encode
+from .host_share import HostShare
+from .shm import ShmReceiver
+from .tcp_fetch import FetchThreads, TcpFetch
+from .version_memory import SharedRoom, VersionMemory
 
 DELTA_BYTES = 256 << 20
 
@@ -44,3 +55,180 @@ class TcpTransport(WeightTransport):
     def receiver(self, host: Host) -> TcpReceiver:
         """See ``WeightTransport.receiver``."""
         return TcpReceiver(host)
+
+
+class TcpSender(WeightSender):
+    """Sends versions by a BucketServer. ``listen``, ``insecure``, ``delta_bytes``: see there."""
+
+    def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
+        self._host = host
+        self._unannounced: int | None = None
+        with contextlib.ExitStack() as undo:
+            self._memory = VersionMemory.private(host.name)
+            undo.callback(self._memory.close)
+            self._buckets = BucketServer(host, listen=listen, insecure=insecure, delta_bytes=delta_bytes)
+            undo.callback(self._buckets.close)
+            undo.pop_all()
+
+    def room(self, nbytes: int) -> SharedRoom:
+        """See ``WeightSender.room``."""
+        self._unannounced = None
+        return self._memory.room(nbytes)
+
+    def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
+        """See ``WeightSender.prepare``."""
+        return self._memory.prepare(sizes)
+
+    def send(self, manifest: Manifest) -> bytes:
+        """See ``WeightSender.send``."""
+        number = manifest.version
+        places = encode(self._memory.seal(number))
+        self._buckets.add(HeldVersion(manifest, self._memory.chunks(number)))
+        self._unannounced = number
+        host, directory = self._host, str(self._memory.directory)
+        return encode(TcpAddress(self._buckets.where, number, host.rank, host.identity, directory, places))
+
+    def abandon(self) -> None:
+        """See ``WeightSender.abandon``."""
+        self._buckets.keep([version for version in self._memory.versions if version != self._unannounced])
+        self._memory.abandon()
+        self._unannounced = None
+
+    def keep(self, versions: Sequence[int]) -> None:
+        """See ``WeightSender.keep``."""
+        self._unannounced = None
+        self._buckets.keep(versions)
+        self._memory.keep(versions)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held for weights and deltas."""
+        return self._memory.nbytes + self._buckets.nbytes
+
+    def close(self) -> None:
+        """See ``WeightSender.close``."""
+        self._buckets.close()
+        self._memory.close()
+
+
+class TcpReceiver(WeightReceiver):
+    """Fetches versions from TcpSenders. ``refetched``: number of buckets requested again in full,
+    because a delta or the base was wrong."""
+
+    keeps_base: ClassVar[bool] = True
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._shares: dict[int, HostShare] = {}  # by rank
+        self._mapped: dict[int, ShmReceiver] = {}  # by rank: the memory of its publisher on this host
+        self._interrupted = threading.Event()
+        self._pool = BufferPool("fetched weights, of which a replica holds two versions")
+        self._threads = FetchThreads()
+        self._clients: dict[bytes, ServiceClient] = {}
+        self._services: dict[int, bytes] = {}  # by rank: the service of the last version
+        self._fetch: TcpFetch | None = None
+        self._lock = threading.Lock()
+        self.refetched = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held: versions in use, and one that is idle."""
+        return self._pool.nbytes + sum(each.nbytes for each in self._shares.values())
+
+    def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
+        """See ``WeightReceiver.fetch``."""
+        address, until = decode(where, TcpAddress), time.monotonic() + timeout_s
+        receive = functools.partial(self._receive, address, manifest, base, until)
+        try:
+            if address.host == self._host.identity:
+                return self._map(address, manifest) or receive()
+            if not manifest.digested:
+                return receive()
+            if address.rank not in self._shares:
+                self._shares[address.rank] = HostShare(self._host, address.rank)
+            return self._shares[address.rank].fetch(manifest, receive, until, self._interrupted)
+        finally:
+            self._interrupted.clear()  # not at the begin: an interrupt may come before the thread of a fetch runs
+
+    def _map(self, address: TcpAddress, manifest: Manifest) -> Fetched | None:
+        """Map a version from the memory of a publisher on this host. Return None if it is not there, or a host
+        without an identity: the publisher's service sends it, or says why not."""
+        if not address.host:
+            return None
+        mapped = self._mapped.get(address.rank)
+        if mapped is None or str(mapped.directory) != address.directory:
+            if mapped is not None:
+                mapped.close()
+            mapped = self._mapped[address.rank] = ShmReceiver(Path(address.directory))
+        try:
+            return mapped.fetch(manifest, address.places, timeout_s=0.0)
+        except (VersionGone, OSError, ValueError):  # of a path that is none
+            return None
+
+    def _receive(
+        self,
+        address: TcpAddress,
+        manifest: Manifest,
+        base: Fetched | None,
+        until: float,
+        room: Sequence[Bytes] = (),
+        on_bucket: Callable[[], None] = lambda: None,
+    ) -> Fetched:
+        """Receive a version in ``room``, or in memory of this process."""
+        client = self._client(address.service)
+        with self._lock:
+            fetch = self._fetch = TcpFetch(client, address, manifest, until - time.monotonic(), on_bucket)
+            if self._interrupted.is_set():
+                fetch.interrupt()
+        try:
+            chunks = self._run(fetch, base, room)
+        finally:
+            with self._lock:
+                self._fetch = None
+        self.refetched += fetch.refetched
+        if fetch.error is None:
+            self._services[address.rank] = address.service
+            for service in set(self._clients) - set(self._services.values()):
+                self._disconnect(service)  # replaced publishers: a replica may outlive many
+            return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full")
+        if not room:
+            self._pool.give_back(chunks)  # frames of the error's traceback still refer to them
+        if isinstance(fetch.error, (WireError, DeadlineExceeded)):
+            self._disconnect(address.service)
+        raise fetch.error
+
+    def interrupt(self) -> None:
+        """See ``WeightReceiver.interrupt``."""
+        self._interrupted.set()
+        with self._lock:
+            if self._fetch is not None:
+                self._fetch.interrupt()
+
+    def close(self) -> None:
+        """See ``WeightReceiver.close``."""
+        self.interrupt()
+        self._threads.end()
+        for ends in (self._shares, self._mapped):
+            while ends:
+                ends.popitem()[1].close()
+        for service in list(self._clients):
+            self._disconnect(service)
+        self._pool.close()
+
+    def _run(self, fetch: TcpFetch, base: Fetched | None, room: Sequence[Bytes]) -> Sequence[Bytes]:
+        """Run a fetch to its end. Return its chunks."""
+        chunks = room or self._pool.take([each.nbytes for each in fetch.manifest.chunks])
+        fetch.begin(chunks, base)
+        if fetch.missing:
+            self._threads.run(fetch)
+        return chunks
+
+    def _client(self, service: bytes) -> ServiceClient:
+        if service not in self._clients:
+            self._clients[service] = ServiceClient(service, self._host.own_key)
+        return self._clients[service]
+
+    def _disconnect(self, service: bytes) -> None:
+        client = self._clients.pop(service, None)
+        if client is not None:  # an ending fetch and ``close`` may both be here
+            client.close()

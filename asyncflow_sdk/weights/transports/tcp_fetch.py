@@ -19,7 +19,7 @@ from ...types import Manifest
 from ...types.manifest import Bucket
 from ...wire import ServiceClient
 from . import delta
-from .tcp_messages import DELTA, RAW, Get, GetReply, TcpAddress, decode, encode, fits
+from .bucket_server import DELTA, RAW, Get, GetReply, TcpAddress, decode, encode, fits
 
 THREADS = 2
 """ZeroMQ has as many. With more, memory of messages is returned to the system and faults in
