@@ -22,7 +22,7 @@ class TransportPublication(Publication):
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.stage = "being hashed"
+        self._stage = "being hashed"
         self.reported = self.raised = False
         self._result: Future[Manifest] = Future()
         self._lost = ""
@@ -42,7 +42,7 @@ class TransportPublication(Publication):
                 self.raised = True
                 raise
             raise DeadlineExceeded(
-                f"version {self.version} is not published after {timeout_s:g} s: it is {self.stage}"
+                f"version {self.version} is not published after {timeout_s:g} s: it is {self._stage}"
             ) from None
         except BaseException:
             self.raised = self._result.done()
@@ -53,13 +53,17 @@ class TransportPublication(Publication):
 
     # ---- called by the publisher
 
+    def enter(self, stage: str) -> None:
+        """Note what is done with the version now, for errors."""
+        self._stage = stage
+
     def succeed(self, manifest: Manifest) -> None:
         """Set the result: the version is current."""
         self._result.set_result(manifest)
 
     def fail(self, error: BaseException) -> None:
         """Set ``error`` as the result. No effect once there is one."""
-        what = f"version {self.version} failed while it was {self.stage}"
+        what = f"version {self.version} failed while it was {self._stage}"
         explained: BaseException
         if not isinstance(error, AsyncFlowError):
             explained = WeightError(f"{what}: {type(error).__name__}: {error}")

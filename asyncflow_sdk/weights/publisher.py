@@ -238,9 +238,9 @@ class TransportPublisher(WeightPublisher):
             found = [()] * len(draft.chunks) if digests is None else digests.wait()
             chunks = tuple(Chunk(each.nbytes, of) for each, of in zip(draft.chunks, found, strict=True))
             manifest = msgspec.structs.replace(draft, chunks=chunks)
-            publication.stage = f"being sent through transport {self.transport!r}"
+            publication.enter(f"being sent through transport {self.transport!r}")
             where = self._sender.send(manifest)
-            publication.stage = f"being told to the server at {self._connection.wire.address}"
+            publication.enter(f"being told to the server at {self._connection.wire.address}")
             part = cmd.VersionPart(
                 manifest=msgspec.msgpack.encode(manifest), transport=self.transport, where=where, root=manifest.root,
                 nbytes=manifest.nbytes, outlives=self._sender.outlives,

@@ -46,6 +46,11 @@ class StagedUpdate(LoadableUpdate):
         self._reported: Set[str] | None = None
         self.received = False
 
+    def receive(self) -> StagedUpdate:
+        """Note that the loop gets this update. Return it."""
+        self.received = True
+        return self
+
     def arrays(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         """Yield (name, array)."""
         for name, array in self._staged.arrays():
@@ -146,8 +151,7 @@ class TransportSubscriber(WeightSubscriber):
                 waiting.cancel()
                 self._return_unreceived()
                 raise
-            update.received = True
-            yield update
+            yield update.receive()
 
     async def __aiter__(self) -> AsyncIterator[StagedUpdate]:
         while True:
@@ -160,8 +164,7 @@ class TransportSubscriber(WeightSubscriber):
                     return
                 self._return_unreceived()
                 raise
-            update.received = True
-            yield update
+            yield update.receive()
 
     def close(self) -> None:
         """Stop fetching; this session is no replica any more. Idempotent."""

@@ -61,11 +61,11 @@ class SharedRoom(Room):
 
 
 class VersionMemory:
-    """Memory in files of ``directory`` with names of ``prefix`` and a number. Thread-safe."""
+    """Memory in files of ``directory`` with names of ``prefix`` and a number. Thread-safe. ``own``: the directory, if
+    it ends with the memory."""
 
-    def __init__(self, directory: Path, prefix: str) -> None:
-        self.directory = directory
-        self._own: SharedDirectory | None = None
+    def __init__(self, directory: Path, prefix: str, own: SharedDirectory | None = None) -> None:
+        self.directory, self._own = directory, own
         self._arena = Arena(directory, prefix, segment_bytes=SEGMENT_BYTES)
         self._mapper = Mapper(directory)
         self._writing: list[SharedRoom] = []
@@ -80,9 +80,7 @@ class VersionMemory:
         """Return memory in a new directory, which ``close`` removes; so does a later process if
         this one was killed. ``base``: the parent; by default /dev/shm, or a disk if it is small."""
         own = SharedDirectory(base)
-        staging = cls(own.path, f"w{name}-")
-        staging._own = own
-        return staging
+        return cls(own.path, f"w{name}-", own)
 
     @property
     def nbytes(self) -> int:
