@@ -16,7 +16,7 @@ A plugin implements it, and a worker of the run calls it:
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,11 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
-from ..types import Ragged, Sampling, VersionSpan
+from ..types import ColumnSpec, Ragged, Sampling, VersionSpan
 from .stop_texts import Decode, StopTexts, StopWatch
 from .weights import WeightUpdate
 
 Swap = Literal["drain", "partial", "in_flight"]
+COUNTS = "_counts"  # end of the name of the column with the number of values of each token in another column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,8 @@ class Capabilities:
     ``transports``: the only weight transports it accepts; None: any. ``restrictions``: the
     parameters that it draws by with log-probs of the contract, of top_p, top_k, min_p and
     repetition_penalty. ``stop_texts``: it ends a response soon after a text of ``sampling.stop``;
-    otherwise the worker cuts the response after its end, and requests have no texts.
+    otherwise the worker cuts the response after its end, and requests have no texts. ``extra``: the
+    keys of ``sampling.extra`` that it takes.
     """
 
     swap: Set[Swap] = frozenset({"drain"})
@@ -57,21 +59,19 @@ class Capabilities:
     transports: Set[str] | None = None
     restrictions: Collection[str] = ("top_p", "top_k")
     stop_texts: bool = False
+    extra: Collection[str] = ()
 
     def check(self, engine: str, sampling: Sampling) -> None:
         """Raise ConfigError for a sampling that ``engine`` cannot draw by."""
-        check_restrictions(engine, self.restrictions, sampling)
-
-
-def check_restrictions(engine: str, able: Iterable[str], sampling: Sampling) -> None:
-    """Raise ConfigError if ``sampling`` has restrictions other than those ``able``."""
-    for name, value in sampling.restrictions.items():
-        if name not in able:
-            known = ", ".join(sorted(able)) or "none of these"
-            raise ConfigError(
-                f"{engine} cannot draw with {name}={value:g}: its log-probs would not be over the whole vocabulary, as"
-                f" training computes them. It can with: {known}"
-            )
+        for name, value in sampling.restrictions.items():
+            if name not in self.restrictions:
+                raise ConfigError(
+                    f"{engine} cannot draw with {name}={value:g}: its log-probs would not be over the whole vocabulary, as"
+                    f" training computes them. It can with: {', '.join(sorted(self.restrictions)) or 'none of these'}"
+                )
+        known = ", ".join(sorted(self.extra)) or "none"
+        for name in sampling.extra.keys() - set(self.extra):
+            raise ConfigError(f"{engine} takes no parameter {name!r} of Sampling(extra=...). It takes: {known}")
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,15 @@ class Completion:
     0). top_k, top_p, min_p and penalties must change neither the logits nor the denominator: the
     trainer computes its ratio without them. ``finish_reason``: stop (also of a stop token at max_tokens),
     length, or aborted (interrupted, 0 or more tokens). ``spans``: only from engines with ``token_versions``.
+    ``columns``: exactly those of ``RolloutEngine.gives``.
     """
 
     index: int
     token_ids: Sequence[int] | npt.NDArray[np.int32]
     logprobs: Sequence[float] | npt.NDArray[np.float32]
     finish_reason: str = "stop"
-    spans: Sequence[VersionSpan] = field(default=())
+    spans: Sequence[VersionSpan] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def each(self) -> Iterable[Completion]:
         """Yield this completion; same interface as ``Completions.each``."""
@@ -137,7 +139,8 @@ class Completions:
 
     ``index``: int64 (rows,). ``token_ids``: int32, ``logprobs``: float32, rows as in
     ``Completion``. ``finish_reason``: one a row. ``version``: of all tokens; only from engines with
-    ``token_versions``. Responses of several versions are yielded as single completions.
+    ``token_versions``. Responses of several versions are yielded as single completions. ``columns``:
+    Ragged, or an array of the fixed kind.
     """
 
     index: npt.NDArray[np.int64]
@@ -145,13 +148,14 @@ class Completions:
     logprobs: Ragged
     finish_reason: Sequence[str]
     version: int | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def each(self) -> Iterator[Completion]:
         """Yield the completions one by one. Raises ValueError if the fields have different lengths."""
-        fields = (self.index.tolist(), self.token_ids, self.logprobs, self.finish_reason)
-        for index, ids, logprobs, reason in zip(*fields, strict=True):
+        fields = (self.index.tolist(), self.token_ids, self.logprobs, self.finish_reason, *self.columns.values())
+        for index, ids, logprobs, reason, *values in zip(*fields, strict=True):
             spans = () if self.version is None or not len(ids) else (VersionSpan(self.version, 0, len(ids)),)
-            yield Completion(index, ids, logprobs, reason, spans)
+            yield Completion(index, ids, logprobs, reason, spans, dict(zip(self.columns, values, strict=True)))
 
 
 class RolloutEngine(abc.ABC):
@@ -160,9 +164,14 @@ class RolloutEngine(abc.ABC):
     The plugin's factory makes it in the worker's process as ``factory(model=PATH, **options)``,
     with weights from the Hugging Face folder at PATH. All methods run on the worker's event loop
     and must not block it: run blocking work in a thread. One engine serves one worker.
+
+    ``gives``: further columns of each completion by name, also named by ``can={"gives": [...]}`` of its
+    AdapterSpec. A ragged one has a value for each token, or as many as its count in NAME_counts. A fixed one
+    is the response's, of a continued one its end's. Observed tokens of an agent have zeros, or a count of 0.
     """
 
     capabilities: Capabilities = Capabilities()
+    gives: Mapping[str, ColumnSpec] = {}
 
     @abc.abstractmethod
     def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:

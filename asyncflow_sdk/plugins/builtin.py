@@ -1,26 +1,18 @@
 """Registration of the built-in transports, samplers, staleness policies, algorithms, launchers and stores."""
 
-from .spec import AdapterSpec, hookimpl
+from .spec import AdapterSpec, Kind, hookimpl
 
-SAMPLERS = {
-    "fifo": "Fifo",
-    "whole_groups": "WholeGroups",
-    "shuffled": "Shuffled",
-    "by_column": "ByColumn",
-    "length_bucketed": "LengthBucketed",
-    "token_balanced": "TokenBalanced",
-}
-
-ALGORITHMS = {
-    "grpo": "GRPO",
-    "dr_grpo": "DrGRPO",
-    "dapo": "DAPO",
-    "gspo": "GSPO",
-    "cispo": "CISPO",
-    "ppo": "PPO",
-}
-
-POLICIES = {"wait": "Wait", "drop": "Drop", "count": "Count"}
+_FACTORIES: tuple[tuple[Kind, str, dict[str, str]], ...] = (
+    ("sampler", "asyncflow_sdk.ledger.samplers", {
+        "fifo": "Fifo", "whole_groups": "WholeGroups", "shuffled": "Shuffled", "by_column": "ByColumn",
+        "length_bucketed": "LengthBucketed", "token_balanced": "TokenBalanced",
+    }),
+    ("staleness", "asyncflow_sdk.ledger.policies", {"wait": "Wait", "drop": "Drop", "count": "Count"}),
+    ("algorithm", "asyncflow_sdk.algorithms", {
+        "grpo": "GRPO", "dr_grpo": "DrGRPO", "dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO", "ppo": "PPO",
+    }),
+)  # fmt: skip
+"""Adapters without capabilities: their kind, module, and classes by name."""
 
 
 @hookimpl
@@ -49,12 +41,9 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             can={"hosts": "many", "encodings": ["full", "delta"], "outlives": []},
         ),
         *(
-            AdapterSpec(kind="sampler", name=name, factory=f"asyncflow_sdk.ledger.samplers:{factory}")
-            for name, factory in SAMPLERS.items()
-        ),
-        *(
-            AdapterSpec(kind="staleness", name=name, factory=f"asyncflow_sdk.ledger.policies:{factory}")
-            for name, factory in POLICIES.items()
+            AdapterSpec(kind=kind, name=name, factory=f"{module}:{factory}")
+            for kind, module, classes in _FACTORIES
+            for name, factory in classes.items()
         ),
         AdapterSpec(
             kind="launcher",
@@ -62,10 +51,6 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             factory="asyncflow_sdk.workflow.workers.process_launcher:ProcessLauncher",
             can={"hosts": "one"},
             tested="Linux 6.18",
-        ),
-        *(
-            AdapterSpec(kind="algorithm", name=name, factory=f"asyncflow_sdk.algorithms:{factory}")
-            for name, factory in ALGORITHMS.items()
         ),
         AdapterSpec(
             kind="launcher",

@@ -82,6 +82,11 @@ class Registry:
         """Return the adapter of a kind by name; None if there is none."""
         return next((a for a in self.adapters if (a.spec.kind, a.spec.name) == (kind, name)), None)
 
+    def declared(self, kind: Kind, name: str, key: str) -> tuple[str, ...] | None:
+        """Return what an adapter declares by ``can[key]``; None if it does not, or is not installed here."""
+        found = self.find(kind, name)
+        return None if found is None else found.spec.declared(key)
+
     def get(self, kind: Kind, name: str) -> Adapter:
         """Return an adapter by kind and name; engines, algorithms and trackers also by
         "module:attribute", without a plugin. Raises PluginError, listing known names and faults."""

@@ -19,6 +19,8 @@ CAN: dict[str, dict[str, tuple[str, ...]]] = {
         "restrictions": ("top_p", "top_k", "min_p", "repetition_penalty"),
         "transports": (),
         "dtype": ("option", "folder"),
+        "gives": (),
+        "extra": (),
     },
     "train": {"ranks": ("one", "many"), "dtype": (), "frozen": ("option",), "steps": ("whole", "parts")},
     "transport": {"hosts": ("one", "many"), "encodings": ("mapped", "full", "delta"), "outlives": ("trainer",)},
@@ -46,7 +48,8 @@ class AdapterSpec:
 
     - rollout: ``swap``, ways to load new weights; ``has``, the true ones of token_versions, logprobs, held_weights and
       stop_texts; ``restrictions`` (see ``Capabilities``); ``transports``, the only transports it accepts; ``dtype``, dtypes of versions it accepts:
-      "option", the dtype of its option ``dtype`` ("auto" and None: the model folder's), and "folder", the model folder's.
+      "option", the dtype of its option ``dtype`` ("auto" and None: the model folder's), and "folder", the model folder's;
+      ``gives``, its further columns, and ``extra``, keys of ``Sampling.extra``: without them it has none.
     - train: ``ranks``, "one" process or "many"; ``dtype``, "option" if it publishes in the dtype of its option ``dtype``,
       and the only dtypes that it trains in; ``steps``, "whole" and, if it trains a step in parts, "parts"; ``frozen``,
       "option" if ``frozen=True`` leaves out what only training needs, as ``Logprobs`` asks for.

@@ -62,7 +62,7 @@ class Sampling(UserConfig):
     ``stop_ids``: token ids that end a response, beside the model's own end token; kept as its last
     token. ``stop``: texts that end a response, within a token or over several: its ids and log-probs
     go to the token that completes the text, its text ends before it. A special token's text is one
-    of ``stop_ids``.
+    of ``stop_ids``. ``extra``: parameters of the engine's own (``Capabilities.extra``).
 
     Nothing of this changes log-probs: these are over the whole vocabulary at ``temperature``, or at 1
     for temperature 0, as the trainer computes them.
@@ -77,6 +77,7 @@ class Sampling(UserConfig):
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
     stop: str | Sequence[str] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -20,8 +20,7 @@ from ..types.config import check_policy, check_proofs
 
 AUTO = "auto"
 TRANSPORTS = ("shm", "tcp")
-"""Candidates of "auto", the best first. Others are candidates only if an engine accepts no other.
-"""
+"""Candidates of "auto", the best first. Others are candidates only if an engine accepts no other."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,7 @@ def choose_transport(elsewhere: str, only: Mapping[str, Collection[str]], *, ask
 
 def _why_unfit(name: str, elsewhere: str, only: Mapping[str, Collection[str]]) -> str:
     """Return why a transport cannot be used; "" if it can."""
-    adapter = registry().find("transport", name)
-    if elsewhere and adapter is not None and adapter.spec.declared("hosts") == ("one",):
+    if elsewhere and registry().declared("transport", name, "hosts") == ("one",):
         return f"it works on one host, and {elsewhere}"
     for engine, names in only.items():
         if name not in names:
@@ -94,8 +92,7 @@ def _why_unfit(name: str, elsewhere: str, only: Mapping[str, Collection[str]]) -
 
 def choose_encoding(transport: str, keep: int, options: Mapping[str, Any]) -> Choice | None:
     """Return how a transport encodes bytes; None if it does not declare it."""
-    adapter = registry().find("transport", transport)
-    can = adapter.spec.declared("encodings") if adapter is not None else None
+    can = registry().declared("transport", transport, "encodings")
     if can is None:
         return None
     if can == ("mapped",):

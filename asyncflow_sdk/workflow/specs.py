@@ -17,7 +17,7 @@ from ..algorithms import algorithm_spec, make_algorithm
 from ..errors import ConfigError, PluginError, SchemaError
 from ..interfaces import TRAIN_COLUMNS, Algorithm, Placement
 from ..ledger import TaskSpec
-from ..plugins import import_name
+from ..plugins import import_name, registry
 from ..queue import QueueClient
 from ..queue.checks import check_names
 from ..types import LOSS_MASK, VERSION_SPANS, Chat, Sampling, Weights
@@ -210,7 +210,13 @@ class Rollout(EngineSpec):
             self.lease_s,
             self.partitions,
             self.chat,
+            self.columns,
         )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Further columns of its engine, as its adapter declares them."""
+        return registry().declared("rollout", self.engine, "gives") or ()
 
 
 def declare_task(queue: QueueClient, task: TaskSpec) -> None:
@@ -220,10 +226,10 @@ def declare_task(queue: QueueClient, task: TaskSpec) -> None:
 
 def rollout_task(
     task: str, prompt: str, prefix: str, text: bool, agent: Agent | None = None, lease_s: float = PRODUCER_LEASE_S,
-    partitions: tuple[str, ...] = TRAINED, chat: Chat | None = None,
+    partitions: tuple[str, ...] = TRAINED, chat: Chat | None = None, columns: tuple[str, ...] = (),
 ) -> TaskSpec:  # fmt: skip
     """Return the task of a rollout with the columns it needs and gives. ``text``: responses are
-    decoded."""
+    decoded. ``columns``: further ones of the engine."""
     tools = (chat.tools,) if chat is not None and isinstance(chat.tools, str) else ()
     needs = (prompt, *tools, *((agent.needs or ()) if agent is not None else ()))
     gives = (
@@ -231,6 +237,7 @@ def rollout_task(
         *RESPONSE_COLUMNS,
         *(("response",) if text else ()),
         *((LOSS_MASK, *agent.gives) if agent is not None else ()),
+        *columns,
     )
     admits = is_trained(prefix, partitions)
     return TaskSpec(

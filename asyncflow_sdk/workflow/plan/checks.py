@@ -10,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError, PluginError, SchemaError
-from ...interfaces import Placement
-from ...interfaces.rollout import check_restrictions
+from ...interfaces import Capabilities, Placement
 from ...ledger.state.columns import MAX_COLUMNS
 from ...plugins import registry
-from ...types import Batch, Ragged
+from ...types import Batch, Ragged, Sampling
 from ...types.config import LOCAL
 from ...weights import AUTO
 from ...weights.publisher import check_publisher
 from ...wire import transport_of
 from ..data import cut_prompts
+from ..evaluation import EVALUATION
 from ..events.trackers import check_tracker
 from ..model_folder import OWN_CODE
 from ..rollout.chat import PromptEncoder
@@ -67,7 +67,7 @@ def _find(plan: Plan, problems: Problems) -> None:
             _check_engine("stage", stage.work, stage.place, problems, *key, "work")
         with problems.collect(*key, "work", "sampling"):
             if isinstance(stage.work, Generate):
-                _check_stops(stage.work)
+                _check_sampling(stage.work, stage.work.sampling)
         _check_here(stage, problems, *key)
     _check_place("train", plan.train.place, problems, "train", world_size=plan.train.world_size)
     if is_checked_here(plan.train.task):
@@ -90,7 +90,10 @@ def _find(plan: Plan, problems: Problems) -> None:
         with problems.collect("rollout", number, "sampling"):
             _check_temperature(rollout, plan.train)
         with problems.collect("rollout", number, "sampling"):
-            _check_stops(rollout)
+            _check_sampling(rollout, rollout.sampling)
+        with problems.collect("evaluate", "sampling"):
+            if plan.evaluation is not None and EVALUATION in rollout.partitions:
+                _check_sampling(rollout, plan.evaluation.sampling_of(plan.rollout))
     _check_supply(plan, problems)
     with problems.collect("store"):
         _check_store(plan)
@@ -248,8 +251,7 @@ def _check_stream(train: Train) -> None:
 
 def _may_stream(train: Train) -> bool:
     """True unless its adapter, or its class, declares that an engine trains whole steps only."""
-    adapter = registry().find("train", train.engine)
-    declared = adapter.spec.declared("steps") if adapter is not None else None
+    declared = registry().declared("train", train.engine, "steps")
     if declared is not None:
         return "parts" in declared
     return (
@@ -354,10 +356,9 @@ def _check_weights(plan: Plan) -> None:
 
 def _check_guard(plan: Plan) -> None:
     """Refuse rollbacks of a run that may be resumed, if the best version ends with its trainer."""
-    adapter = registry().find("transport", plan.transport)
     if plan.evaluation is None or plan.evaluation.rollback_margin is None or plan.checkpoint is None:
         return
-    if adapter is not None and adapter.spec.declared("outlives") == ():
+    if registry().declared("transport", plan.transport, "outlives") == ():
         raise ConfigError(
             f"rollback_margin= needs the best version, and transport {plan.transport!r} loses it if the trainer dies:"
             " say weights=af.Weights(transport='file', options={'path': ...}), a path that all hosts see, or 'shm' on"
@@ -368,8 +369,8 @@ def _check_guard(plan: Plan) -> None:
 def _check_dtypes(plan: Plan, problems: Problems) -> None:
     """Compare the dtype of training with the engine's, and the dtype of versions with each rollout's, as far as
     adapters and model folders declare them."""
-    trainer, option, trained = registry().find("train", plan.train.engine), plan.train.options.get("dtype"), ""
-    declared = (trainer.spec.declared("dtype") if trainer is not None else None) or ()
+    option, trained = plan.train.options.get("dtype"), ""
+    declared = registry().declared("train", plan.train.engine, "dtype") or ()
     if "option" in declared:
         trained = plan.train.dtype_of(option or "auto")
     able = [each for each in declared if each != "option"]
@@ -383,8 +384,7 @@ def _check_dtypes(plan: Plan, problems: Problems) -> None:
     asked = plan.weights.dtype
     published = trained if asked is None else plan.train.dtype_of(asked)
     for number, rollout in enumerate(plan.rollouts):
-        adapter = registry().find("rollout", rollout.engine)
-        taken = (adapter.spec.declared("dtype") if adapter is not None else None) or ()
+        taken = registry().declared("rollout", rollout.engine, "dtype") or ()
         options = {"option": rollout.options.get("dtype") or "auto", "folder": "auto"}
         names = list(dict.fromkeys(rollout.dtype_of(options[each]) for each in taken))
         if published and names and all(names) and published not in names:
@@ -410,14 +410,18 @@ def _check_temperature(rollout: Rollout, train: Train) -> None:
         )
 
 
-def _check_stops(spec: Rollout | Generate) -> None:
-    """Check that stop texts have a tokenizer, and the engine's declaration of restricted draws."""
+def _check_sampling(spec: Rollout | Generate, sampling: Sampling) -> None:
+    """Check that stop texts have a tokenizer, and what the engine's adapter declares of draws. A worker asks the engine."""
     adapter = registry().find("rollout", spec.engine)
-    able = adapter.spec.declared("restrictions") if adapter is not None else None
-    if able is not None:
-        check_restrictions(f"engine {spec.engine!r}", able, spec.sampling)
+    if adapter is not None:
+        able = adapter.spec.declared("restrictions")
+        can = Capabilities(
+            restrictions=tuple(sampling.restrictions) if able is None else able,
+            extra=adapter.spec.declared("extra") or (),
+        )
+        can.check(f"engine {spec.engine!r}", sampling)
     with contextlib.suppress(PluginError):  # this environment has no tokenizers: the worker checks
-        with_stop_ids(spec.sampling, Tokenizer(spec.tokenizer) if spec.tokenizer and spec.sampling.stop else None)
+        with_stop_ids(sampling, Tokenizer(spec.tokenizer) if spec.tokenizer and sampling.stop else None)
 
 
 def _check_ids(name: str, data: Batch, rollout: Rollout) -> None:

@@ -223,7 +223,8 @@ class Plan:
             each
             for each, swap in zip(self.rollouts, self.swaps, strict=True)
             if swap != "in_flight"
-            and {"logprobs", "held_weights"}.intersection(_declared(each, "has") or ()) == {"logprobs"}
+            and {"logprobs", "held_weights"}.intersection(registry().declared("rollout", each.engine, "has") or ())
+            == {"logprobs"}
         ]
         if asked is not None or not scoring:
             return
@@ -257,7 +258,7 @@ class Plan:
         """The transports of each engine that declares a selection."""
         only = {}
         for rollout in self.rollouts:
-            names = _declared(rollout, "transports")
+            names = registry().declared("rollout", rollout.engine, "transports")
             if names is not None:
                 only[f"engine {rollout.engine!r}"] = names
         return only
@@ -288,15 +289,10 @@ class Plan:
 
 def _swap(rollout: Rollout, asked: str, verify: tuple[str, ...]) -> Choice:
     what, engine = f"swap of {rollout.task} {rollout.engine}", f"engine {rollout.engine!r}"
-    can = _declared(rollout, "swap")
+    can = registry().declared("rollout", rollout.engine, "swap")
     if can is not None:
         chosen = choose_swap(engine, set(can), asked, verify=verify)
         return Choice(what, chosen.chosen, chosen.reason)
     if asked != AUTO:
         return Choice(what, asked, f"as asked; {engine} says in its worker whether it can")
     return Choice(what, AUTO, f"{engine} says in its worker what it can, before the first prompt")
-
-
-def _declared(rollout: Rollout, key: str) -> tuple[str, ...] | None:
-    adapter = registry().find("rollout", rollout.engine)
-    return adapter.spec.declared(key) if adapter is not None else None

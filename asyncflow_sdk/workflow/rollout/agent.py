@@ -23,11 +23,11 @@ from ...errors import AsyncFlowError, ConfigError, EngineError, SchemaError
 from ...interfaces import Completion, Request
 from ...plugins import import_path
 from ...queue.error_text import error_text
-from ...types import Ragged, Sampling, VersionSpan, pack
+from ...types import Ragged, Sampling, pack
 from ...types.defaults import AGENT_S
 from ...types.validation import check_above, check_fields
 from ..work import full_name, parameters_of
-from .engine_gateway import EngineGateway, Generated, derived_seed, joined_spans, spans_of
+from .engine_gateway import EngineGateway, Generated, derived_seed, with_spans
 from .prompt_lease import Ids
 from .tokenizer import Tokenizer, with_stop_ids
 
@@ -51,12 +51,6 @@ class Turn(NamedTuple):
     finish_reason: str
 
 
-class _TurnTokens(NamedTuple):
-    ids: Ids
-    logprobs: npt.NDArray[np.float32]
-    spans: Sequence[VersionSpan] | None  # None: observed
-
-
 class Turns:
     """One conversation. Its tokens are kept as they are, and never tokenised again.
 
@@ -74,15 +68,15 @@ class Turns:
         self._gateway, self._sampling, self._seed = gateway, sampling, seed
         self._home = asyncio.get_running_loop()
         self._tokenizer, self._context = tokenizer, context
-        self._parts: list[_TurnTokens] = []
+        self._parts: list[Completion] = []  # observed ones have no spans
         self._generating = self._closed = False
-        self._count, self._reason = 0, "stop"
+        self._count = 0
         self.failure: EngineError | None = None
 
     @property
     def response_ids(self) -> Ids:
         """All tokens after the prompt so far, generated and observed: int32 (length,)."""
-        ids: Ids = _flat([part.ids for part in self._parts], np.int32)
+        ids: Ids = np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in self._parts)])
         return ids
 
     async def generate(
@@ -117,24 +111,18 @@ class Turns:
         self._generating, self._count = True, self._count + 1
         try:
             async with contextlib.aclosing(self._gateway.generate(request)) as responses:
-                got = [
-                    (each, response.version) async for response in responses for each in response.completion.each()
-                ]
+                (part,) = [with_spans(each, got.version) async for got in responses for each in got.completion.each()]
         except EngineError as error:
             self.failure, self._closed = error, True
             raise
         finally:
             self._generating = False
-        completion, version = got[0]
-        part = _TurnTokens(
-            np.asarray(completion.token_ids, np.int32), np.asarray(completion.logprobs, np.float32),
-            spans_of(completion, version),
-        )  # fmt: skip
+        part = self._gateway.columns.join([part])
         self._parts.append(part)
-        self._reason = completion.finish_reason
-        self.over = self._context is not None and len(ids) + len(part.ids) >= self._context
-        text = self._tokenizer.decode(Ragged.of([part.ids]))[0] if self._tokenizer is not None else ""
-        return Turn(text, part.ids, part.logprobs, completion.finish_reason)
+        drawn, logprobs = np.asarray(part.token_ids), np.asarray(part.logprobs)
+        self.over = self._context is not None and len(ids) + len(drawn) >= self._context
+        text = self._tokenizer.decode(Ragged.of([drawn]))[0] if self._tokenizer is not None else ""
+        return Turn(text, drawn, logprobs, part.finish_reason)
 
     def observe(self, observed: Observed, *, control_tokens: bool = False) -> None:
         """Append tokens of a tool or an environment. They are not trained. Tokens beyond the
@@ -143,10 +131,10 @@ class Turns:
         self._check_open()
         ids = self._encode(observed, control_tokens)
         if self._context is not None:
-            room = self._context - len(self.prompt_ids) - sum(len(part.ids) for part in self._parts)
+            room = self._context - len(self.prompt_ids) - sum(len(part.token_ids) for part in self._parts)
             self.over, ids = self.over or len(ids) >= room, ids[:room]
         if len(ids):
-            self._parts.append(_TurnTokens(ids, np.zeros(len(ids), np.float32), None))
+            self._parts.append(Completion(0, ids, np.zeros(len(ids), np.float32)))
 
     def close(self) -> None:
         """Refuse all further turns and observations."""
@@ -156,19 +144,16 @@ class Turns:
         """Return all tokens in order. Observed tokens have log-prob 0 and the version of the
         preceding generated token, or of the following one if none precedes. Its finish reason: the
         last turn's, "length" in a full context. Raises AgentFailed if nothing was generated."""
-        generated = [part.spans for part in self._parts if part.spans is not None]
-        if not any(generated):
+        generated = [part for part in self._parts if part.spans]
+        if not generated:
             raise AgentFailed("its model never said anything: a row needs at least one generated token")
-        version, spans = next(each for each in generated if each)[0].version, []
+        version, parts = generated[0].spans[0].version, list[Completion]()
         for part in self._parts:
-            each = part.spans if part.spans is not None else (VersionSpan(version, 0, len(part.ids)),)
-            version = each[-1].version if each else version
-            spans.append(each)
-        mask = np.repeat([part.spans is not None for part in self._parts], [len(part.ids) for part in self._parts])
-        logprobs = _flat([part.logprobs for part in self._parts], np.float32)
-        reason = "length" if self.over else self._reason
-        completion = Completion(0, self.response_ids, logprobs, reason, joined_spans(spans))
-        return Generated(completion, version, mask, columns)
+            parts.append(part if part.spans else with_spans(part, version))
+            version = parts[-1].spans[-1].version
+        mask = np.repeat([bool(part.spans) for part in self._parts], [len(part.token_ids) for part in self._parts])
+        reason = "length" if self.over else generated[-1].finish_reason
+        return Generated(replace(self._gateway.columns.join(parts), finish_reason=reason), version, mask, columns)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -262,10 +247,6 @@ class Agent:
             except SchemaError as error:
                 raise AgentFailed(f"it returned an invalid column value: {error}") from None
         return columns
-
-
-def _flat(parts: Sequence[Any], dtype: Any) -> Any:
-    return np.concatenate([np.empty(0, dtype), *parts])
 
 
 def _why_not(function: Callable[..., Any]) -> str:

@@ -6,7 +6,7 @@ Rows of a finished lease are written at once, others with the rows finishing in 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ import numpy.typing as npt
 from ...errors import LeaseLost
 from ...interfaces import Completion, Completions
 from ...queue.coroutines import wait_for_event
-from ...types import LOSS_MASK, VERSION_SPANS, Ragged, one_version
+from ...types import LOSS_MASK, VERSION_SPANS, ColumnSpec, Ragged, one_version
+from ...types.dtypes import carrier
 from ...types.spans import FINISH_REASON
 from ..workers.worker_log import WorkerLog
 from .engine_gateway import Generated, spans_of
@@ -29,14 +30,14 @@ BATCH_S = 0.1
 class ResponseColumns:
     """Makes the columns of finished rows. ``tokenizer``: for text, which ends before ``stop``.
     ``prefix``: of their names. ``prompt_ids``: with the encoded prompts. ``only``: one column of this
-    name, text if there is a tokenizer, else token ids."""
+    name, text if there is a tokenizer, else token ids. ``gives``: the engine's further columns."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, *, prefix: str = "", prompt_ids: bool = False, only: str = "",
-        stop: Sequence[str] = (),
+        stop: Sequence[str] = (), gives: Mapping[str, ColumnSpec] = {},
     ) -> None:  # fmt: skip
         self._tokenizer, self._prefix, self._prompt_ids, self._only = tokenizer, prefix, prompt_ids, only
-        self._stop = stop
+        self._stop, self._gives = stop, gives
 
     def make(self, lease: PromptLease, rows: Sequence[int], responses: Sequence[Generated]) -> dict[str, Any]:
         """Return the columns of ``rows``, the rows of ``responses`` in order."""
@@ -56,6 +57,12 @@ class ResponseColumns:
         masks = [each.mask for each in responses if each.mask is not None]
         if masks:
             columns[LOSS_MASK] = _ragged(masks, np.bool_)
+        for name, spec in self._gives.items():
+            values = [each.columns[name] for each in completions]
+            if spec.kind == "ragged":
+                columns[name] = _ragged(values, carrier(spec.dtype))
+            else:
+                columns[name] = np.concatenate([np.reshape(each, (-1, *spec.shape)) for each in values])
         columns |= {name: [each.columns[name] for each in responses] for name in responses[0].columns}
         if self._prompt_ids:
             columns["prompt_ids"] = _ragged([lease.prompt_ids[row] for row in rows], np.int32)

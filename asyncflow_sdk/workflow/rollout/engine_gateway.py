@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from ...errors import DeadlineExceeded, EngineError
 from ...interfaces import Completion, Completions, Request, RolloutEngine
 from ...queue.coroutines import wait_for_event
 from ...types import Ragged, VersionSpan
+from .engine_columns import EngineColumns
 from .tokenizer import Tokenizer
 
 RESPONSE_S = 3600.0
@@ -60,6 +61,7 @@ class EngineGateway:
     ) -> None:
         self.loaded, self.newest, self._tokenizer = loaded, loaded or 0, tokenizer
         self._engine, self._name, self._wake = engine, type(engine).__name__, wake
+        self.columns = EngineColumns(self._name, engine.gives)
         self._requests = 0
         self._open, self._empty = asyncio.Event(), asyncio.Event()
         self._open.set()
@@ -68,6 +70,10 @@ class EngineGateway:
     def idle(self) -> bool:
         """True if no request is in the engine."""
         return not self._requests
+
+    def take(self, version: int) -> None:
+        """Begin later requests under ``version``, which the engine has loaded."""
+        self.loaded = self.newest = version
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -110,7 +116,9 @@ class EngineGateway:
                     continue
                 for completion in generated.completion.each():
                     end = stops.end(np.asarray(completion.token_ids).tolist())
-                    yield Generated(completion if end is None else _cut(completion, end), generated.version)
+                    yield Generated(
+                        completion if end is None else self.columns.cut(completion, end), generated.version
+                    )
 
     async def _generate(self, request: Request) -> AsyncGenerator[Generated, None]:
         """Yield every response as the engine ends it."""
@@ -123,12 +131,13 @@ class EngineGateway:
         try:
             async with contextlib.aclosing(self._engine.generate(request)) as completions:  # type: ignore[type-var]
                 async for completed in completions:
-                    if isinstance(completed, Completions) and _is_sound(completed, version, waiting):
+                    if isinstance(completed, Completions) and self._is_sound(completed, version, waiting):
                         waiting.difference_update(completed.index.tolist())
                         yield Generated(completed, version)
                         continue
-                    for completion in completed.each():
+                    for completion in self._each(completed):
                         self._check(completion, request, version, waiting)
+                        completion = self.columns.checked(completion)
                         waiting.discard(completion.index)
                         if completion.finish_reason == "aborted":
                             interrupted.append(completion)
@@ -152,18 +161,43 @@ class EngineGateway:
 
     async def _continue(self, request: Request, part: Completion, version: int) -> Generated:
         """Generate the rest of an interrupted response, and return the whole."""
-        length, sampling = len(part.token_ids), request.sampling
+        part, length, sampling = with_spans(part, version), len(part.token_ids), request.sampling
         if length == sampling.max_tokens:
             return Generated(replace(part, finish_reason="length"), version)
         rest = replace(
-            request, prompt_ids=np.concatenate([request.prompt_ids, np.asarray(part.token_ids, np.int32)]),
-            sampling=replace(sampling, max_tokens=sampling.max_tokens - length), n=1,
-            drawn=request.drawn + length, first=request.first + part.index,
-        )  # fmt: skip
+            request,
+            prompt_ids=np.concatenate([request.prompt_ids, np.asarray(part.token_ids, np.int32)]),
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - length),
+            n=1,
+            drawn=request.drawn + length,
+            first=request.first + part.index,
+        )
         async with contextlib.aclosing(self._generate(rest)) as responses:
-            ends = [(end, each.version) async for each in responses for end in each.completion.each()]
-        end, later = ends[0]
-        return Generated(_joined(part, version, end, later), version)
+            ends = [with_spans(end, each.version) async for each in responses for end in each.completion.each()]
+        return Generated(self.columns.join([part, ends[0]]), version)
+
+    def _each(self, completed: Completion | Completions) -> Iterable[Completion]:
+        """Return completions one by one. Raises EngineError for packed ones with different numbers of rows."""
+        try:
+            return list(completed.each())
+        except ValueError:
+            given = {**vars(completed), **completed.columns}
+            names = ("index", "token_ids", "logprobs", "finish_reason", *completed.columns)
+            rows = ", ".join(f"{len(given[name])} of {name}" for name in names)
+            raise EngineError(f"{self._name} gave packed responses with different numbers of rows: {rows}") from None
+
+    def _is_sound(self, completed: Completions, version: int, waiting: set[int]) -> bool:
+        """True if packed responses are whole, expected, and of the loaded version."""
+        index, offsets = set(completed.index.tolist()), completed.token_ids.offsets
+        return (
+            len(index) == len(completed.index) == len(completed.token_ids) == len(completed.finish_reason)
+            and index <= waiting
+            and completed.version in (None, version)
+            and "aborted" not in completed.finish_reason
+            and (completed.logprobs.offsets is offsets or np.array_equal(completed.logprobs.offsets, offsets))
+            and bool((offsets[1:] > offsets[:-1]).all())
+            and self.columns.are_sound(completed)
+        )
 
     def _check(self, completion: Completion, request: Request, version: int, waiting: set[int]) -> None:
         """Raise EngineError for a response against the contract: another row might get it."""
@@ -191,19 +225,6 @@ class EngineGateway:
                 )
 
 
-def _is_sound(completed: Completions, version: int, waiting: set[int]) -> bool:
-    """True if packed responses are whole, expected, and of the loaded version."""
-    index, offsets = set(completed.index.tolist()), completed.token_ids.offsets
-    return (
-        len(index) == len(completed.index) == len(completed.token_ids) == len(completed.finish_reason)
-        and index <= waiting
-        and completed.version in (None, version)
-        and "aborted" not in completed.finish_reason
-        and (completed.logprobs.offsets is offsets or np.array_equal(completed.logprobs.offsets, offsets))
-        and bool((offsets[1:] > offsets[:-1]).all())
-    )
-
-
 def spans_of(completion: Completion, version: int) -> Sequence[VersionSpan]:
     """Return the version spans of a response; one of ``version`` if it has none."""
     if completion.spans or not len(completion.token_ids):
@@ -211,35 +232,11 @@ def spans_of(completion: Completion, version: int) -> Sequence[VersionSpan]:
     return (VersionSpan(version, 0, len(completion.token_ids)),)
 
 
-def joined_spans(parts: Sequence[Sequence[VersionSpan]]) -> tuple[VersionSpan, ...]:
-    """Concatenate the spans of consecutive parts; each part's spans begin at 0."""
-    whole: list[VersionSpan] = []
-    for part in parts:
-        behind = whole[-1].end if whole else 0
-        for version, start, end in part:
-            if whole and whole[-1].version == version:
-                start = whole.pop().start - behind
-            whole.append(VersionSpan(version, start + behind, end + behind))
-    return tuple(whole)
+def with_spans(completion: Completion, version: int) -> Completion:
+    """Return a response with the spans of ``spans_of``, as a part to be joined with others."""
+    return replace(completion, spans=spans_of(completion, version))
 
 
 def derived_seed(seed: int | None, number: int) -> int | None:
     """Return another seed for each ``number``; None without a seed."""
     return None if seed is None else hash((seed, number)) & 0x7FFFFFFF
-
-
-def _cut(completion: Completion, end: int) -> Completion:
-    """Return the first ``end`` tokens of a response."""
-    spans = [VersionSpan(version, start, min(stop, end)) for version, start, stop in completion.spans if start < end]
-    ids, logprobs = completion.token_ids[:end], completion.logprobs[:end]
-    return Completion(completion.index, ids, logprobs, "stop", spans)
-
-
-def _joined(part: Completion, version: int, end: Completion, later: int) -> Completion:
-    return Completion(
-        part.index,
-        np.concatenate([np.asarray(each.token_ids, np.int32) for each in (part, end)]),
-        np.concatenate([np.asarray(each.logprobs, np.float32) for each in (part, end)]),
-        end.finish_reason,
-        joined_spans([spans_of(part, version), spans_of(end, later)]),
-    )

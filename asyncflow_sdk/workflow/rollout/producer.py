@@ -66,17 +66,23 @@ class EngineProducer(Producer):
         if agent is not None and not isinstance(agent, Agent):
             agent = Agent(function=agent)
         can, sampling = engine.capabilities, with_stop_ids(sampling or Sampling(), tokenizer)
-        can.check(type(engine).__name__, sampling)
+        for each in (sampling, *(samplings or {}).values()):
+            can.check(type(engine).__name__, each)
         encoder = PromptEncoder(tokenizer, chat) if tokenizer is not None else None
         stop = sampling.stop if agent is None else ()  # a conversation is kept whole
         chosen = choose_swap(type(engine).__name__, can.swap, swap, token_versions=can.token_versions, verify=verify)
         if swap == "auto":
             log = WorkerLog(queue.connection)
             log.report(ev.Chosen, what=chosen.what, chosen=chosen.chosen, reason=chosen.reason)
-        self._queue, self._spec = queue, rollout_task(task, prompt, prefix, tokenizer is not None, agent, chat=chat)
+        self._queue, self._spec = (
+            queue,
+            rollout_task(task, prompt, prefix, tokenizer is not None, agent, chat=chat, columns=tuple(engine.gives)),
+        )
         self._worker = RolloutWorker(
             queue, engine, task=task, prompts=PromptReader(prompt, encoder, limit=prompt_limit),
-            columns=ResponseColumns(tokenizer, prefix=prefix, prompt_ids=prompt != "prompt_ids", stop=stop),
+            columns=ResponseColumns(
+                tokenizer, prefix=prefix, prompt_ids=prompt != "prompt_ids", stop=stop, gives=engine.gives
+            ),
             sampling=sampling, tokenizer=tokenizer, agent=agent,
             swap=chosen.chosen, verify=verify, needs_first=needs_first,
             samplings={name: with_stop_ids(each, tokenizer) for name, each in (samplings or {}).items()},

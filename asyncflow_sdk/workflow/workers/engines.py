@@ -57,8 +57,7 @@ def _options_of(factory: Callable[..., Any]) -> list[str] | None:
 
 def frozen_options(engine: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a train engine for log-probs alone: with ``frozen``, if its adapter declares it."""
-    adapter = registry().find("train", engine)
-    can_freeze = adapter is not None and adapter.spec.declared("frozen") is not None
+    can_freeze = registry().declared("train", engine, "frozen") is not None
     return ({"frozen": True} if can_freeze else {}) | dict(options)
 
 

@@ -38,8 +38,7 @@ class Launchers:
 
 def reaches_hosts(place: Placement) -> bool:
     """True if the launcher of a placement may start workers on other hosts."""
-    adapter = registry().find("launcher", place.launcher)
-    return adapter is not None and adapter.spec.declared("hosts") == ("many",)
+    return registry().declared("launcher", place.launcher, "hosts") == ("many",)
 
 
 def _make(place: Placement) -> Launcher:

@@ -147,6 +147,11 @@ async def _generate(rollout: Rollout, settings: WorkerSettings, queue: QueueClie
     weights, connection = settings.weights or Weights(), queue.connection
     with loading_model(queue, rollout.task):
         engine = make_engine("rollout", rollout.engine, model=rollout.model, **rollout.options)
+    if set(engine.gives) != set(rollout.columns):
+        raise ConfigError(
+            f"engine {rollout.engine!r} gives columns {sorted(engine.gives)}, and its adapter declares"
+            f" {sorted(rollout.columns)}: say AdapterSpec(..., can={{'gives': {sorted(engine.gives)}}})"
+        )
     ends = [*end_tokens(rollout.model or "-"), *rollout.sampling.stop_ids] if rollout.keep_special else None
     text = Tokenizer(rollout.tokenizer, ends) if rollout.tokenizer else None
     producer = EngineProducer(

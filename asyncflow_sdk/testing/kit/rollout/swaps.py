@@ -4,6 +4,7 @@ continuation."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 
 from ....errors import EngineError
 from ....interfaces import Completion, Request
+from ....workflow.rollout.engine_gateway import EngineGateway
 from ..check import CheckFailed, check, expect, needs
 from ..diagnosis import diagnose_logprobs
 from .basic import check_apart
@@ -316,3 +318,41 @@ async def continued(lab: RolloutLab) -> None:
     ):
         alike = float(shares[one] @ shares[other])
         check_apart(f"responses of one seed with {said}", drawn[one] == drawn[other], alike)
+
+
+@check(
+    "rollout", "full",
+    impact="a value of a further column is taken for that of another token, or the worker refuses every response",
+    hint="RolloutEngine.gives, and Completion.columns: also of aborted responses, without tokens of the prompt",
+    after=("completions", "interrupted"),
+)  # fmt: skip
+@needs(lambda lab: lab.engine.gives, "it gives no further columns")
+async def further_columns(lab: RolloutLab) -> str:
+    """Further columns fit the tokens of each response: whole, cut at a stop text, and interrupted by
+    a load and continued."""
+    gateway, moment, joined = EngineGateway(lab.engine, lab.version, asyncio.Event()), _Moment(lab), 0
+
+    async def _answer(request: Request) -> Completion:
+        try:
+            async with contextlib.aclosing(gateway.generate(request)) as responses:
+                (got,) = [each async for part in responses for each in part.completion.each()]
+        except EngineError as error:
+            raise CheckFailed(str(error)) from error
+        return gateway.columns.checked(got)
+
+    for prompt in lab.policy.prompts(2, seed=37):
+        whole = await _answer(lab.request(prompt))
+        if text := lab.policy.text(np.asarray(whole.token_ids)[:4]):
+            await _answer(lab.request(prompt, stop=text[-1]))
+    while "partial" in lab.engine.capabilities.swap and not joined and moment.try_again():
+        requests = [lab.request(prompt, max_tokens=moment.tokens) for prompt in lab.policy.prompts(2, seed=38)]
+        await moment.prepare(requests)
+        running = [asyncio.create_task(_answer(request)) for request in requests]
+        await moment.wait()
+        async with gateway.stopped(interrupt=True):
+            await asyncio.sleep(0.01)  # the tasks of whole responses end
+            joined = sum(not task.done() for task in running)
+            gateway.take(await lab.update())
+        await asyncio.gather(*running)
+        moment.learn(hit=joined > 0, too_early=False, too_late=not joined)
+    return f"{', '.join(sorted(lab.engine.gives))}; {joined} responses were interrupted and continued"
