@@ -54,63 +54,26 @@ if TYPE_CHECKING:
     from .errors import WriteOnceError as WriteOnceError
     from .interfaces import TRAIN_COLUMNS as TRAIN_COLUMNS
     from .interfaces import Algorithm as Algorithm
-    from .interfaces import BlockMemory as BlockMemory
-    from .interfaces import BlockRead as BlockRead
-    from .interfaces import BlockStore as BlockStore
-    from .interfaces import Candidates as Candidates
     from .interfaces import Capabilities as Capabilities
     from .interfaces import Completion as Completion
     from .interfaces import Completions as Completions
     from .interfaces import Consumer as Consumer
-    from .interfaces import Fetched as Fetched
-    from .interfaces import FilePlace as FilePlace
-    from .interfaces import HomeCatalog as HomeCatalog
-    from .interfaces import HomeOffer as HomeOffer
-    from .interfaces import Host as Host
-    from .interfaces import Launcher as Launcher
     from .interfaces import LeasedBatch as LeasedBatch
     from .interfaces import LeasedStep as LeasedStep
-    from .interfaces import LoadableUpdate as LoadableUpdate
     from .interfaces import PackedTokens as PackedTokens
-    from .interfaces import PayloadStore as PayloadStore
-    from .interfaces import Placement as Placement
     from .interfaces import Producer as Producer
-    from .interfaces import Publication as Publication
-    from .interfaces import PutRows as PutRows
     from .interfaces import Request as Request
-    from .interfaces import RollbackResult as RollbackResult
     from .interfaces import RolloutEngine as RolloutEngine
-    from .interfaces import Room as Room
-    from .interfaces import Sampler as Sampler
-    from .interfaces import StalenessPolicy as StalenessPolicy
     from .interfaces import StepConsumer as StepConsumer
     from .interfaces import StepPart as StepPart
     from .interfaces import StepResult as StepResult
-    from .interfaces import StepWindow as StepWindow
-    from .interfaces import StopTexts as StopTexts
-    from .interfaces import StopWatch as StopWatch
-    from .interfaces import StorageHome as StorageHome
-    from .interfaces import StoreContext as StoreContext
-    from .interfaces import StoredBlock as StoredBlock
-    from .interfaces import TensorType as TensorType
-    from .interfaces import TrackedRun as TrackedRun
-    from .interfaces import Tracker as Tracker
     from .interfaces import TrainEngine as TrainEngine
     from .interfaces import TransferQueue as TransferQueue
     from .interfaces import WeightPublisher as WeightPublisher
-    from .interfaces import WeightReceiver as WeightReceiver
-    from .interfaces import WeightSender as WeightSender
     from .interfaces import WeightSubscriber as WeightSubscriber
     from .interfaces import WeightSync as WeightSync
-    from .interfaces import WeightTransport as WeightTransport
     from .interfaces import WeightUpdate as WeightUpdate
-    from .interfaces import WorkerExit as WorkerExit
-    from .interfaces import WorkerHandle as WorkerHandle
-    from .interfaces import WorkerSettings as WorkerSettings
-    from .interfaces import WorkerSpec as WorkerSpec
-    from .ledger import Audit as Audit
     from .plugins import AdapterSpec as AdapterSpec
-    from .plugins import HookSpecs as HookSpecs
     from .plugins import hookimpl as hookimpl
     from .queue import StreamDataLoader as StreamDataLoader
     from .queue.replay import replay as replay
@@ -118,19 +81,13 @@ if TYPE_CHECKING:
     from .types import Batch as Batch
     from .types import Chat as Chat
     from .types import Checkpoint as Checkpoint
-    from .types import Manifest as Manifest
     from .types import Probe as Probe
     from .types import Ragged as Ragged
     from .types import Sampling as Sampling
     from .types import Staleness as Staleness
     from .types import Store as Store
-    from .types import TokenAges as TokenAges
-    from .types import VersionSpan as VersionSpan
     from .types import Weights as Weights
-    from .weights import Restoration as Restoration
-    from .weights import TransportPublisher as TransportPublisher
     from .workflow import Agent as Agent
-    from .workflow import CommandLauncher as CommandLauncher
     from .workflow import EngineProducer as EngineProducer
     from .workflow import Evaluation as Evaluation
     from .workflow import Generate as Generate
@@ -150,12 +107,11 @@ if TYPE_CHECKING:
     from .workflow import load_workflow as load_workflow
     from .workflow import read_steps as read_steps
     from .workflow import resume as resume
-    from .workflow import run_worker as run_worker
     from .workflow import serve as serve
     from .workflow import staleness_of as staleness_of
 
 _NAMES = {
-    "algorithms": ("CISPO DAPO GRPO GSPO KL PPO Critic DrGRPO OffPolicy Overlong PolicyGradient dynamic_sampling"),
+    "algorithms": "CISPO DAPO GRPO GSPO KL PPO Critic DrGRPO OffPolicy Overlong PolicyGradient dynamic_sampling",
     "cli.screens.live_view": "LiveView",
     "cli.report.page": "write_report",
     "errors": (
@@ -164,25 +120,18 @@ _NAMES = {
         "StepAborted StoreUnavailable VersionGone VersionNeeded WeightError WeightMismatch WireError WorkerFailed WriteOnceError"
     ),
     "interfaces": (
-        "TRAIN_COLUMNS Algorithm Candidates Capabilities Completion Completions Consumer Launcher LeasedBatch"
-        " LeasedStep PackedTokens Placement Producer Publication Request RolloutEngine Sampler StalenessPolicy"
-        " StepConsumer StepPart StepResult StepWindow TrackedRun Tracker TrainEngine TransferQueue WeightPublisher WeightSubscriber WeightSync"
-        " WeightUpdate WorkerExit WorkerHandle WorkerSpec StopTexts StopWatch"
-        " Fetched FilePlace Host LoadableUpdate PutRows RollbackResult Room TensorType"
-        " WeightReceiver WeightSender WeightTransport WorkerSettings"
-        " BlockMemory BlockRead BlockStore HomeCatalog HomeOffer PayloadStore StorageHome StoreContext StoredBlock"
+        "TRAIN_COLUMNS Algorithm Capabilities Completion Completions Consumer LeasedBatch LeasedStep PackedTokens Producer"
+        " Request RolloutEngine StepConsumer StepPart StepResult TrainEngine TransferQueue WeightPublisher WeightSubscriber"
+        " WeightSync WeightUpdate"
     ),
-    "ledger": "Audit",
-    "plugins": "AdapterSpec HookSpecs hookimpl",
+    "plugins": "AdapterSpec hookimpl",
     "queue": "StreamDataLoader",
     "queue.replay": "replay",
     "service": "Trainer",
-    "types": "Batch Chat Checkpoint Manifest Probe Ragged Sampling Staleness Store TokenAges VersionSpan Weights",
-    "weights": "Restoration TransportPublisher",
+    "types": "Batch Chat Checkpoint Probe Ragged Sampling Staleness Store Weights",
     "workflow": (
-        "Agent CommandLauncher EngineProducer Evaluation Generate HttpReward Logprobs Result Rollout Run"
-        " Stage Train Turn Turns Workflow ages_of connect load_prompts load_workflow read_steps resume"
-        " run_worker serve staleness_of"
+        "Agent EngineProducer Evaluation Generate HttpReward Logprobs Result Rollout Run Stage Train Turn Turns Workflow"
+        " ages_of connect load_prompts load_workflow read_steps resume serve staleness_of"
     ),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

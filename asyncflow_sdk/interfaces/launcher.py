@@ -1,10 +1,10 @@
 """Launcher: starts workers in processes of this host, in threads, or on a cluster.
 
-    class Slurm(af.Launcher):                                # a user's own
-        def start(self, spec: af.WorkerSpec) -> af.WorkerHandle:
+    class Slurm(Launcher):                                   # a user's own
+        def start(self, spec: WorkerSpec) -> WorkerHandle:
             return Job(submit(f"srun {sys.executable} -m mine.worker", stdin=spec.config))
 
-In the worker's process ``asyncflow_sdk.run_worker(config)`` does the rest. Workers of every
+In the worker's process ``asyncflow_sdk.workflow.run_worker(config)`` does the rest. Workers of every
 launcher are supervised in the same way: restarted when they die, with back-off and a limit, and
 reported by name when they fail for good.
 """

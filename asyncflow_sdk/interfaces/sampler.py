@@ -1,12 +1,12 @@
 """Sampler: chooses the ready rows that a task leases next.
 
-    class LongestFirst(af.Sampler):                          # a user's own
+    class LongestFirst(Sampler):                             # a user's own
         may_starve = True
 
         def __init__(self, column: str) -> None:
             self.measure = column                            # Candidates.measures: its lengths or numbers
 
-        def choose(self, rows: af.Candidates, count: int) -> npt.ArrayLike:
+        def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
             return np.argsort(-rows.measures, kind="stable")[:count]
 
     queue.declare("train", needs=["response_ids"], sampler=("longest_first", {"column": "response_ids"}))

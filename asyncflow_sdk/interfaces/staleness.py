@@ -1,12 +1,12 @@
 """StalenessPolicy: decides which groups may be generated, which may be trained, and which expire.
 
-    class Patient(af.StalenessPolicy):                       # a user's own
+    class Patient(StalenessPolicy):                          # a user's own
         promise = "no trained token is older than max_staleness; a quarter of each step waits for stragglers"
 
-        def admit(self, window: af.StepWindow, deadline: int) -> int:
+        def admit(self, window: StepWindow, deadline: int) -> int:
             return window.slack(deadline) + window.load(deadline) - window.total
 
-        def select(self, window: af.StepWindow, deadline: int | None) -> int:
+        def select(self, window: StepWindow, deadline: int | None) -> int:
             due = window.load(window.step)                 # trained now, or never
             return window.free if deadline == window.step else window.free - min(due, window.batch_rows // 4)
 

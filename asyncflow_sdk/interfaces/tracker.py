@@ -1,7 +1,7 @@
 """Tracker: receives the metrics of a run, for TensorBoard, Weights & Biases or a custom table.
 
-class Lines(af.Tracker):                                 # a user's own
-    def open(self, run: af.TrackedRun) -> None:
+class Lines(Tracker):                                    # a user's own
+    def open(self, run: TrackedRun) -> None:
         self.file = (run.directory / "lines.txt").open("a")
 
     def log(self, step: int, version: int, metrics: Mapping[str, float]) -> None:

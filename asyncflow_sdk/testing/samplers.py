@@ -26,7 +26,7 @@ def check_sampler(factory: Callable[[], Sampler], *, seed: int = 0, tries: int =
     under continuing supply every row is chosen in the end, unless ``may_starve``.
     """
     sampler = factory()
-    assert isinstance(sampler, Sampler), f"{sampler!r} is no asyncflow_sdk.Sampler"
+    assert isinstance(sampler, Sampler), f"{sampler!r} is no asyncflow_sdk.interfaces.Sampler"
     assert isinstance(sampler.window, int), f"window must be an int, not {sampler.window!r}"
     assert sampler.window >= 1, f"window must be at least 1, not {sampler.window}"
     assert isinstance(sampler.measure, str), f"measure names a column, or is empty; not {sampler.measure!r}"

@@ -27,7 +27,7 @@ def check_staleness_policy(factory: Callable[[], StalenessPolicy], *, seed: int 
     ``bounded``, ``evict`` names all rows too old for any later step.
     """
     policy = factory()
-    assert isinstance(policy, StalenessPolicy), f"{policy!r} is no asyncflow_sdk.StalenessPolicy"
+    assert isinstance(policy, StalenessPolicy), f"{policy!r} is no asyncflow_sdk.interfaces.StalenessPolicy"
     assert isinstance(policy.promise, str) and policy.promise, (
         "promise says in a line what holds of every trained token"
     )

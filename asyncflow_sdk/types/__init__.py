@@ -10,6 +10,7 @@ from .lengths import LengthHistogram
 from .manifest import Chunk, Manifest, TensorInfo
 from .probe import Probe
 from .ragged import Ragged
+from .reports import Audit
 from .shard import Shard
 from .spans import (
     LOSS_MASK,
@@ -26,6 +27,7 @@ __all__ = [
     "LOSS_MASK",
     "VERSION_SPANS",
     "AgeSums",
+    "Audit",
     "Batch",
     "Chat",
     "Checkpoint",

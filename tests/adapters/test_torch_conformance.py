@@ -14,6 +14,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing.kit.conformance import BoundCheck, Conformance, checks_of
 from asyncflow_sdk.testing.kit.precision import follows
+from asyncflow_sdk.types import VersionSpan
 from asyncflow_torch.generation.sequence_slots import SequenceSlots
 from asyncflow_torch.reference import HuggingFacePolicy
 
@@ -75,7 +76,7 @@ class StopsATokenEarly(TransformersEngine):  # type: ignore[misc]
         async for got in super().generate(request):
             for each in got.each():
                 early = len(each.token_ids) - 1 if request.sampling.stop else len(each.token_ids)
-                ids, logprobs, spans = each.token_ids[:early], each.logprobs[:early], [af.VersionSpan(0, 0, early)]
+                ids, logprobs, spans = each.token_ids[:early], each.logprobs[:early], [VersionSpan(0, 0, early)]
                 yield replace(each, token_ids=ids, logprobs=logprobs, spans=spans)
 
 

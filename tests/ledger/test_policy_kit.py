@@ -74,7 +74,7 @@ class Tiny(Drop):
         (Forgetful, "too late for any step and not evicted"),
         (Hoarding, "nothing can go on: .*capacity_rows="),
         (Tiny, "a step alone has"),
-        (object, "is no asyncflow_sdk.StalenessPolicy"),
+        (object, "is no asyncflow_sdk.interfaces.StalenessPolicy"),
     ],
 )
 def test_it_finds_what_is_wrong(policy: type[StalenessPolicy], finding: str) -> None:

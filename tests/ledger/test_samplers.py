@@ -394,7 +394,7 @@ class Empty(Sampler):
         (TooMany, "more than"),
         (Quadratic, "it does not scale"),
         (Empty, "rows were not chosen"),
-        (dict, "is no asyncflow_sdk.Sampler"),
+        (dict, "is no asyncflow_sdk.interfaces.Sampler"),
     ],
 )
 def test_what_a_sampler_must_not_do_is_found(sampler: Any, why: str) -> None:

@@ -108,7 +108,8 @@ def test_it_reaches_workers_under_other_interpreters(site: Path, tmp_path: Path)
 
 BARE = """
 import pathlib
-class Bare(af.Launcher):
+from asyncflow_sdk.interfaces import Launcher
+class Bare(Launcher):
     def start(self, order):
         pathlib.Path({kept!r}).write_bytes(order.config)
         raise af.ConfigError("it is started by the test")
@@ -130,7 +131,7 @@ def test_it_reaches_workers_whose_launcher_hands_no_environment_on(
         with pytest.raises(af.ConfigError, match="it is started by the test"):
             run.start(af.Rollout("old", prompt="prompt_ids", python=sys.executable, launcher="bare"))
         # when
-        code = "import sys, asyncflow_sdk as af; print(af.run_worker(sys.stdin.buffer.read()).text)"
+        code = "import sys; from asyncflow_sdk.workflow import run_worker; print(run_worker(sys.stdin.buffer.read()).text)"
         done = subprocess.run(
             [sys.executable, "-c", code], input=kept.read_bytes(), env=bare, capture_output=True, check=True
         )

@@ -8,9 +8,8 @@ import pytest
 from queue_runs import ClientProcess, Served, in_threads, running
 from waiting import in_thread, until
 
-import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, Ended
-from asyncflow_sdk.interfaces import TransferQueue
+from asyncflow_sdk.interfaces import Candidates, Sampler, TransferQueue
 
 SIZE = 4
 
@@ -195,8 +194,8 @@ def test_ranks_iterate_over_the_steps_of_a_run() -> None:
             assert batch.ids.tolist() == [15, 14, 13]
 
 
-class Newest(af.Sampler):
+class Newest(Sampler):
     may_starve = True
 
-    def choose(self, rows: af.Candidates, count: int) -> npt.ArrayLike:
+    def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
         return np.argsort(-rows.ids)[:count]

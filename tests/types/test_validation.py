@@ -13,6 +13,7 @@ import pytest
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.interfaces import Placement
 from asyncflow_sdk.types.validation import check_fields, check_types, hint, type_errors
 
 pytestmark = pytest.mark.fast
@@ -105,9 +106,9 @@ def test_other_engines_words_for_no_limit_mean_none() -> None:
         lambda: af.Weights(keep="x"),  # type: ignore[arg-type]
         lambda: af.GRPO(clip_high=math.nan),
         lambda: af.GRPO(epsilon=-1.0),
-        lambda: af.Placement(env={"A=B": "c"}),
-        lambda: af.Placement(env={"A": "\0"}),
-        lambda: af.Placement(max_restarts=1.5),  # type: ignore[arg-type]
+        lambda: Placement(env={"A=B": "c"}),
+        lambda: Placement(env={"A": "\0"}),
+        lambda: Placement(max_restarts=1.5),  # type: ignore[arg-type]
     ],
 )
 def test_configurations_are_looked_at_when_they_are_made(make: Callable[[], Any]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk import Publication
+from asyncflow_sdk.interfaces import Publication
 from asyncflow_sdk.types import Probe
 from asyncflow_sdk.types.events import Event, Note, WeightState
 from asyncflow_sdk.weights import TransportSubscriber

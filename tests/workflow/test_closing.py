@@ -14,6 +14,7 @@ from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ServerLost
+from asyncflow_sdk.interfaces import Launcher, WorkerExit, WorkerHandle, WorkerSpec
 from asyncflow_sdk.testing import EchoTrain
 
 pytestmark = pytest.mark.fast
@@ -26,15 +27,15 @@ def asyncflow_adapters():
 """
 
 
-class Idle(af.WorkerHandle):
+class Idle(WorkerHandle):
     """A worker that waits until it is stopped."""
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
 
-    def wait(self) -> af.WorkerExit:
+    def wait(self) -> WorkerExit:
         self.stopped.wait()
-        return af.WorkerExit(0)
+        return WorkerExit(0)
 
     def stop(self) -> None:
         self.stopped.set()
@@ -42,10 +43,10 @@ class Idle(af.WorkerHandle):
     kill = stop
 
 
-class Stuck(af.Launcher):
+class Stuck(Launcher):
     """A launcher that does not close."""
 
-    def start(self, spec: af.WorkerSpec) -> af.WorkerHandle:
+    def start(self, spec: WorkerSpec) -> WorkerHandle:
         return Idle()
 
     def close(self) -> None:

@@ -23,7 +23,9 @@ from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
+from asyncflow_sdk.interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
 from asyncflow_sdk.types.events import Event, StepTrained, WorkerState
+from asyncflow_sdk.workflow import CommandLauncher
 from asyncflow_sdk.workflow.workers import process_launcher
 
 PLUGIN = """
@@ -32,16 +34,16 @@ import asyncflow_sdk as af
 def asyncflow_adapters():
     return [af.AdapterSpec(kind="launcher", name="scripted", factory="test_launchers:scripted")]
 """
-Ending = Callable[[af.WorkerHandle], af.WorkerExit]
+Ending = Callable[[WorkerHandle], WorkerExit]
 
 
-class Handle(af.WorkerHandle):
+class Handle(WorkerHandle):
     """A worker that ends as it is told."""
 
     def __init__(self, launcher: Scripted, name: str, ending: Ending) -> None:
         self.launcher, self.name, self.ending, self.stopped = launcher, name, ending, threading.Event()
 
-    def wait(self) -> af.WorkerExit:
+    def wait(self) -> WorkerExit:
         return self.ending(self)
 
     def stop(self) -> None:
@@ -52,16 +54,16 @@ class Handle(af.WorkerHandle):
         self.launcher.told.append(f"kill {self.name}")
 
 
-class Scripted(af.Launcher):
+class Scripted(Launcher):
     """A launcher whose starts end, or fail, one after another as a test says. Not listed ones wait until they are stopped."""
 
     def __init__(self) -> None:
         self.starts, self.told = list[Any](), list[str]()
 
-    def check(self, place: af.Placement) -> None:
+    def check(self, place: Placement) -> None:
         self.told.append("check")
 
-    def start(self, spec: af.WorkerSpec) -> af.WorkerHandle:
+    def start(self, spec: WorkerSpec) -> WorkerHandle:
         self.told.append(f"start {spec.name}")
         this = self.starts.pop(0) if self.starts else until_stopped
         if isinstance(this, OSError):
@@ -72,12 +74,12 @@ class Scripted(af.Launcher):
         self.told.append("close")
 
 
-def until_stopped(handle: Any) -> af.WorkerExit:
+def until_stopped(handle: Any) -> WorkerExit:
     handle.stopped.wait()
-    return af.WorkerExit(0)
+    return WorkerExit(0)
 
 
-def raised_or(ending: af.WorkerExit | Exception) -> af.WorkerExit:
+def raised_or(ending: WorkerExit | Exception) -> WorkerExit:
     if isinstance(ending, Exception):
         raise ending
     return ending
@@ -114,7 +116,7 @@ def supervised(launcher: Scripted, *starts: Any, restarts: int = 2) -> tuple[lis
 
 
 def test_an_error_that_would_come_again_is_not_tried_again(launcher: Scripted) -> None:
-    states, failure = supervised(launcher, af.WorkerExit(3, "Traceback ... no such option"))
+    states, failure = supervised(launcher, WorkerExit(3, "Traceback ... no such option"))
 
     assert states == ["failed"]
     assert failure is not None
@@ -122,7 +124,7 @@ def test_an_error_that_would_come_again_is_not_tried_again(launcher: Scripted) -
 
 
 def test_a_worker_is_started_again_so_often_and_no_more(launcher: Scripted) -> None:
-    states, failure = supervised(launcher, *[af.WorkerExit(-9)] * 3)
+    states, failure = supervised(launcher, *[WorkerExit(-9)] * 3)
 
     assert states == ["restarting", "restarting", "failed"]
     assert str(failure) == "worker 'w-0' was killed by SIGKILL after 2 restarts"
@@ -130,7 +132,7 @@ def test_a_worker_is_started_again_so_often_and_no_more(launcher: Scripted) -> N
 
 def test_it_is_waited_for_longer_each_time(launcher: Scripted) -> None:
     events: list[Event] = []
-    launcher.starts = [af.WorkerExit(-9)] * 5
+    launcher.starts = [WorkerExit(-9)] * 5
     with af.serve(on_event=events.append) as run:
         run.start(af.Stage(length, task="w", launcher="scripted", max_restarts=9))
         until(lambda: launcher.told.count("start w-0") == 6, "the start of one that lives")
@@ -143,7 +145,7 @@ def test_it_is_waited_for_longer_each_time(launcher: Scripted) -> None:
 
 
 def test_a_worker_that_ends_well_after_it_died_is_through(launcher: Scripted) -> None:
-    assert supervised(launcher, af.WorkerExit(1, "once"), af.WorkerExit(0)) == (["restarting", "stopped"], None)
+    assert supervised(launcher, WorkerExit(1, "once"), WorkerExit(0)) == (["restarting", "stopped"], None)
 
 
 def test_a_worker_that_has_died_is_not_waited_for_when_all_is_over(
@@ -151,7 +153,7 @@ def test_a_worker_that_has_died_is_not_waited_for_when_all_is_over(
 ) -> None:
     monkeypatch.setattr("asyncflow_sdk.workflow.workers.supervisor.BACKOFF_S", 3600.0)
     events: list[Event] = []
-    launcher.starts = [af.WorkerExit(-9)]
+    launcher.starts = [WorkerExit(-9)]
     with af.serve(on_event=events.append) as run:
         (worker,) = run.start(af.Stage(length, task="w", launcher="scripted"))
         until(lambda: events, "its death being told")
@@ -164,7 +166,7 @@ def test_a_worker_that_has_died_is_not_waited_for_when_all_is_over(
 
 
 def test_a_launcher_that_cannot_start_a_worker_again_is_named(launcher: Scripted) -> None:
-    states, failure = supervised(launcher, af.WorkerExit(1), OSError("no more slots"))
+    states, failure = supervised(launcher, WorkerExit(1), OSError("no more slots"))
 
     assert states == ["restarting", "failed"]
     assert "'w-0' cannot be started again: OSError: no more slots" in str(failure)
@@ -184,7 +186,7 @@ def test_a_launcher_that_loses_a_worker_is_named_in_the_end(launcher: Scripted) 
 
 
 def test_a_signal_without_a_name_is_told_by_its_number(launcher: Scripted) -> None:
-    _, failure = supervised(launcher, af.WorkerExit(-77), restarts=0)
+    _, failure = supervised(launcher, WorkerExit(-77), restarts=0)
 
     assert str(failure) == "worker 'w-0' was killed by signal 77"
 
@@ -195,7 +197,7 @@ def test_workers_are_stopped_and_killed_at_the_same_time_not_one_after_another(
     """And their launcher is closed when all have ended."""
     monkeypatch.setattr("asyncflow_sdk.workflow.workers.worker_pool.GRACE_S", 0.01)
     end = threading.Event()
-    launcher.starts = [lambda handle: af.WorkerExit(0 * end.wait(60))] * 3
+    launcher.starts = [lambda handle: WorkerExit(0 * end.wait(60))] * 3
     with af.serve() as run:
         for task in ("a", "b", "c"):
             run.start(af.Stage(length, task=task, gives=[task], launcher="scripted"))
@@ -224,10 +226,10 @@ sys.stdin.read()
 """
 
 
-class OneCommand(af.CommandLauncher):
+class OneCommand(CommandLauncher):
     """Two ranks by one command, which goes on after the end of the first."""
 
-    def command(self, spec: af.WorkerSpec) -> list[str]:
+    def command(self, spec: WorkerSpec) -> list[str]:
         return [sys.executable, "-c", ENDS_ONE]
 
 
@@ -235,14 +237,13 @@ def test_a_rank_that_ends_well_does_not_wait_for_the_log_of_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_launcher, "_COPY_S", 3600.0)
-    launcher, place = OneCommand(), af.Placement()
+    launcher, place = OneCommand(), Placement()
     specs = [
-        af.WorkerSpec(name=f"w-{n}", role={}, address="", rank=n, placement=place, log=tmp_path / f"{n}")
-        for n in (0, 1)
+        WorkerSpec(name=f"w-{n}", role={}, address="", rank=n, placement=place, log=tmp_path / f"{n}") for n in (0, 1)
     ]
     first, second = launcher.start_together(specs, launcher.command(specs[0]))
     try:
-        ended: list[af.WorkerExit] = []
+        ended: list[WorkerExit] = []
         threading.Thread(target=lambda: ended.append(first.wait()), daemon=True).start()
         until(lambda: ended, "the end of the first rank")
         assert ended[0].status == 0

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-import asyncflow_sdk as af
+from asyncflow_sdk.interfaces import (
+    Candidates,
+    Launcher,
+    Sampler,
+    TrackedRun,
+    Tracker,
+    WorkerExit,
+    WorkerHandle,
+    WorkerSpec,
+)
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.testing.kit import launcher_checks
@@ -33,10 +42,10 @@ def test_what_ships(kind: Any, name: str) -> None:
     assert report.level
 
 
-class Lines(af.Tracker):
+class Lines(Tracker):
     """Right."""
 
-    def open(self, run: af.TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> None:
         self.file = (run.directory / "lines.txt").open("a")
 
     def log(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
@@ -52,16 +61,16 @@ class Rounds(Lines):
 
 
 class Anew(Lines):
-    def open(self, run: af.TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> None:
         (run.directory / "lines.txt").touch(exist_ok=False)
         super().open(run)
 
 
-class OfProcesses(af.Launcher):
+class OfProcesses(Launcher):
     """Starts what the launcher "process" starts."""
 
-    def start(self, spec: af.WorkerSpec) -> af.WorkerHandle:
-        launcher: af.Launcher = registry().get("launcher", "process").load()()
+    def start(self, spec: WorkerSpec) -> WorkerHandle:
+        launcher: Launcher = registry().get("launcher", "process").load()()
         return self.changed(launcher.start(spec))
 
     def changed(self, handle: Any) -> Any: ...
@@ -80,14 +89,14 @@ class SaysNothing(OfProcesses):
 
     def changed(self, handle: Any) -> Any:
         wait = handle.wait
-        handle.wait = lambda: af.WorkerExit(0 * wait().status)
+        handle.wait = lambda: WorkerExit(0 * wait().status)
         return handle
 
 
-class Backwards(af.Sampler):
+class Backwards(Sampler):
     """The newest first, for ever."""
 
-    def choose(self, rows: af.Candidates, count: int) -> Any:
+    def choose(self, rows: Candidates, count: int) -> Any:
         return range(len(rows))[::-1][:count]
 
 

@@ -21,7 +21,7 @@ from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
-from asyncflow_sdk.interfaces import StalenessPolicy
+from asyncflow_sdk.interfaces import StalenessPolicy, TrackedRun, Tracker
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.types.events import Event, Loaded, Note, StepTrained
@@ -240,11 +240,11 @@ class Fails(EchoTrain):
         return super().train_step(batch)
 
 
-class Heard(af.Tracker):
+class Heard(Tracker):
     def __init__(self, name: str = "") -> None:
         self.name = name
 
-    def open(self, run: af.TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> None:
         made.append((self.name, run.resumed))
 
     def log(self, step: int, version: int, metrics: Any) -> None: ...

@@ -14,10 +14,11 @@ from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, PluginError
+from asyncflow_sdk.interfaces import TrackedRun, Tracker
 from asyncflow_sdk.types import events as ev
 
 
-class Lines(af.Tracker):
+class Lines(Tracker):
     """Writes what it hears into the run's directory."""
 
     def __init__(self, file: str = "lines", fails: str = "") -> None:
@@ -25,7 +26,7 @@ class Lines(af.Tracker):
             raise af.ConfigError("file is the name of a file")
         self.file, self.fails = file, fails
 
-    def open(self, run: af.TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> None:
         self.out = (run.directory / self.file).open("a")
         self._do("open", run.resumed, run.description.get("steps"), run.description.get("batch_size"))
 
@@ -69,7 +70,7 @@ class Hangs(Lines):
         super().__init__(**options)
         self.at = at
 
-    def open(self, run: af.TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> None:
         super().open(run)
         assert self.at != "open" or hang.wait(60)
 
@@ -228,7 +229,7 @@ def test_what_cannot_be_made_is_told_before_anything_starts(tmp_path: Path, trac
 
 
 def test_what_is_made_and_is_none_or_refuses_its_options_starts_nothing(tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match="is a NoTracker, which is no asyncflow_sdk.Tracker"):
+    with pytest.raises(PluginError, match="is a NoTracker, no asyncflow_sdk.interfaces.Tracker"):
         workflow("test_trackers:NoTracker").run(tmp_path / "a")
     with pytest.raises(ConfigError, match="file is the name of a file"):
         workflow((Lines, {"file": ""})).run(tmp_path / "b")

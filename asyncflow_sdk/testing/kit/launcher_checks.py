@@ -33,7 +33,7 @@ class _Stand:
         """Start a worker with this function."""
         stage = Stage(function, task="checked", needs=["x"], gives=["answer"], batch=1, concurrency=1)
         handle = self.launcher.start(self._spec(stage))
-        expect(isinstance(handle, WorkerHandle), f"start() returned {handle!r}, no asyncflow_sdk.WorkerHandle")
+        expect(isinstance(handle, WorkerHandle), f"start() gave {handle!r}, no asyncflow_sdk.interfaces.WorkerHandle")
         return handle
 
     def start_ranks(self) -> WorkerHandle:
@@ -76,7 +76,7 @@ class _Stand:
 @contextlib.contextmanager
 def _stand(lab: PlainLab) -> Iterator[_Stand]:
     launcher = lab.made()
-    expect(isinstance(launcher, Launcher), f"the factory made {launcher!r}, no asyncflow_sdk.Launcher")
+    expect(isinstance(launcher, Launcher), f"the factory made {launcher!r}, no asyncflow_sdk.interfaces.Launcher")
     try:
         with serve(lab.directory()) as run:
             yield _Stand(lab, run, launcher)
@@ -102,14 +102,14 @@ def ended(handle: WorkerHandle, when: str) -> WorkerExit:
     ending = endings[0]
     if isinstance(ending, Exception):  # counts as an end, and says nothing of it
         return WorkerExit(1, str(ending))
-    expect(isinstance(ending, WorkerExit), f"wait() returned {ending!r}, no asyncflow_sdk.WorkerExit")
+    expect(isinstance(ending, WorkerExit), f"wait() returned {ending!r}, no asyncflow_sdk.interfaces.WorkerExit")
     return ending
 
 
 @check(
     "launcher", "basic",
     impact="workers never join, and the run waits for them until its deadline",
-    hint="start(): asyncflow_sdk.run_worker(order.config) in the worker's process, with its environment and import path",
+    hint="start(): asyncflow_sdk.workflow.run_worker(order.config) in the worker's process, with its environment and import path",
 )  # fmt: skip
 def works(lab: PlainLab) -> None:
     """Two started workers join the run, do their work, and end with the stream."""

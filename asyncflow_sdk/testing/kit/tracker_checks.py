@@ -14,7 +14,7 @@ from .plain_lab import PlainLab
 
 def _made(lab: PlainLab) -> Tracker:
     tracker = lab.made()
-    expect(isinstance(tracker, Tracker), f"the factory made {tracker!r}, no asyncflow_sdk.Tracker")
+    expect(isinstance(tracker, Tracker), f"the factory made {tracker!r}, no asyncflow_sdk.interfaces.Tracker")
     assert isinstance(tracker, Tracker)
     return tracker
 

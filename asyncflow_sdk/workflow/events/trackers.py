@@ -61,7 +61,7 @@ def _made(given: Any) -> tuple[str, Tracker]:
     made = factory(**options)
     if not isinstance(made, Tracker):
         raise PluginError(
-            f"tracker {tracker_label(given)!r} is a {type(made).__name__}, which is no asyncflow_sdk.Tracker"
+            f"tracker {tracker_label(given)!r} is a {type(made).__name__}, no asyncflow_sdk.interfaces.Tracker"
         )
     if made.sample_every < 0:
         raise ConfigError(f"sample_every is a number of steps, 0 for none, not {made.sample_every}")

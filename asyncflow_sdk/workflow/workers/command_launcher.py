@@ -1,6 +1,6 @@
 """CommandLauncher: workers started by a command that reaches another host, as ssh or srun.
 
-    class Ssh(af.CommandLauncher):
+    class Ssh(CommandLauncher):
         def command(self, spec):
             return ["ssh", spec.host, shlex.join(self.far_command(spec))]
 

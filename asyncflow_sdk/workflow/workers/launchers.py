@@ -50,5 +50,5 @@ def _make(place: Placement) -> Launcher:
         raise ConfigError(f"launcher_options= of launcher {name!r}: {error}") from None
     made = factory(**options)
     if not isinstance(made, Launcher):
-        raise PluginError(f"launcher {name!r} is a {type(made).__name__}, which is no asyncflow_sdk.Launcher")
+        raise PluginError(f"launcher {name!r} is a {type(made).__name__}, no asyncflow_sdk.interfaces.Launcher")
     return made

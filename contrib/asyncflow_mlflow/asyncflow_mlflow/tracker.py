@@ -13,7 +13,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-import asyncflow_sdk as af
+from asyncflow_sdk.interfaces import TrackedRun, Tracker
 
 RUN_ID = "mlflow-run-id"
 """File in the run's directory: a resumed run continues the same run of MLflow."""
@@ -21,7 +21,7 @@ MOST_METRICS = 1000
 """Limit of MLflow for one request."""
 
 
-class MlflowTracker(af.Tracker):
+class MlflowTracker(Tracker):
     """``experiment``: default "asyncflow". ``uri``: of the server; default: MLFLOW_TRACKING_URI.
     ``sample_every``: steps from one table of samples to the next; 0: none.
 
@@ -34,7 +34,7 @@ class MlflowTracker(af.Tracker):
         self.sample_every = sample_every
         self._experiment, self._client = experiment, MlflowClient(uri)
 
-    def open(self, run: af.TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> None:
         known = run.directory / RUN_ID
         if run.resumed and known.exists():
             self._run = known.read_text().strip()

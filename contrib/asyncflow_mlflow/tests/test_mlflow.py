@@ -20,6 +20,7 @@ from mlflow import MlflowClient
 
 import asyncflow_sdk as af
 from asyncflow_mlflow.tracker import MlflowTracker
+from asyncflow_sdk.interfaces import TrackedRun
 from asyncflow_sdk.testing import Conformance
 
 
@@ -94,7 +95,7 @@ def test_the_steps_of_a_run_its_samples_and_configuration(tmp_path: Path, server
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, server: str) -> None:
     for again, step in ((False, 0), (True, 1)):
         tracker = MlflowTracker("resumed")
-        tracker.open(af.TrackedRun(directory=tmp_path, description={}, resumed=again))
+        tracker.open(TrackedRun(directory=tmp_path, description={}, resumed=again))
         tracker.log(step, step, {"reward": 0.5})
         tracker.close()
 

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
-import asyncflow_sdk as af
+from asyncflow_sdk.interfaces import TrackedRun, Tracker
 from asyncflow_sdk.types import Event
 from asyncflow_sdk.types.events import Span, StepTrained
 
@@ -27,7 +27,7 @@ SEND_EVERY_MS = 1000
 """A killed process loses the spans of its last second."""
 
 
-class OtelTracker(af.Tracker):
+class OtelTracker(Tracker):
     """``endpoint``: of the receiver; default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT and its like, else this
     host. ``headers``: of each request.
 
@@ -38,7 +38,7 @@ class OtelTracker(af.Tracker):
     def __init__(self, endpoint: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         self._exporter = OTLPSpanExporter(endpoint, headers=None if headers is None else dict(headers))
 
-    def open(self, run: af.TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> None:
         self._provider = TracerProvider(
             ALWAYS_ON,
             Resource.create({"service.name": "asyncflow", "asyncflow.run": run.directory.name}),

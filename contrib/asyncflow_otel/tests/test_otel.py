@@ -20,6 +20,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 import asyncflow_sdk as af
 from asyncflow_otel.tracker import OtelTracker
+from asyncflow_sdk.interfaces import TrackedRun
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.types import events as ev
 
@@ -116,7 +117,7 @@ def test_every_step_of_a_run_has_one_trace_with_the_work_of_its_time(receiver: R
 
 def test_work_without_a_length_is_left_out(receiver: Receiver, tmp_path: Path) -> None:
     tracker = OtelTracker(receiver.url)
-    tracker.open(af.TrackedRun(directory=tmp_path, description={}))
+    tracker.open(TrackedRun(directory=tmp_path, description={}))
 
     tracker.event(ev.Span(time_s=1.0, worker="w", kind="generate", seconds=math.nan))
     tracker.close()

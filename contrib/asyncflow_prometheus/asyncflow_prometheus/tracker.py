@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 import asyncflow_sdk as af
+from asyncflow_sdk.interfaces import TrackedRun, Tracker
 from asyncflow_sdk.types import Event
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.reports import StatusReport
@@ -29,7 +30,7 @@ MOST_CONNECTIONS = 32
 """The oldest is cut for another: idle ones keep nobody out."""
 
 
-class PrometheusTracker(af.Tracker):
+class PrometheusTracker(Tracker):
     """``port``: of the page; 0 picks one. ``address``: to listen at; the page is open to everybody who
     reaches it, so the default is this host only.
 
@@ -41,7 +42,7 @@ class PrometheusTracker(af.Tracker):
         self._port, self._address = port, address
         self._server = None
 
-    def open(self, run: af.TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> None:
         self._metrics = _RunMetrics(run.directory)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._metrics)

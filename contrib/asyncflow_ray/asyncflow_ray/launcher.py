@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import asyncflow_sdk as af
+from asyncflow_sdk.interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
 from asyncflow_sdk.plugins import registry
 
 WAIT_S = float(os.environ.get("ASYNCFLOW_RAY_WAIT_S", "60"))
@@ -30,9 +31,9 @@ class _Agent:
     """The actor."""
 
     def start(self, config: bytes) -> tuple[int, str]:
-        spec = af.WorkerSpec.decoded(config)
+        spec = WorkerSpec.decoded(config)
         own = replace(spec.placement, launcher="process", cpus=(), gpus=())  # Ray has chosen which
-        launcher: af.Launcher = registry().get("launcher", "process").load()()
+        launcher: Launcher = registry().get("launcher", "process").load()()
         self._child = launcher.start(replace(spec, placement=own))
         return self._child.pid, self._child.host
 
@@ -47,7 +48,7 @@ class _Agent:
         self._child.kill()
 
 
-class RayLauncher(af.Launcher):
+class RayLauncher(Launcher):
     """Starts actors in the running Ray, or in one that starts with the first worker and ends with
     the run."""
 
@@ -55,10 +56,10 @@ class RayLauncher(af.Launcher):
         self._lock = threading.Lock()
         self._own = False
 
-    def check(self, placement: af.Placement) -> None:
+    def check(self, placement: Placement) -> None:
         self.check_ranks(placement, 1)
 
-    def check_ranks(self, placement: af.Placement, world_size: int) -> None:
+    def check_ranks(self, placement: Placement, world_size: int) -> None:
         if placement.hosts:
             raise af.ConfigError("Ray chooses the nodes: leave hosts= out")
         needs = _needs(len(placement.cpus) // world_size, len(placement.gpus) // world_size)
@@ -69,10 +70,10 @@ class RayLauncher(af.Launcher):
                     f"this Ray cluster has no place for {world_size} x {_text(needs)}: {_nodes_text()}"
                 )
 
-    def start(self, spec: af.WorkerSpec) -> af.WorkerHandle:
+    def start(self, spec: WorkerSpec) -> WorkerHandle:
         return self.start_ranks([spec])[0]
 
-    def start_ranks(self, specs: Sequence[af.WorkerSpec]) -> Sequence[af.WorkerHandle]:
+    def start_ranks(self, specs: Sequence[WorkerSpec]) -> Sequence[WorkerHandle]:
         self._begin()
         name, place = specs[0].name, specs[0].placement
         needs = _needs(len(place.cpus), len(place.gpus) // len(specs))  # a rank has its CPUs, and sees all GPUs
@@ -110,20 +111,20 @@ class RayLauncher(af.Launcher):
                 self._own = True
 
 
-class _Actor(af.WorkerHandle):
+class _Actor(WorkerHandle):
     def __init__(self, agent: Any, reserved: _Reservation, pid: int, host: str) -> None:
         self._agent, self._reserved, self.pid, self.host = agent, reserved, pid, host
         self._ending = agent.wait.remote()
         self._killed = False
 
-    def wait(self) -> af.WorkerExit:
+    def wait(self) -> WorkerExit:
         try:
             status, text = ray.get(self._ending)
         except RayError as error:
             status, text = (0, "") if self._killed else (1, f"its Ray actor is lost: {error}")
         _end(self._agent)
         self._reserved.give_back()
-        return af.WorkerExit(status, text)
+        return WorkerExit(status, text)
 
     def stop(self) -> None:
         if ray.is_initialized():  # else Ray would start another cluster to ask

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import asyncflow_sdk as af
-from asyncflow_sdk.interfaces import FATAL_STATUS
+from asyncflow_sdk.interfaces import FATAL_STATUS, Placement, WorkerExit, WorkerHandle, WorkerSpec
+from asyncflow_sdk.workflow import CommandLauncher
 
 CHECK_S = 120.0
 """Longest wait for an answer of SLURM's commands, which try for a while if slurmctld is away."""
@@ -27,7 +28,7 @@ RETRY_S = 1.0
 _AWAY = "Unable to contact slurm controller"
 
 
-class SlurmLauncher(af.CommandLauncher):
+class SlurmLauncher(CommandLauncher):
     """Starts jobs, or steps of the driver's job. ``options``: of srun, as ``partition="gpu"``,
     ``time="8:00:00"``, ``mem_per_cpu="4G"``; True: one without a value. ``wait_s``: longest wait for
     a place (seconds)."""
@@ -42,10 +43,10 @@ class SlurmLauncher(af.CommandLauncher):
         self._mark = f"asyncflow-{secrets.token_hex(4)}"
         self._names: set[str] = set()
 
-    def check(self, placement: af.Placement) -> None:
+    def check(self, placement: Placement) -> None:
         self.check_ranks(placement, 1)
 
-    def check_ranks(self, placement: af.Placement, world_size: int) -> None:
+    def check_ranks(self, placement: Placement, world_size: int) -> None:
         if placement.hosts:
             raise af.ConfigError(
                 "SLURM chooses the hosts: instead of hosts= say launcher_options={'nodelist': 'n1,n2'}"
@@ -54,13 +55,13 @@ class SlurmLauncher(af.CommandLauncher):
             raise af.ConfigError("this host has no srun: start the run on a login node of the SLURM cluster")
         self._try(self._needs(len(placement.cpus) // world_size, len(placement.gpus) // world_size, world_size))
 
-    def command(self, spec: af.WorkerSpec) -> Sequence[str]:
+    def command(self, spec: WorkerSpec) -> Sequence[str]:
         return self._command([spec])
 
-    def start(self, spec: af.WorkerSpec) -> af.WorkerHandle:
+    def start(self, spec: WorkerSpec) -> WorkerHandle:
         return self.start_ranks([spec])[0]
 
-    def start_ranks(self, specs: Sequence[af.WorkerSpec]) -> Sequence[af.WorkerHandle]:
+    def start_ranks(self, specs: Sequence[WorkerSpec]) -> Sequence[WorkerHandle]:
         self._try(self._needs_of(specs))
         name = self._name(specs[0])
         if name in self._names:
@@ -69,7 +70,7 @@ class SlurmLauncher(af.CommandLauncher):
         own = replace(specs[0].placement, cpus=(), gpus=())  # SLURM chooses which
         return self.start_together([replace(spec, placement=own) for spec in specs], self._command(specs))
 
-    def _command(self, specs: Sequence[af.WorkerSpec]) -> list[str]:
+    def _command(self, specs: Sequence[WorkerSpec]) -> list[str]:
         first, tasks = specs[0], len(specs)
         command = ["srun", f"--job-name={self._name(first)}", f"--immediate={self._wait_s}"]
         command += ["--kill-on-bad-exit=1", *self._needs_of(specs)]
@@ -80,10 +81,10 @@ class SlurmLauncher(af.CommandLauncher):
         logs = [f"--error={stem}%t{dot}{suffix}", "--open-mode=append"]
         return [*command, *logs, *self.far_command(first), "SLURM_PROCID"]
 
-    def explain(self, spec: af.WorkerSpec, status: int, lines: str) -> af.WorkerExit | None:
+    def explain(self, spec: WorkerSpec, status: int, lines: str) -> WorkerExit | None:
         if not re.search("Unable to (allocate resources|create step)", lines) or _AWAY in lines:
             return None
-        return af.WorkerExit(
+        return WorkerExit(
             FATAL_STATUS, f"SLURM gave worker {spec.name!r} no place within {self._wait_s} s: {lines}\n{_nodes()}"
         )
 
@@ -92,7 +93,7 @@ class SlurmLauncher(af.CommandLauncher):
             text = f"SLURM gives no answer: end jobs that may be left by: scancel --name {self._mark}-..."
             warnings.warn(text, stacklevel=2)
 
-    def _name(self, spec: af.WorkerSpec) -> str:
+    def _name(self, spec: WorkerSpec) -> str:
         return f"{self._mark}-{spec.name.replace(' ', '-')}"
 
     def _cancel(self, names: str) -> bool:
@@ -105,7 +106,7 @@ class SlurmLauncher(af.CommandLauncher):
             subprocess.run(["scancel", *found.stdout.split()], capture_output=True, check=False)
         return not found.returncode
 
-    def _needs_of(self, specs: Sequence[af.WorkerSpec]) -> tuple[str, ...]:
+    def _needs_of(self, specs: Sequence[WorkerSpec]) -> tuple[str, ...]:
         place = specs[0].placement  # a rank has its CPUs, and sees all GPUs
         return self._needs(len(place.cpus), len(place.gpus) // len(specs), len(specs))
 

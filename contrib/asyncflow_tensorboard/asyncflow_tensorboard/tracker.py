@@ -12,9 +12,10 @@ from pathlib import Path
 from tensorboardX import SummaryWriter
 
 import asyncflow_sdk as af
+from asyncflow_sdk.interfaces import TrackedRun, Tracker
 
 
-class TensorBoardTracker(af.Tracker):
+class TensorBoardTracker(Tracker):
     """``directory``: of the event files; default: "tensorboard" in the run's directory.
     ``flush_s``: seconds between two writes. ``sample_every``: steps from one table of samples to the
     next; 0: none.
@@ -30,7 +31,7 @@ class TensorBoardTracker(af.Tracker):
         self._directory, self._flush_s, self._last = directory, flush_s, -1
         self.sample_every = sample_every
 
-    def open(self, run: af.TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> None:
         self._place = Path(self._directory) if self._directory else run.directory / "tensorboard"
         self._writer: SummaryWriter | None = None
         if not run.resumed:  # else it is there already

@@ -9,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import asyncflow_sdk as af
+from asyncflow_sdk.interfaces import TrackedRun
 from asyncflow_sdk.testing import Conformance
 from asyncflow_tensorboard.tracker import TensorBoardTracker
 
@@ -49,13 +50,13 @@ def test_the_steps_of_a_run(tmp_path: Path) -> None:
 
 def test_a_step_trained_again_replaces_what_was_shown(tmp_path: Path) -> None:
     first = TensorBoardTracker()
-    first.open(af.TrackedRun(directory=tmp_path, description={}))
+    first.open(TrackedRun(directory=tmp_path, description={}))
     for step in range(4):
         first.log(step, step, {"reward": 0.1})
     first.close()
 
     again = TensorBoardTracker()
-    again.open(af.TrackedRun(directory=tmp_path, description={}, resumed=True))
+    again.open(TrackedRun(directory=tmp_path, description={}, resumed=True))
     again.log(2, 2, {"reward": 0.9})
     again.close()
 

@@ -11,10 +11,10 @@ from typing import Any
 import pandas
 import trackio
 
-import asyncflow_sdk as af
+from asyncflow_sdk.interfaces import TrackedRun, Tracker
 
 
-class TrackioTracker(af.Tracker):
+class TrackioTracker(Tracker):
     """``project``: default "asyncflow". ``sample_every``: steps from one table of samples to the next;
     0: none. ``init``: further arguments of ``trackio.init``, such as ``space_id``.
 
@@ -26,7 +26,7 @@ class TrackioTracker(af.Tracker):
         self.sample_every = sample_every
         self._init = {"project": project, **init}
 
-    def open(self, run: af.TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> None:
         resume = "allow" if run.resumed else "never"
         named = {"name": run.directory.name, "resume": resume, "embed": False} | self._init
         self._run = trackio.init(**named, config=dict(run.description))

@@ -10,13 +10,13 @@ from typing import Any
 
 import wandb
 
-import asyncflow_sdk as af
+from asyncflow_sdk.interfaces import TrackedRun, Tracker
 
 RUN_ID = "wandb-run-id"
 """File in the run's directory: a resumed run continues the same run of Weights & Biases."""
 
 
-class WandbTracker(af.Tracker):
+class WandbTracker(Tracker):
     """``project``: default "asyncflow". ``sample_every``: steps from one table of samples to the next;
     0: none. ``init``: further arguments of ``wandb.init``. The account and the mode come from the
     usual places, such as WANDB_API_KEY and WANDB_MODE.
@@ -29,7 +29,7 @@ class WandbTracker(af.Tracker):
         self.sample_every = sample_every
         self._init = {"project": project, **init}
 
-    def open(self, run: af.TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> None:
         known = run.directory / RUN_ID
         run_id = known.read_text().strip() if run.resumed and known.exists() else None
         self._run = wandb.init(

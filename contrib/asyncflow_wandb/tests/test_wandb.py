@@ -11,6 +11,7 @@ import pytest
 from wandb.proto import wandb_internal_pb2
 
 import asyncflow_sdk as af
+from asyncflow_sdk.interfaces import TrackedRun
 from asyncflow_sdk.testing import Conformance
 
 kit = Conformance("tracker", "wandb")
@@ -90,7 +91,7 @@ def test_a_resumed_run_has_the_same_id(tmp_path: Path) -> None:
     ids = set()
     for again in (False, True):
         tracker = WandbTracker()
-        tracker.open(af.TrackedRun(directory=tmp_path, description={}, resumed=again))
+        tracker.open(TrackedRun(directory=tmp_path, description={}, resumed=again))
         tracker.log(0, 0, {"reward": 0.5})
         tracker.close()
         ids.add((tmp_path / "wandb-run-id").read_text())
