@@ -217,7 +217,7 @@ RAY ?= .venv-ray/.ready
 	touch $@
 
 # The packages of contrib, each with the library it is for.
-CONTRIB := asyncflow_ctranslate2 asyncflow_accelerate asyncflow_sandbox asyncflow_tensorboard
+CONTRIB := asyncflow_blocks asyncflow_ctranslate2 asyncflow_accelerate asyncflow_sandbox asyncflow_tensorboard
 CLUSTERS := asyncflow_ray asyncflow_slurm
 MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
 .venv-contrib/.tests: pyproject.toml $(CONTRIB:%=contrib/%/pyproject.toml) $(CLUSTERS:%=contrib/%/pyproject.toml)
@@ -238,9 +238,9 @@ test-slurm: .venv-contrib/.tests
 	cd contrib/asyncflow_slurm && ../../.venv-contrib/bin/python $(RUN) $(ARGS)
 
 # Mooncake needs libraries of the system. Where they cannot be installed, its tests are skipped, and say why.
-.venv-mooncake/.tests: pyproject.toml contrib/asyncflow_mooncake/pyproject.toml
+.venv-mooncake/.tests: pyproject.toml contrib/asyncflow_blocks/pyproject.toml contrib/asyncflow_mooncake/pyproject.toml
 	$(PYTHON) -m venv .venv-mooncake
-	.venv-mooncake/bin/python -m $(PIP) mooncake-transfer-engine-non-cuda==0.3.13.post1 -e . -e contrib/asyncflow_mooncake \
+	.venv-mooncake/bin/python -m $(PIP) mooncake-transfer-engine-non-cuda==0.3.13.post1 -e . -e contrib/asyncflow_blocks -e contrib/asyncflow_mooncake \
 	  'pytest>=8' 'pytest-timeout>=2.3'
 	.venv-mooncake/bin/python -c 'import mooncake.store' 2>/dev/null || $(call debian,$(MOONCAKE_LIBRARIES)) \
 	  || echo "install $(MOONCAKE_LIBRARIES) to use Mooncake"

@@ -51,8 +51,8 @@ KINDS: dict[str, dict[str, str]] = {
         "what": "A tracker", "file": "tracker", "over": "lines of JSON", "use": 'af.Workflow(..., track=["$name"])',
     },
     "store": {
-        "what": "A store of payload", "file": "store", "over": "files in a folder that all hosts see",
-        "use": 'af.serve("runs/x", address="tcp://0.0.0.0:7000", store="$name")',
+        "what": "A store of payload", "file": "store", "dependencies": '"asyncflow-sdk", "asyncflow-blocks"',
+        "over": "files in a folder that all hosts see", "use": 'af.serve("runs/x", address="tcp://0.0.0.0:7000", store="$name")',
     },
 }  # fmt: skip
 _PLAIN = {"dependencies": '"asyncflow-sdk"', "requires": "", "kit": "", "more": ""}

@@ -20,11 +20,9 @@ from .sampler import Candidates, Sampler
 from .staleness import StalenessPolicy, StepWindow
 from .stop_texts import StopTexts, StopWatch
 from .store import (
-    BlockMemory,
-    BlockRead,
-    BlockStore,
     HomeCatalog,
     HomeOffer,
+    HomeUnit,
     PayloadStore,
     StorageHome,
     StoreContext,
@@ -60,9 +58,6 @@ __all__ = [
     "TRAIN_COLUMNS",
     "Advantages",
     "Algorithm",
-    "BlockMemory",
-    "BlockRead",
-    "BlockStore",
     "Candidates",
     "Capabilities",
     "Completion",
@@ -72,6 +67,7 @@ __all__ = [
     "FilePlace",
     "HomeCatalog",
     "HomeOffer",
+    "HomeUnit",
     "Host",
     "Launcher",
     "LeasedBatch",

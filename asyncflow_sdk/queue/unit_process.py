@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 import msgspec
 
 from ..errors import AsyncFlowError, ProtocolError
-from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
+from ..interfaces.store import HomeCatalog, HomeOffer, HomeUnit, StorageHome
 from ..wire import Member, RunKey, own_address
 from .connection import Connection
-from .stores.block_payload import BlockPayloadStore
-from .stores.block_unit import BlockUnit
 from .stores.hosts import HostsStore
 from .stores.unit import BEAT_S, StorageUnit
 from .unit_start import UnitConfig, remove_unit_log
@@ -74,8 +72,8 @@ def run_unit(
         unit = open_unit(catalog, config, host)
         over = False
         try:
-            where = unit.where
-            say(f"home {where.home}, epoch {where.epoch}, is served at {unit.address}; its payload: {unit.directory}")
+            (home, epoch), offer = unit.where, unit.offer
+            say(f"home {home}, epoch {epoch}, is served at {offer.address}; its payload: {offer.directory}")
             over = unit.serve(lambda: catalog.connection.wire.server_closed, stop, beat_s=beat_s)
         finally:
             unit.close(keep=not over)
@@ -85,14 +83,12 @@ def run_unit(
         catalog.connection.close()
 
 
-def open_unit(catalog: UnitCatalog, config: UnitConfig, host: str) -> StorageUnit | BlockUnit:
+def open_unit(catalog: UnitCatalog, config: UnitConfig, host: str) -> HomeUnit:
     """Open this host's unit, of the kind that the run's store needs. ``host``: its IP address."""
     connection = catalog.connection
     name = config.name or f"{socket.gethostname()}-{host}"
-    if isinstance(store := connection.store, BlockPayloadStore):
-        memory = store.blocks.open_memory(connection.run, name, host)
-        return BlockUnit(catalog, memory, store=store.kind, name=name)
-    return StorageUnit(
+    store = connection.store
+    return store.open_unit(catalog, name, host) or StorageUnit(
         catalog,
         connection.run,
         name=name,

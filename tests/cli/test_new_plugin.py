@@ -22,6 +22,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
+BLOCKS = ROOT / "contrib/asyncflow_blocks"
+"""The base of stores that keep blocks: a package of its own."""
 
 
 def installed(folder: Path, site: Path) -> dict[str, str]:
@@ -32,7 +34,7 @@ def installed(folder: Path, site: Path) -> dict[str, str]:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
     points = "\n".join(f"{k} = {v}" for k, v in project["entry-points"]["asyncflow_sdk"].items())
     (info / "entry_points.txt").write_text(f"[asyncflow_sdk]\n{points}\n")
-    path = os.pathsep.join([str(site), str(folder), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(site), str(folder), str(BLOCKS), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
@@ -66,7 +68,7 @@ def test_what_is_written_is_typed_and_formatted(tmp_path: Path) -> None:
     packages = [str(tmp_path / kind / f"my_{kind}") for kind in KINDS]
     config = tmp_path / "mypy.ini"
     config.write_text(
-        f"[mypy]\nstrict = true\nmypy_path = {ROOT}:{ROOT / 'adapters'}\ncache_dir = {tmp_path / 'cache'}\nfollow_imports = silent\n"
+        f"[mypy]\nstrict = true\nmypy_path = {ROOT}:{ROOT / 'adapters'}:{BLOCKS}\ncache_dir = {tmp_path / 'cache'}\nfollow_imports = silent\n"
         "[mypy-torch.*,transformers.*]\nignore_missing_imports = true\nfollow_imports = skip\n"
     )
     run(sys.executable, "-m", "mypy", "--config-file", str(config), *packages, cwd=tmp_path, env=env)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from faults import Fault, before, leave_thread, refuses, with_fault
-from folder_store import FolderStore
+from folder_store import FolderStore, payload_store
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import LeaseLost, StoreUnavailable
@@ -33,8 +33,8 @@ def wrong_local(context: StoreContext, fault: str) -> PayloadStore:
     return with_fault(store, LOCAL[fault][-1])  # type: ignore[no-any-return]
 
 
-def wrong_folder(context: StoreContext, fault: str, folder: str) -> FolderStore:
-    return with_fault(FolderStore(context, folder), FOLDER[fault][-1])  # type: ignore[no-any-return]
+def wrong_folder(context: StoreContext, fault: str, folder: str) -> PayloadStore:
+    return payload_store("wrong-folder", with_fault(FolderStore(folder), FOLDER[fault][-1]), context)
 
 
 def reads(change: Callable[[Any], Any]) -> Fault:

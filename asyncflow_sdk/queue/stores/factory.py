@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import AsyncFlowError, ConfigError, PluginError
-from ...interfaces.store import BlockStore, PayloadStore, StoreContext
+from ...interfaces.store import PayloadStore, StoreContext
 from ...plugins import registry
 from ...types.config import LOCAL
-from .block_payload import BlockPayloadStore
 from .homes import SERVER_MEMORY, segment_prefix
 from .hosts import HostsStore
 from .inline import InlineStore
@@ -30,15 +29,12 @@ def hosts_store(context: StoreContext, **options: Any) -> PayloadStore:
 
 
 def make_store(name: str, options: Mapping[str, Any], context: StoreContext) -> PayloadStore:
-    """Create the store of a connection, from the plugins. A ``BlockStore`` becomes a PayloadStore.
-    Raises PluginError, ConfigError."""
+    """Create the store of a connection, from the plugins. Raises PluginError, ConfigError."""
     if name == LOCAL:  # discovering plugins takes longer than connecting
         return local_store(context)
     factory = registry().get("store", name).load()
     try:
         made = factory(context, **options)
-        if isinstance(made, BlockStore):
-            return BlockPayloadStore(name, made, context, local_store(context))
     except AsyncFlowError:
         raise
     except Exception as error:

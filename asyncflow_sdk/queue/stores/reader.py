@@ -62,7 +62,7 @@ class ColumnReader:
             raw = self._mapper.copy(slices.segments[0], start, serial, nbytes)
         else:
             raw = self._mapper.view(slices.segments[0], start, serial, nbytes)
-        return {name: column for name, column, _ in _one_run(raw, slices, self._plan(slices, schema))}
+        return {name: column for name, column, _ in one_run(raw, slices, self._plan(slices, schema))}
 
     def writable(self, slices: BlockSlices, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
         """Return a column's values in a copy-on-write mapping; None if ``read`` gave a copy, or if
@@ -74,7 +74,7 @@ class ColumnReader:
             return None
         try:
             raw = self._mapper.view(slices.segments[0], start, serial, nbytes)
-            ((_, column, at),) = _one_run(raw, slices, self._plan(slices, schema), name)
+            ((_, column, at),) = one_run(raw, slices, self._plan(slices, schema), name)
             values = column.values
             if not values.size:
                 return None
@@ -95,21 +95,21 @@ class ColumnReader:
         key = slices.columns, slices.fields
         plan = self._plans.get(key)
         if plan is None or plan.schema != schema:
-            plan = _plan_of(slices, schema)
+            plan = plan_of(slices, schema)
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = plan
         return plan
 
 
-def _plan_of(slices: BlockSlices, schema: Mapping[str, ColumnSpec]) -> _Plan:
+def plan_of(slices: BlockSlices, schema: Mapping[str, ColumnSpec]) -> _Plan:
     fields = struct.unpack(f"<{len(slices.columns)}i", slices.fields)
     kinds = [kind_of(name, schema[name]) for name in slices.columns]
     head = struct.Struct(f"<{3 * max(fields) + 6}q")
     return _Plan(dict(schema), list(zip(kinds, fields, strict=True)), max(fields), head)
 
 
-def _one_run(raw: Any, slices: BlockSlices, plan: _Plan, only: str | None = None) -> list[tuple[str, Column, int]]:
+def one_run(raw: Any, slices: BlockSlices, plan: _Plan, only: str | None = None) -> list[tuple[str, Column, int]]:
     """Return the columns of one run of entries, over the block's bytes, and the position of their
     values.
 
@@ -164,7 +164,7 @@ def from_image(memory: npt.NDArray[np.uint8], rows: int, specs: Mapping[str, Col
     block = BLOCK.pack(0, 0, 0, rows, len(memory), 1)
     whole = BlockSlices(tuple(specs), b"", (), block, RUN.pack(0), RUN.pack(rows))
     try:
-        columns = {name: column for name, column, _ in _one_run(memory, whole, plan)}
+        columns = {name: column for name, column, _ in one_run(memory, whole, plan)}
     except LeaseLost as error:
         raise SchemaError(str(error)) from None
     for name, column in columns.items():
@@ -172,70 +172,6 @@ def from_image(memory: npt.NDArray[np.uint8], rows: int, specs: Mapping[str, Col
         if offsets is not None and (offsets[1:] < offsets[:-1]).any():
             raise SchemaError(f"column {name!r} has decreasing offsets")
     return columns
-
-
-class FetchedBlocks:
-    """Blocks of slices in memory of this process, filled range by range. ``memory``: one uint8 array for
-    each block, of its size."""
-
-    def __init__(
-        self, slices: BlockSlices, schema: Mapping[str, ColumnSpec], memory: Sequence[npt.NDArray[np.uint8]]
-    ) -> None:
-        self._slices, self._schema, self._memory = slices, schema, memory
-        self._kinds = [kind_of(name, schema[name]) for name in slices.columns]
-        self._blocks = np.frombuffer(slices.blocks, np.int64).reshape(-1, 6).copy()
-        self._blocks[:, 0], self._blocks[:, 1] = np.arange(len(self._blocks)), 0
-        self._fields = np.frombuffer(slices.fields, np.int32).astype(np.int64).reshape(-1, len(self._kinds))
-
-    def header_bytes(self) -> int:
-        """Return the bytes of a header with the table of the wanted columns."""
-        return 8 * TABLE + 24 * (int(self._fields.max()) + 1)
-
-    def columns(self) -> dict[str, Column]:
-        """Return the columns: views of one run of entries, else copies. Raises LeaseLost, SchemaError."""
-        self._check_serials()
-        if len(self._slices.counts) == RUN.size:
-            self._memory[0].flags.writeable = False
-            plan = _plan_of(self._slices, self._schema)
-            return {name: column for name, column, _ in _one_run(self._memory[0], self._slices, plan)}
-        return _copy(self._memory, _runs(self._slices, self._blocks, self._table()), self._kinds, MOST_BYTES)
-
-    def ranges(self, *, values: bool) -> list[list[tuple[int, int]]]:
-        """Return for each block the (start, stop) of the bytes that its rows need, once its header is there:
-        offsets and fixed columns; with ``values``, those of the ragged columns, once their offsets are
-        there. Raises LeaseLost, SchemaError."""
-        self._check_serials()
-        runs = _runs(self._slices, self._blocks, self._table())
-        out: list[list[tuple[int, int]]] = [[] for _ in self._memory]
-        for c, kind in enumerate(self._kinds):
-            first, rows = runs.entry, runs.length
-            if not kind.ragged:
-                start, stop = runs.values[c] + first * kind.width, runs.values[c] + (first + rows) * kind.width
-            elif not values:
-                start, stop = runs.offsets[c] + 8 * first, runs.offsets[c] + 8 * (first + rows + 1)
-            else:
-                at = runs.offsets[c] // 8
-                low = _take(self._memory, np.int64, runs.segment, at + first)
-                high = _take(self._memory, np.int64, runs.segment, at + first + rows)
-                most = runs.sizes[c] // kind.width if kind.width else MOST_BYTES
-                if ((low < 0) | (high < low) | (high > most)).any():
-                    raise damaged(kind.name)
-                start, stop = runs.values[c] + low * kind.width, runs.values[c] + high * kind.width
-            for number, *each in zip(runs.segment.tolist(), start.tolist(), stop.tolist(), strict=True):
-                out[number].append((each[0], each[1]))
-        return out
-
-    def _check_serials(self) -> None:
-        for memory, block in zip(self._memory, self._blocks, strict=True):
-            check_serials(memory.view(np.int64), block[1:2], block[2:3])
-
-    def _table(self) -> Ints:
-        out = np.empty((len(self._memory), len(self._kinds), 3), np.int64)
-        for number, memory in enumerate(self._memory):
-            mine = slice(number, number + 1)
-            fields = self._fields[mine] if len(self._fields) > 1 else self._fields
-            out[mine] = tables(memory.view(np.int64), self._blocks[mine], fields, self._kinds)
-        return out
 
 
 JOIN_BYTES = 256
@@ -278,7 +214,9 @@ def gather(
                     segment.check(start, serial)
         try:
             table = _table(slices, blocks, parts, wanted)
-            return _copy([segment.bytes for segment, _ in parts], _runs(slices, blocks, table), wanted, most_bytes)
+            return copy_runs(
+                [segment.bytes for segment, _ in parts], runs_of(slices, blocks, table), wanted, most_bytes
+            )
         finally:  # data that seems damaged may have been overwritten meanwhile: LeaseLost, not SchemaError
             for segment, mine in parts:
                 check_serials(segment.bytes.view(np.int64), starts[mine], serials[mine])
@@ -294,7 +232,7 @@ def _table(slices: BlockSlices, blocks: Ints, parts: list[tuple[MappedSegment, A
     return out
 
 
-def _runs(slices: BlockSlices, blocks: Ints, table: Ints) -> _Runs:
+def runs_of(slices: BlockSlices, blocks: Ints, table: Ints) -> _Runs:
     number, starts, _, rows, _, runs = blocks.T
     block = np.repeat(np.arange(len(blocks)), runs)
     entry = np.frombuffer(slices.entries, np.int32).astype(np.int64)
@@ -314,7 +252,7 @@ def _runs(slices: BlockSlices, blocks: Ints, table: Ints) -> _Runs:
     return _Runs(number[block], values + start, sizes, offsets + start, entry, count, of_row, place)
 
 
-def _copy(segments: Segments, runs: _Runs, wanted: list[Kind], most_bytes: int) -> dict[str, Column]:
+def copy_runs(segments: Segments, runs: _Runs, wanted: list[Kind], most_bytes: int) -> dict[str, Column]:
     out: dict[str, Column] = {}
     narrow: dict[int, list[int]] = {}
     ragged = [c for c, kind in enumerate(wanted) if kind.ragged]
@@ -328,7 +266,7 @@ def _copy(segments: Segments, runs: _Runs, wanted: list[Kind], most_bytes: int) 
                 out[kind.name] = Column(kind.spec, _array(raw, kind, len(runs.of_row)), None)
     for width, columns in narrow.items():
         at = runs.values[columns] // width + runs.entry
-        words = _take(segments, _WORD_TYPES[width], runs.segment[runs.of_row], at[:, runs.of_row] + runs.place)
+        words = take_words(segments, _WORD_TYPES[width], runs.segment[runs.of_row], at[:, runs.of_row] + runs.place)
         for c, row in zip(columns, words, strict=True):
             out[wanted[c].name] = Column(wanted[c].spec, _array(row, wanted[c], len(row)), None)
     if ragged:
@@ -340,7 +278,7 @@ def _ragged(segments: Segments, runs: _Runs, wanted: list[Kind], most_bytes: int
     out: dict[str, Column] = {}
     at = (runs.offsets // 8 + runs.entry)[:, runs.of_row] + runs.place
     segment = runs.segment[runs.of_row]
-    low, high = (_take(segments, np.int64, segment, at + more) for more in (0, 1))
+    low, high = (take_words(segments, np.int64, segment, at + more) for more in (0, 1))
     first = np.cumsum(runs.length) - runs.length
     offsets = np.zeros((len(wanted), len(segment) + 1), np.int64)
     for c, kind in enumerate(wanted):
@@ -372,10 +310,10 @@ def _move(segments: Segments, segment: Ints, start: Ints, nbytes: Ints, kind: Ki
     words = nbytes // unit
     index = np.repeat(start // unit - (np.cumsum(words) - words), words)
     index += np.arange(total // unit)
-    return _take(segments, _WORD_TYPES[unit], np.repeat(segment, words) if len(segments) > 1 else segment, index)
+    return take_words(segments, _WORD_TYPES[unit], np.repeat(segment, words) if len(segments) > 1 else segment, index)
 
 
-def _take(segments: Segments, unit: Any, segment: Ints, index: Ints) -> npt.NDArray[Any]:
+def take_words(segments: Segments, unit: Any, segment: Ints, index: Ints) -> npt.NDArray[Any]:
     """Copy words of segments. ``segment`` belongs to the last axis of ``index``."""
     if len(segments) == 1:
         only: npt.NDArray[Any] = segments[0].view(unit).take(index)

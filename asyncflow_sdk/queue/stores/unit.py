@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from ...errors import AsyncFlowError, LeaseLost, ProtocolError, ServerLost, WireError
-from ...interfaces.store import HomeCatalog, HomeOffer
+from ...interfaces.store import HomeCatalog, HomeOffer, HomeUnit
 from ...memory import KEEP_S, HomeDirectory, Mapper
 from ...wire import Frames, Member, Service
 from .blocks import is_intact
@@ -54,7 +54,7 @@ class UnitHost(NamedTuple):
     address: str
 
 
-class StorageUnit:
+class StorageUnit(HomeUnit):
     """A home in a directory of this host, and its socket.
 
     ``name``: of the home, unique in the run. ``host``: the IP address at which others reach this
@@ -63,6 +63,8 @@ class StorageUnit:
     ``base``: see ``HomeDirectory``.
     ``synced``: blocks are sealed and on a disk. Raises ConfigError, ServerLost.
     """
+
+    where: HomeId
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class StorageUnit:
                 insecure=member is None,
                 max_call_bytes=MAX_REQUEST_BYTES,
             )
-            self._offer = self._describe(name, self._service)
+            self.offer = self._describe(name, self._service)
             self.where = HomeId(0, 0)
             if synced and self._directory.found:
                 self._check_contents()
@@ -104,11 +106,6 @@ class StorageUnit:
             self.close(keep=True)
             raise
 
-    @property
-    def address(self) -> str:
-        """The address of its socket."""
-        return self._offer.address
-
     def _describe(self, name: str, service: Service) -> HomeOffer:
         return HomeOffer(
             store=STORE, name=name, identity=self._directory.contents, address=service.address,
@@ -117,7 +114,7 @@ class StorageUnit:
 
     def _check_contents(self) -> None:
         """Give up the needed blocks that are damaged. Meanwhile the home is open, but nothing is served."""
-        checking = msgspec.structs.replace(self._offer, directory="", owner=this_host())
+        checking = msgspec.structs.replace(self.offer, directory="", owner=this_host())
         self.where = where = HomeId(*self._catalog.open(checking))
         heard, damaged = time.monotonic(), list[int]()
         for segment, places in self._catalog.needed_blocks(*where).items():
@@ -141,7 +138,7 @@ class StorageUnit:
         gone."""
         self._directory.touch()
         there = self._directory.segments()  # later ones may be of sessions that the server does not list
-        self.where = where = HomeId(*self._catalog.open(self._offer))
+        self.where = where = HomeId(*self._catalog.open(self.offer))
         needed, sessions = self._catalog.needed(*where)
         for path in there:
             if home_of(path.name) != where or not (path.name in needed or session_of(path.name) in sessions):

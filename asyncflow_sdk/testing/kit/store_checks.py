@@ -17,15 +17,13 @@ import numpy as np
 
 from ...errors import DeadlineExceeded, Ended, LeaseLost, StoreUnavailable
 from ...interfaces import LeasedBatch, TransferQueue
-from ...interfaces.store import BlockRead, PayloadStore, StorageHome
+from ...interfaces.store import PayloadStore, StorageHome
 from ...ledger import commands as cmd
+from ...queue.block_index import BlockIndex
 from ...queue.connection import BlockingPort
 from ...queue.coroutines import run_blocking
-from ...queue.stores.block_fetcher import block_name
-from ...queue.stores.block_payload import BlockPayloadStore
 from ...queue.stores.blocks import pack_columns
 from ...queue.stores.homes import SERVER_MEMORY, home_of
-from ...queue.stores.sealed import sealed_bytes
 from ...types.blocks import Block
 from ...types.config import Store
 from ...workflow import Stage
@@ -408,7 +406,7 @@ def given_up(lab: PlainLab) -> None:
     "store",
     "full",
     impact="memory of workers that died is never free again; or rows are gone as soon as any worker ends",
-    hint="BlockMemory.free_all(): only names that begin with one of the prefixes",
+    hint="HomeUnit: free blocks by the sessions that have ended, and no others",
     after=("homes",),
 )
 def ended_sessions(lab: PlainLab) -> None:
@@ -426,12 +424,13 @@ def ended_sessions(lab: PlainLab) -> None:
 
 
 def _is_there(store: PayloadStore, home: StorageHome, block: Block) -> bool:
-    if not isinstance(store, BlockPayloadStore):
-        return (Path(home.directory) / block.segment).exists()
-    into = np.empty(sealed_bytes(block.nbytes), np.uint8)
-    name = block_name(home.directory, block.segment, block.serial)
+    """``block``: one of floats, in the column x."""
+    if (segments := Path(home.directory)).is_dir():
+        return (segments / block.segment).exists()
+    index = BlockIndex()
+    index.put(0, block, "", 1)
     try:
-        store.blocks.read(home.address, [BlockRead(name, [(0, len(into))], into)])
+        store.read(index.locate(np.zeros(1, np.int64), ("x",)), {"x": pack_columns({"x": np.zeros(1)})["x"].spec})
     except LeaseLost:
         return False
     return True
@@ -441,7 +440,7 @@ def _is_there(store: PayloadStore, home: StorageHome, block: Block) -> bool:
     "store",
     "full",
     impact="rows are leased and given back for ever, and the run stands still",
-    hint="BlockMemory.check(): another identity once blocks are lost; is_lost(): True then",
+    hint="HomeUnit.offer: another identity once blocks are lost; read(): StoreUnavailable until then",
     after=("homes", "given_up"),
 )
 def unit_killed(lab: PlainLab) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow_blocks import BlockMemory, BlockPayloadStore, BlockRead, BlockStore
 from asyncflow_sdk.errors import ConfigError, LeaseLost, MemoryFull, StoreUnavailable
-from asyncflow_sdk.interfaces import BlockMemory, BlockRead, BlockStore, StoreContext
+from asyncflow_sdk.interfaces import StoreContext
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
@@ -28,9 +29,9 @@ PATTERN_PREFIXES = 64
 MARKER_BYTES = 64
 
 
-def mooncake_store(context: StoreContext, **options: Any) -> BlockStore:
+def mooncake_store(context: StoreContext, **options: Any) -> BlockPayloadStore:
     """Return the store of a connection. ``options``: of ``MooncakeStore``."""
-    return MooncakeStore(context, **options)
+    return BlockPayloadStore("mooncake", MooncakeStore(context, **options), context)
 
 
 class Cluster:

@@ -13,8 +13,9 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from asyncflow_blocks import BlockMemory, BlockPayloadStore, BlockRead, BlockStore
 from asyncflow_sdk.errors import ConfigError, LeaseLost, MemoryFull, StoreUnavailable
-from asyncflow_sdk.interfaces import BlockMemory, BlockRead, BlockStore, StoreContext
+from asyncflow_sdk.interfaces import StoreContext
 
 from .block_owner import BlockOwner
 
@@ -24,9 +25,9 @@ PORT_S = 2.0
 _connecting = threading.Lock()
 
 
-def ray_store(context: StoreContext, **options: Any) -> BlockStore:
+def ray_store(context: StoreContext, **options: Any) -> BlockPayloadStore:
     """Return the store of a connection. ``options``: of ``RayStore``."""
-    return RayStore(context, **options)
+    return BlockPayloadStore("ray", RayStore(context, **options), context)
 
 
 def connect(address: str) -> None:

@@ -11,20 +11,24 @@ import threading
 import time
 from collections.abc import Callable
 
-from ...errors import StoreUnavailable, WireError
-from ...interfaces.store import BlockMemory, HomeCatalog, HomeOffer
-from .homes import HomeId, segment_prefix, session_of, this_host
-from .unit import ALONE_S, BEAT_S
+from asyncflow_sdk.errors import StoreUnavailable, WireError
+from asyncflow_sdk.interfaces import HomeCatalog, HomeOffer, HomeUnit
+from asyncflow_sdk.queue.stores.homes import HomeId, segment_prefix, session_of, this_host
+from asyncflow_sdk.queue.stores.unit import ALONE_S, BEAT_S
+
+from .interface import BlockMemory
 
 _log = logging.getLogger(__name__)
 
 
-class BlockUnit:
+class BlockUnit(HomeUnit):
     """``store``: kind of the store. ``name``: of the home, unique in the run. It closes ``memory``. Raises
     ConfigError, ServerLost, StoreUnavailable."""
 
+    where: HomeId
+
     def __init__(self, catalog: HomeCatalog, memory: BlockMemory, *, store: str, name: str) -> None:
-        self._catalog, self._memory, self._store, self._name = catalog, memory, store, name
+        self._catalog, self.memory, self._store, self._name = catalog, memory, store, name
         self.where = HomeId(0, 0)
         self._identity = ""
         self._newest = 0  # session that was looked at
@@ -35,30 +39,21 @@ class BlockUnit:
             self.close(keep=True)
             raise
 
-    @property
-    def address(self) -> str:
-        return self._memory.address
-
-    @property
-    def directory(self) -> str:
-        """The beginning of its blocks' names."""
-        return self._identity
-
     def beat(self) -> None:
         """Give a sign of life, and free blocks of lost epochs and of ended sessions. Raises ServerLost,
         ConfigError, StoreUnavailable."""
-        identity = self._memory.check()
+        identity = self.memory.check()
         offer = HomeOffer(
-            store=self._store, name=self._name, identity=identity, address=self.address, directory=identity,
-            owner=this_host(),
+            store=self._store, name=self._name, identity=identity, address=self.memory.address,
+            directory=identity, owner=this_host(),
         )  # fmt: skip
         before = self._identity, self.where
         self.where = where = HomeId(*self._catalog.open(offer))
-        self._identity = identity
+        self.offer, self._identity = offer, identity
         if before[1] != where:
             self._newest, self._ended = 0, set()
             if before[0] == identity:  # given up, and still there
-                self._memory.free_all([f"{identity}/h{before[1].home}.{before[1].epoch}!"])
+                self.memory.free_all([f"{identity}/h{before[1].home}.{before[1].epoch}!"])
         self._free_ended()
 
     def _free_ended(self) -> None:
@@ -68,7 +63,7 @@ class BlockUnit:
         self._newest = max(newest, self._newest)
         over = self._ended - set(sessions) - {session_of(segment) for segment in needed}
         if over:
-            self._memory.free_all([f"{self._identity}/{segment_prefix(self.where, each)}" for each in sorted(over)])
+            self.memory.free_all([f"{self._identity}/{segment_prefix(self.where, each)}" for each in sorted(over)])
             self._ended -= over
 
     def serve(self, ended: Callable[[], bool], stop: threading.Event, *, beat_s: float = BEAT_S) -> bool:
@@ -89,4 +84,4 @@ class BlockUnit:
     def close(self, *, keep: bool) -> None:
         """Stop serving. ``keep``: leave the blocks to the next unit, if they can outlive this process.
         Idempotent."""
-        self._memory.close(keep=keep)
+        self.memory.close(keep=keep)

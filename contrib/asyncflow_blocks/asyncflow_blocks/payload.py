@@ -14,19 +14,22 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ...errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, StoreUnavailable
-from ...interfaces.store import BlockStore, PayloadStore, StorageHome, StoreContext, StoredBlock
-from ...memory import GrowthNeeded
-from ...types import Column, ColumnSpec
-from ...types.blocks import Block, BlockSlices
-from ...types.ragged import Array
-from .block_fetcher import BlockFetcher, block_name
-from .fetch import FetchPart, merge, split
-from .home_fetcher import HomeFetcher
-from .homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
-from .inline import InlineStore
+from asyncflow_sdk.errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, StoreUnavailable
+from asyncflow_sdk.interfaces import HomeCatalog, PayloadStore, StorageHome, StoreContext, StoredBlock
+from asyncflow_sdk.memory import GrowthNeeded
+from asyncflow_sdk.queue.stores.factory import local_store
+from asyncflow_sdk.queue.stores.fetch import FetchPart, merge, split
+from asyncflow_sdk.queue.stores.home_fetcher import HomeFetcher
+from asyncflow_sdk.queue.stores.homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
+from asyncflow_sdk.queue.stores.shared import SharedStore
+from asyncflow_sdk.types import Column, ColumnSpec
+from asyncflow_sdk.types.blocks import Block, BlockSlices
+from asyncflow_sdk.types.ragged import Array
+
+from .fetcher import BlockFetcher, block_name
+from .interface import BlockStore
 from .sealed import SealedBlock
-from .shared import SharedStore
+from .unit import BlockUnit
 
 LOOK_AGAIN_S = 30.0
 """A client without a storage unit looks for one, or starts one, at this interval."""
@@ -34,25 +37,18 @@ _log = logging.getLogger(__name__)
 
 
 class BlockPayloadStore(PayloadStore):
-    """``kind``: of the store. ``server_memory``: the store of home 0. Raises ConfigError. See
-    ``PayloadStore``."""
+    """``kind``: name of the store's adapter. Raises ConfigError. See ``PayloadStore``."""
 
     may_wait = True
 
-    def __init__(
-        self,
-        kind: str,
-        blocks: BlockStore,
-        context: StoreContext,
-        server_memory: SharedStore | InlineStore,
-    ) -> None:
+    def __init__(self, kind: str, blocks: BlockStore, context: StoreContext) -> None:
         if context.homes is None:
             raise ConfigError(f"the store {kind!r} needs a server that keeps a list of homes")
         if context.synced:
             raise ConfigError(f"the store {kind!r} has no payload on disk, so it cannot have durability='host'")
         self.kind, self.blocks = kind, blocks
         self.inline = context.rows is None
-        self._context, self._server_memory = context, server_memory
+        self._context, self._server_memory = context, local_store(context)
         self._homes = KnownHomes(context.homes)
         self._server = HomeFetcher(self._homes, context.key, context.fetch, timeout_s=blocks.fetch_s)
         self._fetcher = BlockFetcher(blocks, self._homes, timeout_s=blocks.fetch_s)
@@ -178,6 +174,10 @@ class BlockPayloadStore(PayloadStore):
         if self.inline or any(home_of(segment) != SERVER_MEMORY for segment in slices.segments):
             return None
         return self._server_memory.writable(slices, name, schema)
+
+    def open_unit(self, catalog: HomeCatalog, name: str, host: str) -> BlockUnit:
+        memory = self.blocks.open_memory(self._context.run, name, host)
+        return BlockUnit(catalog, memory, store=self.kind, name=name)
 
     def close(self) -> None:
         self._written.close()

@@ -13,19 +13,16 @@ import numpy as np
 import pytest
 from faults import before, refuses, with_fault
 from folder_store import FolderStore
-from hosts import specs
 from waiting import until
 
+from asyncflow_blocks import BlockPayloadStore
+from asyncflow_blocks.sealed import PIECE_BYTES, PieceReader, SealedBlock
 from asyncflow_sdk.errors import ConfigError, LeaseLost, MemoryFull, SchemaError, StoreUnavailable
-from asyncflow_sdk.interfaces.store import HomeCatalog, HomeOffer, StorageHome, StoreContext, StoredBlock
+from asyncflow_sdk.interfaces import HomeCatalog, HomeOffer, StorageHome, StoreContext, StoredBlock
 from asyncflow_sdk.memory import GrowthNeeded
 from asyncflow_sdk.queue.block_index import BlockIndex
-from asyncflow_sdk.queue.stores.block_payload import BlockPayloadStore
-from asyncflow_sdk.queue.stores.block_unit import BlockUnit
 from asyncflow_sdk.queue.stores.blocks import pack_columns
 from asyncflow_sdk.queue.stores.homes import SERVER_MEMORY, home_of
-from asyncflow_sdk.queue.stores.inline import InlineStore
-from asyncflow_sdk.queue.stores.sealed import PIECE_BYTES, PieceReader, SealedBlock
 from asyncflow_sdk.types.blocks import BlockSlices
 
 RUN = "asyncflow-0-1-run"
@@ -66,9 +63,8 @@ class Place:
     """One home in a folder, and its rows. ``store``: of session 1."""
 
     def __init__(self, folder: Path, **options: int) -> None:
-        self.blocks = FolderStore(None, str(folder), **options)
-        self.catalog, self.memory = Catalog(), self.blocks.open_memory(RUN, "a", "host")
-        self.unit = BlockUnit(self.catalog, self.memory, store="folder", name="a")
+        self.blocks, self.catalog = FolderStore(str(folder), **options), Catalog()
+        self.unit = self.client(0).open_unit(self.catalog, "a", "host")
         self.index = BlockIndex()
         self.store = self.client(1)
         self._rows = 0
@@ -76,7 +72,7 @@ class Place:
     def client(self, session: int, **context: Any) -> BlockPayloadStore:
         settings: dict[str, Any] = {"check_size": lambda nbytes: None, "homes": self.catalog, **context}
         made = StoreContext(run=RUN, session=session, **settings)
-        return BlockPayloadStore("folder", self.blocks, made, InlineStore(made.check_size))
+        return BlockPayloadStore("folder", self.blocks, made)
 
     def put(self, columns: Mapping[str, Any]) -> StoredBlock:
         stored = self.store.write(pack_columns(columns), copy=False)
@@ -90,6 +86,10 @@ class Place:
 
     def read(self, ids: Sequence[int], columns: Mapping[str, Any]) -> dict[str, Any]:
         return self.client(2).read(self.locate(ids, *columns), specs(columns))
+
+
+def specs(columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: column.spec for name, column in pack_columns(columns).items()}
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_a_read_that_hangs_ends_at_its_deadline(place: Place) -> None:
 def test_columns_go_to_the_server_while_the_store_is_away(place: Place) -> None:
     away = refuses(lambda *_: True, StoreUnavailable)
     with_fault(place.blocks, {"write": away})
-    with_fault(place.memory, {"check": away})
+    with_fault(place.unit.memory, {"check": away})
     assert place.store.write(pack_columns({"x": np.zeros(5)}), copy=False).image is not None
     with pytest.raises(StoreUnavailable):
         place.unit.beat()

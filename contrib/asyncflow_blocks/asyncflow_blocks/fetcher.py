@@ -11,13 +11,15 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import numpy as np
 
-from ...errors import DigestMismatch, LeaseLost, StoreUnavailable, WireError
-from ...interfaces.store import BlockRead, BlockStore, StorageHome
-from ...types import Column, ColumnSpec
-from ...types.blocks import BlockSlices
-from .blocks import MOST_BYTES, damaged
-from .homes import HomeId, KnownHomes
-from .reader import FetchedBlocks
+from asyncflow_sdk.errors import DigestMismatch, LeaseLost, StoreUnavailable, WireError
+from asyncflow_sdk.interfaces import StorageHome
+from asyncflow_sdk.queue.stores.blocks import MOST_BYTES, damaged
+from asyncflow_sdk.queue.stores.homes import HomeId, KnownHomes
+from asyncflow_sdk.types import Column, ColumnSpec
+from asyncflow_sdk.types.blocks import BlockSlices
+
+from .fetched_blocks import FetchedBlocks
+from .interface import BlockRead, BlockStore
 from .sealed import PieceReader, Range
 
 WHOLE_BYTES = 256 << 10

@@ -1,6 +1,6 @@
 """Sealed blocks: blocks with digests, for stores that hold bytes by name.
 
-A sealed block is a block as in ``blocks``, then an XXH3 (64 bits) of each piece of PIECE_BYTES, then
+A sealed block is a block as in ``queue.stores.blocks``, then an XXH3 (64 bits) of each piece of PIECE_BYTES, then
 one of these digests; all little-endian. A reader can check any range without the whole block.
 """
 
@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ...errors import DigestMismatch
-from ...memory import block_header
-from ...types import Column
-from .blocks import to_image
+from asyncflow_sdk.errors import DigestMismatch
+from asyncflow_sdk.memory import block_header
+from asyncflow_sdk.queue.stores.blocks import to_image
+from asyncflow_sdk.types import Column
 
 PIECE_BYTES = 64 << 10
 Bytes = npt.NDArray[np.uint8]
