@@ -5,7 +5,7 @@ from ..types.tasks import TaskSpec
 from .commands import AnyCommand, AnyReply, pack_ids, unpack_ids
 from .ledger import Ledger
 from .state.context import Effects
-from .state.window import Window
+from .state.steps import Window
 
 __all__ = [
     "TERMINAL",

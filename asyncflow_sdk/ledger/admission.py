@@ -4,34 +4,39 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
 import numpy as np
 
 from ..errors import Ended, SchemaError
 from . import commands as cmd
+from .assembly import StepAssembly
 from .commands import Ids, pack_ids
+from .deal import deal
 from .pins import VersionPins
+from .samplers import TaskSamplers
 from .staleness import StalenessControl
 from .state import LedgerState
-from .state.grants import ShardedLease
-from .state.rows import LEASED, NONE, READY, SELECTED
-from .state.sessions import Session
-from .state.tasks import Task
-from .step_versions import StepVersions
-from .task_samplers import TaskSamplers
+from .state.rows import NONE
+from .state.sessions import DealtPart, Grant, Session, ShardedLease
+from .state.tasks import SELECTED, Task
 
 
 class LeaseAdmission:
-    """Grants leases. Methods return None if the request has to wait."""
+    """Grants leases. Methods return None if the request has to wait.
+
+    A step may be leased in parts, while the rest of it is still being selected. A part contains whole groups already
+    selected for the step, so the staleness rule does not change. All parts of a step have one token. The step keeps
+    its parts: if the lease is lost, the next one gets the same parts again, with the same shards for as many ranks."""
 
     def __init__(
         self,
         state: LedgerState,
-        step_versions: StepVersions,
+        assembly: StepAssembly,
         staleness: StalenessControl,
         samplers: TaskSamplers,
         pins: VersionPins,
     ) -> None:
-        self._state, self._step_versions, self._staleness, self._samplers = state, step_versions, staleness, samplers
+        self._state, self._assembly, self._staleness, self._samplers = state, assembly, staleness, samplers
         self._pins = pins
 
     def check(self, task: Task, command: cmd.LeaseRows) -> None:
@@ -55,7 +60,7 @@ class LeaseAdmission:
         """Raise Ended if no further row can come, PluginError if the policy has failed."""
         if session.dismissed:
             raise Ended(f"{session.name} was dismissed and gets no more rows")
-        if self._state.tasks.exhausted(task, command.partition):
+        if task.exhausted(command.partition):
             where = "" if command.partition is None else f" of partition {command.partition!r}"
             raise Ended(f"task {command.task!r} has no more rows{where} to grant")
         if task.spec.grouped:
@@ -85,7 +90,7 @@ class LeaseAdmission:
                 return None
             step, ids = self._state.steps.closed.popleft()
             return ids, step
-        for partition in self._state.tasks.next_partitions(task, command.partition):
+        for partition in task.next_partitions(command.partition):
             if session is not None and not self._pins.allows(session, partition):
                 continue
             fit, least = task.fit[partition], max(at_least, command.at_least, 1)
@@ -94,38 +99,27 @@ class LeaseAdmission:
                 continue
             dealt = at_least > command.at_least and not (task.sampling.chooses or task.whole_groups)
             exact = (least if dealt else command.at_least) if fit >= least else 1
-            ids = self._samplers.take(task, task.ready[partition], command.count, exact)
+            ids = self._samplers.take(task, task.queues[partition], command.count, exact)
             if len(ids):
-                task.next_partition = partition + 1
+                task.turn_from(partition)
                 return ids, NONE
         return None
 
-    def grant(
-        self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None,
-        shards: ShardedLease | None = None,
-    ) -> cmd.Leased:  # fmt: skip
+    def grant(self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None, shards: ShardedLease | None = None) -> cmd.Leased:  # fmt: skip
         """Lease rows to a session, or to the sessions of ``shards``. ``version``: loaded by the replica."""
         name, rows = task.spec.name, self._state.rows
         at = rows.at(ids)
-        spot = rows.write_index(at)
-        task.leases_granted += 1
-        if task.suspects.size:  # others need not wait for these any more
-            self._state.context.wake(task.place)
-        if step == NONE:
-            self._state.tasks.count_fit(task, ids, -1)
-        else:
-            self._step_versions.lease(step)
+        if step != NONE:
+            self._assembly.lease(step)
         if version is not None:
             if session.claimed:
-                session.claimed = False
+                session.load(session.loaded)
                 self._state.versions.name_zero(own=True)
         else:
-            version = NONE if step == NONE else self._step_versions.version_of(step)
+            version = NONE if step == NONE else self._assembly.version_of(step)
         lineage = self._state.versions.lineage
         token = self._state.leases.add(session, task, ids, step, version, len(lineage.changes), shards).token
-        rows.task(name, "state")[spot] = LEASED
-        rows.task(name, "token")[spot] = token
-        task.move(len(ids), READY if task.spec.batch_rows is None else SELECTED, LEASED)
+        task.grant(ids, token)
         return cmd.Leased(
             token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
             step=step, version=version, lease_s=task.spec.lease_s, partition=self._state.partitions.name_of(ids[:1]),
@@ -155,7 +149,7 @@ class LeaseAdmission:
         if loaded is None:
             return cmd.LoadFirst(version=versions.current) if versions.current != NONE else None
         reply: cmd.Reply | None = None
-        for partition in self._state.tasks.next_partitions(task, named):
+        for partition in task.next_partitions(named):
             if partition in self._state.partitions.pins:
                 reply = reply or self._lease_apart(session, task, loaded, partition, count)
         if reply is not None:
@@ -164,13 +158,13 @@ class LeaseAdmission:
             if loaded == versions.current:
                 return None  # lost with its trainer; the next one is not published yet
             return cmd.LoadFirst(version=versions.committed if loaded < versions.committed else versions.current)
-        for partition in self._state.tasks.next_partitions(task, named):
-            if self._state.tasks.takes(self._state.steps.task, partition):
+        for partition in task.next_partitions(named):
+            if self._state.steps.task.takes(partition):
                 reply = reply or self._lease_in_window(session, task, loaded, partition, count)
             else:
                 reply = self._lease_apart(session, task, loaded, partition, count) or reply
             if isinstance(reply, cmd.Leased):
-                task.next_partition = partition + 1
+                task.turn_from(partition)
                 return reply
         return reply
 
@@ -178,17 +172,17 @@ class LeaseAdmission:
         """Lease whole groups of a partition that is not trained, in order."""
         if not self._pins.allows(session, partition):
             return None
-        ids = self._samplers.take(task, self._state.tasks.queue(task, partition), count)
+        ids = self._samplers.take(task, task.queue(partition), count)
         if not len(ids):
             return None
-        self._state.rows.version[self._state.rows.at(ids)] = loaded
+        self._state.versions.admit(ids, loaded)
         return self.grant(session, task, ids, version=loaded)
 
     def _note_starved(self, session: Session, starved: bool) -> None:
         """Note if a replica has to load before it gets prompts. Then it may load at once."""
         if session.replica is None or session.replica.starved == starved:
             return
-        session.replica.starved = starved
+        session.replica.starve(starved)
         if starved:
             self._state.context.wake("swap")
 
@@ -202,7 +196,7 @@ class LeaseAdmission:
         self, session: Session, task: Task, loaded: int, partition: int, count: int
     ) -> cmd.Reply | None:
         versions, rows, limit = self._state.versions, self._state.rows, self._state.limits.max_staleness
-        ready, redo = self._state.tasks.queue(task, partition), task.redo.setdefault(partition, deque())
+        ready, redo = task.queue(partition), task.redo.setdefault(partition, deque())
         for _ in range(len(redo)):  # rows lost by another replica keep their deadline
             ids = redo[0][ready.is_ready(redo[0])]
             ids = ids[rows.deadline[rows.at(ids)] != NONE]  # a group returned whole was withdrawn
@@ -222,9 +216,7 @@ class LeaseAdmission:
         deadline = versions.lineage.step(loaded) + limit
         ids = self._samplers.take(task, ready, count, room=self._staleness.admittable(deadline))
         if len(ids):
-            at = rows.at(ids)
-            rows.version[at] = loaded
-            rows.deadline[at] = deadline
+            versions.admit(ids, loaded, deadline)
             self._state.steps.window.admit(len(ids), deadline)
             return self.grant(session, task, ids, version=loaded)
         group = ready.peek_group()
@@ -232,3 +224,123 @@ class LeaseAdmission:
         if len(group) and versions.current > loaded and self._staleness.admittable(deadline) >= len(group):
             return cmd.LoadFirst(version=versions.current)
         return None
+
+    # ---- steps in parts
+
+    def check_part(self, session: Session, task: Task, command: cmd.LeaseRows) -> Grant | None:
+        """Return the lease whose next part is requested; None for a new lease. Raises LeaseLost,
+        SchemaError, PluginError."""
+        if not command.parts:
+            if command.token:
+                raise SchemaError(f"lease {command.token} is named in a request for another lease")
+            return None
+        name = task.spec.name
+        if task.spec.batch_rows is None:
+            raise SchemaError(f"task {name!r} has no steps to lease in parts; declare it with batch_rows")
+        if task.spec.gives:
+            raise SchemaError(f"task {name!r} gives columns, and a step in parts is acknowledged without columns")
+        if not command.token:
+            return None
+        grant = self._state.leases.held(session, command.token, command.rank)
+        if grant.parts == NONE or grant.task != name:
+            raise SchemaError(f"lease {grant.token} is not of a step of task {name!r} in parts")
+        self._check_ranks(grant, command)
+        if self._state.steps.delivered_whole(grant):
+            raise SchemaError(f"step {grant.step} is delivered whole under lease {grant.token}; acknowledge it")
+        self._staleness.check()
+        return grant
+
+    def find_part(self, command: cmd.LeaseRows, grant: Grant | None, shards: int) -> tuple[int, DealtPart] | None:
+        """Return the step and the next part of a lease, or of a new one; None if too few rows are
+        selected. ``shards``: number of shards to deal a part to, unless it is dealt to as many."""
+        steps = self._state.steps
+        step = self._first() if grant is None else grant.step
+        if step is None:
+            return None
+        number, known = (0 if grant is None else grant.parts), steps.parts.get(step, [])
+        if number < len(known):
+            part = known[number]
+            return step, part if part.shards == shards else self._deal(part.ids, shards, number)
+        if step == steps.window.step:
+            filled = steps.window.batch_rows - steps.window.free
+            if filled - (0 if grant is None else grant.left) < max(command.at_least, 1):
+                return None
+        ids = self._rows(step)
+        selected = steps.task.state[self._state.rows.at(ids)] == SELECTED
+        return step, self._deal(ids[selected], shards, number)
+
+    def deliver_part(
+        self,
+        session: Session,
+        task: Task,
+        grant: Grant | None,
+        step: int,
+        part: DealtPart,
+        shards: ShardedLease | None = None,
+    ) -> cmd.LeasedPart:
+        """Lease a part found by ``find_part``. ``shards``: of a new lease of a rank group."""
+        steps, number = self._state.steps, 0 if grant is None else grant.parts
+        steps.deliver(step, number, part)
+        if grant is not None:
+            leased = self._extend(task, grant, part)
+        else:
+            leased = self.grant(session, task, part.ids, step, shards=shards)
+            grant = self._state.leases.by_token[leased.token]
+            grant.begin_parts()
+        last = steps.delivered_whole(grant)
+        return cmd.LeasedPart(**msgspec.structs.asdict(leased), part=number, last=last)
+
+    def waits_for_part(self, grant: Grant) -> bool:
+        """True if all holders of a lease wait for its next part."""
+        place = self._state.tasks[grant.task].place
+        asking = {each.command.rank for each in self._state.parked.at(place) if each.command.token == grant.token}
+        return len(asking) == (1 if grant.shards is None else grant.shards.size)
+
+    def _check_ranks(self, grant: Grant, command: cmd.LeaseRows) -> None:
+        shards = grant.shards
+        held = ("", 1, 1) if shards is None else (shards.group, shards.size, len(shards.bounds) - 1)
+        asked = (
+            command.group if command.world_size > 1 else "",
+            command.world_size,
+            command.shards or command.world_size,
+        )
+        if asked != held:
+            raise SchemaError(
+                f"lease {grant.token} is of group {held[0]!r} with {held[1]} ranks and {held[2]} shards, and not of"
+                f" {asked[0]!r} with {asked[1]} and {asked[2]}"
+            )
+
+    def _first(self) -> int | None:
+        """Return the step of a new lease: a full one, or the open one if no other lease has it."""
+        steps = self._state.steps
+        if steps.closed:
+            return steps.closed[0][0]
+        free = steps.open and steps.window.free < steps.window.batch_rows and not steps.leased(steps.window.step)
+        return steps.window.step if free else None
+
+    def _rows(self, step: int) -> Ids:
+        """Return all rows selected for a step without an acknowledgement."""
+        steps = self._state.steps
+        if step == steps.window.step:
+            return np.concatenate(steps.open_rows)
+        return steps.held[step] if step in steps.held else steps.closed[0][1]
+
+    def _deal(self, ids: Ids, shards: int, number: int) -> DealtPart:
+        if shards == 1:
+            return DealtPart(ids, [0, len(ids)])
+        return deal(self._state.rows, self._state.steps.task, ids, shards, whole_groups=True, first=number)
+
+    def _extend(self, task: Task, grant: Grant, part: DealtPart) -> cmd.Leased:
+        """Add a part to a lease."""
+        rows, lineage = self._state.rows, self._state.versions.lineage
+        at = rows.at(part.ids)
+        grant.extend(part)
+        self._state.leases.renew(grant)
+        task.grant(part.ids, grant.token)
+        self._state.metrics.note_ages(rows.at(grant.ids), grant.step, lineage)
+        return cmd.Leased(
+            token=grant.token, task=grant.task, ids=pack_ids(part.ids), groups=pack_ids(rows.first[at]),
+            step=grant.step, version=grant.newest, lease_s=task.spec.lease_s,
+            partition=self._state.partitions.name_of(part.ids[:1]), version_step_offsets=lineage.offsets,
+            completed_at=pack_ids(rows.current[at]),
+        )  # fmt: skip

@@ -10,8 +10,9 @@ import numpy as np
 from .commands import Ids
 from .staleness import StalenessControl
 from .state import LedgerState
-from .state.rows import APART, LIVE, NONE, READY, SELECTED, WAITING
-from .state.tasks import Task
+from .state.rows import NONE
+from .state.sessions import Grant
+from .state.tasks import APART, Task
 from .terminations import CANCELLED, EXPIRED, Terminations
 
 
@@ -37,7 +38,7 @@ class StepAssembly:
             need = task.need
             fresh = (have & need) == need
             if len(self._state.partitions.numbers) > 1 or not task.spec.takes(""):
-                fresh &= self._state.rows.task(task.spec.name, "state")[at] != APART
+                fresh &= task.state[at] != APART
             if only is None and need:
                 fresh &= (before & need) != need
             elif only is None:
@@ -52,12 +53,12 @@ class StepAssembly:
             name, ids = excused.pop()
             self._ready(self._state.tasks[name], ids[self._state.rows.at(ids) >= 0])
         steps = self._state.steps
-        while steps.declared and (steps.just_closed or steps.reselect):
-            if steps.just_closed:
-                steps.just_closed = False
+        if not steps.declared:
+            return
+        while steps.just_closed or steps.reselect:
+            if steps.take_just_closed():
                 self._evict()
-            if steps.reselect:
-                steps.reselect = False
+            if steps.take_reselect():
                 self._select()
         self._cancel_remainder()
 
@@ -74,31 +75,18 @@ class StepAssembly:
         return sorted(tasks, key=self._state.steps.makes)
 
     def _ready(self, task: Task, ids: Ids) -> None:
-        rows, name = self._state.rows, task.spec.name
-        if task.whole_groups:
-            ids = rows.arrive(name, ids)
-            at = rows.at(ids)  # some were skipped or have ended
-            ids = ids[(rows.task(name, "state")[at] == WAITING) & (rows.state[at] == LIVE)]
-            if not len(ids):
-                return
-        rows.task(name, "state")[rows.write_index(rows.at(ids))] = READY
-        task.move(len(ids), WAITING, READY)
-        task.became_ready += len(ids)
-        if self._state.steps.makes(task):
-            if (rollout := self._state.tasks.admitting) is not None:
-                self._state.tasks.skip(rollout, ids[rows.deadline[rows.at(ids)] == NONE])
-            self._state.steps.push(ids)
-            self._select()
+        ids = task.ready(ids)
+        if not self._state.steps.makes(task) or not len(ids):
             return
-        self._state.tasks.count_waiting(task, ids)
-        self._state.tasks.count_fit(task, ids, 1)
-        for partition, part in self._state.partitions.split(ids):
-            self._state.tasks.queue(task, partition).push(part)
-        self._state.context.wake(task.place)
+        if (rollout := self._state.tasks.admitting) is not None:
+            rows = self._state.rows
+            rollout.skip(ids[rows.deadline[rows.at(ids)] == NONE])
+        self._state.steps.push(ids)
+        self._select()
 
     def _select(self) -> None:
         """Fill the step with ready groups, earliest deadline first, as far as the policy allows."""
-        steps, rows, window = self._state.steps, self._state.rows, self._state.steps.window
+        steps, window = self._state.steps, self._state.steps.window
         moved = True
         while moved and not window.finished:
             moved = False
@@ -109,13 +97,7 @@ class StepAssembly:
                 ids = steps.ready[deadline].take_groups(room, room)
                 if not len(ids):
                     continue
-                at = rows.at(ids)
-                rows.task(steps.name, "state")[at] = SELECTED
-                steps.task.move(len(ids), READY, SELECTED)
-                rows.step[at] = window.step
-                window.select(len(ids), deadline)
-                steps.unselected -= len(ids)
-                steps.open_rows.append(ids)
+                steps.select(ids, deadline)
                 moved = True
                 if not window.free:
                     self._close_step()
@@ -125,23 +107,13 @@ class StepAssembly:
 
     def _close_step(self) -> None:
         steps, window = self._state.steps, self._state.steps.window
-        if self._state.limits.checkpoints:
-            steps.uncovered[window.step] = np.concatenate(steps.open_rows)
-        steps.close()
-        window.close()
-        bounded = self._staleness.rule.bounded
-        steps.ready = {
-            deadline: queue
-            for deadline, queue in steps.ready.items()
-            if deadline is None or deadline >= window.step or (not bounded and window.has(deadline))
-        }
-        steps.just_closed = True
+        steps.close(checkpoints=self._state.limits.checkpoints, bounded=self._staleness.rule.bounded)
         self._state.context.wake(steps.task.place, "put", "wanted")
         if window.finished:
             if self._state.partitions.pins:  # an evaluation of the last version may follow
                 self._state.partitions.ended_names.update(steps.task.spec.partitions)
             else:
-                self._state.partitions.ended = True
+                self._state.partitions.end()
             live = self._state.rows.live_ids()
             unselected = live[steps.unselected_at(self._state.rows.at(live))]
             self._terminations.end_groups(unselected, CANCELLED, "more than the steps needed")
@@ -172,3 +144,55 @@ class StepAssembly:
         remainder = steps.unselected_at(at) | (rows.step[at] == steps.window.step)
         self._terminations.end_groups(live[remainder], CANCELLED, "too few to fill a step")
         steps.window.stop()
+
+    # ---- versions of steps: they diverge after rollbacks, and when steps are trained again
+
+    def version_of(self, step: int) -> int:
+        """Return the version that a step trains. It is no lower than the version announced to its holder, nor than
+        implied by versions announced to holders of earlier steps, when the offset may have been larger."""
+        told = (
+            grant.newest + step - grant.step for grant in self._state.steps.task.leases.values() if grant.step <= step
+        )
+        return max([self._state.versions.lineage.version(step), *told])
+
+    def in_training(self) -> int:
+        """Return the first step with an unpublished update."""
+        steps, versions = self._state.steps, self._state.versions
+        step, waiting = steps.next_to_train(), {step for step, _ in steps.closed}
+        last = steps.window.step
+        while versions.current > versions.lineage.version(step) and step + 1 < last and step + 1 not in waiting:
+            step += 1  # published but not acknowledged, while the next one is trained
+        return step
+
+    def lease(self, step: int) -> None:
+        """Note that a step is leased. If its update is current, it trains the next version."""
+        versions = self._state.versions
+        if versions.current > versions.lineage.version(step):
+            versions.lineage.resume(versions.current, step)
+
+    def place(self, version: int) -> None:
+        """Note that a version becomes current. It is trained by the step after the one in training,
+        or by an earlier one; the first version by the first step."""
+        if not self._state.steps.declared:
+            return
+        versions, step = self._state.versions, self.in_training()
+        most = step if versions.current == NONE else min(versions.lineage.step(version), step + 1)
+        versions.lineage.place(version, most)
+
+    def acknowledge(self, grant: Grant) -> None:
+        """Note that a step is acknowledged. If its update was never published (the step was leased
+        before a rollback, or trained again), the next step trains the current version."""
+        versions = self._state.versions
+        lineage, last = versions.lineage, versions.lineage.last
+        if versions.current != last.first:
+            return
+        before = grant.offsets < len(lineage.changes)
+        if last.resumed != NONE:  # later steps may have been acknowledged before it
+            lost = grant.step == last.resumed
+        elif last.rolled_back:
+            lost = before or grant.step < lineage.step(lineage.origin(last.parent))
+        else:
+            lost = before and grant.newest < versions.current
+        if lost:
+            last.lower(versions.current - self._state.steps.next_to_train())
+            self._state.tasks.wake_replicas()

@@ -12,19 +12,16 @@ Steps trained again train versions with new numbers. The first one has the check
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
 from ..errors import ConfigError
 from ..types import events as ev
 from . import commands as cmd
-from .commands import Ids
 from .completion import NO_GRADIENT, RowCompletion
 from .payload_loss import PayloadLoss
 from .publication import VersionPublication
 from .state import LedgerState
-from .state.rows import DONE, LIVE, NONE, SELECTED
+from .state.rows import NONE
 from .state.sessions import Session
 from .terminations import FILTERED, Terminations
 
@@ -63,9 +60,7 @@ class StepCheckpoints:
                 f" {following} is the first that is not acknowledged; acknowledge a step before a checkpoint that"
                 " has trained it is made"
             )
-        steps.checkpoint = max(steps.checkpoint, command.step)
-        steps.saved[command.step] = command.version
-        steps.saved = {step: version for step, version in steps.saved.items() if step >= command.covers}
+        steps.save(command.step, command.version, command.covers)
         if command.covers > steps.covered:
             self._cover(command.covers)
         return cmd.Done()
@@ -80,8 +75,8 @@ class StepCheckpoints:
         for grant in self._state.leases.of_step(step):
             self._completion.void(grant, f"{session.name} resumes with step {step}", blame=False)
         versions = self._state.versions
-        versions.to_restore = versions.restore_step = NONE  # the checkpoint's version was not given up
-        steps.saved = {saved: version for saved, version in steps.saved.items() if saved <= step}
+        versions.restore()  # the checkpoint's version was not given up
+        steps.forget_saved(after=step)
         again = self._train_again(step)
         version, publish = self._continue_from(step, command.version, session.name)
         self._payload_loss.end_holes()
@@ -118,16 +113,9 @@ class StepCheckpoints:
 
     def _cover(self, covers: int) -> None:
         """Make the steps before ``covers`` final."""
-        rows, steps = self._state.rows, self._state.steps
-        final = [steps.uncovered.pop(step) for step in sorted(steps.uncovered) if step < covers]
-        steps.covered = covers
-        steps.parts = {step: parts for step, parts in steps.parts.items() if step >= covers}
-        if not final:
-            return
-        ids = np.concatenate(final)
+        rows, ids = self._state.rows, self._state.steps.cover(covers)
         at = rows.at(ids)
-        self._state.budget.held -= int(np.count_nonzero(rows.todo[at] == 0))
-        steps.lost_rows = np.setdiff1d(steps.lost_rows, ids)
+        self._state.budget.hold(-int(np.count_nonzero(rows.todo[at] == 0)))
         dropped = ids[rows.fate[at] == FILTERED]
         if len(dropped):
             self._terminations.finish(dropped, FILTERED, NO_GRADIENT)
@@ -136,21 +124,9 @@ class StepCheckpoints:
     def _train_again(self, first: int) -> int:
         """Queue full steps from ``first`` on again. Return the number of acknowledged rows."""
         rows, steps = self._state.rows, self._state.steps
-        whole = {step: ids for step, ids in sorted(steps.uncovered.items()) if step >= first}
-        steps.closed = deque([*((step, ids) for step, ids in steps.closed if step < first), *whole.items()])
-        if not whole:
-            return 0
-        ids: Ids = np.concatenate(list(whole.values()))
-        done = ids[rows.task(steps.name, "state")[rows.at(ids)] == DONE]
-        at = rows.at(done)
-        assert (rows.state[at] == LIVE).all(), "rows of a step that is not covered live"
-        self._state.budget.held -= int(np.count_nonzero(rows.todo[at] == 0))
-        rows.task(steps.name, "state")[at] = SELECTED
-        rows.todo[at] += 1
-        rows.fate[at] = LIVE
-        steps.task.move(len(done), DONE, SELECTED)
-        for partition, part in self._state.partitions.split(done):
-            steps.task.unfinished[partition] += len(part)
+        done = steps.requeue(first)
+        self._state.budget.hold(-int(np.count_nonzero(rows.todo[rows.at(done)] == 0)))
+        steps.again(done)
         return len(done)
 
     def _continue_from(self, step: int, parent: int, who: str) -> tuple[int, bool]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
 from ..errors import SchemaError, WriteOnceError
@@ -11,12 +9,10 @@ from . import commands as cmd
 from .assembly import StepAssembly
 from .commands import Ids, pack_ids
 from .state import LedgerState
-from .state.grants import Grant
 from .state.leases import positions
-from .state.rows import DONE, LEASED, LIVE, NONE, READY, WAITING
-from .state.tasks import Task
-from .step_leases import StepLeases, publish_return
-from .step_versions import StepVersions
+from .state.rows import LIVE, NONE
+from .state.sessions import Grant
+from .state.tasks import DONE, READY, WAITING, Task
 from .terminations import CONSUMED, FAILED, FILTERED, Terminations
 
 NO_GRADIENT = "no gradient, as in a group with equal rewards"
@@ -28,16 +24,8 @@ TOGETHER = 8
 class RowCompletion:
     """Ends the work on leased rows."""
 
-    def __init__(
-        self,
-        state: LedgerState,
-        step_versions: StepVersions,
-        step_leases: StepLeases,
-        terminations: Terminations,
-        assembly: StepAssembly,
-    ) -> None:
-        self._state, self._step_versions, self._step_leases = state, step_versions, step_leases
-        self._terminations, self._assembly = terminations, assembly
+    def __init__(self, state: LedgerState, terminations: Terminations, assembly: StepAssembly) -> None:
+        self._state, self._terminations, self._assembly = state, terminations, assembly
 
     def complete(self, grant: Grant, part: Ids, command: cmd.Complete) -> cmd.Completed:
         """Write and acknowledge rows, all or nothing. Positions in the command are in ``part``."""
@@ -51,30 +39,19 @@ class RowCompletion:
         mine = ids if held is None else ids[held]
         pick = slice(None) if held is None else held
         at = rows.at(mine)
-        spot, before = rows.write_index(at), rows.columns[at]  # a copy
+        before = rows.columns[at]  # a copy
         self._check_unwritten(mine, before, command)
         if len(mine) and command.columns:
-            columns.count(at, -1)
-            rows.columns[at] = before | np.uint64(columns.add(command.columns))
+            columns.write(at, before, command.columns)
             columns.measure(mine, command.measures, pick)
-            columns.count(at, 1)
             if command.lengths:
                 self._state.metrics.note_lengths(mine, command.lengths, pick, grant.since)
             self._state.budget.charge(mine, command.nbytes * len(mine) // len(ids))
-        task.move(len(mine), LEASED, DONE)
-        task.completed += len(mine)
-        rows.task(grant.task, "state")[spot] = DONE
-        rows.task(grant.task, "token")[spot] = NONE
+        task.done(mine)
         if task.spec.admits:
-            rows.newest[spot] = grant.newest
-            rows.current[spot] = self._state.versions.current
+            self._state.versions.completed(mine, grant.newest)
             self._state.tasks.wake_replica(grant.session)  # it has room for others
-        rows.todo[spot] -= 1
-        self._state.tasks.leave(task, mine)
         self._state.leases.release(grant, len(mine))
-        if len(task.suspects):
-            task.suspects = self._state.tasks.unfinished(grant.task, task.suspects)
-            self._state.context.wake(task.place)
         if filtered is not None and len(dropped := mine[filtered[pick]]):
             self._filter(grant, task, dropped)
             alive = rows.state[at] == LIVE
@@ -83,7 +60,7 @@ class RowCompletion:
             self._assembly.make_ready(mine, before)
         self.consume(mine, at)
         if grant.step != NONE:
-            self._step_versions.acknowledge(grant)
+            self._assembly.acknowledge(grant)
             if not grant.left:
                 self._state.steps.finish(grant.step)
         return cmd.Completed(revoked=b"" if held is None else pack_ids(ids[~held]))
@@ -98,51 +75,44 @@ class RowCompletion:
         if self._state.limits.checkpoints:
             held = over & (rows.step[at] >= self._state.steps.covered) & (rows.state[at] == LIVE)
             if held.any():
-                self._state.budget.held += int(np.count_nonzero(held))
+                self._state.budget.hold(int(np.count_nonzero(held)))
                 over &= ~held
                 self._state.context.wake("put")
         for partition, done in self._state.partitions.split(ids[over & (rows.state[at] == LIVE)]):
-            if any(not task.spec.gives and self._state.tasks.takes(task, partition) for task in self._state.tasks):
+            if any(not task.spec.gives and task.takes(partition) for task in self._state.tasks):
                 self._terminations.finish(done, CONSUMED, through=partition)
 
     def skip(self, ids: Ids, reason: str) -> None:
         """Make rows done in all their tasks."""
-        rows, tasks = self._state.rows, self._state.tasks
-        for name, task in tasks.by_name.items():
-            states = rows.task(name, "state")[rows.at(ids)]
-            self._terminations.withdraw(task, ids, states)
-            rows.task(name, "token")[rows.at(ids)] = NONE
-            tasks.skip(task, ids[states < DONE])
+        at = self._state.rows.at(ids)
+        for task in self._state.tasks:
+            open_ids = ids[task.state[at] < DONE]
+            self._terminations.withdraw(task, open_ids, task.skip(open_ids))
         self._terminations.note_skipped(len(ids), reason)
-        self.consume(ids, rows.at(ids))
+        self.consume(ids, at)
 
     def give_back(self, grant: Grant, ids: Ids, reason: str, *, blame: bool, lost: int = 0) -> None:
         """Return rows to their task; a step returns whole. With ``blame`` they are leased with fewer others next.
         A row, or group of a task with whole groups, fails with its group if it lost too many leases, the last one
         by itself. ``lost``: how many a lost session held, at least."""
-        task, rows, name = self._state.tasks[grant.task], self._state.rows, grant.task
+        task, rows = self._state.tasks[grant.task], self._state.rows
         if task.spec.batch_rows is not None:
-            self._step_leases.give_back(grant, reason)
+            self._terminations.give_back_step(grant, reason)
             return
         if not len(ids):
             return
-        publish_return(self._state, grant, ids, reason)
-        at = rows.at(ids)
-        rows.task(name, "token")[at] = NONE
+        self._terminations.note_return(grant, ids, reason)
+        task.give_back(ids, blame=blame)
         self._state.leases.release(grant, len(ids))
-        task.move(len(ids), LEASED, READY)
-        rows.task(name, "state")[at] = READY
-        self._state.tasks.count_fit(task, ids, 1)
-        rows.task(name, "attempts")[at] += blame
         if blame:
-            self._state.dead_letters.blame(rows.first[at], f"{name}: {reason}")
-            units = max(lost, len(np.unique(self._state.tasks.units(task, ids))))
-            self._state.tasks.narrow(task, ids, units, died=lost > 0)
+            self._state.dead_letters.blame(rows.first[rows.at(ids)], f"{grant.task}: {reason}")
+            units = max(lost, len(np.unique(task.units(ids))))
+            task.narrow(ids, units, died=lost > 0)
             ids = self._fail_spent(task, ids, reason, task.spec.max_attempts + (0 if units == 1 else TOGETHER))
         if task.spec.admits:
             self._return_admitted(task, ids)
         else:
-            self._state.tasks.return_to_queue(task, ids)
+            task.return_to_queue(ids)
         self._state.context.wake(task.place)
 
     def void(self, grant: Grant, reason: str, *, blame: bool, lost: int = 1) -> None:
@@ -205,24 +175,22 @@ class RowCompletion:
         elif not self._state.limits.checkpoints or grant.step < self._state.steps.covered:
             self._terminations.finish(dropped, FILTERED, NO_GRADIENT)
         else:
-            self._state.rows.fate[self._state.rows.at(dropped)] = FILTERED
+            self._state.steps.end_later(dropped, FILTERED)
 
     def _fail_spent(self, task: Task, ids: Ids, reason: str, most: int) -> Ids:
         """Fail rows that lost ``most`` leases, with their groups. Return those still ready."""
         rows, name = self._state.rows, task.spec.name
-        spent = ids[rows.task(name, "attempts")[rows.at(ids)] >= most]
+        spent = task.spent(ids, most)
         if len(spent):
             why = f"failed {most} times in task {name!r}; last: {reason}"
             self._add_dead_letters(spent, name)
             self._terminations.end_groups(spent, FAILED, why)
             skipped = spent[rows.state[rows.at(spent)] == LIVE]
             if len(skipped):  # in a full step already: only this task skips it
-                self._state.tasks.count_fit(task, skipped, -1)
-                self._state.tasks.skip(task, skipped)
+                task.skip(skipped)
                 self._terminations.note_skipped(len(skipped), why)
                 self.consume(skipped, rows.at(skipped))
-            ready = rows.task(name, "state")[rows.at(ids)] == READY
-            ids = ids[(rows.state[rows.at(ids)] == LIVE) & ready]
+            ids = ids[rows.having(task.state, READY, ids)]
         return ids
 
     def _add_dead_letters(self, ids: Ids, task: str) -> None:
@@ -240,20 +208,20 @@ class RowCompletion:
 
     def _return_admitted(self, task: Task, ids: Ids) -> None:
         """Withdraw the admission of untouched groups; of others, queue missing rows again."""
-        rows, name, steps = self._state.rows, task.spec.name, self._state.steps
+        rows, steps = self._state.rows, self._state.steps
         trained = steps.takes(rows.at(ids))
-        rows.version[rows.at(ids[~trained])] = NONE
-        self._state.tasks.return_to_queue(task, ids[~trained])
+        self._state.versions.withdraw(rows.at(ids[~trained]))
+        task.return_to_queue(ids[~trained])
         ids = ids[trained]
         for first in np.unique(rows.first[rows.at(ids)])[::-1]:
             back = ids[rows.first[rows.at(ids)] == first]
             group = rows.members(back)
             at = rows.at(group)
             partition = int(rows.partition[at[0]])
-            begun = (rows.task(name, "state")[at] != READY) | (rows.task(steps.name, "state")[at] != WAITING)
+            begun = (task.state[at] != READY) | (steps.task.state[at] != WAITING)
             if begun.any():
-                task.redo.setdefault(partition, deque()).appendleft(back)
+                task.return_to_replica(partition, back)
             else:
                 steps.withdraw(group)
-                rows.version[at] = rows.newest[at] = rows.deadline[at] = NONE
-                self._state.tasks.queue(task, partition).push_front(group)
+                self._state.versions.withdraw(at)
+                task.queue(partition).push_front(group)

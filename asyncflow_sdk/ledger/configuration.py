@@ -11,13 +11,12 @@ from ..types.tasks import TaskSpec
 from . import commands as cmd
 from .assembly import StepAssembly
 from .commands import Ids, SamplerTraits
+from .samplers import TaskSamplers
 from .staleness import StalenessControl, StalenessRule
 from .state import LedgerState
 from .state.budget import LEAST, MAX_NUMBER
-from .state.rows import APART, WAITING
-from .state.tasks import Task
-from .state.window import Window
-from .task_samplers import TaskSamplers
+from .state.steps import Window
+from .state.tasks import APART, WAITING, Task
 
 OTHERS = "*"
 """Stands for all partitions not named by a task."""
@@ -65,8 +64,7 @@ class QueueConfiguration:
         self._samplers.check(spec, sampling)
         task = self._add(command, sampling)
         live = self._state.rows.live_ids()
-        apart = self._state.rows.task(spec.name, "state")[self._state.rows.at(live)] == APART
-        live = live[~apart]
+        live = live[task.state[self._state.rows.at(live)] != APART]
         if spec.batch_rows is not None:
             self._staleness.use(rule)
             limits = self._state.limits
@@ -79,43 +77,31 @@ class QueueConfiguration:
 
     def _add(self, command: cmd.Declare, sampling: SamplerTraits) -> Task:
         """Add a task. Live rows of partitions it does not take become APART in it."""
-        spec, rows, columns = command.task, self._state.rows, self._state.columns
+        spec, columns = command.task, self._state.columns
         need = np.uint64(0)
         for column in spec.needs:
             need |= columns.bit(column)
         for column in spec.gives:
             columns.bit(column)
-        rows.add_task(spec.name)
         for name in spec.partitions:
             if name != "*":
                 self._state.partitions.add(name)
-        self._state.tasks.by_name[spec.name] = task = Task(spec, need, sampling)
-        for partition, part in self._state.partitions.split(rows.live_ids()):
-            if not self._state.tasks.takes(task, partition):
-                rows.task(spec.name, "state")[rows.at(part)] = APART
-        if sampling.measure and sampling.measure not in rows.measures:
-            rows.add_measure(sampling.measure)
-            if command.measures:
-                columns.measure(columns.having(sampling.measure), {sampling.measure: command.measures}, slice(None))
+        task = self._state.tasks.add(spec, need, sampling)
+        if sampling.measure and columns.declare_measure(sampling.measure) and command.measures:
+            columns.measure(columns.having(sampling.measure), {sampling.measure: command.measures}, slice(None))
         return task
 
     def _take_live_rows(self, task: Task, live: Ids) -> None:
-        rows, spec, steps = self._state.rows, task.spec, self._state.steps
+        rows, steps = self._state.rows, self._state.steps
         if self._state.limits.checkpoints:
             at = rows.at(live)
             held = (rows.todo[at] == 0) & (rows.step[at] >= steps.covered)  # complete, but not covered
-            self._state.budget.held -= int(np.count_nonzero(held))
-        rows.todo[rows.at(live)] += 1
-        for partition, part in self._state.partitions.split(live):
-            task.unfinished[partition] = len(part)
-            task.waiting[partition] = len(part) * (not spec.grouped)
-        task.counts[WAITING] = len(live)
-        if task.sampling.whole_groups and len(live):
-            rows.excuse(spec.name, live)
+            self._state.budget.hold(-int(np.count_nonzero(held)))
+        task.take(live)
         self._assembly.make_ready(live, np.zeros(len(live), np.uint64), only=task)
-        if spec.admits and steps.declared:
-            state = rows.task(steps.name, "state")[rows.at(live)]
-            self._state.tasks.skip(task, live[(state != WAITING) & (state != APART)])
+        if task.spec.admits and steps.declared:
+            state = steps.task.state[rows.at(live)]
+            task.skip(live[(state != WAITING) & (state != APART)])
 
     def _check(self, spec: TaskSpec, rule: StalenessRule) -> None:
         """Raise ConfigError for a task in conflict with the others."""

@@ -15,7 +15,8 @@ from ..types import events as ev
 from ..types.reports import HomeStatus
 from . import commands as cmd
 from .state import LedgerState
-from .state.homes import SERVER_HOME, Home, HomeLoss
+from .state.context import HomeLoss
+from .state.homes import SERVER_HOME, Home
 from .state.rows import NONE
 from .state.sessions import Session
 
@@ -33,23 +34,18 @@ class HomeRegistry:
             raise ConfigError("a home needs the name of its store, a name, and the identity of its contents")
         home = homes.find(command.store, command.name, command.identity)
         begins = home is not None and (home.identity != command.identity or home.lost != "")
-        if session.home != NONE and (home is None or session.home != home.number):
-            raise ConfigError(f"{session.name} is the unit of {_named(homes[session.home])}; a unit serves one home")
+        if (own := homes.of_unit(session.id)) is not None and own is not home:
+            raise ConfigError(f"{session.name} is the unit of {_named(own)}; a unit serves one home")
         if home is None:
             home = Home(len(homes.by_number) + 1, command.store, command.name, command.identity, "", "", "", "")
             homes.add(home)
         elif begins:
             self._end_epoch(session, home)
-        described = command.address, command.key, command.directory, command.owner
-        repeated = home.unit == session.id and described == (home.address, home.key, home.directory, home.owner)
-        home.address, home.key, home.directory, home.owner = described
-        if (before := self._state.sessions.by_id.get(home.unit)) is not None:
-            before.home = NONE
+        moved = home.place(command.address, command.key, command.directory, command.owner)
+        repeated = home.unit == session.id and not moved
         homes.serve(home, session.id)
-        session.home = home.number
         if begins:
-            home.identity, home.lost = command.identity, ""
-            home.epoch += 1  # last: see ``listed``
+            home.begin(command.identity)
         if not repeated:
             self._publish(home, "opened", f"{session.name} at {command.address}")
         return cmd.HomeOpened(home=home.number, epoch=home.epoch)
@@ -116,8 +112,7 @@ class HomeRegistry:
 
     def session_closed(self, session: Session, reason: str) -> None:
         """Note that a session has ended. If it was a unit, its home is absent."""
-        if session.home != NONE:
-            home, session.home = self._state.homes[session.home], NONE
+        if (home := self._state.homes.of_unit(session.id)) is not None:
             self._state.homes.leave(home, self._state.context.now)
             self._publish(home, "absent", reason)
 
@@ -140,8 +135,6 @@ class HomeRegistry:
             self._lose(home, "its contents are gone: it was opened with others")
 
     def _lose(self, home: Home, reason: str) -> None:
-        if (unit := self._state.sessions.by_id.get(home.unit)) is not None:
-            unit.home = NONE
         self._state.context.effects.homes_lost.append(self._state.homes.lose(home, reason))
 
     def _known(self) -> str:

@@ -13,18 +13,15 @@ Not thread-safe: one thread owns it.
 the rules above it, never those below:
 
     StalenessControl, TaskSamplers             user code that decides
-    StepLeases                                 steps return from their leases
     Terminations, StepAssembly, VersionPins    rows end, become ready, fill steps, and are pinned to versions
-    StepVersions, LeaseAdmission,
-      PartDelivery, RowCompletion              rows are leased, completed and returned
+    LeaseAdmission, RowCompletion              rows are leased, completed and returned
     RankGroups, RankBarrier                    the ranks of one job act as one
     QueueConfiguration, Puts                   limits, tasks and rows are added
-    Replicas, VersionPublication,
-      ReplicaUpdates                           versions are published and loaded
+    Replicas, VersionPublication               versions are published, loaded and rolled back
     HomeRegistry                               homes of payload are opened and given up
-    Rollbacks, GroupReplacements,
-      PayloadLoss, StepCheckpoints             versions, payload and progress are lost
-    Diagnostics, StatusReporter                why requests wait
+    GroupReplacements, PayloadLoss,
+      StepCheckpoints                          payload and progress are lost
+    StatusReporter                             why requests wait
 """
 
 from __future__ import annotations
@@ -45,32 +42,23 @@ from .checkpoints import StepCheckpoints
 from .commands import Ids
 from .completion import RowCompletion
 from .configuration import QueueConfiguration
-from .diagnostics import Diagnostics
-from .factory import make_policy, make_sampler
 from .home_registry import HomeRegistry
-from .part_delivery import PartDelivery
 from .payload_loss import PayloadLoss
 from .pins import VersionPins
 from .publication import VersionPublication
 from .puts import Puts
 from .rank_groups import RankBarrier, RankGroups
 from .replacements import GroupReplacements
-from .replica_updates import ReplicaUpdates
 from .replicas import Replicas
-from .rollback import Rollbacks
-from .staleness import StalenessControl
+from .samplers import TaskSamplers, make_sampler
+from .staleness import StalenessControl, make_policy
 from .state import LedgerState
-from .state.context import Effects
-from .state.homes import HomeLoss, LostColumns
+from .state.context import Effects, HomeLoss, LostColumns
 from .state.idempotency import MAX_KEYS
 from .state.leases import positions
-from .state.parked import ParkedRequest, place_of
 from .state.rows import NONE
-from .state.sessions import Preparation, Session
+from .state.sessions import ParkedRequest, Preparation, Session, place_of
 from .status import StatusReporter
-from .step_leases import StepLeases
-from .step_versions import StepVersions
-from .task_samplers import TaskSamplers
 from .terminations import Terminations
 
 Handler = Callable[[Session, Any], cmd.Reply | None]
@@ -96,36 +84,28 @@ class Ledger:
         state = self.state = LedgerState(initial_rows, kept_keys)
         self.staleness = StalenessControl(state, make_policy)
         self.samplers = TaskSamplers(state, make_sampler)
-        self.step_leases = StepLeases(state)
-        self.terminations = Terminations(state, self.step_leases)
+        self.terminations = Terminations(state)
         self.assembly = StepAssembly(state, self.staleness, self.terminations)
         self.pins = VersionPins(state, self.terminations)
-        self.step_versions = StepVersions(state)
-        self.admission = LeaseAdmission(state, self.step_versions, self.staleness, self.samplers, self.pins)
-        self.part_delivery = PartDelivery(state, self.staleness, self.admission)
-        self.completion = RowCompletion(state, self.step_versions, self.step_leases, self.terminations, self.assembly)
-        self.rank_groups = RankGroups(state, self.admission, self.part_delivery, self.completion)
+        self.admission = LeaseAdmission(state, self.assembly, self.staleness, self.samplers, self.pins)
+        self.completion = RowCompletion(state, self.terminations, self.assembly)
+        self.rank_groups = RankGroups(state, self.admission, self.completion)
         self.barrier = RankBarrier(state)
         self.configuration = QueueConfiguration(state, self.staleness, self.samplers, self.assembly)
         self.puts = Puts(state, self.terminations, self.assembly, self.pins)
-        self.replicas = Replicas(state)
-        self.publication = VersionPublication(state, self.step_versions, self.replicas, self.pins)
-        self.replica_updates = ReplicaUpdates(state, self.replicas, self.terminations, self.completion, self.pins)
-        self.rollback = Rollbacks(state, self.terminations, self.publication, self.pins)
+        self.replicas = Replicas(state, self.terminations, self.completion, self.pins)
+        self.publication = VersionPublication(state, self.assembly, self.terminations, self.replicas, self.pins)
         self.home_registry = HomeRegistry(state)
         self.replacements = GroupReplacements(state, self.assembly)
-        self.payload_loss = PayloadLoss(
-            state, self.step_leases, self.terminations, self.completion, self.replacements
-        )
+        self.payload_loss = PayloadLoss(state, self.terminations, self.completion, self.replacements)
         self.checkpoints = StepCheckpoints(
             state, self.terminations, self.completion, self.publication, self.payload_loss
         )
-        self._diagnostics = Diagnostics(state, self.staleness, self.publication, self.replicas, self.replica_updates)
-        self._reporter = StatusReporter(state, self.staleness, self.publication, self.replicas, self._diagnostics)
+        self._reporter = StatusReporter(state, self.staleness, self.publication, self.replicas)
         self._handlers: dict[type, Handler] = self._handlers_by_command()
 
     def _handlers_by_command(self) -> dict[type, Handler]:
-        publication, updates, checkpoints = self.publication, self.replica_updates, self.checkpoints
+        publication, updates, checkpoints = self.publication, self.replicas, self.checkpoints
         return {
             cmd.Configure: self._configure,
             cmd.Declare: self._declare,
@@ -138,16 +118,16 @@ class Ledger:
             cmd.Complete: self._complete,
             cmd.GiveBack: self._give_back,
             cmd.Renew: self._renew,
-            cmd.AwaitLost: lambda session, command: self.state.sessions.take_lost(session),
+            cmd.AwaitLost: lambda session, command: session.take_lost(),
             cmd.AllGather: self.barrier.gather,
             cmd.OpenPublisher: publication.open,
             cmd.ClosePublisher: self._close_publisher,
             cmd.Announce: publication.announce,
             cmd.Publish: publication.publish,
             cmd.Withdraw: publication.withdraw,
-            cmd.Rollback: self.rollback.roll_back,
-            cmd.GetRestoreTarget: lambda session, command: self.rollback.restoration(command.version),
-            cmd.ReportRestored: self.rollback.restored,
+            cmd.Rollback: self.publication.roll_back,
+            cmd.GetRestoreTarget: lambda session, command: self.publication.restoration(command.version),
+            cmd.ReportRestored: self.publication.restored,
             cmd.AwaitVersion: updates.await_version,
             cmd.AwaitPins: lambda session, command: self.pins.await_end(),
             cmd.ReportStaged: updates.staged,
@@ -177,7 +157,7 @@ class Ledger:
 
         A failing command changes nothing. Client errors are answers; nothing is raised.
         """
-        self.state.context.now = now
+        self.state.context.begin(now)
         if isinstance(command, cmd.OpenSession):
             self.state.context.answer(
                 ticket, cmd.SessionOpened(session=self.state.sessions.open(command.name, now).id)
@@ -197,28 +177,28 @@ class Ledger:
             until = now + command.timeout_s  # type: ignore[attr-defined]
             request = ParkedRequest(ticket, session, command, place_of(command), now, until)
             if not until > now:  # NaN is no deadline
-                self.state.context.answer(ticket, DeadlineExceeded(self._diagnostics.explain(request)))
+                self.state.context.answer(ticket, DeadlineExceeded(self._reporter.explain(request)))
             else:
                 self._park(request)
         self._settle()
 
     def tick(self, now: float) -> None:
         """Expire leases, parked requests and absent homes past their deadline."""
-        self.state.context.now = now
-        sessions, held = self.state.sessions.by_id, self.state.tasks.held
+        self.state.context.begin(now)
+        sessions, tasks = self.state.sessions.by_id, self.state.tasks
         due = self.state.leases.deadlines.due(now)
-        for grant, lost in [(each, held(each.task, sessions.get(each.session)) or 1) for each in due]:
+        for grant, lost in [(each, tasks[each.task].held(sessions.get(each.session)) or 1) for each in due]:
             if grant.token not in self.state.leases.by_token:
                 continue  # it ended with another one in this loop
-            if grant.parts != NONE and self.part_delivery.waits(grant):
+            if grant.parts != NONE and self.admission.waits_for_part(grant):
                 self.state.leases.renew(grant)
             else:
-                limit = self.state.tasks[grant.task].spec.lease_s
+                limit = tasks[grant.task].spec.lease_s
                 self.completion.void(grant, f"the lease expired after {limit:g} s", blame=True, lost=lost)
         self._settle()
         late = self.state.parked.deadlines.due(now)
         for request in late:
-            self.state.context.answer(request.ticket, DeadlineExceeded(self._diagnostics.explain(request)))
+            self.state.context.answer(request.ticket, DeadlineExceeded(self._reporter.explain(request)))
         for request in late:
             self.state.parked.remove(request)
         if late:
@@ -233,28 +213,28 @@ class Ledger:
 
     def session_died(self, session: int, now: float, reason: str, *, blame: bool = True) -> None:
         """Close a session and return its rows. ``blame``: count it as an attempt of the rows."""
-        self.state.context.now = now
+        self.state.context.begin(now)
         self._close(session, reason, blame=blame)
         self._settle()
 
     def forget(self, ticket: int, now: float) -> None:
         """Drop a parked request."""
-        self.state.context.now = now
+        self.state.context.begin(now)
         if ticket in self.state.parked.by_ticket:
             self.state.parked.remove(self.state.parked.by_ticket[ticket])
             self._settle()
 
     def reply_undelivered(self, session: int, version: int, now: float) -> None:
         """Revoke the permission to load a version, because its answer was not delivered."""
-        self.state.context.now = now
+        self.state.context.begin(now)
         if session in self.state.sessions.by_id:
-            self.replica_updates.reply_undelivered(session, version)
+            self.replicas.reply_undelivered(session, version)
             self._settle()
 
     def lose(self, ids: Ids, now: float, reason: str, tickets: Iterable[int] = ()) -> None:
         """Fail rows with lost payload, and their groups. Puts parked under ``tickets`` lost theirs
         too: they are refused before the freed room goes to other puts."""
-        self.state.context.now = now
+        self.state.context.begin(now)
         self._refuse_puts(tickets, reason)
         self.payload_loss.lose(ids, reason)
         self._settle()
@@ -264,7 +244,7 @@ class Ledger:
     ) -> None:
         """Lose the columns in lost homes and blocks: the answer to ``Effects.homes_lost``, all of them at once.
         Their groups fail, or are replaced by children. ``tickets``: as in ``lose``."""
-        self.state.context.now = now
+        self.state.context.begin(now)
         self._refuse_puts(tickets, "its block was lost, alone or with its home")
         self.payload_loss.lose_homes(losses)
         self._settle()
@@ -307,11 +287,11 @@ class Ledger:
         self.state.parked.add(request)
         command = request.command
         if isinstance(command, cmd.LeaseRows) and command.token:
-            self.part_delivery.parked(command.token)
+            self.state.leases.renew(self.state.leases.by_token[command.token])  # it waits for a part
         if isinstance(command, cmd.LeaseRows) and command.world_size > 1:
             self.rank_groups.parked(request)
         elif isinstance(command, (cmd.AwaitVersion, cmd.Swap)):
-            self.replica_updates.parked(request)
+            self.replicas.parked(request)
         elif isinstance(command, cmd.AllGather):
             self.barrier.parked(request)
 
@@ -335,7 +315,6 @@ class Ledger:
                 elif not context.all_woken and self._blocks_others(request.command):
                     break
             self.assembly.refill()
-        context.all_woken = context.every_put = False
 
     def _blocks_others(self, command: cmd.Command) -> bool:
         """True if no later request at the same place can succeed, after this one could not."""
@@ -367,20 +346,20 @@ class Ledger:
     def _lease(self, session: Session, command: cmd.LeaseRows) -> cmd.Reply | None:
         task = self.state.tasks.find(command.task)
         self.admission.check(task, command)
-        grant = self.part_delivery.check(session, task, command)
+        grant = self.admission.check_part(session, task, command)
         self.rank_groups.check(session, task, command)
         if grant is None:
             self.admission.check_open(session, task, command)
-        if self.state.tasks.must_wait(task, session):
+        if task.must_wait(session):
             return None
         if task.spec.admits:
-            swapping = session.id in self.replica_updates.swapping
+            swapping = session.id in self.replicas.swapping
             return self.admission.lease_prompts(session, task, command, swapping=swapping)
         if command.world_size > 1:
             return self.rank_groups.lease(session, task, command, grant)
         if command.parts:
-            part = self.part_delivery.find(command, grant, 1)
-            return None if part is None else self.part_delivery.deliver(session, task, grant, *part)
+            part = self.admission.find_part(command, grant, 1)
+            return None if part is None else self.admission.deliver_part(session, task, grant, *part)
         found = self.admission.find(task, command, 1, session)
         return None if found is None else self.admission.grant(session, task, *found)
 
@@ -415,16 +394,13 @@ class Ledger:
         for member in named:
             if command.ended and member is not session:
                 self._close(member.id, command.ended, blame=True)
-            member.dismissed = True
+            member.dismiss()
         lost = self.state.dead_letters.explain(command.name, command.ended) if command.ended else 0
         self.state.parked.wake_all()
         return cmd.Dismissed(count=len(named), lost=lost)
 
     def _prepare(self, session: Session, command: cmd.Prepare) -> cmd.Reply:
-        if command.what:
-            self.state.sessions.preparing[session.id] = Preparation(command.task, command.what, self.now)
-        else:
-            self.state.sessions.preparing.pop(session.id, None)
+        self.state.sessions.prepare(session, Preparation(command.task, command.what, self.now))
         return cmd.Done()
 
     def _leave(self, session: Session, command: cmd.CloseSession) -> cmd.Reply:
@@ -446,7 +422,7 @@ class Ledger:
         member = self.state.sessions.by_id.get(session)
         if member is None:
             return
-        self.replica_updates.release_swap(member, reason)
+        self.replicas.release_swap(member, reason)
         self.publication.close(member, f"died: {reason}" if blame else "left")
         for ticket in list(member.parked):
             self.state.parked.remove(self.state.parked.by_ticket[ticket])

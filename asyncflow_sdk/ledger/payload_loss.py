@@ -13,7 +13,6 @@ the start of step k.
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,10 +23,9 @@ from .commands import Ids
 from .completion import RowCompletion
 from .replacements import GroupReplacements
 from .state import LedgerState
-from .state.homes import HomeLoss, LostColumns
-from .state.rows import APART, DONE, LIVE, NONE, READY, SELECTED
-from .state.tasks import Task
-from .step_leases import StepLeases
+from .state.context import HomeLoss, LostColumns
+from .state.rows import LIVE, NONE
+from .state.tasks import APART, DONE, Task
 from .terminations import EXPIRED, FAILED, Terminations
 
 LOST_REASON = "payload lost"
@@ -41,19 +39,17 @@ class PayloadLoss:
     def __init__(
         self,
         state: LedgerState,
-        step_leases: StepLeases,
         terminations: Terminations,
         completion: RowCompletion,
         replacements: GroupReplacements,
     ) -> None:
-        self._state, self._step_leases, self._terminations = state, step_leases, terminations
+        self._state, self._terminations = state, terminations
         self._completion, self._replacements = completion, replacements
 
     def lose(self, ids: Ids, reason: str) -> None:
         """Lose all columns of rows."""
-        rows = self._state.rows
         ids = self._live(ids)
-        rows.lost[rows.at(ids)] = rows.columns[rows.at(ids)]
+        self._state.columns.lose(ids)
         self._end(ids, reason, remake=False)
 
     def lose_homes(self, losses: Sequence[tuple[HomeLoss, Sequence[LostColumns]]]) -> None:
@@ -61,8 +57,7 @@ class PayloadLoss:
         column of another of these homes."""
         for _, lost in losses:
             for ids, names in lost:
-                ids = self._live(ids)
-                self._state.rows.lost[self._state.rows.at(ids)] |= np.uint64(self._state.columns.mask(names))
+                self._state.columns.lose(self._live(ids), names)
         for loss, lost in losses:
             needing = np.concatenate([np.empty(0, np.int64), *(self._needing(each) for each in lost)])
             whole = loss.serials is None
@@ -70,8 +65,7 @@ class PayloadLoss:
                 f"{LOST_REASON}: {f'home {loss.name} was lost,' if whole else f'in home {loss.name},'} {loss.reason}"
             )
             failed, remade = self._end(np.unique(needing), reason)
-            home = self._state.homes[loss.home]
-            home.rows_failed, home.groups_remade = home.rows_failed + failed, home.groups_remade + remade
+            self._state.homes[loss.home].count_lost(failed, remade)
             self._state.context.publish(
                 ev.HomeLost(
                     time_s=self._state.context.now, home=loss.home, epoch=loss.epoch, name=loss.name,
@@ -81,16 +75,14 @@ class PayloadLoss:
 
     def end_holes(self) -> None:
         """End rows of acknowledged steps that lost their payload and are to be trained again."""
-        steps = self._state.steps
-        if len(holes := steps.lost_rows):
-            steps.lost_rows = holes[:0]
+        if len(holes := self._state.steps.take_holes()):
             self._end(holes, LOST_REASON)
 
     def end_unreadable(self, task: Task) -> None:
         """End rows with lost columns that a new task needs."""
         live = self._state.rows.live_ids()
         at = self._state.rows.at(live)
-        needs = self._state.rows.task(task.spec.name, "state")[at] != APART
+        needs = task.state[at] != APART
         ids = live[needs & ((self._state.rows.lost[at] & task.need) != 0)]
         if len(ids):
             self._end(ids, LOST_REASON)
@@ -109,14 +101,14 @@ class PayloadLoss:
     def _unfinished_needs(self, at: Ids) -> npt.NDArray[np.uint64]:
         """Return bit sets of columns that tasks of rows still need."""
         need = np.zeros(len(at), np.uint64)
-        for name, task in self._state.tasks.by_name.items():
-            need[self._state.rows.task(name, "state")[at] < DONE] |= task.need
+        for task in self._state.tasks:
+            need[task.state[at] < DONE] |= task.need
         return need
 
     def _uncovered(self, at: Ids) -> npt.NDArray[np.bool_]:
         """Return a mask of trained rows, by array index, that may be trained again."""
         rows, steps = self._state.rows, self._state.steps
-        done = (rows.task(steps.name, "state")[at] == DONE) & (rows.step[at] >= steps.covered)
+        done = (steps.task.state[at] == DONE) & (rows.step[at] >= steps.covered)
         uncovered: npt.NDArray[np.bool_] = done & self._state.limits.checkpoints
         return uncovered
 
@@ -159,7 +151,7 @@ class PayloadLoss:
         at = rows.at(members)
         fine = (rows.state[at] == LIVE) & ((rows.lost[at] & rows.put_columns[at]) == 0)
         if steps.declared:
-            state = rows.task(steps.name, "state")[at]
+            state = steps.task.state[at]
             fine &= (state != DONE) & ((state == APART) | (not steps.window.finished))
         first = rows.first[at]
         return ~np.isin(rows.first[rows.at(ids)], first[~fine])
@@ -171,7 +163,7 @@ class PayloadLoss:
         at = rows.at(ids)
         kept = self._uncovered(at)
         holes = kept & ((rows.lost[at] & steps.task.need) != 0)
-        steps.lost_rows = np.union1d(steps.lost_rows, ids[holes])
+        steps.add_holes(ids[holes])
         skipped = kept & ((rows.lost[at] & self._unfinished_needs(at)) != 0)
         if skipped.any():
             self._completion.skip(ids[skipped], reason)
@@ -207,10 +199,8 @@ class PayloadLoss:
                 break
             for grant in leases.of_step(step):
                 if grant.step == step:
-                    self._step_leases.give_back(grant, f"payload of step {step} is lost")
-            steps.uncovered.pop(step, None)
-            steps.closed = deque((number, part) for number, part in steps.closed if number != step)
-            steps.parts.pop(step, None)
+                    self._terminations.give_back_step(grant, f"payload of step {step} is lost")
+            steps.drop(step)
             overtaken.append(self._live(full[step]))
         return np.concatenate(overtaken)
 
@@ -218,32 +208,7 @@ class PayloadLoss:
         """Unselect the rows of this step and later ones, and end their leases."""
         steps = self._state.steps
         for grant in self._state.leases.of_step(first):
-            self._step_leases.give_back(grant, f"payload of step {grant.step} is lost")
-        chunks: list[tuple[int, Ids]] = [(steps.window.step, chunk) for chunk in steps.open_rows]
-        chunks += [(step, ids) for step, ids in steps.closed if step >= first]
-        steps.closed = deque((step, ids) for step, ids in steps.closed if step < first)
-        steps.uncovered = {step: ids for step, ids in steps.uncovered.items() if step < first}
-        steps.parts = {step: parts for step, parts in steps.parts.items() if step < first}
-        steps.open_rows = []
-        back: Counter[int] = Counter()
-        for _, ids in sorted(chunks, key=lambda chunk: -chunk[0]):
-            back.update(self._unselect(ids))
-        steps.window.open_again(first, back)
-        if not self._state.partitions.end_requested:  # it had ended with the last step
-            self._state.partitions.ended = False
-            self._state.partitions.ended_names.difference_update(steps.task.spec.partitions)
-        steps.reselect = True
+            self._terminations.give_back_step(grant, f"payload of step {grant.step} is lost")
+        steps.reopen(first)
+        self._state.partitions.reopen(steps.task.spec.partitions)
         self._state.parked.wake_all()
-
-    def _unselect(self, ids: Ids) -> Counter[int]:
-        """Make rows ready for a step again, before others. Return their number by deadline."""
-        rows, steps = self._state.rows, self._state.steps
-        at = rows.at(ids)
-        rows.task(steps.name, "state")[at] = READY
-        rows.step[at] = NONE
-        steps.task.move(len(ids), SELECTED, READY)
-        steps.unselected += len(ids)
-        steps.push(ids, front=True)
-        deadlines = rows.deadline[at]
-        values, counts = np.unique(deadlines[deadlines != NONE], return_counts=True)
-        return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))

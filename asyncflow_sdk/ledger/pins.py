@@ -17,8 +17,7 @@ from __future__ import annotations
 from ..errors import ConfigError, Ended
 from . import commands as cmd
 from .state import LedgerState
-from .state.partitions import Pin
-from .state.rows import NONE
+from .state.rows import NONE, Pin
 from .state.sessions import Session
 from .terminations import EXPIRED, Terminations
 
@@ -119,7 +118,7 @@ class VersionPins:
             return
         for number, pin in self._pins.items():
             if pin.version == NONE and (last or versions.current >= pin.first):
-                pin.version = versions.current
+                pin.bind(versions.current)
                 self._state.parked.wake_all()
                 if pin.version == pin.last:
                     self._expire(number, f"no version after {pin.last} was published")

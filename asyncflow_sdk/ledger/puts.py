@@ -81,11 +81,11 @@ class Puts:
         if command.partition == "*":
             raise SchemaError('"*" is no partition; end them one by one, or all with no name')
         if command.partition is None:
-            self._state.partitions.ended = self._state.partitions.end_requested = True
+            self._state.partitions.end(requested=True)
         else:
             self._state.partitions.ended_names.add(command.partition)
         if self._pins.end(command.partition) and self._assembly.supply_ended():
-            self._state.partitions.ended = True
+            self._state.partitions.end()
         if command.cancel:
             self._terminations.cancel_live(command.partition, "cancelled at the end")
         self._state.parked.wake_all()
@@ -160,25 +160,17 @@ class Puts:
 
     def _add(self, command: cmd.AddRows, groups: Ids, takers: list[Task], *, trained: bool) -> Ids:
         rows, count = self._state.rows, len(groups) * command.group_size
-        bits = self._state.columns.add(command.columns)
-        self._state.partitions.group_sizes[command.partition] = command.group_size
-        partition = self._state.partitions.add(command.partition)
-        ids = rows.add(len(groups), command.group_size)
+        partition = self._state.partitions.add(command.partition, command.group_size)
+        ids = rows.add(len(groups), command.group_size, partition, command.priority)
         new = slice(rows.count - count, rows.count)
-        rows.columns[new] = rows.put_columns[new] = bits
-        rows.current[new] = self._state.versions.current
-        rows.partition[new] = partition
+        self._state.columns.put(new, count, partition, command.columns)
+        self._state.versions.put(new)
         self._state.budget.charge_new(new, count, command.nbytes)
-        if command.priority:
-            rows.priority[new] = command.priority
-            rows.ranked = True
         of_group = np.repeat(groups, command.group_size)
         if command.measures:
             self._state.columns.measure(ids, command.measures, of_group)
         if command.lengths:
             self._state.metrics.note_lengths(ids, command.lengths, of_group)
-        self._state.budget.put += count
-        self._state.steps.unselected += count * trained
-        self._state.columns.count_kind(partition, bits, count)
+        self._state.steps.offer(count * trained)
         self._state.tasks.enter(new, count, partition, takers)
         return ids

@@ -20,25 +20,19 @@ from . import commands as cmd
 from .admission import LeaseAdmission
 from .commands import Ids, pack_ids, unpack_ids
 from .completion import RowCompletion
-from .part_delivery import PartDelivery
-from .shards import deal, imbalance_of
+from .deal import deal, imbalance_of
 from .state import LedgerState
-from .state.grants import DealtPart, Grant, ShardedLease
 from .state.leases import positions
-from .state.parked import ParkedRequest, place_of
 from .state.rows import NONE
-from .state.sessions import Session
+from .state.sessions import DealtPart, Grant, ParkedRequest, Session, ShardedLease, place_of
 from .state.tasks import Task
 
 
 class RankGroups:
     """Grants, completes and returns leases of rank groups."""
 
-    def __init__(
-        self, state: LedgerState, admission: LeaseAdmission, part_delivery: PartDelivery, completion: RowCompletion
-    ) -> None:
-        self._state, self._admission, self._part_delivery = state, admission, part_delivery
-        self._completion = completion
+    def __init__(self, state: LedgerState, admission: LeaseAdmission, completion: RowCompletion) -> None:
+        self._state, self._admission, self._completion = state, admission, completion
 
     def check(self, session: Session, task: Task, command: cmd.LeaseRows) -> None:
         """Raise SchemaError or ConfigError for a request that no group can make."""
@@ -76,7 +70,7 @@ class RankGroups:
             return None
         number = command.shards or command.world_size
         if command.parts:
-            next_part = self._part_delivery.find(command, grant, number)
+            next_part = self._admission.find_part(command, grant, number)
             if next_part is None:
                 return None
             step, part = next_part
@@ -92,7 +86,7 @@ class RankGroups:
         shards = ShardedLease(command.group, members, part.bounds, finished=np.zeros(len(part.ids), bool))
         leased: cmd.Leased
         if command.parts:
-            leased = self._part_delivery.deliver(session, task, grant, step, part, shards)
+            leased = self._admission.deliver_part(session, task, grant, step, part, shards)
         else:
             spans = [shards.span(rank) for rank in range(command.world_size)]
             shards.done.update(rank for rank, span in enumerate(spans) if span.start == span.stop)  # no rows
@@ -131,7 +125,7 @@ class RankGroups:
         named = positions(command.index, len(part))
         revoked = unpack_ids(reply.revoked)
         again = np.isin(revoked, done_before)
-        shards.finished[span][named] |= ~np.isin(part[named], revoked)
+        shards.finish(command.rank, named, ~np.isin(part[named], revoked))
         self._mark_seen(grant, shards, command.rank, named)
         return cmd.Completed(revoked=pack_ids(revoked[~again]), again=pack_ids(revoked[again]))
 
@@ -151,8 +145,8 @@ class RankGroups:
 
     def session_closed(self, session: Session, reason: str, *, blame: bool) -> None:
         """Return the leases of a session, except those whose shards its ranks have completed."""
-        held = self._state.tasks.held
-        for grant, lost in [(each, held(each.task, session)) for each in session.leases.values()]:
+        tasks = self._state.tasks
+        for grant, lost in [(each, tasks[each.task].held(session)) for each in session.leases.values()]:
             shards, why = grant.shards, reason
             if shards is not None:
                 mine = {rank for rank, number in enumerate(shards.members) if number == session.id}
@@ -210,14 +204,9 @@ class RankGroups:
         return self._completion.complete(grant, grant.ids, whole)
 
     def _mark_seen(self, grant: Grant, shards: ShardedLease, rank: int, named: Ids) -> None:
-        """Note rows completed or returned by a rank. With the last row its shard is done."""
-        span = shards.span(rank)
-        seen = shards.seen.setdefault(rank, np.zeros(span.stop - span.start, bool))
-        seen[named] = True
-        if seen.all():
-            shards.done.add(rank)
-            if grant.over:
-                self._state.leases.remove(grant)
+        """Note rows completed or returned by a rank. With the last row of all ranks the lease is over."""
+        if shards.see(rank, named) and grant.over:
+            self._state.leases.remove(grant)
 
 
 class RankBarrier:

@@ -14,8 +14,8 @@ import numpy as np
 from .assembly import StepAssembly
 from .commands import Ids
 from .state import LedgerState
-from .state.homes import Replacement
-from .state.rows import APART
+from .state.context import Replacement
+from .state.tasks import APART
 
 COPIED = ("put_columns", "put_bytes", "partition", "priority", "charged")
 """Fields that a child takes from its parent."""
@@ -57,13 +57,12 @@ class GroupReplacements:
         rows.current[at] = self._state.versions.current
         for column, values in measures.items():
             rows.measures[column][at] = np.where(put & columns.bit(column), values, np.nan)
-        self._state.budget.put += len(children)
         self._state.budget.charge_children(at, copies["put_bytes"], copies["charged"])
         for partition, part in self._state.partitions.split(children):
-            takers = [task for task in self._state.tasks if self._state.tasks.takes(task, partition)]
+            takers = [task for task in self._state.tasks if task.takes(partition)]
             self._state.tasks.enter(rows.at(part), len(part), partition, takers)
         if steps.declared:
-            steps.unselected += int(np.count_nonzero(rows.task(steps.name, "state")[at] != APART))
+            steps.offer(int(np.count_nonzero(steps.task.state[at] != APART)))
         columns.count(at, 1)
         self._state.keys.replace(parents, children)
         for mask in np.unique(put).tolist():

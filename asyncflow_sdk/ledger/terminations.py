@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
-
+from ..types import events as ev
 from ..types.reports import TERMINAL
 from .commands import Ids
 from .state import LedgerState
-from .state.grants import Grant
-from .state.rows import DONE, LEASED, LIVE, NONE, READY, TASK_STATES, WAITING
+from .state.rows import LIVE, NONE
+from .state.sessions import Grant
 from .state.tasks import Task
-from .step_leases import StepLeases
 
 CONSUMED, FILTERED, EXPIRED, FAILED, CANCELLED = range(1, 1 + len(TERMINAL))
 MAX_REASONS, REASON_LENGTH = 200, 300
@@ -24,8 +22,8 @@ class Terminations:
     """``reasons``: rows by terminal state and reason. ``excused``: by task with whole groups, rows
     that ended before they became ready; their groups need not wait for them."""
 
-    def __init__(self, state: LedgerState, step_leases: StepLeases) -> None:
-        self._state, self._step_leases = state, step_leases
+    def __init__(self, state: LedgerState) -> None:
+        self._state = state
         self.reasons: Counter[str] = Counter()
         self.excused: list[tuple[str, Ids]] = []
 
@@ -52,18 +50,14 @@ class Terminations:
         ended_event, name_of = self._state.metrics.ended_event, partitions.name_of
         events = [ended_event(part, name_of(part), ended, reason) for _, part in partitions.split(ids)]
         broken: list[tuple[Grant, Ids]] = []
-        for name, task in self._state.tasks.by_name.items():
-            if through is not None:
-                task.counts[DONE] -= len(ids) * self._state.tasks.takes(task, through)
-                continue
-            states = rows.task(name, "state")[at]
-            counts = np.bincount(states, minlength=1 + len(TASK_STATES)).tolist()
-            task.counts = [now - gone for now, gone in zip(task.counts, counts, strict=False)]
-            self._state.tasks.leave(task, ids[states < DONE])
-            broken += self.withdraw(task, ids, states)
+        for task in self._state.tasks:
+            if through is None:
+                broken += self.withdraw(task, ids, task.leave(ids))
+            elif task.takes(through):
+                task.forget(len(ids))
         self._state.columns.count(at, -1)
         if self._state.steps.declared:
-            self._state.steps.unselected -= int(self._state.steps.unselected_at(at).sum())
+            self._state.steps.leave(at)
         rows.finish(ids, state)
         self._state.budget.release(at)
         if self._state.dead_letters.blamed:
@@ -71,21 +65,40 @@ class Terminations:
         context.effects.retired.append(ids)
         if reason:
             self.reasons[f"{ended}: {reason}"] += len(ids)
-        context.effects.events += events
+        context.publish(*events)
         context.wake("put", "wanted")
         for grant, gone in broken:  # what was computed from a step in parts includes them
-            self._step_leases.give_back(grant, f"{_named(gone)} of its step ended ({ended}): {given}")
+            self.give_back_step(grant, f"{_named(gone)} of its step ended ({ended}): {given}")
 
-    def withdraw(self, task: Task, ids: Ids, states: Ids) -> list[tuple[Grant, Ids]]:
-        """Remove rows from the queues and leases of a task. Return broken leases of steps in parts with their rows."""
+    def withdraw(self, task: Task, ids: Ids, left: tuple[Ids, Ids]) -> list[tuple[Grant, Ids]]:
+        """Remove rows from leases, after ``Task.leave``. Return broken leases of steps in parts with their rows."""
         self._state.context.wake(task.place)  # the rows left may be the last ones, and others may be admitted
-        self._state.tasks.count_fit(task, ids[states == READY], -1)
-        waiting = ids[states == WAITING]
-        self._state.tasks.count_waiting(task, waiting)
-        if task.sampling.whole_groups and len(waiting):
-            self.excused.append((task.spec.name, waiting))
-        tokens = self._state.rows.task(task.spec.name, "token")[self._state.rows.at(ids)]
-        return self._state.leases.lose_rows(ids, np.where(states == LEASED, tokens, NONE))
+        waited, tokens = left
+        if task.sampling.whole_groups and len(waited):
+            self.excused.append((task.spec.name, waited))
+        return self._state.leases.lose_rows(ids, tokens)
+
+    def give_back_step(self, grant: Grant, reason: str) -> None:
+        """Return the rows of a step to it, and end its lease. The parts of a step in parts stay as
+        they are, for the next lease."""
+        steps, task = self._state.steps, self._state.tasks[grant.task]
+        ids = self._state.leases.outstanding(grant)
+        if len(ids):
+            self.note_return(grant, ids, reason)
+            task.give_back(ids)
+            self._state.leases.release(grant, len(ids))
+            if grant.parts == NONE and len(ids) < len(grant.ids):
+                steps.parts.pop(grant.step, None)  # a part of it was acknowledged under a whole lease
+            steps.take_back(grant.step, ids)
+        if grant.parts != NONE:
+            self._state.leases.note_void(grant.token, reason)
+        self._state.context.wake(task.place)
+
+    def note_return(self, grant: Grant, ids: Ids, reason: str) -> None:
+        """Publish the event of rows returned from a lease."""
+        now, worker = self._state.context.now, self._state.sessions.name(grant.session)
+        event = ev.LeaseReturned(time_s=now, worker=worker, task=grant.task, count=len(ids), reason=reason)
+        self._state.context.publish(event)
 
     def note_skipped(self, count: int, reason: str) -> None:
         """Count rows that a task skips."""

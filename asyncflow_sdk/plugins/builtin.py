@@ -7,7 +7,7 @@ _FACTORIES: tuple[tuple[Kind, str, dict[str, str]], ...] = (
         "fifo": "Fifo", "whole_groups": "WholeGroups", "shuffled": "Shuffled", "by_column": "ByColumn",
         "length_bucketed": "LengthBucketed", "token_balanced": "TokenBalanced",
     }),
-    ("staleness", "asyncflow_sdk.ledger.policies", {"wait": "Wait", "drop": "Drop", "count": "Count"}),
+    ("staleness", "asyncflow_sdk.ledger.staleness", {"wait": "Wait", "drop": "Drop", "count": "Count"}),
     ("algorithm", "asyncflow_sdk.algorithms", {
         "grpo": "GRPO", "dr_grpo": "DrGRPO", "dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO", "ppo": "PPO",
     }),

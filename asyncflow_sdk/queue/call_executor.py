@@ -22,8 +22,8 @@ from ..ledger import Ledger, pack_ids, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.payload_loss import LOST_REASON
-from ..ledger.state.grants import Grant
-from ..ledger.state.homes import HomeLoss
+from ..ledger.state.context import HomeLoss
+from ..ledger.state.sessions import Grant
 from ..types import ColumnSpec, Event
 from ..types.blocks import Block, BlockSlices
 from . import remote_payload

@@ -22,7 +22,7 @@ from ..ledger import Audit, StatusReport, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.state import LedgerState
-from ..ledger.state.homes import HomeLoss, LostColumns, Replacement
+from ..ledger.state.context import HomeLoss, LostColumns, Replacement
 from ..memory import BlockHold, Mapper, find_blocks
 from ..types import Batch, Column, ColumnSpec
 from ..types.blocks import Block, BlockSlices

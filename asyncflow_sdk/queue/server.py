@@ -20,7 +20,8 @@ from ..interfaces import Sampler, StalenessPolicy
 from ..interfaces.store import PayloadStore, StoreContext
 from ..ledger import Audit, Ledger, StatusReport
 from ..ledger import commands as cmd
-from ..ledger.factory import make_policy, make_sampler
+from ..ledger.samplers import make_sampler
+from ..ledger.staleness import make_policy
 from ..memory import SIGN_S
 from ..types import Event
 from ..types import events as ev

@@ -28,7 +28,7 @@ from ..errors import AsyncFlowError, ConfigError, Interrupted, MemoryFull, Worke
 from ..interfaces import OnFailure, Placement
 from ..ledger import Audit, TaskSpec
 from ..ledger import commands as cmd
-from ..ledger.state.columns import MAX_COLUMNS
+from ..ledger.state.rows import MAX_COLUMNS
 from ..plugins import registry
 from ..queue.error_text import error_text
 from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Store, Weights

@@ -23,7 +23,7 @@ import numpy as np
 from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost, WriteOnceError
 from asyncflow_sdk.ledger import TERMINAL, Effects, Ledger, TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.state.homes import HomeLoss, LostColumns, Replacement
+from asyncflow_sdk.ledger.state.context import HomeLoss, LostColumns, Replacement
 from asyncflow_sdk.queue.replay import digest_of
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.spans import steps_of
@@ -265,6 +265,7 @@ class CheckedLedger:
 
     def _observe(self, effects: Effects, first: int = 0) -> None:
         """``first``: the ticket whose answer comes before the others."""
+        self.ledgers[0].state.tasks.check()
         for twin in self.ledgers[1:]:
             assert _plain(effects) == _plain(twin.drain()), "a command that failed has changed what happens"
             assert self.next_deadline() == twin.next_deadline()

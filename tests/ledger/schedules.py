@@ -24,7 +24,7 @@ from ledger_queue import TOKENS, Queue, packed, publishing
 from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost
 from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.state.homes import HomeLoss
+from asyncflow_sdk.ledger.state.context import HomeLoss
 from asyncflow_sdk.types.reports import Audit
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"

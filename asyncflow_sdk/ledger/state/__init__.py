@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from .budget import Budget, QueueLimits
-from .columns import Columns
 from .context import Context
 from .dead_letters import DeadLetters
 from .homes import Homes
 from .idempotency import IdempotencyKeys
 from .leases import Leases
 from .metrics import RowMetrics
-from .parked import ParkedRequests
-from .partitions import Partitions
-from .rows import Rows
-from .sessions import Sessions
+from .rows import Columns, Partitions, Rows
+from .sessions import ParkedRequests, Sessions
 from .steps import Steps
 from .tasks import Tasks
 from .versions import Versions
@@ -35,7 +32,7 @@ class LedgerState:
         self.tasks = Tasks(self.context, self.rows, self.partitions)
         self.leases = Leases(self.context, self.rows, self.sessions, self.tasks)
         self.steps = Steps(self.rows)
-        self.versions = Versions()
+        self.versions = Versions(self.rows)
         self.metrics = RowMetrics(self.context, self.rows, self.tasks)
         self.dead_letters = DeadLetters()
         self.keys = IdempotencyKeys(kept_keys)

@@ -43,7 +43,7 @@ class Budget:
     bytes of the largest ended row. ``held``: complete rows of uncovered steps."""
 
     def __init__(self, rows: Rows, limits: QueueLimits) -> None:
-        self._rows, self._limits = rows, limits
+        self._rows, self._limits, self._arrays = rows, limits, rows.arrays("budget")
         self.put = 0
         self.charged = 0
         self.largest_row = 0
@@ -63,25 +63,30 @@ class Budget:
         """Charge ``nbytes`` of payload to rows, in equal shares."""
         if not nbytes or not len(ids):
             return
-        rows = self._rows
-        at = rows.at(ids)
-        rows.nbytes[at] += -(-nbytes // len(ids))
-        before = rows.charged[at]
-        after = np.maximum(rows.nbytes[at], before)
-        rows.charged[at] = after
+        at, sizes, charges = self._rows.at(ids), self._arrays["nbytes"], self._arrays["charged"]
+        sizes[at] += -(-nbytes // len(ids))
+        before = charges[at]
+        after = np.maximum(sizes[at], before)
+        charges[at] = after
         self.charged += int(after.sum()) - int(before.sum())
 
     def charge_new(self, new: slice, count: int, nbytes: int) -> None:
-        """Charge new rows with their share of ``nbytes``, or with the reserve if that is more."""
+        """Count new rows, and charge them with their share of ``nbytes``, or with the reserve if that is more."""
+        self.put += count
         share = -(-nbytes // count)
-        self._rows.nbytes[new] = self._rows.put_bytes[new] = share
-        self._rows.charged[new] = charged = max(share, self.reserve)
+        self._arrays["nbytes"][new] = self._arrays["put_bytes"][new] = share
+        self._arrays["charged"][new] = charged = max(share, self.reserve)
         self.charged += count * charged
+
+    def hold(self, count: int) -> None:
+        """Count complete rows kept for a checkpoint, or, if negative, released."""
+        self.held += count
 
     def charge_children(self, at: Ids, put_bytes: Ids, charged: Ids) -> None:
         """Charge children what their parents were charged. ``at``: array indices."""
-        self._rows.nbytes[at] = self._rows.put_bytes[at] = put_bytes
-        self._rows.charged[at] = charged
+        self.put += len(at)
+        self._arrays["nbytes"][at] = self._arrays["put_bytes"][at] = put_bytes
+        self._arrays["charged"][at] = charged
         self.charged += int(charged.sum())
 
     def release(self, at: Ids) -> None:

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ...errors import AsyncFlowError
+import msgspec
+
+from ...errors import AsyncFlowError, error_from_name
 from ...types import events as ev
 from .. import commands as cmd
 from ..commands import Ids
-from .homes import HomeLoss, Replacement
-from .nondeterminism import NondeterminismLog
+
+
+class HomeLoss(NamedTuple):
+    """A lost epoch of a home, or blocks lost in a live one: ``serials``, packed int64. ``reason``: for people."""
+
+    home: int
+    epoch: int
+    name: str
+    reason: str
+    serials: bytes | None = None
+
+
+class LostColumns(NamedTuple):
+    """Columns of rows, with their only copy in lost memory."""
+
+    ids: Ids
+    columns: tuple[str, ...]
+
+
+class Replacement(NamedTuple):
+    """Groups that were remade: children[i] has the put columns of parents[i], in the same blocks."""
+
+    parents: Ids
+    children: Ids
+    columns: tuple[str, ...]
 
 
 @dataclass
@@ -25,6 +53,60 @@ class Effects:
     retired: list[Ids] = field(default_factory=list)
     remade: list[Replacement] = field(default_factory=list)
     homes_lost: list[HomeLoss] = field(default_factory=list)
+
+
+class NondeterminismLog:
+    """Results of user code and of the file system, recorded with each input for replay.
+
+        chosen = log.record(lambda: sampler.choose(...).tobytes())
+
+    Live, the function is called and its result is recorded with the current input. A replay returns the recorded
+    result and calls nothing. All other decisions of a ledger follow from its inputs and times. Owned by the ledger's
+    thread. ``keep``: True if results are kept for ``take``."""
+
+    def __init__(self) -> None:
+        self.keep = False
+        self._results: list[bytes] = []
+        self._replay: deque[bytes] | None = None
+
+    @property
+    def active(self) -> bool:
+        """True if results are recorded or replayed. Otherwise a caller need not compute them."""
+        return self.keep or self._replay is not None
+
+    def record(self, produce: Callable[[], bytes]) -> bytes:
+        """Call ``produce`` and record its result, but no error; or return the recorded one."""
+        if self._replay is not None:
+            return self._replay.popleft()
+        result = produce()
+        if self.keep:
+            self._results.append(result)
+        return result
+
+    def record_or_raise(self, produce: Callable[[], bytes]) -> bytes:
+        """Like ``record``, but an AsyncFlowError is recorded too, and raised again in a replay."""
+
+        def attempt() -> bytes:
+            try:
+                return b"+" + produce()
+            except AsyncFlowError as error:
+                return b"-" + msgspec.msgpack.encode((type(error).__name__, str(error)))
+
+        result = self.record(attempt)
+        if result[:1] == b"-":
+            raise error_from_name(*msgspec.msgpack.decode(result[1:], type=tuple[str, str]))
+        return result[1:]
+
+    def take(self) -> tuple[bytes, ...]:
+        """Return the results recorded since the last call."""
+        results, self._results = tuple(self._results), []
+        return results
+
+    def replay(self, results: tuple[bytes, ...] | None) -> bool:
+        """Return these results from now on; None ends the replay. True if all before were used."""
+        used = not self._replay
+        self._replay = None if results is None else deque(results)
+        return used
 
 
 class Context:
@@ -46,13 +128,22 @@ class Context:
         """Add the answer to a ticket."""
         self.effects.answers.append((ticket, reply))
 
-    def publish(self, event: ev.Event) -> None:
-        """Add an event."""
-        self.effects.events.append(event)
+    def begin(self, now: float) -> None:
+        """Begin an input."""
+        self.now = now
+
+    def publish(self, *events: ev.Event) -> None:
+        """Add events."""
+        self.effects.events.extend(events)
 
     def wake(self, *places: str) -> None:
         """Retry the requests parked at these places."""
         self._woken.update(dict.fromkeys(places))
+
+    def wake_all(self, places: Iterable[str]) -> None:
+        """Retry the requests parked at these places, even if they wait for more than rows."""
+        self.wake(*places)
+        self.all_woken = True
 
     def wake_session(self, place: str, session: int) -> None:
         """Retry the requests that one session has parked at a place."""
@@ -69,6 +160,7 @@ class Context:
         """Remove and return the first woken place by name, for a repeatable order, and the woken
         sessions, None for all of them. Return None if no place is woken."""
         if not self._woken:
+            self.all_woken = self.every_put = False
             return None
         place = min(self._woken)
         return place, self._woken.pop(place)

@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from ..commands import Ids
 from .budget import QueueLimits
+from .context import HomeLoss
 from .rows import NONE
-from .timers import Timers
+from .sessions import Timers
 
 SERVER_HOME = 0
 """The number of the server's own memory. Its only epoch is 0, and it is never lost."""
-
-
-class HomeLoss(NamedTuple):
-    """A lost epoch of a home, or blocks lost in a live one: ``serials``, packed int64. ``reason``: for people."""
-
-    home: int
-    epoch: int
-    name: str
-    reason: str
-    serials: bytes | None = None
-
-
-class LostColumns(NamedTuple):
-    """Columns of rows, with their only copy in lost memory."""
-
-    ids: Ids
-    columns: tuple[str, ...]
-
-
-class Replacement(NamedTuple):
-    """Groups that were remade: children[i] has the put columns of parents[i], in the same blocks."""
-
-    parents: Ids
-    children: Ids
-    columns: tuple[str, ...]
 
 
 @dataclass
@@ -60,6 +34,33 @@ class Home:
     lost: str = ""
     rows_failed: int = 0
     groups_remade: int = 0
+
+    def place(self, address: str, key: str, directory: str, owner: str) -> bool:
+        """Note its place. True for a new one."""
+        before = self.address, self.key, self.directory, self.owner
+        self.address, self.key, self.directory, self.owner = address, key, directory, owner
+        return before != (address, key, directory, owner)
+
+    def begin(self, identity: str) -> None:
+        """Begin an epoch."""
+        self.identity, self.lost = identity, ""
+        self.epoch += 1  # last: see ``HomeRegistry.listed``
+
+    def serve(self, unit: int) -> None:
+        """Have a unit."""
+        self.unit = unit
+
+    def leave(self, now: float, silence_s: float) -> None:
+        """Have no unit since ``now``."""
+        self.unit, self.absent_since, self.expires = NONE, now, now + silence_s
+
+    def lose(self, reason: str) -> None:
+        """End the epoch."""
+        self.unit, self.lost = NONE, reason
+
+    def count_lost(self, failed: int, remade: int) -> None:
+        """Add rows and groups lost with it."""
+        self.rows_failed, self.groups_remade = self.rows_failed + failed, self.groups_remade + remade
 
 
 class Homes:
@@ -87,29 +88,33 @@ class Homes:
         same = (home for home in mine if home.identity == identity and not home.lost)
         return next(same, next((home for home in mine if home.name == name), None))
 
+    def of_unit(self, session: int) -> Home | None:
+        """Return the home served by a session."""
+        return next((home for home in self.by_number.values() if home.unit == session), None)
+
     def add(self, home: Home) -> None:
         """Add a home."""
         self.by_number[home.number] = home
 
     def leave(self, home: Home, now: float) -> None:
         """Note that the unit of a home is gone."""
-        home.unit, home.absent_since, home.expires = NONE, now, now + self._limits.home_silence_s
+        home.leave(now, self._limits.home_silence_s)
         self.absent[home.number] = home
         self.deadlines.add(home.number)
 
     def serve(self, home: Home, unit: int) -> None:
         """Note the unit of a home."""
         self.absent.pop(home.number, None)
-        home.unit = unit
+        home.serve(unit)
 
     def lose(self, home: Home, reason: str) -> HomeLoss:
         """Give up the epoch of a home."""
         self.absent.pop(home.number, None)
-        home.unit, home.lost = NONE, reason
+        home.lose(reason)
         return HomeLoss(home.number, home.epoch, home.name, reason)
 
     def set_silence(self) -> None:
         """Apply the limit of silence to absent homes."""
         for number, home in self.absent.items():
-            home.expires = home.absent_since + self._limits.home_silence_s
+            home.leave(home.absent_since, self._limits.home_silence_s)
             self.deadlines.add(number)

@@ -7,11 +7,9 @@ import numpy as np
 from ...errors import LeaseLost, SchemaError
 from ..commands import Ids
 from .context import Context
-from .grants import Grant, ShardedLease
 from .rows import NONE, Rows
-from .sessions import Session, Sessions
+from .sessions import Grant, Session, Sessions, ShardedLease, Timers
 from .tasks import Task, Tasks
-from .timers import Timers
 
 MAX_VOIDED = 100
 """Number of ended leases with a known reason."""
@@ -44,6 +42,7 @@ class Leases:
         grant = Grant(
             token, task.spec.name, session.id, ids, self._context.now, until, len(ids), step, shards, offsets, newest
         )
+        task.hold(grant)
         for leases in self._indexes(grant):
             leases[token] = grant
         self.deadlines.add(token)
@@ -59,12 +58,12 @@ class Leases:
 
     def renew(self, grant: Grant) -> None:
         """Restart the time limit of a lease."""
-        grant.expires = self._context.now + self._tasks[grant.task].spec.lease_s
+        grant.renew(self._context.now + self._tasks[grant.task].spec.lease_s)
         self.deadlines.add(grant.token)
 
     def having(self, grant: Grant, ids: Ids) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Return a mask of rows still held by the lease."""
-        return self._rows.having(grant.task, "token", grant.token, ids)
+        return self._rows.having(self._tasks[grant.task].token, grant.token, ids)
 
     def outstanding(self, grant: Grant) -> Ids:
         """Return the rows still held by the lease."""
@@ -77,19 +76,16 @@ class Leases:
 
     def release(self, grant: Grant, count: int) -> None:
         """Count ``count`` rows as no longer leased. The last one ends the lease."""
-        grant.left -= count
-        if grant.over:
+        if grant.release(count):
             self.remove(grant)
 
     def remove(self, grant: Grant) -> None:
         """End a lease, if it has not ended."""
         if grant.token not in self.by_token:
             return
+        self._tasks[grant.task].drop(grant)
         for leases in self._indexes(grant):
             del leases[grant.token]
-        groups = self._tasks[grant.task].group_leases
-        if grant.shards is not None and not groups[grant.shards.group]:
-            del groups[grant.shards.group]
 
     def note_void(self, token: int, reason: str) -> None:
         """Keep the reason why a lease ended."""
@@ -105,8 +101,7 @@ class Leases:
             grant = self.by_token[int(token)]
             for number in grant.sessions:
                 session = self._sessions.by_id.get(number)
-                if session is not None and session.lost is not None:
-                    session.lost.append(ids[tokens == token])
+                if session is not None and session.lose(ids[tokens == token]):
                     self._context.wake("lost")
             self.release(grant, int(count))
             if grant.parts != NONE:
@@ -114,12 +109,8 @@ class Leases:
         return broken
 
     def _indexes(self, grant: Grant) -> list[dict[int, Grant]]:
-        task, sessions = self._tasks[grant.task], self._sessions.by_id
-        indexes = [self.by_token, task.leases]
-        indexes += [sessions[number].leases for number in grant.sessions if number in sessions]
-        if grant.shards is not None:
-            indexes.append(task.group_leases.setdefault(grant.shards.group, {}))
-        return indexes
+        sessions = self._sessions.by_id
+        return [self.by_token, *(sessions[number].leases for number in grant.sessions if number in sessions)]
 
 
 def positions(index: bytes | None, count: int) -> Ids:

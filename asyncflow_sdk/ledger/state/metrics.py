@@ -13,9 +13,9 @@ from ...types.reports import StepAges
 from ...types.spans import steps_of
 from ..commands import Ids, pack_ids
 from .context import Context
-from .lineage import Lineage
-from .rows import LEASED, NONE, Rows
-from .tasks import Tasks
+from .rows import NONE, Rows
+from .tasks import LEASED, Tasks
+from .versions import Lineage
 
 
 class RowMetrics:
@@ -23,6 +23,7 @@ class RowMetrics:
 
     def __init__(self, context: Context, rows: Rows, tasks: Tasks) -> None:
         self._context, self._rows, self._tasks = context, rows, tasks
+        self._arrays = rows.arrays("metrics")
         self.ages: StepAges | None = None
         self.lengths_known = False
         self._tokens = 0
@@ -53,7 +54,7 @@ class RowMetrics:
             return
         if len(values) != len(ids) or (len(values) and int(values.min()) < 0):
             return
-        self._rows.length[self._rows.at(ids)] = values
+        self._arrays["length"][self._rows.at(ids)] = values
         self.lengths_known = True
         if since is not None:
             self._tokens += int(values.sum())
@@ -81,8 +82,7 @@ class RowMetrics:
         for task in self._tasks:
             if not task.spec.admits or not task.counts[LEASED]:
                 continue
-            name = task.spec.name
-            leased = self._rows.task(name, "token")[at][self._rows.task(name, "state")[at] == LEASED]
+            leased = task.token[at][task.state[at] == LEASED]
             for token, count in zip(*np.unique(leased, return_counts=True), strict=True):
                 if (grant := task.leases.get(int(token))) is not None:
                     so_far = int((self._context.now - grant.since) * self._tokens / self._seconds)

@@ -2,14 +2,222 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import commands as cmd
 from ..commands import Ids, pack_ids
-from .grants import Grant
+from .context import Context
 from .rows import NONE
+
+
+@dataclass
+class ShardedLease:
+    """The ranks of a group's lease.
+
+    ``members``: session of each rank. ``bounds``: shard s has the rows from bounds[s] to bounds[s +
+    1]. ``done``: ranks with a finished shard. ``finished``: bool mask of completed rows. ``seen``:
+    by rank, bool mask of its shard's rows that it completed or returned. ``filtered``: by shard,
+    positions to drop once every rank has acknowledged the step.
+    """
+
+    group: str
+    members: list[int]
+    bounds: list[int]
+    done: set[int] = field(default_factory=set)
+    finished: Any = None
+    seen: dict[int, Any] = field(default_factory=dict)
+    filtered: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+    @property
+    def overlapping(self) -> bool:
+        """True if several ranks have the same shard."""
+        return len(self.bounds) - 1 < self.size
+
+    def shard(self, rank: int) -> int:
+        """Return the shard number of a rank."""
+        return rank * (len(self.bounds) - 1) // self.size
+
+    def extend(self, bounds: list[int]) -> None:
+        """Add rows to each shard, as many as between these bounds."""
+        self.bounds = [old + new for old, new in zip(self.bounds, bounds, strict=True)]
+
+    def finish(self, rank: int, at: Ids, done: npt.NDArray[np.bool_]) -> None:
+        """Note the completed ones among rows at some positions of a rank's shard."""
+        self.finished[self.span(rank)][at] |= done
+
+    def see(self, rank: int, at: Ids) -> bool:
+        """Note rows completed or returned by a rank. True with the last row: its shard is done."""
+        span = self.span(rank)
+        seen = self.seen.setdefault(rank, np.zeros(span.stop - span.start, bool))
+        seen[at] = True
+        if whole := bool(seen.all()):
+            self.done.add(rank)
+        return whole
+
+    def span(self, rank: int) -> slice:
+        """Return the slice of a rank's rows."""
+        shard = self.shard(rank)
+        return slice(self.bounds[shard], self.bounds[shard + 1])
+
+
+@dataclass
+class DealtPart:
+    """Rows of a step delivered together. Shard s has the rows from bounds[s] to bounds[s + 1]."""
+
+    ids: Ids
+    bounds: list[int]
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return len(self.bounds) - 1
+
+    def without(self, ids: Ids) -> DealtPart:
+        """Return the part without these rows."""
+        kept = ~np.isin(self.ids, ids)
+        return DealtPart(self.ids[kept], [int(kept[:bound].sum()) for bound in self.bounds])
+
+
+@dataclass
+class Grant:
+    """A lease. ``left``: rows not completed yet. ``shards``: of a rank group's lease, else None.
+    ``offsets``: number of version offsets when granted. ``newest``: the newest version loaded since
+    by its replica, or the version trained by its step. ``parts``: number of delivered parts of a
+    step in parts; NONE for other leases. ``since``, ``expires``: ledger seconds."""
+
+    token: int
+    task: str
+    session: int
+    ids: Ids
+    since: float
+    expires: float
+    left: int
+    step: int = NONE
+    shards: ShardedLease | None = None
+    offsets: int = 1
+    newest: int = NONE
+    parts: int = NONE
+
+    @property
+    def sessions(self) -> list[int]:
+        """The holders."""
+        return [self.session] if self.shards is None else list(dict.fromkeys(self.shards.members))
+
+    def part(self, rank: int) -> Ids:
+        """Return the rows meant by positions in a command of this rank."""
+        return self.ids if self.shards is None else self.ids[self.shards.span(rank)]
+
+    def held_by(self, session: int, rank: int) -> bool:
+        """True if a session holds the lease under this rank."""
+        if self.shards is None:
+            return session == self.session
+        return 0 <= rank < self.shards.size and session == self.shards.members[rank]
+
+    def session_of(self, rank: int) -> int:
+        """Return the session of a rank."""
+        return self.session if self.shards is None else self.shards.members[rank]
+
+    def left_of(self, session: int) -> int:
+        """Return the number of rows that a holder has not completed or returned."""
+        shards = self.shards
+        if shards is None:
+            return self.left
+        ranks = [rank for rank, member in enumerate(shards.members) if member == session and rank not in shards.done]
+        spans = [(rank, shards.span(rank)) for rank in ranks]
+        return sum(span.stop - span.start - int(np.sum(shards.seen.get(rank, 0))) for rank, span in spans)
+
+    def renew(self, expires: float) -> None:
+        """Restart the time limit."""
+        self.expires = expires
+
+    def release(self, count: int) -> bool:
+        """Count rows as no longer leased. True if none are left."""
+        self.left -= count
+        return self.over
+
+    def load(self, version: int) -> None:
+        """Note a version loaded by its replica."""
+        self.newest = max(self.newest, version)
+
+    def begin_parts(self) -> None:
+        """Have the first part of its step."""
+        self.parts = 1
+
+    def extend(self, part: DealtPart) -> None:
+        """Add a part of its step. The rows of a shard stay together, in order of delivery."""
+        shards = self.shards
+        if shards is None:
+            self.ids = np.concatenate([self.ids, part.ids])
+        else:
+            bounds = list(zip(shards.bounds, part.bounds, strict=True))
+            pieces = [
+                piece
+                for (old, new), (old_end, new_end) in pairwise(bounds)
+                for piece in (self.ids[old:old_end], part.ids[new:new_end])
+            ]
+            self.ids = np.concatenate(pieces)
+            shards.extend(part.bounds)
+        self.left += len(part.ids)
+        self.parts += 1
+
+    @property
+    def over(self) -> bool:
+        """True if no holder has any rows left."""
+        shards = self.shards
+        if self.left:
+            return False
+        return shards is None or not shards.overlapping or self.step != NONE or len(shards.done) == shards.size
+
+
+class Timed(Protocol):
+    expires: float
+
+
+T = TypeVar("T", bound=Timed)
+
+
+class Timers(Generic[T]):
+    """Expiry of the items in a dict. Adding and reading cost O(log n)."""
+
+    def __init__(self, things: dict[int, T]) -> None:
+        self._things = things
+        self._heap: list[tuple[float, int]] = []
+
+    def add(self, key: int) -> None:
+        """Add a new item, or one with a new time."""
+        heapq.heappush(self._heap, (self._things[key].expires, key))
+        if len(self._heap) > 64 + 4 * len(self._things):  # mostly stale entries
+            self._heap = [(thing.expires, key) for key, thing in self._things.items()]
+            heapq.heapify(self._heap)
+
+    def next(self) -> float | None:
+        """Return the earliest expiry, past or future."""
+        while self._heap:
+            time, key = self._heap[0]
+            thing = self._things.get(key)
+            if thing is not None and thing.expires == time:
+                return time
+            heapq.heappop(self._heap)
+        return None
+
+    def due(self, now: float) -> list[T]:
+        """Return the expired items, earliest first."""
+        out: dict[int, T] = {}  # the same time may have been set twice
+        while (time := self.next()) is not None and time <= now:
+            key = heapq.heappop(self._heap)[1]
+            out[key] = self._things[key]
+        return list(out.values())
 
 
 @dataclass
@@ -30,6 +238,16 @@ class ReplicaState:
     def begin(self, version: int, doing: str, now: float, why: str = "") -> None:
         """Set the activity."""
         self.version, self.doing, self.since, self.why = version, doing, now, why
+        if doing == "staged" or (doing == "failed" and self.staged == version):
+            self.staged = version if doing == "staged" else NONE
+
+    def serve(self, task: str) -> None:
+        """Note its rollout's task."""
+        self.task = task
+
+    def starve(self, starved: bool = True) -> None:
+        """Note if it has to load before it gets prompts."""
+        self.starved = starved
 
 
 @dataclass
@@ -38,23 +256,53 @@ class Session:
 
     ``loaded``: the version its replica generates with; None before the first. ``claimed``: True if that is its own
     version 0, none is published, and it has taken no prompts with it. ``leases``: by token. ``parked``: tickets of
-    its parked requests, in order. ``rank``: of the publisher, or NONE. ``dismissed``: True if it gets nothing more.
+    its parked requests, in order. ``dismissed``: True if it gets nothing more.
     ``replica``: None if it takes no versions. ``lost``: unreported ended rows of its leases; None if it never asked
-    for them. ``home``: number of the home with this session as its unit; NONE if it is none.
+    for them.
     """
 
     id: int
     name: str
     loaded: int | None = None
     claimed: bool = False
-    rank: int = NONE
     replica: ReplicaState | None = None
     since: float = 0.0
     dismissed: bool = False
     leases: dict[int, Grant] = field(default_factory=dict)
     parked: dict[int, None] = field(default_factory=dict)
     lost: list[Ids] | None = None
-    home: int = NONE
+
+    def load(self, version: int | None, *, claimed: bool = False) -> None:
+        """Generate with a version from now on; None: with none."""
+        self.loaded, self.claimed = version, claimed
+
+    def become_replica(self) -> ReplicaState:
+        """Take versions from now on."""
+        self.replica = self.replica or ReplicaState()
+        return self.replica
+
+    def retire(self) -> None:
+        """Take no versions any more."""
+        self.replica = None
+        self.load(None)
+
+    def dismiss(self) -> None:
+        """Get nothing more."""
+        self.dismissed = True
+
+    def lose(self, ids: Ids) -> bool:
+        """Note ended rows of its leases. True if it asked for them."""
+        if self.lost is not None:
+            self.lost.append(ids)
+        return self.lost is not None
+
+    def take_lost(self) -> cmd.Lost | None:
+        """Return ended rows of its leases, or None; collected from its first call on."""
+        if not self.lost:
+            self.lost = self.lost or []
+            return None
+        ids, self.lost = np.unique(np.concatenate(self.lost)), []  # several tasks may have leased a row
+        return cmd.Lost(ids=pack_ids(ids))
 
 
 @dataclass
@@ -81,13 +329,11 @@ class Sessions:
         self.by_id[session.id] = session
         return session
 
-    def take_lost(self, session: Session) -> cmd.Lost | None:
-        """Return ended rows of a session's leases, or None; collected from its first call on."""
-        if not session.lost:
-            session.lost = session.lost or []
-            return None
-        ids, session.lost = np.unique(np.concatenate(session.lost)), []  # several tasks may have leased a row
-        return cmd.Lost(ids=pack_ids(ids))
+    def prepare(self, session: Session, preparation: Preparation) -> None:
+        """Note the work of a session before its first request; "" for none."""
+        self.preparing[session.id] = preparation
+        if not preparation.what:
+            del self.preparing[session.id]
 
     def remove(self, session: int) -> None:
         """Forget a closed session."""
@@ -97,3 +343,103 @@ class Sessions:
     def name(self, session: int) -> str:
         """Return the name of a session, "session N" for a closed one."""
         return self.by_id[session].name if session in self.by_id else f"session {session}"
+
+
+PLACES = {
+    cmd.AddRows: "put", cmd.AwaitVersion: "version", cmd.AwaitRowsWanted: "wanted", cmd.Announce: "announce", cmd.Swap: "swap",
+    cmd.AwaitLost: "lost", cmd.AwaitPins: "pins",
+}  # fmt: skip
+
+
+@dataclass
+class ParkedRequest:
+    """``place``: where it waits. ``since``, ``expires``: ledger seconds."""
+
+    ticket: int
+    session: int
+    command: Any
+    place: str
+    since: float
+    expires: float
+
+
+def place_of(command: cmd.Command) -> str:
+    """Return the place where a command waits."""
+    if isinstance(command, cmd.LeaseRows):
+        return f"task {command.task}"
+    if isinstance(command, cmd.AllGather):
+        return f"barrier {command.group}"
+    return PLACES[type(command)]
+
+
+class ParkedRequests:
+    """``by_ticket``: all requests. At each place the oldest comes first."""
+
+    def __init__(self, context: Context, sessions: Sessions) -> None:
+        self._context, self._sessions = context, sessions
+        self.by_ticket: dict[int, ParkedRequest] = {}
+        self._by_place: dict[str, dict[int, ParkedRequest]] = {}
+        self._by_rank: dict[tuple[str, str], dict[int, dict[int, ParkedRequest]]] = {}  # by task and rank group
+        self.deadlines = Timers(self.by_ticket)
+
+    def at(self, place: str, sessions: set[int] | None = None) -> list[ParkedRequest]:
+        """Return the requests at a place, oldest first; of some sessions, one session after another."""
+        here = self._by_place.get(place, {})
+        if sessions is None:
+            return list(here.values())
+        live = [self._sessions.by_id[each] for each in sorted(sessions) if each in self._sessions.by_id]
+        return [here[ticket] for session in live for ticket in session.parked if ticket in here]
+
+    def first(self, place: str) -> ParkedRequest | None:
+        """Return the oldest request at a place."""
+        return next(iter(self._by_place.get(place, {}).values()), None)
+
+    def of_group(self, task: str, group: str) -> dict[int, dict[int, ParkedRequest]]:
+        """Return lease requests of a rank group, by rank and ticket."""
+        return self._by_rank.get((task, group), {})
+
+    def alike(self, command: cmd.LeaseRows) -> dict[int, ParkedRequest]:
+        """Return the oldest request of each rank for the same lease as ``command``."""
+        asking = {}
+        for rank, asked in self.of_group(command.task, command.group).items():
+            request = next((each for each in asked.values() if each.command.token == command.token), None)
+            if request is not None:
+                asking[rank] = request
+        return asking
+
+    def count(self, place: str) -> int:
+        """Return the number of requests at a place."""
+        return len(self._by_place.get(place, {}))
+
+    def add(self, request: ParkedRequest) -> None:
+        """Park a request."""
+        self._by_place.setdefault(request.place, {})[request.ticket] = request
+        self.by_ticket[request.ticket] = request
+        self._sessions.by_id[request.session].parked.setdefault(request.ticket)
+        self.deadlines.add(request.ticket)
+        if (key := _group_of(request.command)) is not None:
+            self._by_rank.setdefault(key, {}).setdefault(request.command.rank, {})[request.ticket] = request
+
+    def remove(self, request: ParkedRequest) -> None:
+        """Remove a request, and retry the next put in line."""
+        del self._by_place[request.place][request.ticket], self.by_ticket[request.ticket]
+        del self._sessions.by_id[request.session].parked[request.ticket]
+        if (key := _group_of(request.command)) is not None:
+            ranks = self._by_rank[key]
+            del ranks[request.command.rank][request.ticket]
+            if not ranks[request.command.rank]:
+                del ranks[request.command.rank]
+            if not ranks:
+                del self._by_rank[key]
+        self._context.wake("put")  # the next in line may go
+
+    def wake_all(self) -> None:
+        """Retry every parked request."""
+        self._context.wake_all(self._by_place)
+
+
+def _group_of(command: cmd.Command) -> tuple[str, str] | None:
+    """Return the task and rank group of a lease request; None for other commands."""
+    if not isinstance(command, cmd.LeaseRows) or command.world_size == 1:
+        return None
+    return command.task, command.group

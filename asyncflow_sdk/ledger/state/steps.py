@@ -2,17 +2,108 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
+from ...errors import ConfigError
+from ...interfaces import StepWindow
 from ..commands import Ids
-from .grants import DealtPart, Grant
-from .ready import ReadyQueue
-from .rows import APART, DONE, NONE, Rows
-from .tasks import Task
-from .window import Window
+from .rows import LIVE, NONE, Rows
+from .sessions import DealtPart, Grant
+from .tasks import APART, DONE, NO_ROWS, ReadyQueue, Task
+
+
+class Window:
+    """The step being filled, its free slots, and the rows under way, counted by deadline; None: rows put complete.
+
+    A staleness policy reads a ``StepWindow`` and decides which rows to admit or evict."""
+
+    def __init__(self, batch_rows: int, max_staleness: int, steps: int | None = None, first: int = 0) -> None:
+        if batch_rows < 1:
+            raise ConfigError(f"a step needs at least 1 row, not {batch_rows}")
+        self.batch_rows = batch_rows
+        self.max_staleness = max_staleness
+        self.steps = steps
+        self.step = first
+        self.free = batch_rows
+        self._admitted: Counter[int] = Counter()
+
+    def filling(self, current: int) -> StepWindow:
+        """Return the policy's view, valid until a counter changes. ``current``: the step trained by
+        the newest version."""
+        admitted = MappingProxyType(self._admitted)
+        return StepWindow(self.step, self.batch_rows, self.free, self.max_staleness, current, admitted)
+
+    def load(self, deadline: int) -> int:
+        """Return L_j: admitted, unselected, live rows with this deadline or an earlier one."""
+        return sum(n for d, n in self._admitted.items() if d <= deadline)
+
+    def has(self, deadline: int) -> bool:
+        """True if admitted, unselected, live rows have this deadline."""
+        return self._admitted[deadline] > 0
+
+    @property
+    def under_way(self) -> int:
+        """Admitted, unselected, live rows."""
+        return sum(self._admitted.values())
+
+    @property
+    def finished(self) -> bool:
+        """True if every step is full."""
+        return self.steps is not None and self.step >= self.steps
+
+    @property
+    def slots(self) -> int | None:
+        """Free slots of this step and all later ones; None without a last step."""
+        if self.steps is None:
+            return None
+        return 0 if self.finished else self.free + (self.steps - 1 - self.step) * self.batch_rows
+
+    @property
+    def wanted(self) -> int:
+        """Slots to put rows for: all slots or, without a last step, those of this step and of the
+        max_staleness + 1 steps after it."""
+        if self.slots is not None:
+            return self.slots
+        return self.free + (self.max_staleness + 1) * self.batch_rows
+
+    def admit(self, rows: int, deadline: int) -> None:
+        """Count admitted rows."""
+        self._admitted[deadline] += rows
+
+    def withdraw(self, rows: int, deadline: int | None) -> None:
+        """Uncount admitted, unselected rows that ended or lost their admission."""
+        if deadline is not None:
+            self._admitted[deadline] -= rows
+
+    def select(self, rows: int, deadline: int | None) -> None:
+        """Count rows selected into the open step."""
+        self.withdraw(rows, deadline)
+        self.free -= rows
+
+    def unselect(self, rows: int) -> None:
+        """Free the slots of ended rows in the open step."""
+        self.free += rows
+
+    def stop(self) -> None:
+        """Fill no further step; the open one is empty."""
+        assert self.free == self.batch_rows
+        self.steps = self.step
+
+    def close(self) -> None:
+        """Close the full step and open the next."""
+        assert self.free == 0, "a step closes full"
+        self.step += 1
+        self.free = self.batch_rows
+        self._admitted = +self._admitted
+
+    def open_again(self, step: int, back: Counter[int]) -> None:
+        """Empty this step and all later ones. ``back``: their rows, by deadline."""
+        self.step, self.free = step, self.batch_rows
+        self._admitted.update(back)
 
 
 class Steps:
@@ -30,7 +121,7 @@ class Steps:
     """
 
     def __init__(self, rows: Rows) -> None:
-        self._rows = rows
+        self._rows, self._arrays = rows, rows.arrays("steps")
         self._task: Task | None = None
         self._window: Window | None = None
         self.ready: dict[int | None, ReadyQueue] = {}
@@ -45,7 +136,7 @@ class Steps:
         self.covered = 0
         self.checkpoint = NONE
         self.saved: dict[int, int] = {}
-        self.lost_rows: Ids = np.empty(0, np.int64)
+        self.lost_rows = NO_ROWS
 
     def declare(self, task: Task, window: Window, unselected: int) -> None:
         """Set the task that makes the steps."""
@@ -89,7 +180,7 @@ class Steps:
 
     def takes(self, at: Ids) -> npt.NDArray[np.bool_]:
         """Return a mask of rows, by array index, of partitions that steps take."""
-        taken: npt.NDArray[np.bool_] = self._rows.task(self.name, "state")[at] != APART
+        taken: npt.NDArray[np.bool_] = self.task.state[at] != APART
         return taken
 
     def unselected_at(self, at: Ids) -> npt.NDArray[np.bool_]:
@@ -102,7 +193,7 @@ class Steps:
         acknowledged before it was opened again are not among them."""
         step = self._rows.step[at]
         free = (step == NONE) | (step == self.window.step)
-        outside: npt.NDArray[np.bool_] = free & (self._rows.task(self.name, "state")[at] != DONE)
+        outside: npt.NDArray[np.bool_] = free & (self.task.state[at] != DONE)
         return outside
 
     def push(self, ids: Ids, *, front: bool = False) -> None:
@@ -111,9 +202,35 @@ class Steps:
         for deadline in np.unique(deadlines).tolist():
             key = None if deadline == NONE else deadline
             if key not in self.ready:
-                self.ready[key] = ReadyQueue(self._rows, self.name)
+                self.ready[key] = ReadyQueue(self._rows, self.task)
             queue, part = self.ready[key], ids[deadlines == deadline]
             queue.push_front(part) if front else queue.push(part)
+
+    def offer(self, count: int) -> None:
+        """Count new rows for steps."""
+        self.unselected += count
+
+    def leave(self, at: Ids) -> None:
+        """Uncount ending rows, by array index."""
+        self.unselected -= int(np.count_nonzero(self.unselected_at(at)))
+
+    def select(self, ids: Ids, deadline: int | None) -> None:
+        """Select ready rows with a deadline into the open step."""
+        self.task.select(ids)
+        self._arrays["step"][self._rows.at(ids)] = self.window.step
+        self.window.select(len(ids), deadline)
+        self.unselected -= len(ids)
+        self.open_rows.append(ids)
+
+    def take_just_closed(self) -> bool:
+        """True once after a step closed."""
+        closed, self.just_closed = self.just_closed, False
+        return closed
+
+    def take_reselect(self) -> bool:
+        """True once after rows became free to join the open step."""
+        more, self.reselect = self.reselect, False
+        return more
 
     def withdraw(self, ids: Ids) -> None:
         """Remove admitted, unselected rows from the staleness rule's counts."""
@@ -134,20 +251,31 @@ class Steps:
             if parts := [part for part in parts if len(part.ids)]:
                 self.parts[self.window.step] = parts
 
-    def close(self) -> None:
-        """Queue the open step, which is full, for a trainer, unless one has it in parts."""
-        step, ids = self.window.step, np.concatenate(self.open_rows)
+    def close(self, *, checkpoints: bool, bounded: bool) -> None:
+        """Queue the open, full step for a trainer, unless one has it in parts; and open the next."""
+        step, ids, window = self.window.step, np.concatenate(self.open_rows), self.window
+        if checkpoints:
+            self.uncovered[step] = ids
         if self.leased(step):
             self.held[step] = ids
         else:
             self.closed.append((step, ids))
         self.open_rows = []
+        window.close()
+        self.ready = {
+            deadline: queue
+            for deadline, queue in self.ready.items()
+            if deadline is None or deadline >= window.step or (not bounded and window.has(deadline))
+        }
+        self.just_closed = True
 
-    def take(self, step: int) -> Ids:
-        """Remove the first full step waiting for a trainer, ``step``. Return its rows."""
-        first, ids = self.closed.popleft()
-        assert first == step, "the oldest step comes first"
-        return ids
+    def deliver(self, step: int, number: int, part: DealtPart) -> None:
+        """Note a part of a step. With the first one of a full step, it waits for no other trainer."""
+        self.parts.setdefault(step, [])[number : number + 1] = [part]
+        if number == 0 and step != self.window.step:
+            first, ids = self.closed.popleft()
+            assert first == step, "the oldest step comes first"
+            self.held[step] = ids
 
     def take_back(self, step: int, ids: Ids) -> None:
         """Queue a full step for a trainer again: ``ids``, or all its rows if it was leased in parts.
@@ -155,6 +283,77 @@ class Steps:
         if step != self.window.step:
             ids = self.held.pop(step, ids)
             self.closed = deque(sorted([(step, ids), *self.closed], key=lambda closed: closed[0]))
+
+    def requeue(self, first: int) -> Ids:
+        """Queue uncovered steps from ``first`` on again. Return their acknowledged rows, for ``again``."""
+        whole = {step: ids for step, ids in sorted(self.uncovered.items()) if step >= first}
+        self.closed = deque([*((step, ids) for step, ids in self.closed if step < first), *whole.items()])
+        ids = np.concatenate([NO_ROWS, *whole.values()])
+        done: Ids = ids[self.task.state[self._rows.at(ids)] == DONE]
+        return done
+
+    def again(self, ids: Ids) -> None:
+        """Train acknowledged rows again."""
+        at = self._rows.at(ids)
+        assert not self._rows.state[at].any(), "rows of a step that is not covered live"
+        self.task.again(ids)
+        self._arrays["fate"][at] = LIVE
+
+    def reopen(self, first: int) -> None:
+        """Open this step again. Its rows and the ones of later steps, leased to no trainer, are ready before others."""
+        chunks: list[tuple[int, Ids]] = [(self.window.step, chunk) for chunk in self.open_rows]
+        chunks += [(step, ids) for step, ids in self.closed if step >= first]
+        self.closed = deque((step, ids) for step, ids in self.closed if step < first)
+        self.uncovered = {step: ids for step, ids in self.uncovered.items() if step < first}
+        self.parts = {step: parts for step, parts in self.parts.items() if step < first}
+        self.open_rows = []
+        back: Counter[int] = Counter()
+        for _, ids in sorted(chunks, key=lambda chunk: -chunk[0]):
+            at = self._rows.at(ids)
+            self.task.unselect(ids)
+            self._arrays["step"][at] = NONE
+            self.unselected += len(ids)
+            self.push(ids, front=True)
+            deadlines = self._rows.deadline[at]
+            back.update(deadlines[deadlines != NONE].tolist())
+        self.window.open_again(first, back)
+        self.reselect = True
+
+    def drop(self, step: int) -> None:
+        """Forget a full step with ending rows."""
+        self.closed = deque((number, part) for number, part in self.closed if number != step)
+        self.uncovered.pop(step, None)
+        self.parts.pop(step, None)
+
+    def save(self, step: int, version: int, covers: int) -> None:
+        """Note a checkpoint. Forget earlier ones, of steps before ``covers``."""
+        self.checkpoint = max(self.checkpoint, step)
+        self.saved = {saved: each for saved, each in {**self.saved, step: version}.items() if saved >= covers}
+
+    def forget_saved(self, after: int) -> None:
+        """Forget the checkpoints of steps after this one."""
+        self.saved = {saved: version for saved, version in self.saved.items() if saved <= after}
+
+    def cover(self, covers: int) -> Ids:
+        """Make the steps before ``covers`` final. Return their rows."""
+        ids = np.concatenate([NO_ROWS, *(self.uncovered.pop(s) for s in sorted(self.uncovered) if s < covers)])
+        self.covered = covers
+        self.parts = {step: parts for step, parts in self.parts.items() if step >= covers}
+        self.lost_rows = np.setdiff1d(self.lost_rows, ids)
+        return ids
+
+    def end_later(self, ids: Ids, state: int) -> None:
+        """End rows of an uncovered step once a checkpoint covers it."""
+        self._arrays["fate"][self._rows.at(ids)] = state
+
+    def add_holes(self, ids: Ids) -> None:
+        """Note rows of uncovered steps with lost payload."""
+        self.lost_rows = np.union1d(self.lost_rows, ids)
+
+    def take_holes(self) -> Ids:
+        """Forget these rows, and return them."""
+        holes, self.lost_rows = self.lost_rows, NO_ROWS
+        return holes
 
     def leased(self, step: int) -> bool:
         """True if a trainer has a lease of this step."""
@@ -180,8 +379,4 @@ class Steps:
         if not self.declared:
             return []
         rows = self._rows
-        return [
-            (step, ids)
-            for step, ids in self.uncovered.items()
-            if (rows.task(self.name, "state")[rows.at(ids)] == DONE).all()
-        ]
+        return [(step, ids) for step, ids in self.uncovered.items() if (self.task.state[rows.at(ids)] == DONE).all()]

@@ -1,32 +1,42 @@
-"""Tasks: their ready rows, counters and leases."""
+"""Tasks: rows pass through them by the transitions of ``Task``; each does all the bookkeeping of its change."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import SchemaError
 from ...types.tasks import TaskSpec
 from ..commands import Ids, SamplerTraits
 from .context import Context
-from .grants import Grant
-from .partitions import Partitions
-from .ready import ReadyQueue
-from .rows import ANY, APART, DONE, LEASED, NONE, READY, TASK_STATES, WAITING, Rows
-from .sessions import Session
+from .rows import LIVE, NONE, Partitions, Rows
+from .sessions import Grant, Session
 
+WAITING, READY, SELECTED, LEASED, DONE, APART = range(6)  # of a row in a task; APART: it never sees the row
+TASK_STATES = ("waiting", "ready", "selected", "leased", "done")
+ANY = 2**31 - 1
 PARTS = 4  # units lost together are leased in this many parts next
+NO_ROWS: Ids = np.empty(0, np.int64)
+CHUNK = 512  # rows of a chunk; a take reads at most one chunk too many
+
+_FIELDS: dict[str, tuple[Any, int]] = {
+    "state": (np.uint8, WAITING),
+    "token": (np.int64, NONE),  # of the lease that holds the row
+    "attempts": (np.int32, 0),  # leases lost
+    "together": (np.int32, ANY),  # most units (rows, or whole groups) that one worker may hold with it
+    "arrivals": (np.int32, 0),  # of a group's first row: its rows that were ready once, with whole groups
+}
 
 
-@dataclass
 class Task:
     """A task.
 
-    ``need``: bits of the needed columns. By partition: ``ready``, ready rows; ``unfinished``, live rows not
+    ``need``: bits of the needed columns. By partition: ``queues``, ready rows; ``unfinished``, live rows not
     completed; ``waiting`` and ``fit``, rows without their columns and ready rows, if leased singly; ``redo``,
     admitted rows with a lost producer. ``counts``: live rows by state. ``became_ready``, ``completed``: row counts
     over all time. ``leases_granted``: their number. ``suspects``: rows whose process died or hung, until their next
@@ -34,22 +44,26 @@ class Task:
     where a lease without a partition looks first.
     """
 
-    spec: TaskSpec
-    need: np.uint64
-    sampling: SamplerTraits = field(default_factory=SamplerTraits)
-    ready: dict[int, ReadyQueue] = field(default_factory=dict)
-    unfinished: Counter[int] = field(default_factory=Counter)
-    waiting: Counter[int] = field(default_factory=Counter)
-    fit: Counter[int] = field(default_factory=Counter)
-    next_partition: int = 0
-    redo: dict[int, deque[Ids]] = field(default_factory=dict)
-    counts: list[int] = field(default_factory=lambda: [0] * len(TASK_STATES))
-    leases_granted: int = 0
-    became_ready: int = 0
-    completed: int = 0
-    leases: dict[int, Grant] = field(default_factory=dict)
-    group_leases: dict[str, dict[int, Grant]] = field(default_factory=dict)
-    suspects: Ids = field(default_factory=lambda: np.empty(0, np.int64))
+    def __init__(
+        self, context: Context, rows: Rows, partitions: Partitions, spec: TaskSpec, need: Any, sampling: SamplerTraits
+    ) -> None:
+        self._context, self._rows, self._partitions = context, rows, partitions
+        self.spec, self.need, self.sampling = spec, need, sampling
+        self._arrays = rows.arrays(f"task {spec.name}", _FIELDS)
+        self._shared = rows.arrays("tasks")
+        self.queues: dict[int, ReadyQueue] = {}
+        self.unfinished: Counter[int] = Counter()
+        self.waiting: Counter[int] = Counter()
+        self.fit: Counter[int] = Counter()
+        self.next_partition = 0
+        self.redo: dict[int, deque[Ids]] = {}
+        self.counts = [0] * len(TASK_STATES)
+        self.leases_granted = 0
+        self.became_ready = 0
+        self.completed = 0
+        self.leases: dict[int, Grant] = {}
+        self.group_leases: dict[str, dict[int, Grant]] = {}
+        self.suspects = NO_ROWS
 
     @property
     def place(self) -> str:
@@ -61,10 +75,285 @@ class Task:
         """True if its rows become ready and are leased in whole groups."""
         return self.spec.grouped or self.sampling.whole_groups
 
-    def move(self, count: int, before: int, after: int) -> None:
-        """Count ``count`` live rows in another state."""
+    @property
+    def state(self) -> npt.NDArray[np.uint8]:
+        """The state of each row."""
+        return self._arrays["state"]
+
+    @property
+    def token(self) -> Ids:
+        """The lease of each row."""
+        return self._arrays["token"]
+
+    # ---- transitions
+
+    def enter(self, partition: int, count: int) -> None:
+        """Let ``count`` rows of a partition wait for their columns."""
+        self.unfinished[partition] += count
+        self.counts[WAITING] += count
+        self.waiting[partition] += count * (not self.spec.grouped)
+
+    def ignore(self, at: Any) -> None:
+        """Never see rows, by array index or slice."""
+        self._arrays["state"][at] = APART
+
+    def ready(self, ids: Ids) -> Ids:
+        """Make rows ready; with whole groups, the groups now complete. Return them: a step selects from its own."""
+        rows = self._rows
+        if self.whole_groups:
+            ids = self._arrive(ids)
+            at = rows.at(ids)  # some were skipped or have ended
+            ids = ids[(self._arrays["state"][at] == WAITING) & (rows.state[at] == LIVE)]
+            if not len(ids):
+                return ids
+        self._arrays["state"][rows.spot(ids)] = READY
+        self._move(len(ids), WAITING, READY)
+        self.became_ready += len(ids)
+        if self.spec.batch_rows is None:
+            single = not self.spec.grouped
+            for partition, part in self._partitions.split(ids):
+                self.waiting[partition] -= len(part) * single
+                self.fit[partition] += len(part) * single
+                self.queue(partition).push(part)
+            self._context.wake(self.place)
+        return ids
+
+    def grant(self, ids: Ids, token: int) -> None:
+        """Lease ready rows, or selected ones of a step."""
+        spot = self._rows.spot(ids)
+        self._arrays["state"][spot], self._arrays["token"][spot] = LEASED, token
+        self.counts[READY if self.spec.batch_rows is None else SELECTED] -= len(ids)
+        self.counts[LEASED] += len(ids)
+        self._count_fit(ids, -1)
+
+    def give_back(self, ids: Ids, *, blame: bool = False) -> None:
+        """Take rows from their lease: they are ready or, in a step, selected as before."""
+        at, before = self._rows.at(ids), READY if self.spec.batch_rows is None else SELECTED
+        self._arrays["state"][at], self._arrays["token"][at] = before, NONE
+        self._arrays["attempts"][at] += blame
+        self._move(len(ids), LEASED, before)
+        self._count_fit(ids, 1)
+
+    def done(self, ids: Ids) -> None:
+        """Complete leased rows."""
+        spot = self._rows.spot(ids)
+        self._arrays["state"][spot], self._arrays["token"][spot] = DONE, NONE
+        self._shared["todo"][spot] -= 1
+        self._move(len(ids), LEASED, DONE)
+        self.completed += len(ids)
+        self._finish(ids)
+        if len(self.suspects):
+            self.suspects = self.suspects[self._in_hand(self.suspects)]
+            self._context.wake(self.place)
+
+    def skip(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Make rows done without a completion: steps take them as they are. Return like ``leave``."""
+        ids = ids[self._arrays["state"][self._rows.at(ids)] < DONE]
+        waited, tokens = self.leave(ids)
+        at = self._rows.at(ids)
+        self._arrays["state"][at], self._arrays["token"][at] = DONE, NONE
+        self._shared["todo"][at] -= 1
+        self.counts[DONE] += len(ids)
+        return waited, tokens
+
+    def select(self, ids: Ids) -> None:
+        """Select ready rows for a step."""
+        self._arrays["state"][self._rows.at(ids)] = SELECTED
+        self._move(len(ids), READY, SELECTED)
+
+    def unselect(self, ids: Ids) -> None:
+        """Make selected rows ready again."""
+        self._arrays["state"][self._rows.at(ids)] = READY
+        self._move(len(ids), SELECTED, READY)
+
+    def again(self, ids: Ids) -> None:
+        """Let a step have completed rows again."""
+        at = self._rows.at(ids)
+        self._arrays["state"][at] = SELECTED
+        self._shared["todo"][at] += 1
+        self._move(len(ids), DONE, SELECTED)
+        for partition, part in self._partitions.split(ids):
+            self.unfinished[partition] += len(part)
+
+    def leave(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Forget ending rows. Return the ones without their columns, and the leases of all; NONE: none."""
+        at = self._rows.at(ids)
+        states = self._arrays["state"][at]
+        for state, count in enumerate(np.bincount(states, minlength=len(TASK_STATES))[: len(TASK_STATES)].tolist()):
+            self.counts[state] -= count
+        waited = ids[states == WAITING]
+        self._finish(ids[states < DONE])
+        self._count_fit(ids[states == READY], -1)
+        if not self.spec.grouped:
+            for partition, part in self._partitions.split(waited):
+                self.waiting[partition] -= len(part)
+        return waited, np.where(states == LEASED, self._arrays["token"][at], NONE)
+
+    def forget(self, count: int) -> None:
+        """Forget completed, ending rows."""
+        self.counts[DONE] -= count
+
+    def _finish(self, ids: Ids) -> None:
+        """Count rows as done, or ended."""
+        last = False
+        for partition, part in self._partitions.split(ids):
+            self.unfinished[partition] -= len(part)
+            last |= not self.unfinished[partition]
+        if last:
+            self._context.wake(self.place, *(["swap", "version"] if self._partitions.pins else []))
+        if self.exhausted():
+            self._context.wake("version")
+
+    def _move(self, count: int, before: int, after: int) -> None:
         self.counts[before] -= count
         self.counts[after] += count
+
+    def _count_fit(self, ids: Ids, sign: int) -> None:
+        if not self.spec.grouped:
+            for partition, part in self._partitions.split(ids):
+                self.fit[partition] += sign * len(part)
+
+    def _arrive(self, ids: Ids) -> Ids:
+        """Note ready rows. Return the rows of groups now complete."""
+        rows, arrivals = self._rows, self._arrays["arrivals"]
+        firsts = rows.at(rows.first[rows.at(ids)])
+        np.add.at(arrivals, firsts, 1)
+        whole = firsts[arrivals[firsts] == rows.size[firsts]]
+        return rows.members(np.unique(whole) + rows.base) if len(whole) else whole
+
+    def take(self, live: Ids) -> None:
+        """Let live rows enter, as a new task. With whole groups, ended rows count as arrived."""
+        rows = self._rows
+        self._shared["todo"][rows.at(live)] += 1
+        for partition, part in self._partitions.split(live):
+            self.enter(partition, len(part))
+        if self.sampling.whole_groups and len(live):
+            firsts, there = np.unique(rows.first[rows.at(live)], return_counts=True)
+            self._arrays["arrivals"][rows.at(firsts)] = rows.size[rows.at(firsts)] - there
+
+    # ---- ready rows, in turn
+
+    def takes(self, partition: int) -> bool:
+        """True if it takes the partition with this number."""
+        names = self.spec.partitions
+        return "*" in names or any(self._partitions.numbers.get(name) == partition for name in names)
+
+    def queue(self, partition: int) -> ReadyQueue:
+        """Return the ready rows of one partition."""
+        if partition not in self.queues:
+            self.queues[partition] = ReadyQueue(self._rows, self)
+        return self.queues[partition]
+
+    def next_partitions(self, named: str | None) -> list[int]:
+        """Return partitions that may have ready rows, in turn."""
+        if named is not None:
+            return [number for number in [self._partitions.number(named)] if number in self.queues]
+        return sorted(self.queues, key=lambda number: (number < self.next_partition, number))
+
+    def turn_from(self, partition: int) -> None:
+        """Look in the partition after this one first, next time."""
+        self.next_partition = partition + 1
+
+    def exhausted(self, partition: str | None = None) -> bool:
+        """True if it gets no further row, of one partition or of any."""
+        partitions = self._partitions
+        if partition is not None:
+            ended = partitions.closed(partitions.number(partition)) or partition in partitions.ended_names
+            return ended and not self.unfinished[partitions.number(partition)]
+        ended = partitions.ended or partitions.ended_names.issuperset(self.spec.partitions)
+        return ended and not any(self.unfinished.values())
+
+    def return_to_queue(self, ids: Ids) -> None:
+        """Put returned rows before the other ready rows. With whole groups, include rows of the
+        same groups returned earlier; their older entries are skipped."""
+        for partition, part in self._partitions.split(ids):
+            ready = self.queue(partition)
+            if self.whole_groups:
+                part = self._rows.members(part)
+                part = part[ready.is_ready(part)]
+            ready.push_front(part)
+
+    def return_to_replica(self, partition: int, ids: Ids) -> None:
+        """Queue admitted rows of a begun group for the next replica."""
+        self.redo.setdefault(partition, deque()).appendleft(ids)
+
+    # ---- leases and blame
+
+    def hold(self, grant: Grant) -> None:
+        """Add a lease."""
+        self.leases[grant.token] = grant
+        self.leases_granted += 1
+        if grant.shards is not None:
+            self.group_leases.setdefault(grant.shards.group, {})[grant.token] = grant
+        if self.suspects.size:  # others need not wait for these any more
+            self._context.wake(self.place)
+
+    def drop(self, grant: Grant) -> None:
+        """Remove a lease."""
+        del self.leases[grant.token]
+        if grant.shards is not None:
+            group = self.group_leases[grant.shards.group]
+            del group[grant.token]
+            if not group:
+                del self.group_leases[grant.shards.group]
+
+    def units(self, ids: Ids) -> Ids:
+        """Return the unit of blame of each row: the row, or its group in tasks with whole groups."""
+        return self._rows.first[self._rows.at(ids)] if self.whole_groups else ids
+
+    def held(self, session: Session | None) -> int:
+        """Return the number of units held by a session."""
+        leases = session.leases if session is not None else {}
+        mine = [each.ids for each in leases.values() if each.task == self.spec.name]
+        ids = np.concatenate([NO_ROWS, *mine])
+        ids = ids[self._rows.having(self.state, LEASED, ids)]
+        ids = ids[np.isin(self.token[self._rows.at(ids)], list(leases))]
+        return len(np.unique(self.units(ids)))
+
+    def narrow(self, ids: Ids, lost: int, *, died: bool) -> None:
+        """Lease rows with fewer others, after they lost a lease among ``lost`` units. One loss is no sign against a
+        prompt. ``died``: they are suspects, since their process died or hung."""
+        together = self._arrays["together"]
+        ids = ids[self._arrays["attempts"][self._rows.at(ids)] > self.spec.admits]
+        at = self._rows.at(ids)
+        together[at] = np.maximum(np.minimum(together[at], lost) // PARTS, 1)
+        self.suspects = np.union1d(self.suspects, ids) if died else self.suspects
+
+    def spent(self, ids: Ids, most: int) -> Ids:
+        """Return the rows with ``most`` lost leases."""
+        spent: Ids = ids[self._arrays["attempts"][self._rows.at(ids)] >= most]
+        return spent
+
+    def must_wait(self, session: Session) -> bool:
+        """True if a session holds as much as may be lost with its suspects, or with the ready ones."""
+        if not len(self.suspects):
+            return False
+        at = self._rows.at(self.suspects[self._in_hand(self.suspects)])
+        its = at[np.isin(self.token[at], [NONE, *session.leases])]
+        return bool(self.held(session) >= self._arrays["together"][its].min(initial=ANY))
+
+    def together(self, ids: Ids, at_least: int) -> int:
+        """Return the number of first rows to lease together: the units allowed by each of them, or ``at_least``."""
+        units, limits = self.units(ids), self._arrays["together"][self._rows.at(ids)]
+        unit = np.cumsum(np.diff(units, prepend=units[:1]) != 0)
+        unit[unit <= unit[max(at_least, 1) - 1]] = 0
+        return int(np.searchsorted(unit, unit[unit >= np.minimum.accumulate(limits)].min(initial=ANY)))
+
+    def _in_hand(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return a mask of the ready and the leased rows."""
+        return self._rows.having(self.state, READY, ids) | self._rows.having(self.state, LEASED, ids)
+
+    def check(self, live: Ids) -> npt.NDArray[np.bool_]:
+        """Compare all counts with the arrays. Return a mask of unfinished live rows."""
+        at = self._rows.at(live)
+        states, where = self._arrays["state"][at], self._rows.partition[at]
+        unfinished: npt.NDArray[np.bool_] = states < DONE
+        waiting, fit = ((states == state) & (not self.spec.grouped) for state in (WAITING, READY))
+        for counter, mask in ((self.unfinished, unfinished), (self.waiting, waiting), (self.fit, fit)):
+            assert +counter == Counter(where[mask].tolist()), self.spec.name
+        assert self.counts == [int((states == state).sum()) for state in range(len(TASK_STATES))], self.spec.name
+        assert sum(grant.left for grant in self.leases.values()) == self.counts[LEASED], self.spec.name
+        return unfinished
 
 
 class Tasks:
@@ -72,6 +361,7 @@ class Tasks:
 
     def __init__(self, context: Context, rows: Rows, partitions: Partitions) -> None:
         self._context, self._rows, self._partitions = context, rows, partitions
+        self._arrays = rows.arrays("tasks")
         self.by_name: dict[str, Task] = {}
 
     def __iter__(self) -> Iterator[Task]:
@@ -91,6 +381,23 @@ class Tasks:
             known = ", ".join(sorted(self.by_name)) or "none yet"
             raise SchemaError(f"no task {name!r}; declared: {known}") from None
 
+    def add(self, spec: TaskSpec, need: np.uint64, sampling: SamplerTraits) -> Task:
+        """Add a task. It ignores live rows of partitions it does not take."""
+        task = self.by_name[spec.name] = Task(self._context, self._rows, self._partitions, spec, need, sampling)
+        for partition, part in self._partitions.split(self._rows.live_ids()):
+            if not task.takes(partition):
+                task.ignore(self._rows.at(part))
+        return task
+
+    def enter(self, at: Any, count: int, partition: int, takers: list[Task]) -> None:
+        """Let ``count`` new rows of a partition, by array index or slice, wait in its tasks."""
+        self._arrays["todo"][at] = len(takers)
+        for task in self:
+            if task in takers:
+                task.enter(partition, count)
+            else:
+                task.ignore(at)
+
     @property
     def admitting(self) -> Task | None:
         """The task with groups admitted by the staleness rule (rollout)."""
@@ -107,126 +414,144 @@ class Tasks:
             if task.spec.admits or self._partitions.pins:
                 self._context.wake_session(task.place, session)
 
-    def takes(self, task: Task, partition: int) -> bool:
-        """True if a task takes the partition with this number."""
-        names = task.spec.partitions
-        return "*" in names or any(self._partitions.numbers.get(name) == partition for name in names)
+    def check(self) -> None:
+        """Recount everything from the arrays, for tests. Raises AssertionError."""
+        live = self._rows.live_ids()
+        todo = sum((task.check(live) for task in self), start=np.zeros(len(live), np.int32))
+        assert (todo == self._rows.todo[self._rows.at(live)]).all()
 
-    def queue(self, task: Task, partition: int) -> ReadyQueue:
-        """Return the ready rows of a task in one partition."""
-        if partition not in task.ready:
-            task.ready[partition] = ReadyQueue(self._rows, task.spec.name)
-        return task.ready[partition]
 
-    def exhausted(self, task: Task, partition: str | None = None) -> bool:
-        """True if a task gets no further row, of one partition or of any."""
-        partitions = self._partitions
-        if partition is not None:
-            ended = partitions.closed(partitions.number(partition)) or partition in partitions.ended_names
-            return ended and not task.unfinished[partitions.number(partition)]
-        ended = partitions.ended or partitions.ended_names.issuperset(task.spec.partitions)
-        return ended and not any(task.unfinished.values())
+class ReadyQueue:
+    """Ready rows of a task: highest priority first, then in order of arrival. They are kept in chunks of ids; a
+    taken chunk is split, never scanned row by row. Rows no longer ready stay in it and are skipped at their turn."""
 
-    def enter(self, at: Any, count: int, partition: int, takers: list[Task]) -> None:
-        """Count ``count`` new rows of a partition, by array index or slice, as waiting in its tasks."""
-        self._rows.todo[at] = len(takers)
-        for task in self:
-            if task in takers:
-                task.unfinished[partition] += count
-                task.counts[WAITING] += count
-                task.waiting[partition] += count * (not task.spec.grouped)
+    def __init__(self, rows: Rows, task: Task) -> None:
+        self._rows = rows
+        self._task = task
+        self._queues: dict[int, deque[Ids]] = {}
+        self._order: list[int] = []  # negated priorities, ascending
+
+    def __bool__(self) -> bool:
+        """True if there are rows, maybe only ones no longer ready."""
+        return bool(self._order)
+
+    def push(self, ids: Ids) -> None:
+        """Append ready rows."""
+        for priority, part in self._ranked(ids):
+            self._queue(priority).extend(self._split(part))
+
+    def push_front(self, ids: Ids) -> None:
+        """Put ready rows before all others of their priority."""
+        for priority, part in self._ranked(ids):
+            self._queue(priority).extendleft(reversed(self._split(part)))
+
+    def is_ready(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return a mask of rows still ready."""
+        return self._rows.having(self._task.state, READY, ids)
+
+    def take(self, count: int) -> Ids:
+        """Remove and return up to ``count`` rows."""
+        parts: list[Ids] = []
+        while count > 0 and self._order:
+            queue = self._queues[-self._order[0]]
+            if not queue:
+                del self._queues[-self._order.pop(0)]
+                continue
+            chunk = queue.popleft()
+            if len(chunk) < count and queue:  # check small chunks together
+                chunks, rows = [chunk], len(chunk)
+                while rows < count and queue:
+                    chunks.append(queue.popleft())
+                    rows += len(chunks[-1])
+                chunk = np.concatenate(chunks)
+            ready = self.is_ready(chunk)
+            if np.count_nonzero(ready) < len(chunk):
+                chunk = chunk[ready]
+            if len(chunk) > count:
+                queue.appendleft(chunk[count:])
+                chunk = chunk[:count]
+            parts.append(chunk)
+            count -= len(chunk)
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else NO_ROWS
+
+    def take_groups(self, count: int, room: int) -> Ids:
+        """Remove whole groups: about ``count`` rows, at least a group, at most ``room`` rows."""
+        parts: list[Ids] = []
+        taken = 0
+        while taken < min(count, room) and (queue := self._first()) is not None:
+            chunk = queue[0]
+            ends = np.append(self._ends(chunk), len(chunk))
+            fits = ends[ends <= min(count, room) - taken]
+            if len(fits):
+                cut = int(fits[-1])
+            elif not taken and ends[0] <= room:
+                cut = int(ends[0])
             else:
-                self._rows.task(task.spec.name, "state")[at] = APART
+                break
+            queue.popleft()
+            if cut < len(chunk):
+                queue.appendleft(chunk[cut:])
+            parts.append(chunk[:cut])
+            taken += cut
+        if len(parts) < 2:
+            return parts[0] if parts else NO_ROWS
+        ids = np.concatenate(parts)
+        _, where = np.unique(ids, return_index=True)  # a group returned in pieces was pushed with each piece
+        return ids if len(where) == len(ids) else ids[np.sort(where)]
 
-    def leave(self, task: Task, ids: Ids) -> None:
-        """Count rows as done in a task, or ended."""
-        last = False
-        for partition, part in self._partitions.split(ids):
-            task.unfinished[partition] -= len(part)
-            last |= not task.unfinished[partition]
-        if last:
-            self._context.wake(task.place, *(["swap", "version"] if self._partitions.pins else []))
-        if self.exhausted(task):
-            self._context.wake("version")
+    def peek_group(self) -> Ids:
+        """Return the rows of the first group, and drop rows before it; empty if nothing is ready."""
+        queue = self._first()
+        return NO_ROWS if queue is None else queue[0][self._firsts(queue[0]) == self._firsts(queue[0][:1])]
 
-    def count_waiting(self, task: Task, ids: Ids) -> None:
-        """Count rows that got their missing columns or ended without them."""
-        if not task.spec.grouped:
-            for partition, part in self._partitions.split(ids):
-                task.waiting[partition] -= len(part)
+    def chunks(self) -> Iterator[Ids]:
+        """Yield all chunks in order, including rows no longer ready."""
+        for rank in self._order:
+            yield from self._queues[-rank]
 
-    def count_fit(self, task: Task, ids: Ids, sign: int) -> None:
-        """Count rows that became ready (``sign`` 1) or stopped being ready (-1)."""
-        if not task.spec.grouped:
-            for partition, part in self._partitions.split(ids):
-                task.fit[partition] += sign * len(part)
+    def _ranked(self, ids: Ids) -> list[tuple[int, Ids]]:
+        if not self._rows.ranked or not len(ids):
+            return [(0, ids)]
+        priorities = self._rows.priority[self._rows.at(ids)]
+        return [(int(p), ids[priorities == p]) for p in np.unique(priorities)]
 
-    def skip(self, task: Task, ids: Ids) -> None:
-        """Count rows as done in a task without a lease: steps take them as they were put."""
-        rows = self._rows
-        state = rows.task(task.spec.name, "state")
-        ids = ids[state[rows.at(ids)] != APART]
-        at = rows.at(ids)
-        for before, count in enumerate(np.bincount(state[at]).tolist()):
-            task.move(count, before, DONE)
-        state[at] = DONE
-        rows.todo[at] -= 1
-        self.leave(task, ids)
+    def _queue(self, priority: int) -> deque[Ids]:
+        if priority not in self._queues:
+            self._queues[priority] = deque()
+            insort(self._order, -priority)
+        return self._queues[priority]
 
-    def return_to_queue(self, task: Task, ids: Ids) -> None:
-        """Put returned rows before the other ready rows. With whole groups, include rows of the
-        same groups returned earlier; their older entries are skipped."""
-        for partition, part in self._partitions.split(ids):
-            ready = self.queue(task, partition)
-            if task.whole_groups:
-                part = self._rows.members(part)
-                part = part[ready.is_ready(part)]
-            ready.push_front(part)
+    def _firsts(self, ids: Ids) -> Ids:
+        return self._rows.first[self._rows.at(ids)]
 
-    def units(self, task: Task, ids: Ids) -> Ids:
-        """Return the unit of blame of each row: the row, or its group in tasks with whole groups."""
-        return self._rows.first[self._rows.at(ids)] if task.whole_groups else ids
+    def _ends(self, ids: Ids) -> Ids:
+        """Return the positions where another group begins."""
+        firsts = self._firsts(ids)
+        return np.flatnonzero(firsts[1:] != firsts[:-1]) + 1
 
-    def held(self, name: str, session: Session | None) -> int:
-        """Return the number of a task's units held by a session."""
-        leases = session.leases if session is not None else {}
-        ids = np.concatenate(
-            [self.by_name[name].suspects[:0], *(each.ids for each in leases.values() if each.task == name)]
-        )
-        ids = ids[self._rows.having(name, "state", LEASED, ids)]
-        ids = ids[np.isin(self._rows.task(name, "token")[self._rows.at(ids)], list(leases))]
-        return len(np.unique(self.units(self.by_name[name], ids)))
+    def _split(self, ids: Ids) -> list[Ids]:
+        """Split into chunks at group borders."""
+        if len(ids) <= CHUNK:
+            return [ids]
+        ends = self._ends(ids)
+        after = np.searchsorted(ends, np.arange(CHUNK, len(ids), CHUNK))
+        return np.split(ids, np.unique(ends[after[after < len(ends)]]))
 
-    def narrow(self, task: Task, ids: Ids, lost: int, *, died: bool) -> None:
-        """Lease rows with fewer others, after they lost a lease among ``lost`` units. One loss is no sign against a
-        prompt. ``died``: they are suspects, since their process died or hung."""
-        name, together = task.spec.name, self._rows.task(task.spec.name, "together")
-        ids = ids[self._rows.task(name, "attempts")[self._rows.at(ids)] > task.spec.admits]
-        at = self._rows.at(ids)
-        together[at] = np.maximum(np.minimum(together[at], lost) // PARTS, 1)
-        task.suspects = np.union1d(task.suspects, ids) if died else task.suspects
-
-    def unfinished(self, name: str, ids: Ids) -> Ids:
-        """Return the ready and the leased rows."""
-        return ids[self._rows.having(name, "state", READY, ids) | self._rows.having(name, "state", LEASED, ids)]
-
-    def must_wait(self, task: Task, session: Session) -> bool:
-        """True if a session holds as much as may be lost with its suspects, or with the ready ones."""
-        if not len(task.suspects):
-            return False
-        at, name = self._rows.at(self.unfinished(task.spec.name, task.suspects)), task.spec.name
-        its = at[np.isin(self._rows.task(name, "token")[at], [NONE, *session.leases])]
-        return bool(self.held(name, session) >= self._rows.task(name, "together")[its].min(initial=ANY))
-
-    def together(self, task: Task, ids: Ids, at_least: int) -> int:
-        """Return the number of first rows to lease together: the units allowed by each of them, or ``at_least``."""
-        units, limits = self.units(task, ids), self._rows.task(task.spec.name, "together")[self._rows.at(ids)]
-        unit = np.cumsum(np.diff(units, prepend=units[:1]) != 0)
-        unit[unit <= unit[max(at_least, 1) - 1]] = 0
-        return int(np.searchsorted(unit, unit[unit >= np.minimum.accumulate(limits)].min(initial=ANY)))
-
-    def next_partitions(self, task: Task, named: str | None) -> list[int]:
-        """Return partitions that may have ready rows, in turn."""
-        if named is not None:
-            return [number for number in [self._partitions.number(named)] if number in task.ready]
-        return sorted(task.ready, key=lambda number: (number < task.next_partition, number))
+    def _first(self) -> deque[Ids] | None:
+        """Return the queue to take from next; its first chunk has only ready rows."""
+        while self._order:
+            queue = self._queues[-self._order[0]]
+            while queue:
+                chunk = queue[0]
+                ready = self.is_ready(chunk)
+                if ready.all():
+                    return queue
+                chunk = chunk[ready]
+                queue.popleft()
+                if len(chunk):
+                    queue.appendleft(chunk)
+                    return queue
+            del self._queues[-self._order.pop(0)]
+        return None

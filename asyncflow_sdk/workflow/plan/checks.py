@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...errors import ConfigError, PluginError, SchemaError
 from ...interfaces import Capabilities, Placement
-from ...ledger.state.columns import MAX_COLUMNS
+from ...ledger.state.rows import MAX_COLUMNS
 from ...plugins import registry
 from ...types import Batch, Ragged, Sampling
 from ...types.config import LOCAL

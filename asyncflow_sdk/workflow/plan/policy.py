@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from ...errors import ConfigError
 from ...interfaces import StalenessPolicy
-from ...ledger.factory import make_policy
+from ...ledger.staleness import make_policy
 from ...plugins import import_name
 from ...queue.client import policy_spec
 from ...types import Staleness

@@ -1,4 +1,4 @@
-"""Balance rows over shards: equal row counts and nearly equal weights.
+"""Deal the rows of a lease to the shards of a rank group: equal row counts and nearly equal weights.
 
 N-way number partitioning with equal counts: the largest differencing method of Karmarkar and Karp
 (1982) in its balanced form (Michiels, Korst, Aarts and van Leeuwen, 2003). It is weak where few
@@ -14,8 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from .commands import Ids
+from .state.rows import Rows
+from .state.sessions import DealtPart
+from .state.tasks import Task
+
 Weights = npt.NDArray[np.float64]
-Ids = npt.NDArray[np.int64]
 HEAVIEST = 1e200
 SWAPS = 8  # most swaps for each shard
 TRIED = 8  # lighter shards tried for each swap
@@ -132,3 +136,34 @@ def _swap(weights: Weights, heavy: Ids, light: Ids, gap: float) -> tuple[int, in
     side, a = np.unravel_index(int(np.abs(moved - gap / 2).argmin()), moved.shape)
     best = float(moved[side, a])
     return (int(a), int(candidates[side, a]), best) if 0 < best < gap else None
+
+
+def deal(rows: Rows, task: Task, ids: Ids, shards: int, *, whole_groups: bool, first: int = 0) -> DealtPart:
+    """Deal rows to shards: by weight if the task's sampler balances, else in equal numbers.
+    ``whole_groups``: keep groups together; shards may differ in size. ``first``: the shard to begin
+    with if there are fewer groups than shards."""
+    if whole_groups:
+        _, group = np.unique(rows.first[rows.at(ids)], return_inverse=True)
+        weights = np.bincount(group, np.nan_to_num(_weights(rows, task, ids))).astype(np.float64)
+        of_group = balance(weights, shards)
+        shard = ((of_group + first) % shards if len(weights) < shards else of_group)[group]
+    elif task.sampling.balanced and task.sampling.measure:
+        shard = balance(_weights(rows, task, ids), shards)
+    else:
+        shard = split(len(ids), shards)
+    order = np.argsort(shard, kind="stable")
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(shard, minlength=shards))])
+    return DealtPart(ids[order], bounds.tolist())
+
+
+def imbalance_of(rows: Rows, task: Task, part: DealtPart) -> float:
+    """Return max / mean - 1 of the shards' weights."""
+    shard = np.repeat(np.arange(part.shards), np.diff(part.bounds))
+    return imbalance(_weights(rows, task, part.ids), shard, part.shards)
+
+
+def _weights(rows: Rows, task: Task, ids: Ids) -> Weights:
+    if not (task.sampling.balanced and task.sampling.measure):
+        return np.ones(len(ids))
+    measures: Weights = rows.measures[task.sampling.measure][rows.at(ids)]
+    return measures
