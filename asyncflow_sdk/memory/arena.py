@@ -23,14 +23,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import AsyncFlowError, MemoryFull
 from .free_ranges import FreeRanges
-from .segment import ALIGN, PAGE, Segment, sync_directory
+from .segment import ALIGN, PAGE, Segment
 
 SEGMENT_BYTES = 8 << 20
 MAX_SEGMENTS = 64  # of one size: a larger arena grows by larger segments, to limit the number of files
@@ -53,6 +53,19 @@ class Allocation:
     def nbytes(self) -> int:
         """Bytes of the block, header included."""
         return len(self.memory)
+
+    def write(self, start: int, data: Any) -> None:
+        """Write bytes at a position. ``data``: a contiguous buffer."""
+        found = np.frombuffer(data, np.uint8)
+        self.memory[start : start + len(found)] = found
+
+    def cut(self, nbytes: int) -> None:
+        """Keep the first bytes. For its arena."""
+        self.memory = self.memory[:nbytes]
+
+    def renumber(self, serial: int) -> None:
+        """Set another serial. For its arena."""
+        self.serial = serial
 
 
 class GrowthNeeded(Exception):
@@ -143,7 +156,7 @@ class Arena:
                 if self._peak == self._live:
                     self._peak -= stop - start - size  # never filled
                 self._live -= stop - start - size
-        block.memory = block.memory[:nbytes]
+        block.cut(nbytes)
 
     def renew(self, block: Allocation) -> bool:
         """Replace a block by a new one in the same place, with the same bytes and another serial.
@@ -155,7 +168,7 @@ class Arena:
             self._serial += 1
             self._blocks[self._serial] = self._blocks.pop(block.serial)
             segment.write_header(start, self._serial)
-        block.serial = self._serial
+            block.renumber(self._serial)
         return True
 
     def free(self, serials: Iterable[int]) -> None:
@@ -182,9 +195,7 @@ class Arena:
                 fd = os.dup(segment.fd)
             try:
                 os.fdatasync(fd)
-                if not segment.named:
-                    sync_directory(self._directory)
-                    segment.named = True
+                segment.keep_name(self._directory)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -215,7 +226,7 @@ class Arena:
 
     def _lose(self, segment: Segment) -> None:
         """Stop allocating in a segment without a file. It is unmapped with its last block."""
-        segment.lost = True
+        segment.lose()
         self._ranges.forget(segment.number)
         self._retry_all()
         self._close_unused(segment)

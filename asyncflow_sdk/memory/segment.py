@@ -68,8 +68,8 @@ class Segment:
     def __init__(self, path: Path, number: int, size: int, filled: int) -> None:
         self.path, self.name, self.number, self.size = path, path.name, number, size
         self.missing = size
-        self.named = False  # True if its directory entry is synced to disk
-        self.lost = False  # True if its file was found deleted: no block is allocated in it
+        self._named = False  # True if its directory entry is synced to disk
+        self.lost = False
         try:
             self.fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         except OSError as error:
@@ -95,6 +95,16 @@ class Segment:
     def gone(self) -> bool:
         """True if its file was deleted: readers cannot find its blocks."""
         return os.fstat(self.fd).st_nlink == 0
+
+    def lose(self) -> None:
+        """Note that its file was found deleted: no block is allocated in it from now on."""
+        self.lost = True
+
+    def keep_name(self, directory: Path) -> None:
+        """Make its directory entry survive a crash of the host. Raises OSError."""
+        if not self._named:
+            sync_directory(directory)
+            self._named = True
 
     def lacks(self, start: int, stop: int) -> int:
         """Return the bytes of missing pages in a range."""

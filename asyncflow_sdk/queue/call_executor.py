@@ -38,21 +38,22 @@ _log = logging.getLogger(__name__)
 
 
 class Clock:
-    """Ledger seconds: this host's monotonic clock while the run is served; downtime does not count.
-
-    ``fixed``: the time of the record being replayed; None when live.
-    """
+    """Ledger seconds: this host's monotonic clock while the run is served; downtime does not count."""
 
     def __init__(self) -> None:
         self._offset = 0.0
-        self.fixed: float | None = None
+        self._fixed: float | None = None  # the time of the record being replayed
 
     def __call__(self) -> float:
-        return time.monotonic() + self._offset if self.fixed is None else self.fixed
+        return time.monotonic() + self._offset if self._fixed is None else self._fixed
+
+    def stop(self, now: float) -> None:
+        """Show this time until ``resume``."""
+        self._fixed = now
 
     def resume(self, now: float) -> None:
         """Continue from ledger time ``now``."""
-        self.fixed = None
+        self._fixed = None
         self._offset = now - time.monotonic()
 
     def to_host_time(self, event: Event) -> Event:
@@ -153,12 +154,12 @@ class CallExecutor:
 
     def close_session(self, session: str, reason: str, now: float, *, blame: bool = True) -> None:
         """Close the session of a dead process. ``blame``: its rows count an attempt."""
-        client = self.clients.by_session.pop(session)
+        client = self.clients.close(session)
         homes = [home for home in self._state.homes.by_number.values() if home.unit == client.number]
         self.payloads.end_session(session)
         self.ledger.session_died(client.number, now, reason, blame=blame)
         if not blame:
-            self.clients.silent |= {home.number: (client.public, home.absent_since) for home in homes}
+            self.clients.silence(client, {home.number: home.absent_since for home in homes})
         self._flush()
         self._clean_up(session, client.number)
 
@@ -198,9 +199,7 @@ class CallExecutor:
         self.ledger.apply(0, cmd.OpenSession(name=hello.name), now, 0)
         (_, joined), *_rest = self.ledger.drain().answers
         assert isinstance(joined, cmd.SessionOpened)
-        self.clients.by_session[session] = ClientProcess(
-            joined.session, hello.pid, hello.pid_key, hello.host, hello.public
-        )
+        self.clients.open(session, ClientProcess(joined.session, hello.pid, hello.pid_key, hello.host, hello.public))
         self.payloads.open_session(session)
         welcome = msgspec.structs.replace(self._welcome, session=joined.session)
         self._answer(ticket, session, CallResult(welcome), completed_by_make=True)
@@ -251,7 +250,7 @@ class CallExecutor:
         known = self._state.sessions.by_id
         for session, client in list(self.clients.by_session.items()):
             if client.number not in known:
-                del self.clients.by_session[session]
+                self.clients.close(session)
                 self.payloads.end_session(session)
                 self._clean_up(session, client.number)
 

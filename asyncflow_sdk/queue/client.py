@@ -129,24 +129,13 @@ class QueueVerbs(Generic[B]):
         task: str,
         count: int = 1,
         *,
-        columns: Sequence[str] | None = None,
-        at_least: int = 0,
-        partition: str | None = None,
-        timeout_s: float = TIMEOUT_S,
-        group: str = "",
-        rank: int = 0,
-        world_size: int = 1,
-        shards: int = 0,
-        most: int = 0,
         ack: LeasedBatch | BatchVerbs | None = None,
+        **options: Any,
     ) -> B:
+        """See ``TransferQueue.get``."""
         if not isinstance(ack, BatchVerbs | None):
             raise TypeError(f"ack must be a batch that this queue leased, not {type(ack).__name__}")
-        request = _lease_request(
-            task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s, group=group,
-            rank=rank, world_size=world_size, shards=shards, most=most,
-        )  # fmt: skip
-        return await self._lease(request, ack)
+        return await self._lease(_lease_request(task, count, **options), ack)
 
     async def _lease(self, request: cmd.LeaseRows, last: BatchVerbs | None = None, *, acknowledge: bool = True) -> B:
         """Send a lease request with the last message about batch ``last``; return the new batch."""
@@ -369,21 +358,11 @@ class QueueClient(QueueVerbs[BlockingBatch], TransferQueue):
         task: str,
         count: int = 1,
         *,
-        columns: Sequence[str] | None = None,
-        at_least: int = 0,
-        partition: str | None = None,
-        timeout_s: float = TIMEOUT_S,
-        group: str = "",
-        rank: int = 0,
-        world_size: int = 1,
-        shards: int = 0,
         ahead: bool = False,
+        **options: Any,
     ) -> BlockingStream:
         """See ``TransferQueue.stream``."""
-        request = _lease_request(
-            task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s, group=group,
-            rank=rank, world_size=world_size, shards=shards,
-        )  # fmt: skip
+        request = _lease_request(task, count, **options)
 
         def lease_on_a_loop() -> Coroutine[Any, Any, BlockingBatch]:
             return _LoopQueue(LoopPort(self.connection))._lease(request)
@@ -399,19 +378,12 @@ class QueueClient(QueueVerbs[BlockingBatch], TransferQueue):
         task: str,
         *,
         part_rows: int = 1,
-        columns: Sequence[str] | None = None,
-        timeout_s: float = TIMEOUT_S,
-        group: str = "",
-        rank: int = 0,
-        world_size: int = 1,
         check: Callable[[], None] | None = None,
+        **options: Any,
     ) -> BlockingStepStream:
         """See ``TransferQueue.steps``. ``check``: called before each wait for a part, and every few
         seconds of it; its exception ends the wait."""
-        request = _lease_request(
-            task, 1, columns=columns, at_least=part_rows, timeout_s=timeout_s, group=group, rank=rank,
-            world_size=world_size, parts=True,
-        )  # fmt: skip
+        request = _lease_request(task, 1, parts=True, at_least=part_rows, **options)
         return BlockingStepStream(self._port, self._lease_part, request, check)
 
     def send(self, command: cmd.AnyCommand) -> Any:

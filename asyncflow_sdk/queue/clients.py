@@ -31,6 +31,18 @@ class ClientTable:
     def __len__(self) -> int:
         return len(self.by_session)
 
+    def open(self, session: str, client: ClientProcess) -> None:
+        """Add a session."""
+        self.by_session[session] = client
+
+    def close(self, session: str) -> ClientProcess:
+        """Remove a session."""
+        return self.by_session.pop(session)
+
+    def silence(self, client: ClientProcess, homes: dict[int, float]) -> None:
+        """Note that the unit of these homes ended by silence. ``homes``: since when each is absent."""
+        self.silent |= {home: (client.public, since) for home, since in homes.items()}
+
     def public_keys(self) -> set[str]:
         """Return the public keys of open sessions."""
         return {client.public for client in self.by_session.values()}

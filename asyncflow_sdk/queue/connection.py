@@ -127,9 +127,7 @@ class Connection:
         self.wire = Client(address, known, insecure=insecure)
         self.key = own_key(None if known is None else known.server)
         self.on_lease: Callable[[Any], None] = lambda lease: None
-        """Called with each new lease, in the thread that asked for it."""
         self.renewer: Any = None
-        """The ``LeaseRenewer``, if there is one. It is closed with the connection."""
         self.unreturned: deque[cmd.GiveBack] = deque()
         """Leases whose rows could not be read, and that the server does not know to be given back."""
         self._events: list[Event] = []
@@ -213,6 +211,11 @@ class Connection:
         assert isinstance(answer.reply, Welcome)
         return answer.reply
 
+    def renew_by(self, renewer: Any, on_lease: Callable[[Any], None] | None) -> None:
+        """Set the ``LeaseRenewer``, to be closed with the connection. ``on_lease``: called with each new lease, in the
+        thread that asked for it."""
+        self.renewer, self.on_lease = renewer, on_lease or self.on_lease
+
     @property
     def member(self) -> Member:
         """This client for the services of other clients, and theirs for its own."""
@@ -277,7 +280,7 @@ class Connection:
             self.store.free(unpack_ids(answer.freed).tolist())
         if reply.payload is None:
             return answer
-        reply.payload.flags.writeable = False
+        reply.payload.setflags(write=False)
         return ResultWithPayload(**msgspec.structs.asdict(answer), memory=reply.payload)
 
     def unpack_or_raise(self, reply: WireReply) -> CallResult:

@@ -73,7 +73,7 @@ class Durability:
             found = replace(resumption.found, full=str(full))
         log.take()
         executor.take_digest()
-        log.keep = True
+        log.begin()
         return found
 
     def close(self, *, over: bool) -> None:

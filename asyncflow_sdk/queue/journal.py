@@ -149,24 +149,24 @@ _decode_writer = msgspec.msgpack.Decoder(_Writer).decode
 
 
 class Journal:
-    """Writes one file. ``sync``: commit to the disk. Not thread-safe. Raises MemoryFull, OSError."""
+    """Writes one file. ``fd``: open for writing. ``sync``: commit to the disk. ``number``: the number of the next
+    frame. ``written``: bytes in the file. Not thread-safe."""
 
-    def __init__(self, path: Path, head: JournalHead, sync: bool) -> None:
+    def __init__(self, path: Path, head: JournalHead, fd: int, sync: bool, number: int = 0, written: int = 0) -> None:
         self.path, self.head = path, head
         self.failure: OSError | None = None
-        self._sync = sync
-        self._number = 0
+        self._fd, self._sync, self._number, self._written = fd, sync, number, written
         self._buffer = bytearray()
-        self._written = self._allocated = 0
-        self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        self._allocated = os.fstat(fd).st_size
+
+    @classmethod
+    def new(cls, path: Path, head: JournalHead, sync: bool) -> Journal:
+        """Begin a file. Raises MemoryFull, OSError."""
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
-            self.reserve(0)
-            self._buffer += MAGIC
-            self._frame(_encode(head))
-            self._write()
-            os.fsync(self._fd)
+            return cls(path, head, fd, sync)._begin()
         except BaseException:
-            os.close(self._fd)
+            os.close(fd)
             path.unlink(missing_ok=True)
             raise
 
@@ -174,18 +174,14 @@ class Journal:
     def reopened(cls, recorded: JournalReader, cut: int, sync: bool) -> Journal:
         """Continue a file read to its end; overwrite its ``torn_bytes``. Raises OSError."""
         assert recorded.head is not None
-        journal = cls.__new__(cls)
-        journal.path, journal.head, journal.failure, journal._sync = recorded.path, recorded.head, None, sync
-        journal._number, journal._written, journal._buffer = recorded.records + 1, recorded.end, bytearray()
-        journal._fd = os.open(recorded.path, os.O_WRONLY | os.O_CLOEXEC)
+        fd = os.open(recorded.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            journal._allocated = os.fstat(journal._fd).st_size
-            os.pwrite(journal._fd, bytes(cut), recorded.end)
-            os.fsync(journal._fd)
+            os.pwrite(fd, bytes(cut), recorded.end)
+            os.fsync(fd)
+            return cls(recorded.path, recorded.head, fd, sync, recorded.records + 1, recorded.end)
         except BaseException:
-            os.close(journal._fd)
+            os.close(fd)
             raise
-        return journal
 
     @property
     def nbytes(self) -> int:
@@ -229,6 +225,15 @@ class Journal:
                     os.ftruncate(self._fd, self._written)
             os.close(self._fd)
             self._fd = -1
+
+    def _begin(self) -> Journal:
+        """Write the head."""
+        self.reserve(0)
+        self._buffer += MAGIC
+        self._frame(_encode(self.head))
+        self._write()
+        os.fsync(self._fd)
+        return self
 
     def _frame(self, content: bytes) -> None:
         number, self._number = self._number, self._number + 1

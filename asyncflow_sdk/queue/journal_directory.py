@@ -58,7 +58,7 @@ class JournalDirectory:
                 sync_directory(parent)
         self._lock, self.addresses = _take_lock(path)
         try:
-            self._number, self.head, self.state = _newest(path)
+            self._number, self.head, self._state = _newest(path)
             if self.head is not None and durability not in (None, self.head.durability):
                 raise ConfigError(
                     f"{self.path} holds a run of durability {self.head.durability!r}; it cannot continue as"
@@ -96,6 +96,11 @@ class JournalDirectory:
             os.pwrite(self._lock, content, 0)
             os.ftruncate(self._lock, len(content))
 
+    def take_state(self) -> bytes:
+        """Return the newest snapshot's state, once."""
+        state, self._state = self._state, b""
+        return state
+
     def begin(self, state: bytes, memory: Path, now: float) -> Journal:
         """Write a snapshot of ``state``, and return the new journal after it.
 
@@ -108,7 +113,7 @@ class JournalDirectory:
         path, snapshot_path = self._file("journal", number), self._file("snapshot", number)
         for stale in (path, snapshot_path):  # from a failed attempt: they must never count
             stale.unlink(missing_ok=True)
-        journal = Journal(path, head, sync=self.syncs)
+        journal = Journal.new(path, head, self.syncs)
         try:
             snapshot.write(snapshot_path, msgspec.msgpack.encode(head), state)
         except BaseException as error:

@@ -30,14 +30,17 @@ _MOST = 1000
 
 
 class UnreadLease:
-    """A lease with columns that are fetched from another host. It is renewed while it is referenced.
-    ``lost``: True once the server says so."""
+    """A lease with columns that are fetched from another host. It is renewed while it is referenced."""
 
     left = 1
-    lost = False
 
     def __init__(self, lease: cmd.Leased) -> None:
         self.token, self.rank, self.lease_s, self._since = lease.token, lease.rank, lease.lease_s, time.monotonic()
+        self.lost = False
+
+    def lose(self) -> None:
+        """Note that the server says that it is lost."""
+        self.lost = True
 
 
 class LeaseRenewer:
@@ -58,9 +61,7 @@ class LeaseRenewer:
         self._closed = False
         self._wake_at = math.inf
         """Time of the next check. A lease due later need not wake the thread."""
-        if not unread:
-            connection.on_lease = self.add
-        connection.renewer = self
+        connection.renew_by(self, None if unread else self.add)
         threading.Thread(target=self._run, name="renewing", daemon=True).start()
 
     @property
@@ -93,7 +94,7 @@ class LeaseRenewer:
                         self._held.pop((token, rank, False), None)
                         reading = self._held.pop((token, rank, True), None)
                     if reading is not None and isinstance(lease := reading(), UnreadLease):
-                        lease.lost = True
+                        lease.lose()
                 except AsyncFlowError:
                     if self._port.connection.wire.closed or self._port.connection.wire.server_closed:
                         return

@@ -21,7 +21,7 @@ LOG_S = 5.0
 
 
 class Listeners:
-    """For the arguments see ``QueueServer``. ``muted``: call none (in a replay)."""
+    """For the arguments see ``QueueServer``."""
 
     def __init__(
         self,
@@ -30,9 +30,13 @@ class Listeners:
         on_final: Callable[[int], None] | None,
     ) -> None:
         self._on_event, self._on_step, self._on_final = on_event, on_step, on_final
-        self.muted = False
+        self._muted = False
         self._lines: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._logging: threading.Thread | None = None
+
+    def mute(self, muted: bool) -> None:
+        """Call no listener from now on, as in a replay; or call them again."""
+        self._muted = muted
 
     @property
     def events(self) -> bool:
@@ -42,7 +46,7 @@ class Listeners:
     @property
     def steps(self) -> bool:
         """True if there is a listener for rows of acknowledged steps."""
-        return self._on_step is not None and not self.muted
+        return self._on_step is not None and not self._muted
 
     def event(self, event: Event) -> None:
         """Log a note or the restart of a worker, and call the listener for events."""
@@ -55,7 +59,7 @@ class Listeners:
 
     def _log_line(self, level: int, text: str) -> None:
         """Log a line in a thread of its own: a handler may block, and must not stop the server."""
-        if self.muted or not _run_log.isEnabledFor(level):
+        if self._muted or not _run_log.isEnabledFor(level):
             return
         if self._logging is None:
             self._logging = threading.Thread(target=self._log_lines, name="asyncflow-log", daemon=True)
@@ -79,7 +83,7 @@ class Listeners:
     @property
     def finals(self) -> bool:
         """True if there is a listener for final steps."""
-        return self._on_final is not None and not self.muted
+        return self._on_final is not None and not self._muted
 
     def final(self, covers: int) -> None:
         """Call ``on_final``, before a checkpoint makes the steps below ``covers`` final. It may take long,
@@ -87,7 +91,7 @@ class Listeners:
         self._call(self._on_final, covers)
 
     def _call(self, listener: Callable[..., None] | None, *arguments: object) -> None:
-        if listener is None or self.muted:
+        if listener is None or self._muted:
             return
         try:
             listener(*arguments)

@@ -34,8 +34,8 @@ class StreamDataLoader(Generic[T]):
     the task's name) iterates over its own loader, and the k-th batches of all ranks are the shards,
     of ``count`` rows each, of one lease. ``shards``: as of ``get``, fewer if several ranks need the
     same rows. ``prefetch`` 1: lease the next batch while this one is in use; its lease time
-    (``lease_s`` of the task) starts again when it is yielded. ``at_least``, ``partition``: as of
-    ``get``. ``timeout_s``: the longest wait for a batch.
+    (``lease_s`` of the task) starts again when it is yielded. ``at_least``, and the options ``partition``, ``group`` and
+    ``timeout_s`` (the longest wait for a batch): as of ``get``.
 
     Raises the errors of ``get``: DeadlineExceeded, and LeaseLost if the previous batch took longer
     than its lease. One thread iterates at a time. Use it only in the process that made it, not in
@@ -51,13 +51,11 @@ class StreamDataLoader(Generic[T]):
         *,
         rank: int = 0,
         world_size: int = 1,
-        group: str = "",
         shards: int = 0,
         collate: Callable[[LeasedBatch], T] | None = None,
         prefetch: int = 0,
         at_least: int = 0,
-        partition: str | None = None,
-        timeout_s: float = NEXT_S,
+        **options: Any,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} of {world_size}: ranks are 0 to world_size - 1")
@@ -67,9 +65,8 @@ class StreamDataLoader(Generic[T]):
         self._collate: Callable[[LeasedBatch], Any] = collate or LeasedBatch.to_torch
         parts = (shards or world_size) if world_size > 1 else 1
         self._batches = queue.stream(
-            task, count * parts, columns=columns, at_least=at_least * parts, partition=partition,
-            timeout_s=timeout_s, ahead=bool(prefetch), group=group or task, rank=rank, world_size=world_size,
-            shards=shards,
+            task, count * parts, columns=columns, at_least=at_least * parts, ahead=bool(prefetch), rank=rank,
+            world_size=world_size, shards=shards, **{"group": task, "timeout_s": NEXT_S} | options,
         )  # fmt: skip
         _register_with_torch()
 

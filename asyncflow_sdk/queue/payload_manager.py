@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AsyncFlowError
+from ..interfaces.store import PayloadStore
 from ..ledger import Audit, StatusReport, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
@@ -66,8 +67,7 @@ class PayloadManager:
         self._pending_blocks: dict[int, CallPayload] = {}  # by ticket of a waiting call
         # by wanted columns, and the bit mask of common columns
         self._schemas: dict[tuple[tuple[str, ...], int], dict[str, ColumnSpec]] = {}
-        self.read_homes: Callable[[Sequence[BlockSlices], Mapping[str, ColumnSpec]], dict[str, Column]]
-        """Reads rows with columns in other homes, from any thread but the server's. Set if the run has a store with homes."""
+        self._homes: PayloadStore | None = None
         self._step_reads: weakref.WeakSet[StepRows] = weakref.WeakSet()
 
     # ---- sessions
@@ -179,6 +179,11 @@ class PayloadManager:
 
     # ---- homes
 
+    def read_homes_by(self, store: PayloadStore) -> None:
+        """Read rows with columns in other homes by this store, from any thread but the server's. It is closed with
+        this object."""
+        self._homes = store
+
     def place_children(self, remade: Replacement) -> None:
         """Give children the put columns of their parents, in the same blocks."""
         self.index.copy(remade.parents, remade.children, remade.columns)
@@ -242,18 +247,19 @@ class PayloadManager:
 
         def batch_of(at: Ids | slice, columns: dict[str, Column]) -> Batch:
             """Return some rows of the step with these columns."""
-            batch = Batch(ids[at], groups[at], columns)
-            batch.completed_at, batch.version_step_offsets = completed_at[at], version_step_offsets
-            return batch
+            return Batch(
+                ids[at], groups[at], columns, completed_at=completed_at[at], version_step_offsets=version_step_offsets
+            )
 
         slices = self.index.locate(ids, columns_of)
         if not all(home_of(segment) == SERVER_MEMORY for part in slices for segment in part.segments):
             # the rows stay until a checkpoint covers them, and this thread must not wait for other hosts
-            at = sampled(groups)
+            at, homes = sampled(groups), self._homes
+            assert homes is not None
             some = self.index.locate(ids[at], columns_of)
             return StepRows(
-                lambda: batch_of(slice(None), self.read_homes(slices, schema)),
-                lambda: batch_of(at, self.read_homes(some, schema)),
+                lambda: batch_of(slice(None), homes.read(slices, schema)),
+                lambda: batch_of(at, homes.read(some, schema)),
             )
         held: list[BlockHold] = []
 
@@ -330,6 +336,8 @@ class PayloadManager:
         """Read the steps not read by listeners yet, and unmap all segments."""
         for step in list(self._step_reads):
             step.now()
+        if self._homes is not None:
+            self._homes.close()
         self.remote.close()
         self._mapper.close()
 
@@ -347,23 +355,27 @@ class SegmentFiles:
     next ``remove_pending``.
     """
 
-    TRANSIENT = frozenset({"_rows", "_weights", "_pending", "replaying"})
+    TRANSIENT = frozenset({"_rows", "_weights", "_pending", "_replaying"})
 
     def __init__(self, rows: Path, weights: Path) -> None:
         self._rows, self._weights = rows, weights
         self._pending: list[Path] = []
-        self.replaying = False
+        self._replaying = False
         self._publishers: set[int] = set()  # sessions that published the versions kept
         self._ended: set[int] = set()  # ended sessions whose weights are not removed yet
 
+    def replay(self, replaying: bool) -> None:
+        """Remove no file from now on, in a replay; or remove them again."""
+        self._replaying = replaying
+
     def remove(self, segment: str) -> None:
         """Remove a segment of an ended session: its last row has ended."""
-        if not self.replaying:
+        if not self._replaying:
             self._pending.append(self._rows / segment)
 
     def end_session(self, session: int, needed: Collection[str], publishers: Collection[int]) -> None:
         """Remove an ended session's segments but those ``needed`` or written by ``publishers``."""
-        if not self.replaying:
+        if not self._replaying:
             self._pending += [path for path in self._rows.glob(f"s{session}-*") if path.name not in needed]
         self._ended.add(session)
         self.set_publishers(publishers)
@@ -373,7 +385,7 @@ class SegmentFiles:
         self._publishers = set(publishers)
         for session in self._ended - self._publishers:
             self._ended.discard(session)
-            if not self.replaying:
+            if not self._replaying:
                 self._pending += self._weights.glob(f"w[0-9]*.{session}-*")
 
     def reconcile(self, sessions: Collection[int], needed: Collection[str]) -> None:

@@ -94,10 +94,12 @@ class RecoverableState:
         """
         executor = self.executor
         log, differing = executor.ledger.state.context.log, 0
-        self._listeners.muted = executor.payloads.files.replaying = True
+        self._listeners.mute(True)
+        executor.payloads.files.replay(True)
         try:
             for entry in recorded.entries():
-                executor.clock.fixed = now = entry.record.now
+                now = entry.record.now
+                executor.clock.stop(now)
                 log.replay(entry.results)
                 self._replay_record(entry.record)
                 used = log.replay(None)
@@ -105,7 +107,8 @@ class RecoverableState:
                 if after is not None:
                     after(entry.record)
         finally:
-            self._listeners.muted = executor.payloads.files.replaying = False
+            self._listeners.mute(False)
+            executor.payloads.files.replay(False)
             self._wire.finish_replay()
         return differing, now
 
@@ -174,8 +177,7 @@ def recover(directory: JournalDirectory, recoverable: RecoverableState) -> Resum
     if directory.head is None:
         return None
     executor = recoverable.executor
-    recoverable.restore(directory.state)
-    directory.state = b""
+    recoverable.restore(directory.take_state())
     recorded = JournalReader(directory.journal_path, directory.run)
     try:
         differing, now = recoverable.replay(recorded, directory.head.now)
@@ -184,7 +186,7 @@ def recover(directory: JournalDirectory, recoverable: RecoverableState) -> Resum
     finally:
         recorded.close()
     executor.clock.resume(now)
-    executor.ledger.state.context.log.keep = True  # in case the old journal must be continued
+    executor.ledger.state.context.log.begin()  # in case the old journal must be continued
     damaged = str(directory.keep_damaged(recorded.end)) if valid_behind else ""
     # at durability "process", payload was never synced: files that survived a host crash may be incomplete
     gone = recorded.boot != boot() and directory.durability == "process"

@@ -46,7 +46,7 @@ class IncomingBlock:
     def write(self, start: int, data: Any) -> None:
         """Write a part of the block. The arena's header at its start is skipped."""
         skip = max(0, HEADER_BYTES - start)
-        self.space.memory[start + skip : start + len(data)] = np.frombuffer(data, np.uint8)[skip:]
+        self.space.write(start + skip, np.frombuffer(data, np.uint8)[skip:])
 
     def release(self) -> None:
         """Free the block."""

@@ -113,7 +113,6 @@ class QueueServer:
         self._keys, self._save_keys = keys, save_keys
         self._key = own_key()  # of this process, for storage units
         self._store, self._store_options = store, dict(store_options or {})
-        self._home_reader: PayloadStore | None = None
         self._durability = Durability(journal, durability, history)
         self.durability, self.directory = self._durability.level, self._durability.directory
         self.rows = self._durability.rows
@@ -171,8 +170,7 @@ class QueueServer:
                 self._wire.watch(session, client.pid, client.pid_key)
                 self._wire.bind(session, *(() if keys is None else keys.server.clients), "", client.public)
         if store != LOCAL:
-            self._home_reader = self._open_home_reader(store, self._store_options)
-            self._payloads.read_homes = self._home_reader.read
+            self._payloads.read_homes_by(self._open_home_reader(store, self._store_options))
         self._units = dict.fromkeys(self._unit_sessions(), self._clock())  # last sign of life
         self._executor.report_steps_again()
         self._wire.start()
@@ -213,8 +211,6 @@ class QueueServer:
         journal = self._durability.path
         self._wire.stop(for_good=lambda: journal is None or self._is_over())
         self._payloads.close()
-        if self._home_reader is not None:
-            self._home_reader.close()
         over = self._is_over()
         if journal is not None and not over:
             live = self._ledger.audit().live

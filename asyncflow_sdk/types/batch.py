@@ -32,19 +32,21 @@ class Batch(Mapping[str, Values]):
     views are read-only. Writing into torch tensors never changes stored values.
     """
 
-    version_step_offsets: tuple[tuple[int, int], ...] = ()
-    completed_at: npt.NDArray[np.int64] | None = None
-
     def __init__(
         self,
         ids: npt.NDArray[np.int64],
         groups: npt.NDArray[np.int64],
         columns: Mapping[str, Column],
         writable: Callable[[str], Array | None] | None = None,
+        *,
+        completed_at: npt.NDArray[np.int64] | None = None,
+        version_step_offsets: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.ids = ids
         self.groups = groups
         self.columns = dict(columns)
+        self.completed_at = completed_at
+        self.version_step_offsets = version_step_offsets
         self._writable = writable
         self._unpacked: dict[str, Values] = {}
 

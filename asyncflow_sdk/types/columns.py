@@ -229,7 +229,7 @@ def unpack(column: Column) -> Values:
         values = column.values
         if values.flags.writeable:
             values = values.view()
-            values.flags.writeable = False
+            values.setflags(write=False)
         return values if column.offsets is None else Ragged(values, column.offsets)
     assert column.offsets is not None
     raw = column.values.tobytes()

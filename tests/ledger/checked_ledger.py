@@ -120,7 +120,7 @@ class CheckedLedger:
         self.ledgers = [Ledger(**options) for _ in range(1 + twin)]
         first = self.ledgers[0]
         self._recorded = first.state.context.log
-        self._recorded.keep = True
+        self._recorded.begin()
         self.audit, self.status, self.next_deadline = first.audit, first.status, first.next_deadline
         self.now, self.tickets = 0.0, 0
         self.answers: dict[int, Any] = {}  # by ticket

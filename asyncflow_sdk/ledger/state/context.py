@@ -62,24 +62,24 @@ class NondeterminismLog:
 
     Live, the function is called and its result is recorded with the current input. A replay returns the recorded
     result and calls nothing. All other decisions of a ledger follow from its inputs and times. Owned by the ledger's
-    thread. ``keep``: True if results are kept for ``take``."""
+    thread."""
 
     def __init__(self) -> None:
-        self.keep = False
+        self._keep = False
         self._results: list[bytes] = []
         self._replay: deque[bytes] | None = None
 
     @property
     def active(self) -> bool:
         """True if results are recorded or replayed. Otherwise a caller need not compute them."""
-        return self.keep or self._replay is not None
+        return self._keep or self._replay is not None
 
     def record(self, produce: Callable[[], bytes]) -> bytes:
         """Call ``produce`` and record its result, but no error; or return the recorded one."""
         if self._replay is not None:
             return self._replay.popleft()
         result = produce()
-        if self.keep:
+        if self._keep:
             self._results.append(result)
         return result
 
@@ -96,6 +96,10 @@ class NondeterminismLog:
         if result[:1] == b"-":
             raise error_from_name(*msgspec.msgpack.decode(result[1:], type=tuple[str, str]))
         return result[1:]
+
+    def begin(self) -> None:
+        """Keep results for ``take`` from now on."""
+        self._keep = True
 
     def take(self) -> tuple[bytes, ...]:
         """Return the results recorded since the last call."""

@@ -58,9 +58,8 @@ def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
 
 def arrange(columns: Mapping[str, Column], *, sealed: bool = False) -> tuple[int, int, bytes, list[Array]]:
     """Return a block's rows, bytes, header (after the arena's), and arrays, to be aligned to ALIGN."""
-    rows = len(next(iter(columns.values())))
     end = -(-(HEADER_BYTES + 24 + 24 * len(columns)) // ALIGN) * ALIGN
-    head = [rows, len(columns), 0]
+    head = [0, len(columns), 0]
     arrays: list[Array] = []
     for column in columns.values():
         size, offsets = column.values.nbytes, column.offsets
@@ -74,7 +73,8 @@ def arrange(columns: Mapping[str, Column], *, sealed: bool = False) -> tuple[int
     if sealed:
         arrays.append(np.zeros(ALIGN, np.uint8))
         end += ALIGN
-    head[2] = end
+    rows = len(column)
+    head[0], head[2] = rows, end
     return rows, end, struct.pack(f"<{len(head)}q", *head), arrays
 
 
@@ -89,16 +89,16 @@ def write(
         pieces: list[Any] = [header, _PAD[: -(len(header) + HEADER_BYTES) % ALIGN]]
         for array in arrays:
             pieces += (np.ascontiguousarray(array), _PAD[: -array.nbytes % ALIGN])
-        space.memory[HEADER_BYTES:] = np.frombuffer(b"".join(pieces), np.uint8)
+        space.write(HEADER_BYTES, b"".join(pieces))
     else:
-        space.memory[HEADER_BYTES : HEADER_BYTES + len(header)] = np.frombuffer(header, np.uint8)
+        space.write(HEADER_BYTES, header)
         at = -(-(HEADER_BYTES + len(header)) // ALIGN) * ALIGN
         for array in arrays:
             if array.nbytes:  # a strided view is copied only once, too
                 space.memory[at : at + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
             at += -(-array.nbytes // ALIGN) * ALIGN
     if sealed:
-        space.memory[-_SEAL_BYTES:] = _digest([space.memory[HEADER_BYTES:-_SEAL_BYTES]])
+        space.write(end - _SEAL_BYTES, _digest([space.memory[HEADER_BYTES:-_SEAL_BYTES]]))
     return Block(space.segment, space.start, space.serial, rows, end, tuple(columns)), space
 
 

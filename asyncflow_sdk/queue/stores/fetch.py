@@ -167,7 +167,7 @@ def unpack_parts(
     """Return the columns of each part. Raises DigestMismatch, SchemaError, ProtocolError."""
     if len(reply.blocks) != len(parts) or sum(each.nbytes for each in reply.blocks) != len(payload):
         raise ProtocolError(f"{len(parts)} blocks were requested; {len(reply.blocks)} in {len(payload)} bytes came")
-    payload.flags.writeable = False
+    payload.setflags(write=False)
     out, end = list[dict[str, Column]](), 0
     for part, block in zip(parts, reply.blocks, strict=True):
         memory, end = payload[end : end + block.nbytes], end + max(block.nbytes, 0)
@@ -244,5 +244,5 @@ def merge(pieces: Sequence[tuple[Ints, Column]], name: str) -> Column:
 
 
 def _read_only(values: Any) -> Any:
-    values.flags.writeable = False
+    values.setflags(write=False)
     return values

@@ -43,7 +43,7 @@ class SharedStore(PayloadStore):
     def copy_of(self, block: Block, old: Allocation) -> StoredBlock:
         """Write a block that any store of this process has written. Raises MemoryFull."""
         space = self._arena.allocate(old.nbytes)
-        space.memory[HEADER_BYTES:] = old.memory[HEADER_BYTES:]
+        space.write(HEADER_BYTES, old.memory[HEADER_BYTES:])
         if self.synced:
             self._arena.sync(space)
         block = msgspec.structs.replace(block, segment=space.segment, start=space.start, serial=space.serial)

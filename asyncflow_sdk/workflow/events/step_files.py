@@ -62,13 +62,12 @@ def read_batch(path: Path, only: tuple[str, ...] | None = None, rows: int | None
                 values = values.view(carrier(dtype))[..., 0]
             spec = ColumnSpec(kind, dtype, values.shape[1:])  # type: ignore[arg-type]
             columns[name] = Column(spec, values, offsets)
-        batch = Batch(stored.first("ids", rows), stored.first("groups", rows), columns)
-        if "version_step_offsets" in stored:
-            batch.version_step_offsets = tuple(
-                (int(first), int(shift)) for first, shift in stored["version_step_offsets"]
-            )
-        batch.completed_at = stored.first(COMPLETED_AT, rows) if COMPLETED_AT in stored else None
-        return batch
+        offsets_by_version = stored.get("version_step_offsets", ())
+        return Batch(
+            stored.first("ids", rows), stored.first("groups", rows), columns,
+            completed_at=stored.first(COMPLETED_AT, rows) if COMPLETED_AT in stored else None,
+            version_step_offsets=tuple((int(first), int(shift)) for first, shift in offsets_by_version),
+        )  # fmt: skip
 
 
 def read_steps(directory: str | Path) -> Iterator[tuple[int, Batch]]:
