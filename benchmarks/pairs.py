@@ -3,8 +3,7 @@
     cell = watch(Cell("vllm", "torch"), lambda: Workflow(...), directory)
     cells = main(__doc__, [Pair(rollout, train)], run, page)
 
-Environments are built by make, here, unless an interpreter is given: ``--python vllm=PATH``. A cell whose environment cannot be
-built says so, and is not green.
+Environments are built by make unless an interpreter is given: ``--python vllm=PATH``. A cell without one says why.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A real model's updates, encoded: ``python -m benchmarks.weights.delta '{"millions": 40, "steps": 16}'``.
 
-A Llama with new weights, fp32 masters, Adam at learning_rate 1e-6, one policy-gradient step after another on samples of its own making,
-each with an advantage of 1 or -1. After each step the bfloat16 weights are encoded against those of the step before, bucket by
-bucket, and decoded again. The last line printed is the result, as JSON: of the last half of the steps, when the running means
-of Adam have settled, the size in percent of full, percent of elements that changed, and the speed of one core in GB/s of full
-weights; and what the last step moved through transport tcp, in percent of full.
+A Llama with new weights, fp32 masters and Adam (learning_rate 1e-6) takes policy-gradient steps on samples of its own, each with
+an advantage of 1 or -1. After each step the bfloat16 weights are encoded bucket by bucket against those before, and decoded.
+The last line printed is JSON, of the last half of the steps (Adam's running means have settled): size and changed elements in
+percent of full, GB/s of full weights by one core, and what the last step moved by transport tcp, in percent of full.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Ours: ``run.weight_publisher`` and ``run.weight_updates``, every guarantee on; ``bare``: without digests; ``tcp``: never by
-delta, and to a replica that does not know its publisher's memory, so that all bytes travel."""
+"""Ours, with every guarantee. ``bare``: without digests. ``tcp``: all bytes travel, as to a new replica of another host."""
 
 from __future__ import annotations
 
