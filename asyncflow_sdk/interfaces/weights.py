@@ -190,7 +190,8 @@ class Fetched:
     """A version's bytes at the fetching end, verified. ``chunks``: uint8 (nbytes,) each,
     contiguous; writing into them changes nothing elsewhere. ``moved``: bytes moved by ``encoding``:
     mapped (0 bytes), full or delta. ``places``: of each chunk in a file, if other processes of this
-    host can map it until ``release``; else empty. ``notes``: troubles on the way, for people."""
+    host can map it until ``release``; else empty. ``notes``: troubles on the way, for people.
+    ``is_base``: False if a later fetch has no use for it."""
 
     manifest: Manifest
     chunks: Sequence[Any]
@@ -199,6 +200,7 @@ class Fetched:
     on_release: Callable[[], None] | None = None
     places: Sequence[FilePlace] = ()
     notes: Sequence[str] = ()
+    is_base: bool = True
 
     def release(self) -> None:
         """Give the bytes back. Existing views stay valid. Idempotent."""

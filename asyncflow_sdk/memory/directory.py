@@ -60,7 +60,7 @@ class SharedDirectory:
         try:
             self.path, self._lock = _make(base) if path is None else _reuse(path)
         except BlockingIOError as error:
-            raise ConfigError(f"{error}; its holder stands still, maybe while it removes {path}: end that") from None
+            raise ConfigError(f"{error}; it is in use, or its holder stands still: end that") from None
         self._mark = None if journal is None else (str(journal), _identity(journal.parent.parent))
         self._next_sign_s = 0.0
         if self._mark is not None:
@@ -75,7 +75,7 @@ class SharedDirectory:
             return False
         self._next_sign_s = time.monotonic() + SIGN_S
         if removed:
-            lost, (_, self._lock) = self._lock, _reuse(self.path)
+            lost, (_, self._lock) = self._lock, _reuse(self.path, wait_s=0.0)
             os.close(lost)
         if self._mark is not None:
             try:

@@ -32,7 +32,7 @@ class MappedSegment:
 
     def __init__(self, path: Path, lock: threading.RLock) -> None:
         self.name = path.name
-        self.fd = os.open(path, os.O_RDONLY)
+        self.fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             self.map = mmap.mmap(self.fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         except BaseException:

@@ -38,7 +38,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             name="tcp",
             factory="asyncflow_sdk.weights.transports.tcp:TcpTransport",
             tested="Linux 6.18",
-            can={"hosts": "many", "encodings": ["full", "delta"], "outlives": []},
+            can={"hosts": "many", "encodings": ["mapped", "full", "delta"], "outlives": []},
         ),
         *(
             AdapterSpec(kind=kind, name=name, factory=f"{module}:{factory}")

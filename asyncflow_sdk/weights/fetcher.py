@@ -99,7 +99,8 @@ class VersionFetcher:
             self._former_bases.append(self._base)
         self._base = None
         self._release_former_bases()
-        if any(self._receiver(part.transport).keeps_base for part in loaded.announcement.parts):
+        parts = loaded.announcement.parts
+        if any(loaded.parts[rank].is_base and self._receiver(p.transport).keeps_base for rank, p in enumerate(parts)):
             self._base = loaded
         else:
             loaded.release()

@@ -285,7 +285,8 @@ def test_an_interrupt_before_the_thread_of_a_fetch_runs_ends_it() -> None:
 def test_memory_with_threads_that_still_write_is_not_used_again() -> None:
     with ManyHosts() as hosts:
         sent, told = hosts.publish(1, NBYTES), threading.Event()
-        share, former = host_share.HostShare(Host(directory=None, name="a1", identity="a", run=hosts.run), 0), []
+        host, former = Host(directory=None, name="a1", identity="a", run=hosts.run), []
+        share = host_share.HostShare(host, 0, told)
 
         def interrupted(chunks: Sequence[Bytes], _: object) -> Fetched:
             former.extend(chunks)
@@ -299,8 +300,8 @@ def test_memory_with_threads_that_still_write_is_not_used_again() -> None:
         # given a fetch that was left in the middle, with threads that go on
         with contextlib.closing(share):
             with pytest.raises(KeyboardInterrupt):
-                share.fetch(sent.manifest, interrupted, time.monotonic() + 100, told)
-            fetched = share.fetch(sent.manifest, received, time.monotonic() + 100, told)
+                share.fetch(sent.manifest, interrupted, time.monotonic() + 100)
+            fetched = share.fetch(sent.manifest, received, time.monotonic() + 100)
             # when they write
             for chunk in former:
                 chunk[:] = 0

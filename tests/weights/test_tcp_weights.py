@@ -1,6 +1,8 @@
 """Weights over tcp: whole or as deltas, whichever is smaller; in bounded memory that is used again."""
 
 import contextlib
+import os
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from transport_ends import address_of, replica, tcp, with_service
 from waiting import until
 
-from asyncflow_sdk.errors import DigestMismatch, MemoryFull, VersionGone
+from asyncflow_sdk.errors import DeadlineExceeded, DigestMismatch, MemoryFull, VersionGone, WireError
 from asyncflow_sdk.interfaces import Fetched, Host
 from asyncflow_sdk.queue import Connection, QueueServer
 from asyncflow_sdk.testing.transport_harness import BUCKET, TransportHarness
@@ -46,7 +48,7 @@ def two_versions(ends: TransportHarness) -> tuple[Any, Any]:
     return old, new
 
 
-def test_a_replica_of_its_publishers_host_maps_a_version_and_fetches_what_it_cannot_see() -> None:
+def test_a_replica_of_its_publishers_host_maps_a_version_and_fetches_what_it_cannot_see(tmp_path: Path) -> None:
     with tcp() as ends, contextlib.closing(replica("here")) as receiver:
         ends.sender.close()
         ends.sender = ends.transport.sender(Host(directory=None, name="trainer", identity="here"))
@@ -55,15 +57,28 @@ def test_a_replica_of_its_publishers_host_maps_a_version_and_fetches_what_it_can
             ends.keep(version)
             fetched = receiver.fetch(sent.manifest, sent.where, timeout_s=60.0)
             sent.check(fetched)
-            assert (fetched.encoding, fetched.moved) == ("mapped", 0)
-        # when the memory is not in sight, and where its place is none
-        for directory in ("/nowhere", "/\0", "x" * 9999):
-            value = msgspec.msgpack.decode(sent.where)
+            assert (fetched.encoding, fetched.moved, fetched.is_base) == ("mapped", 0, False)
+        # when it is wanted no more, or too late
+        receiver.interrupt()
+        with pytest.raises(WireError, match="wanted no more"):
+            receiver.fetch(sent.manifest, sent.where, timeout_s=60.0)
+        with pytest.raises(DeadlineExceeded, match="not mapped and verified in time"):
+            receiver.fetch(sent.manifest, sent.where, timeout_s=0.0)
+        # when the memory is not in sight, its place is none, or is no memory of this user's runs
+        value = msgspec.msgpack.decode(sent.where)
+        own, segments = Path(value[4]), {place[0] for place in msgspec.msgpack.decode(value[5])}
+        pipes = own.with_name(own.name + "x")
+        for made, put in ((pipes, os.mkfifo), (tmp_path, lambda path: shutil.copy(own / path.name, path))):
+            made.mkdir(exist_ok=True)
+            for segment in segments:
+                put(made / segment)
+        for directory in ("/nowhere", "/\0", "x" * 9999, str(pipes), str(tmp_path)):
             value[4] = directory
             fetched = receiver.fetch(sent.manifest, msgspec.msgpack.encode(value), timeout_s=60.0)
             # then the service sends it
             sent.check(fetched)
             assert (fetched.encoding, fetched.moved) == ("full", sent.manifest.nbytes)
+        shutil.rmtree(pipes)
 
 
 def test_small_changes_come_as_deltas_and_what_is_the_same_does_not_come() -> None:

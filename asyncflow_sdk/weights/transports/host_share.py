@@ -1,7 +1,7 @@
 """HostShare: one process of a host fetches a version into shared memory, and the others map it.
 
-    share = HostShare(host, rank)
-    fetched = share.fetch(manifest, receive, until, stopped)     # receive(chunks, on_bucket) fills them
+    share = HostShare(host, rank, stopped)
+    fetched = share.fetch(manifest, receive, until)     # receive(chunks, on_bucket) fills them
 
 The processes meet in a directory of their user. The holder of the lock of its file ``fetching`` fetches: the kernel
 frees the lock of a dead process, and the next one fetches. The file ``last`` gets the places of a version, by renaming,
@@ -37,8 +37,8 @@ Receive = Callable[..., Fetched]
 class HostShare:
     """The versions of a publishing rank on this host. One ``fetch`` at a time."""
 
-    def __init__(self, host: Host, rank: int) -> None:
-        self._host = host
+    def __init__(self, host: Host, rank: int, stopped: threading.Event) -> None:
+        self._host, self._stopped = host, stopped
         self._name = hashlib.blake2b(f"{host.identity} {host.run} {rank}".encode(), digest_size=16).hexdigest()
         self._opened, self._path, self._lock = contextlib.ExitStack(), Path(), -1
         self._last = self._own = b""  # content of the file ``last``: as read, and as written by this process
@@ -50,14 +50,14 @@ class HostShare:
         """Host memory held for all processes of this host."""
         return 0 if self._memory is None else self._memory.nbytes
 
-    def fetch(self, manifest: Manifest, receive: Receive, until: float, stopped: threading.Event) -> Fetched:
+    def fetch(self, manifest: Manifest, receive: Receive, until: float) -> Fetched:
         """Map a version fetched by a process of this host; ``receive`` fetches it here, into memory of its own if
-        this host cannot share it. Raises errors of ``receive``, WireError once ``stopped``, DeadlineExceeded."""
-        self._what, self._until, self._stopped, self._last = f"version {manifest.version}", until, stopped, b""
+        this host cannot share it. Raises errors of ``receive``, WireError once stopped, DeadlineExceeded."""
+        self._what, self._until, self._last = f"version {manifest.version}", until, b""
         began = time.monotonic()
         try:
             while (fetched := self._attempt(manifest, receive, time.monotonic() - began)) is None:
-                self._check(self._waits_for, _POLL_S)
+                self._wait()
             return fetched
         except (errors.WireError, errors.WeightError, errors.DeadlineExceeded):
             if self._memory is not None:
@@ -90,12 +90,12 @@ class HostShare:
             self._lock = os.open(self._path / "fetching", os.O_CREAT | os.O_RDWR, 0o600)
             self._opened.callback(os.close, self._lock)
 
-    def _check(self, doing: str = "the memory of this host is being verified", wait_s: float = 0.0) -> None:
-        """Raise an error if the version is wanted no more, or late."""
-        if self._stopped.wait(wait_s):
+    def _wait(self) -> None:
+        """Wait a moment. Raise an error if the version is wanted no more, or late."""
+        if self._stopped.wait(_POLL_S):
             raise errors.WireError(f"the fetch of {self._what} was interrupted: it is wanted no more")
         if time.monotonic() >= self._until:
-            raise errors.DeadlineExceeded(f"{self._what} was not here in time: {doing}")
+            raise errors.DeadlineExceeded(f"{self._what} was not here in time: {self._waits_for}")
 
     def _attempt(self, manifest: Manifest, receive: Receive, waited_s: float) -> Fetched | None:
         """Map the version, or fetch it. Return None if another process does, or comes first."""
@@ -128,11 +128,11 @@ class HostShare:
             return None
         if directory != self._directory:
             self._receiver.close()
-            self._directory, self._receiver = directory, ShmReceiver(Path(directory), self._check)
+            self._directory, self._receiver = directory, ShmReceiver(Path(directory), self._stopped)
         if self._memory is not None and self._last != self._own:
             self._memory.free()
         try:
-            return self._receiver.fetch(manifest, bytes(places), timeout_s=0.0)
+            return self._receiver.fetch(manifest, bytes(places), timeout_s=self._until - time.monotonic())
         except errors.VersionGone:
             return None
         except errors.DigestMismatch as error:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from ...errors import ConfigError, DigestMismatch, LeaseLost, VersionGone
+from ...errors import ConfigError, DeadlineExceeded, DigestMismatch, LeaseLost, VersionGone, WireError
 from ...interfaces.weights import Bytes, Fetched, FilePlace, Host, WeightReceiver, WeightSender, WeightTransport
 from ...memory import Mapper, PrivateMaps
 from ...types import Manifest
@@ -108,28 +110,45 @@ class ShmSender(WeightSender):
 
 
 class ShmReceiver(WeightReceiver):
-    """Maps versions that a sender on this host wrote to ``directory``. ``on_bucket``: called at each bucket to
-    verify; an error that it raises ends the fetch."""
+    """Maps versions that a sender on this host wrote to ``directory``. ``interrupted``: the event that ends a fetch,
+    if another receiver owns it."""
 
-    def __init__(self, directory: Path, on_bucket: Callable[[], None] = lambda: None) -> None:
-        self.directory, self._on_bucket = directory, on_bucket
+    def __init__(self, directory: Path, interrupted: threading.Event | None = None) -> None:
+        self.directory = directory
         self._mapper, self._maps = Mapper(directory), PrivateMaps()
+        self._interrupted, self._owns_event = interrupted or threading.Event(), interrupted is None
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         """See ``WeightReceiver.fetch``."""
-        places = _decode_places(manifest, where)
+        try:
+            return self._fetch(manifest, _decode_places(manifest, where), time.monotonic() + timeout_s)
+        finally:
+            if self._owns_event:
+                self._interrupted.clear()
+
+    def interrupt(self) -> None:
+        """See ``WeightReceiver.interrupt``."""
+        self._interrupted.set()
+
+    def _fetch(self, manifest: Manifest, places: Sequence[ChunkPlace], until: float) -> Fetched:
         self._maps.prune()
         if manifest.digested:  # digests detect written pages, too; the check costs a tenth of a copy
             chunks = self._map(manifest, places, check_unwritten=False)
             try:
-                return self._verify(manifest, chunks, places)
+                return self._verify(manifest, chunks, places, until)
             except DigestMismatch:
                 del chunks  # later maps are checked for written pages
-        return self._verify(manifest, self._map(manifest, places, check_unwritten=True), places)
+        return self._verify(manifest, self._map(manifest, places, check_unwritten=True), places, until)
 
-    def _verify(self, manifest: Manifest, chunks: Sequence[Bytes], places: Sequence[ChunkPlace]) -> Fetched:
+    def _verify(
+        self, manifest: Manifest, chunks: Sequence[Bytes], places: Sequence[ChunkPlace], until: float
+    ) -> Fetched:
+        what = f"version {manifest.version} in {self.directory}"
         for bucket in manifest.buckets():
-            self._on_bucket()
+            if self._interrupted.is_set():
+                raise WireError(f"the fetch of {what} was interrupted: it is wanted no more")
+            if time.monotonic() > until:
+                raise DeadlineExceeded(f"{what} was not mapped and verified in time")
             manifest.check(bucket, memoryview(chunks[bucket.chunk][bucket.start : bucket.stop]))  # type: ignore[arg-type]
         files = [FilePlace(str(self.directory / place.segment), place.start + HEADER_BYTES) for place in places]
         return Fetched(manifest, chunks, encoding="mapped", places=files)

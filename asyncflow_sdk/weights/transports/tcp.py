@@ -12,6 +12,7 @@ smaller. The publisher never waits: memory being sent or read is pinned, and reu
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import time
@@ -21,7 +22,7 @@ from typing import Any, ClassVar
 
 from ...errors import ConfigError, DeadlineExceeded, VersionGone, WireError
 from ...interfaces.weights import Bytes, Fetched, Host, WeightReceiver, WeightSender, WeightTransport
-from ...memory import BufferPool
+from ...memory import BufferPool, own_directories
 from ...types import Manifest
 from ...types.validation import check_least
 from ...wire import ServiceClient
@@ -141,29 +142,40 @@ class TcpReceiver(WeightReceiver):
         receive = functools.partial(self._receive, address, manifest, base, until)
         try:
             if address.host == self._host.identity:
-                return self._map(address, manifest) or receive()
+                return self._map(address, manifest, until) or receive()
+            self._end(self._mapped, address.rank)  # of a former publisher, which was on this host
             if not manifest.digested:
                 return receive()
             if address.rank not in self._shares:
-                self._shares[address.rank] = HostShare(self._host, address.rank)
-            return self._shares[address.rank].fetch(manifest, receive, until, self._interrupted)
+                self._shares[address.rank] = HostShare(self._host, address.rank, self._interrupted)
+            return self._shares[address.rank].fetch(manifest, receive, until)
         finally:
             self._interrupted.clear()  # not at the begin: an interrupt may come before the thread of a fetch runs
 
-    def _map(self, address: TcpAddress, manifest: Manifest) -> Fetched | None:
-        """Map a version from the memory of a publisher on this host. Return None if it is not there, or a host
-        without an identity: the publisher's service sends it, or says why not."""
-        if not address.host:
-            return None
-        mapped = self._mapped.get(address.rank)
-        if mapped is None or str(mapped.directory) != address.directory:
-            if mapped is not None:
-                mapped.close()
-            mapped = self._mapped[address.rank] = ShmReceiver(Path(address.directory))
+    def _map(self, address: TcpAddress, manifest: Manifest, until: float) -> Fetched | None:
+        """Map a version from the memory of a publisher on this host. Return None if it is not there, or the
+        host has no identity: the publisher's service sends it, or says why not. Raises the errors of ``ShmReceiver.fetch``."""
+        mapped, directory = self._mapped.get(address.rank), Path(address.directory)
+        if mapped is None or mapped.directory != directory:
+            if not address.host or directory not in own_directories():  # an address comes from another process
+                return None
+            self._end(self._shares, address.rank)
+            self._end(self._mapped, address.rank)
+            mapped = self._mapped[address.rank] = ShmReceiver(directory, self._interrupted)
         try:
-            return mapped.fetch(manifest, address.places, timeout_s=0.0)
-        except (VersionGone, OSError, ValueError):  # of a path that is none
+            found = mapped.fetch(manifest, address.places, timeout_s=until - time.monotonic())
+        except (WireError, DeadlineExceeded):
+            raise
+        except (VersionGone, OSError, ValueError):  # of a file that cannot be mapped
             return None
+        # its files go with the publisher, and a later version needs none of it
+        return dataclasses.replace(found, places=(), is_base=False)
+
+    @staticmethod
+    def _end(ends: dict[int, Any], rank: int) -> None:
+        """Close the end of a rank, if there is one."""
+        if rank in ends:
+            ends.pop(rank).close()
 
     def _receive(
         self,
@@ -209,8 +221,8 @@ class TcpReceiver(WeightReceiver):
         self.interrupt()
         self._threads.end()
         for ends in (self._shares, self._mapped):
-            while ends:
-                ends.popitem()[1].close()
+            for rank in list(ends):
+                self._end(ends, rank)
         for service in list(self._clients):
             self._disconnect(service)
         self._pool.close()
