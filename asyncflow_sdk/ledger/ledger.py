@@ -1,9 +1,8 @@
 """The ledger: all rows, leases, steps and versions, and the rules for granting them to clients.
 
-A pure state machine. Inputs: commands, the time, and deaths of sessions. Outputs (``drain``):
-answers, events and retired rows. It does no I/O and reads no clock; a test or simulator drives it
-like a server. The cost of a command depends on the rows it names, never on the number of live rows.
-Not thread-safe: one thread owns it.
+A pure state machine. Inputs: commands, the time, and deaths of sessions. Outputs (``drain``): answers, events and
+retired rows. It does no I/O and reads no clock; a test or simulator drives it like a server. The cost of a command
+depends on the rows it names, never on the number of live rows. Not thread-safe: one thread owns it.
 
     ledger = Ledger()
     ledger.apply(session, command, now, ticket)
@@ -68,9 +67,8 @@ class Ledger:
     """Dispatches commands to the rules, parks requests that have to wait, and retries them. ``now``
     is ledger seconds and never falls.
 
-    ``initial_rows``: initial size of the row arrays, which grow. ``kept_keys``: number of put keys
-    kept after their rows have ended. ``make_sampler``, ``make_policy``: factories by name; they
-    raise ConfigError for an unknown one.
+    ``initial_rows``: initial size of the row arrays, which grow. ``kept_keys``: number of put keys kept after their
+    rows have ended. ``make_sampler``, ``make_policy``: factories by name; they raise ConfigError for an unknown one.
     """
 
     def __init__(

@@ -4,11 +4,10 @@ A row is lost once an unfinished task needs a lost column of it. If the columns 
 intact in the whole group, and no row of the group was trained, the group expires and children
 replace it (``replacements``). Otherwise the group fails.
 
-A full step with missing rows cannot be trained. It is opened again with every step after it, if
-none of them was acknowledged, and the remaining rows are selected anew. Invariant H of the
-staleness rule still holds: rows selected into step m have deadline m or later, and a step has at
-most B rows. So at most (j - k + 1)·B rows with deadlines up to j return, the slots granted by H at
-the start of step k.
+A full step with missing rows cannot be trained. It is opened again with every step after it, if none of them was
+acknowledged, and the remaining rows are selected anew. Invariant H of the staleness rule still holds: rows selected
+into step m have deadline m or later, and a step has at most B rows. So at most (j - k + 1)·B rows with deadlines up
+to j return, the slots granted by H at the start of step k.
 """
 
 from __future__ import annotations

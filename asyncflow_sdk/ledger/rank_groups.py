@@ -1,5 +1,4 @@
-"""Rank groups: the ranks of a data-parallel job lease together: the k-th lease of each rank is a
-shard of one lease.
+"""Rank groups: the ranks of a data-parallel job lease together: the k-th lease of each rank is a shard of one lease.
 
 A rank's request waits for all other ranks. Then one lease is granted and split into shards. A step
 is acknowledged once every rank has acknowledged its shard. If a rank is lost before, the step

@@ -35,9 +35,8 @@ class WholeGroups(Sampler):
 
 
 class Shuffled(Sampler):
-    """Rows in a random order, determined by ``seed`` and their ids: it does not depend on the
-    client, the count, or restarts. It shuffles within each ``window`` of consecutively put rows, so
-    a row waits for at most one window."""
+    """Rows in a random order, determined by ``seed`` and their ids: it does not depend on the client, the count, or
+    restarts. It shuffles within each ``window`` of consecutively put rows, so a row waits for at most one window."""
 
     def __init__(self, seed: int = 0, window: int = 1024, whole_groups: bool = False) -> None:
         if window < 1:

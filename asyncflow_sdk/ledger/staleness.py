@@ -51,14 +51,12 @@ class Wait(StalenessPolicy):
 
 
 class Drop(StalenessPolicy):
-    """No trained token is older than max_staleness, and nothing waits for stragglers: a step takes
-    complete groups, the earliest deadline first. Groups left past their deadline expire and are
-    replaced.
+    """No trained token is older than max_staleness, and nothing waits for stragglers: a step takes complete groups,
+    the earliest deadline first. Groups left past their deadline expire and are replaced.
 
-    Rows under way are bounded in all: with deadline d, n more may start while L + n <= s + (d -
-    k)·B. So when a step closes, at most max_staleness·B rows are under way and can expire: at most
-    max_staleness / (max_staleness + 1) of all rows, none at 0. Long rows expire first: watch the
-    lengths of trained rows.
+    Rows under way are bounded in all: with deadline d, n more may start while L + n <= s + (d - k)·B. So when a step
+    closes, at most max_staleness·B rows are under way and can expire: at most max_staleness / (max_staleness + 1) of
+    all rows, none at 0. Long rows expire first: watch the lengths of trained rows.
     """
 
     promise = "no trained token is older than max_staleness: rows that take too long expire and are replaced"
@@ -69,13 +67,11 @@ class Drop(StalenessPolicy):
 
 
 class Count(StalenessPolicy):
-    """Bounds the number of rows under way, not the age of a token: AReaL's capacity (arXiv
-    2505.24298, section 5.1).
+    """Bounds the number of rows under way, not the age of a token: AReaL's capacity (arXiv 2505.24298, section 5.1).
 
-    While version v is the newest, (max_staleness + v + 1)·B rows may have started. Accepted rows
-    and rows under way count; filtered and failed ones do not. Tokens are no older than
-    max_staleness on average, but a single one may be: a slow row is trained whenever it is
-    complete, and a lagging replica continues.
+    While version v is the newest, (max_staleness + v + 1)·B rows may have started. Accepted rows and rows under way
+    count; filtered and failed ones do not. Tokens are no older than max_staleness on average, but a single one may
+    be: a slow row is trained whenever it is complete, and a lagging replica continues.
     """
 
     promise = "only the number of rows under way is bounded: a trained token may be older than max_staleness"

@@ -60,9 +60,8 @@ class NondeterminismLog:
 
         chosen = log.record(lambda: sampler.choose(...).tobytes())
 
-    Live, the function is called and its result is recorded with the current input. A replay returns the recorded
-    result and calls nothing. All other decisions of a ledger follow from its inputs and times. Owned by the ledger's
-    thread."""
+    Live, the function is called and its result is recorded with the input. A replay returns the recorded result and
+    calls nothing. All other decisions of a ledger follow from its inputs and times. Owned by the ledger's thread."""
 
     def __init__(self) -> None:
         self._keep = False
