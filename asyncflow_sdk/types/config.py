@@ -77,7 +77,7 @@ class Sampling(UserConfig):
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
     stop: str | Sequence[str] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -86,6 +86,7 @@ class Sampling(UserConfig):
             elif isinstance(value, float) and name in ("max_tokens", "top_k", "seed") and value.is_integer():
                 object.__setattr__(self, name, int(value))
         check_fields(self)
+        object.__setattr__(self, "extra", dict(self.extra))  # an engine may change its own
         check_least(1, max_tokens=self.max_tokens)
         if self.seed is not None and self.seed < 0:
             raise ConfigError(f"seed must be 0 or more, not {self.seed}; leave it out for the workflow's")

@@ -237,8 +237,12 @@ def rollout_task(
         *RESPONSE_COLUMNS,
         *(("response",) if text else ()),
         *((LOSS_MASK, *agent.gives) if agent is not None else ()),
-        *columns,
     )
+    if doubled := {*columns}.intersection(gives):
+        raise ConfigError(
+            f"the engine gives columns {sorted(doubled)}, and so does the run or the agent: rename them"
+        )
+    gives += columns
     admits = is_trained(prefix, partitions)
     return TaskSpec(
         name=task, needs=tuple(dict.fromkeys(needs)), gives=tuple(prefix + name for name in gives), admits=admits, lease_s=lease_s,

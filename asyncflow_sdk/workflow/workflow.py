@@ -461,7 +461,8 @@ class _Execution:
             declare_task(run.queue, SCORES)
         for rollout, swap in zip(plan.rollouts, plan.swaps, strict=True):
             limit = plan.prompt_limit(rollout) if plan.long_prompts == "truncate_left" else None
-            run.start(rollout, needs_first=True, weights=weights, swap=swap, samplings=samplings, prompt_limit=limit)
+            draws = samplings if {EVALUATION, "*"}.intersection(rollout.partitions) else {}
+            run.start(rollout, needs_first=True, weights=weights, swap=swap, samplings=draws, prompt_limit=limit)
         saved: dict[str, Any] = {}
         if plan.checkpoint is not None:
             saved = {"checkpoint": plan.checkpoint, "checkpoints": str((path / "checkpoints").absolute())}

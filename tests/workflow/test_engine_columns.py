@@ -55,6 +55,10 @@ def entropic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, An
     return {"engine": "entropic", "group_size": 4, "prompt": "prompt_ids", "launcher": "thread"}
 
 
+def by_entropy(entropy: af.Ragged) -> list[float]:
+    return [float(row.sum()) for row in entropy]
+
+
 def sums(response_ids: af.Ragged, entropy: af.Ragged) -> list[float]:
     """A reward that takes the column."""
     assert entropy.values.dtype == np.float16
@@ -88,6 +92,21 @@ def test_other_parameters_and_undeclared_columns_are_refused_at_start(
     by_path = af.Rollout(**{**entropic, "engine": "entropic:Entropic", "max_restarts": 0})
     with pytest.raises(af.WorkerFailed, match=r"gives columns \['entropy'\], and its adapter declares \[\]"):
         echo_workflow(rollout=by_path).run(tmp_path / "run")
+
+
+def test_an_evaluation_by_an_engine_of_its_own_draws_by_its_own_parameters(
+    entropic: Mapping[str, Any], tmp_path: Path
+) -> None:
+    given = {"scale": 2}
+    sampling = af.Sampling(extra=given)
+    evaluation = af.Evaluation(
+        prompts=PROMPTS, every=1, reward=by_entropy, rollout=af.Rollout(**entropic), sampling=sampling
+    )
+    result = echo_workflow(evaluate=evaluation).run(tmp_path / "run")
+    sampling.extra.clear()
+
+    assert result.evaluations
+    assert given == {"scale": 2}
 
 
 def test_the_kit_checks_columns_whole_and_interrupted(entropic: Mapping[str, Any]) -> None:
@@ -211,8 +230,11 @@ def test_observed_tokens_of_an_agent_have_blank_columns() -> None:
         (False, {"kept": [[1, 1]]}, r"column 'kept' of shape \[1, 2\] for response 0, not \[3, 2\]: the sum of its column 'kept_counts'"),
         (False, {"kept_counts": [-1, 4]}, "column 'kept_counts' with counts below 0 for response 0"),
         (False, {"length": 0.5}, "column 'length' as float64 for response 0, and declares int64"),
+        (False, {"kept_counts": [300, 2]}, "'kept_counts' for response 0 with values that int8 cannot hold"),
+        (False, {"kept": [[1, 2], [3]]}, r"column 'kept' as list \(.*\) for response 0, and declares int32"),
         (False, {"more": 1}, r"Wrong gave columns .* 'more' is in one of them only"),
         (True, {"kept_counts": af.Ragged.of([[1, 2, 0]])}, "'kept_counts' of shape"),
+        (True, {"length": np.array(2)}, "packed responses that cannot be taken apart"),
         (True, {"length": np.arange(2)}, "different numbers of rows: 1 of index, .* 2 of length"),
     ],
 )  # fmt: skip

@@ -92,7 +92,7 @@ def _find(plan: Plan, problems: Problems) -> None:
         with problems.collect("rollout", number, "sampling"):
             _check_sampling(rollout, rollout.sampling)
         with problems.collect("evaluate", "sampling"):
-            if plan.evaluation is not None and EVALUATION in rollout.partitions:
+            if plan.evaluation is not None and {EVALUATION, "*"}.intersection(rollout.partitions):
                 _check_sampling(rollout, plan.evaluation.sampling_of(plan.rollout))
     _check_supply(plan, problems)
     with problems.collect("store"):

@@ -38,7 +38,9 @@ class EngineColumns:
                 raise ConfigError(f"{engine} gives: {error}") from None
             if spec.kind not in ("fixed", "ragged"):
                 raise ConfigError(f"{engine} gives column {name!r} of kind {spec.kind}; it is fixed or ragged")
-            if counts and (spec.kind != "ragged" or spec.shape or self._dtypes[name].kind not in "iu"):
+            if counts and (
+                name in self._counts or spec.kind != "ragged" or spec.shape or self._dtypes[name].kind not in "iu"
+            ):
                 raise ConfigError(
                     f"{engine} gives column {name!r} as {spec}; counts are ragged integers, one a token"
                 )
@@ -73,7 +75,9 @@ class EngineColumns:
         for name, spec in self.specs.items():
             column, counts = got.columns[name], self._counts.get(name)
             values = column.values if isinstance(column, Ragged) else column
-            if isinstance(column, Ragged) != (spec.kind == "ragged") or values.dtype != self._dtypes[name]:
+            if not isinstance(values, np.ndarray) or not values.ndim or values.dtype != self._dtypes[name]:
+                return False
+            if isinstance(column, Ragged) != (spec.kind == "ragged"):
                 return False
             if name in self._counts.values() and (values < 0).any():
                 return False
@@ -121,15 +125,26 @@ class EngineColumns:
         return replace(part, columns=blanks)
 
     def _array(self, name: str, value: Any, row: str) -> np.ndarray[Any, Any]:
-        dtype, array = self._dtypes[name], np.asarray(value)
-        if array.ndim and not len(array):  # an empty list has no dtype
-            return np.empty((0, *self.specs[name].shape), dtype)
+        dtype, spec, array = self._dtypes[name], self.specs[name], None
         try:
-            return array.astype(dtype, casting="same_kind", copy=False)
-        except (TypeError, ValueError):
+            array = np.asarray(value)
+            if array.ndim and not len(array):  # an empty list has no dtype
+                return np.empty((0, *spec.shape), dtype)
+            whole = array.dtype.kind in "iub" and dtype.kind in "iub"
+            with np.errstate(over="ignore", invalid="ignore"):
+                found = array.astype(dtype, casting="unsafe" if whole else "same_kind", copy=False)
+            if whole and found.dtype != array.dtype:
+                fits = np.array_equal(found, array)
+            else:
+                fits = found is array or np.array_equal(np.isfinite(found), np.isfinite(array))
+        except Exception as error:  # whatever the engine gave
+            has = f"{type(value).__name__} ({error})" if array is None else str(array.dtype)
             raise EngineError(
-                f"{self._engine} gave column {name!r} as {array.dtype} {row}, and declares {self.specs[name].dtype}"
+                f"{self._engine} gave column {name!r} as {has} {row}, and declares {spec.dtype}"
             ) from None
+        if not fits or np.ma.is_masked(value):
+            raise EngineError(f"{self._engine} gave column {name!r} {row} with values that {spec.dtype} cannot hold")
+        return found
 
     def _length(self, columns: Mapping[str, Any], name: str, tokens: int) -> tuple[int, str]:
         """Return the number of values of the first ``tokens`` tokens, and the reason for it."""

@@ -180,6 +180,8 @@ class EngineGateway:
         """Return completions one by one. Raises EngineError for packed ones with different numbers of rows."""
         try:
             return list(completed.each())
+        except (TypeError, AttributeError) as error:
+            raise EngineError(f"{self._name} gave packed responses that cannot be taken apart: {error}") from None
         except ValueError:
             given = {**vars(completed), **completed.columns}
             names = ("index", "token_ids", "logprobs", "finish_reason", *completed.columns)
