@@ -99,7 +99,7 @@ class Connection:
 
     ``key``: a copy of the run's run.key, or its path. Default: for a tcp address of this host, the
     key of this user's server. ``insecure``: the run is served without keys. ``shared_memory``
-    False: send columns over the socket even if the server's memory is accessible. ``timeout_s``:
+    False: columns and weights go over sockets even if the server's memory is accessible. ``timeout_s``:
     the longest wait for the server's first answer. ``store``: the payload. ``directory``: the run's
     shared memory; None if it is not visible here. ``run``: the name of that directory.
     ``server_addresses``: the server's tcp addresses. ``key``: this client's
@@ -119,7 +119,7 @@ class Connection:
         timeout_s: float = CALL_S,
         start_unit: bool = False,
     ) -> None:
-        self.name = name
+        self.name, self.shared_memory = name, shared_memory
         until = time.monotonic() + timeout_s
         if key is None and not insecure and address.startswith("tcp://"):
             key = await_key(address, timeout_s)

@@ -21,7 +21,7 @@ def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int
         world_size=world_size,
         run=connection.run,
         model=model,
-        identity=identity(),
+        identity=identity() if connection.shared_memory else "",
         member=connection.member,
     )
 

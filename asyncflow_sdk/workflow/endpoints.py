@@ -193,7 +193,7 @@ def connect(
 
     ``key``: path of a copy of the run's ``run.key``, for a tcp address; the serving user needs none on
     the same host. ``insecure``: the run is served without keys. ``shared_memory`` False: send values
-    over the socket even on the server's host. ``timeout_s``: limit of the wait for a server, which may
+    and fetch weights over sockets even on the server's host. ``timeout_s``: limit of the wait for a server, which may
     start meanwhile: at an address, and for a directory with an unfinished durable run. ``logs``: a
     folder for the logs of workers started here; None: a temporary one, removed on close unless a
     worker failed.

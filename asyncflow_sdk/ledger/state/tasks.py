@@ -350,7 +350,7 @@ class Task:
         unfinished: npt.NDArray[np.bool_] = states < DONE
         waiting, fit = ((states == state) & (not self.spec.grouped) for state in (WAITING, READY))
         for counter, mask in ((self.unfinished, unfinished), (self.waiting, waiting), (self.fit, fit)):
-            assert counter == Counter(where[mask].tolist()), self.spec.name
+            assert +counter == Counter(where[mask].tolist()), self.spec.name
         assert self.counts == [int((states == state).sum()) for state in range(len(TASK_STATES))], self.spec.name
         assert sum(grant.left for grant in self.leases.values()) == self.counts[LEASED], self.spec.name
         return unfinished
