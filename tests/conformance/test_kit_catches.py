@@ -114,9 +114,9 @@ CAUGHT = {
     "refuses the whole context": ("whole_context", r"EngineError: refused"),
 }  # fmt: skip
 
-OF_MODELS = {"ends", "retokenised", "stop_texts"}
-"""Those that need a model folder with a tokenizer; see test_kit_catches_models, and test_torch_conformance
-for stop_texts."""
+ELSEWHERE = {"ends", "further_columns", "retokenised", "stop_texts"}
+"""Checks of engines with a model's tokenizer (test_kit_catches_models; stop_texts: test_torch_conformance), or with columns of
+their own (test_engine_columns)."""
 
 SLOW, SLOW_S = (
     ("loses room", "forgets neighbours", "waits for the end", "never interrupts", "throws away what it had"),
@@ -166,7 +166,7 @@ def test_a_wrong_engine_is_caught(fault: str, policy: NumpyPolicy, monkeypatch: 
 def test_every_check_catches_some_engine() -> None:
     checks = Conformance("rollout", NumpyRollout).checks  # any_order has a file of its own
 
-    assert {check.name for check in checks} == {check for check, _ in CAUGHT.values()} | OF_MODELS
+    assert {check.name for check in checks} == {check for check, _ in CAUGHT.values()} | ELSEWHERE
 
 
 def test_an_engine_that_a_process_can_make_once_gives_back_what_it_must(policy: NumpyPolicy) -> None:
@@ -234,7 +234,7 @@ def test_a_thread_of_each_engine_is_left_unless_the_next_one_replaces_it(replace
 def test_a_right_engine_passes(policy: NumpyPolicy) -> None:
     report = Conformance("rollout", NumpyRollout, policy=policy).run()
 
-    assert {result.check.name for result in report.results if result.outcome != "passed"} == OF_MODELS
+    assert {result.check.name for result in report.results if result.outcome != "passed"} == ELSEWHERE
     assert report.ok
     assert report.level == "full"
 
