@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..types.tasks import TaskSpec
 from .commands import Ids
 from .staleness import StalenessControl
 from .state import LedgerState
@@ -45,6 +46,16 @@ class StepAssembly:
                 fresh &= before == 0
             if fresh.any():
                 self._ready(task, ids[fresh])
+
+    def cancel_broken_groups(self, spec: TaskSpec) -> None:
+        """Cancel groups with ended rows before a task is declared: they never become whole in it."""
+        rows, partitions = self._state.rows, self._state.partitions
+        for _, ids in partitions.split(rows.live_ids()):
+            if spec.takes(partitions.name_of(ids)):
+                _, group, present = np.unique(rows.first[rows.at(ids)], return_inverse=True, return_counts=True)
+                broken = ids[present[group] < rows.size[rows.at(ids)]]
+                reason = f"other rows of their group had ended before task {spec.name!r} was declared"
+                self._terminations.end_groups(broken, CANCELLED, reason)
 
     def refill(self) -> None:
         """Update the open step: evict late rows and select ready ones."""

@@ -62,6 +62,8 @@ class QueueConfiguration:
         rule = self._staleness.rule if spec.batch_rows is None else self._staleness.rule_for(spec.batch_rows)
         self._check(spec, rule)
         self._samplers.check(spec, sampling)
+        if spec.grouped:
+            self._assembly.cancel_broken_groups(spec)
         task = self._add(command, sampling)
         live = self._state.rows.live_ids()
         live = live[task.state[self._state.rows.at(live)] != APART]
@@ -108,19 +110,14 @@ class QueueConfiguration:
         if not (spec.lease_s > 0 and spec.max_attempts > 0):
             raise ConfigError(f"task {spec.name!r}: lease_s and max_attempts must be above 0")
         check_declaration(spec, (task.spec for task in self._state.tasks))
-        if spec.admits:
-            other = self._state.tasks.admitting
-            if other is not None or spec.batch_rows is not None:
-                which = (
-                    " besides the one that makes the steps" if other is None else f", and {other.spec.name!r} is it"
-                )
-                raise ConfigError(f"task {spec.name!r} cannot admit: a queue has one such task{which}")
+        if spec.admits and ((other := self._state.tasks.admitting) is not None or spec.batch_rows is not None):
+            which = f", and {other.spec.name!r} is it" if other else " besides the one that makes the steps"
+            raise ConfigError(f"task {spec.name!r} cannot admit: a queue has one such task{which}")
         if spec.batch_rows is not None:
             self._check_step_task(spec, spec.batch_rows, rule)
             if self._state.limits.checkpoints and spec.gives:
                 raise ConfigError(
-                    f"task {spec.name!r} gives columns, and with checkpoints a step may be trained again, but a"
-                    " column is written once: let another task give them"
+                    f"task {spec.name!r} gives columns, and with checkpoints it may train again: let another give them"
                 )
         self._state.columns.check_names((*spec.needs, *spec.gives))
 
@@ -134,9 +131,8 @@ class QueueConfiguration:
         sizes = set(rows.size[at][np.isin(rows.partition[at], taken)].tolist())
         sizes |= {size for name, size in self._state.partitions.group_sizes.items() if spec.takes(name)}
         if len(sizes) > 1:
-            raise ConfigError(
-                f"rows are in groups of {' and '.join(map(str, sorted(sizes)))}; steps need groups of one size"
-            )
+            sizes_text = " and ".join(map(str, sorted(sizes)))
+            raise ConfigError(f"rows are in groups of {sizes_text}; steps need groups of one size")
         for size in sizes:
             check_groups_fill(batch_rows, size)
 
@@ -169,16 +165,9 @@ def check_declaration(spec: TaskSpec, declared: Iterable[TaskSpec]) -> None:
     columns. A column given by no task may come with a put.
     """
     if not spec.partitions:
-        raise ConfigError(
-            f"task {spec.name!r} takes the rows of no partition, so it never gets any; name one in partitions=, or"
-            " leave it out"
-        )
-    both = [column for column in spec.needs if column in spec.gives]
-    if both:
-        raise ConfigError(
-            f"task {spec.name!r} needs column {both[0]!r} and gives it, so it waits for itself; give another"
-            " column, or leave it out of one of the two"
-        )
+        raise ConfigError(f"task {spec.name!r} takes the rows of no partition; name one in partitions=")
+    if both := [column for column in spec.needs if column in spec.gives]:
+        raise ConfigError(f"task {spec.name!r} needs column {both[0]!r} and gives it; leave it out of one of the two")
     others = list(declared)
     named = {partition for task in (spec, *others) for partition in task.partitions} | {OTHERS}
     for partition in sorted(partition for partition in named if spec.takes(partition)):

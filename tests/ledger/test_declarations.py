@@ -24,7 +24,7 @@ def task(name: str, needs: str, gives: str = "", *, where: tuple[str, ...] = (""
 @pytest.mark.parametrize(
     ("tasks", "refused"),
     [
-        ([task("one", "a", "a")], "task 'one' needs column 'a' and gives it, so it waits for itself"),
+        ([task("one", "a", "a")], "task 'one' needs column 'a' and gives it; leave it out"),
         ([task("one", "a", "b"), task("two", "b", "a")], "task 'two' needs 'b' of task 'one', task 'one' needs 'a' of task 'two'"),
         (
             [task("one", "a", "b"), task("two", "b", "c"), task("side", "b", "x"), task("three", "c", "a")],

@@ -354,3 +354,19 @@ def test_a_task_declared_late_gets_the_rows_that_live() -> None:
     assert ids(queue.lease(worker, "last")) == [0, 1]
     with pytest.raises(SchemaError, match="no task 'lost'; declared: last, plain"):
         queue.lease(worker, "lost")
+
+
+@pytest.mark.parametrize("late", [ROLLOUT, TRAIN], ids=lambda spec: str(spec.name))
+def test_a_task_declared_late_leaves_no_group_waiting_for_rows_that_have_ended(late: TaskSpec) -> None:
+    # given two groups of two; in one of them a row has been through all tasks
+    queue = Queue(TaskSpec(name="side", needs=("prompt",), partitions=("*",)))
+    worker = queue.join("w")
+    queue.put(2, size=2)
+    queue.complete(worker, queue.lease(worker, "side", 1))
+    queue.do(queue.admin, cmd.AddRows(groups=1, group_size=1, columns={"prompt": TEXT}, partition="other"))
+    # when a task is declared that leases whole groups
+    queue.do(queue.admin, cmd.Declare(task=late))
+    # then the other row of that group is cancelled with the reason, and the second group stays
+    assert queue.live.keys() == {2, 3, 4}
+    reason = f"other rows of their group had ended before task {late.name!r} was declared"
+    assert queue.audit().reasons == {f"cancelled: {reason}": 1}

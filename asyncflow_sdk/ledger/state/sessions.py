@@ -256,9 +256,8 @@ class Session:
 
     ``loaded``: the version its replica generates with; None before the first. ``claimed``: True if that is its own
     version 0, none is published, and it has taken no prompts with it. ``leases``: by token. ``parked``: tickets of
-    its parked requests, in order. ``dismissed``: True if it gets nothing more.
-    ``replica``: None if it takes no versions. ``lost``: unreported ended rows of its leases; None if it never asked
-    for them.
+    its parked requests, in order. ``dismissed``: True if it gets nothing more. ``replica``: None if it takes no
+    versions. ``lost``: unreported ended rows of its leases; None if it never asked for them.
     """
 
     id: int
