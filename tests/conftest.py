@@ -72,7 +72,6 @@ LONG = [
     "test_documents.py", "test_torch_several_hosts.py", "test_echo_conformance.py", "test_new_plugin.py", "test_demo.py",
     "test_benchmarks.py", "test_wrong_stores.py", "test_torch_dist_transport.py", "test_wrong_trainers.py",
     "test_check_apart.py", "test_hosts_attacked.py", "test_torch_swap_runs.py", "test_ranks.py",
-    "test_ssh_launcher.py", "test_schedules.py", "test_homes_on_disk.py", "test_by_hand.py", "test_stage_ranks.py",
     "test_fsdp_stage.py", "test_machine.py", "test_kit_catches_models.py", "test_fsdp_run.py", "test_survival.py",
     "test_recovery_kills.py", "test_folder_map.py", "test_torch_drift.py", "test_models.py", "test_family_folders.py",
     "test_torch_rollout_families.py", "test_torch_freeze.py", "test_fsdp_packing.py",

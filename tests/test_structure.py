@@ -29,10 +29,10 @@ RELATIVE = re.compile(r"\b(that|which|what|whatever|who|whom|whose|whoever|those
 NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|on)\b", re.IGNORECASE)
 """A parameter's note without a noun."""
 MAX_SIZE = {  # lines, files
-    "core": (34_595, 202), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
-    "asyncflow_sdk/cli": (5_684, 45), "asyncflow_sdk/interfaces": (2_353, 16), "asyncflow_sdk/ledger": (8_154, 34),
-    "asyncflow_sdk/memory": (1_641, 13), "asyncflow_sdk/plugins": (855, 9), "asyncflow_sdk/queue": (8_242, 42),
-    "asyncflow_sdk/testing": (9_745, 57), "asyncflow_sdk/types": (2_461, 19), "asyncflow_sdk/weights": (5_456, 29),
+    "core": (34_400, 202), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
+    "asyncflow_sdk/cli": (5_684, 45), "asyncflow_sdk/interfaces": (2_344, 16), "asyncflow_sdk/ledger": (8_128, 34),
+    "asyncflow_sdk/memory": (1_630, 13), "asyncflow_sdk/plugins": (855, 9), "asyncflow_sdk/queue": (8_095, 42),
+    "asyncflow_sdk/testing": (9_745, 57), "asyncflow_sdk/types": (2_459, 19), "asyncflow_sdk/weights": (5_456, 29),
     "asyncflow_sdk/wire": (3_971, 25), "asyncflow_sdk/workflow": (13_559, 75),
     "adapters/asyncflow_deepspeed": (817, 8), "adapters/asyncflow_fsdp": (405, 6),
     "adapters/asyncflow_http": (500, 6), "adapters/asyncflow_sglang": (1_506, 17),
@@ -42,7 +42,7 @@ MAX_SIZE = {  # lines, files
     "contrib/asyncflow_otel": (237, 4), "contrib/asyncflow_prometheus": (401, 4), "contrib/asyncflow_ray": (712, 9),
     "contrib/asyncflow_sandbox": (782, 7), "contrib/asyncflow_slurm": (455, 6), "contrib/asyncflow_tensorboard": (160, 4),
     "contrib/asyncflow_trackio": (110, 4), "contrib/asyncflow_wandb": (169, 4), "benchmarks": (7_181, 77),
-    "tests, shared": (7_761, 63),
+    "tests, shared": (7_748, 63),
 }  # fmt: skip
 """By package. The core is the packages of CORE and the files of asyncflow_sdk itself."""
 MAX_COUNT = {
@@ -51,9 +51,9 @@ MAX_COUNT = {
     "assignments into other objects": 202,
     "assignments into other objects, of the core": 64,
     "comments that stop the formatter": 301,
-    "notes of parameters without a noun": 311,
-    "public functions without a docstring": 82,
-    "relative words in 100 of the code": 1.06,
+    "notes of parameters without a noun": 309,
+    "public functions without a docstring": 78,
+    "relative words in 100 of the code": 1.05,
     "relative words in 100 of the tests": 4.81,
 }
 

@@ -142,15 +142,6 @@ class HomeCatalog(ABC):
         """Return the segments of a home that rows need, and the numbers of the sessions that may write
         further ones. Raises ServerLost."""
 
-    def needed_blocks(self, home: int, epoch: int) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-        """Return (start, serial, bytes) of the blocks in a home that rows or calls need, by
-        segment. A unit of segments requests them. Raises ServerLost."""
-        raise NotImplementedError
-
-    def lose(self, home: int, epoch: int, serials: Iterable[int], reason: str) -> None:
-        """Give up blocks that the home's unit cannot read any more. Raises ConfigError, ServerLost."""
-        raise NotImplementedError
-
 
 class HomeUnit(ABC):
     """The storage unit of a home, in a process of its own. ``offer``: how it describes the home. ``where``:

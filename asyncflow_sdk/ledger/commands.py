@@ -409,16 +409,6 @@ class EvictHome(Command, frozen=True, tag="evict_home"):
     reason: str = ""
 
 
-class LoseBlocks(Command, frozen=True, tag="lose_blocks"):
-    """Give up blocks of a home that cannot be read any more, sent by its unit. ``serials``: packed int64,
-    of the blocks. Refused unless ``epoch`` is live. ``reason``: for people."""
-
-    home: int
-    epoch: int
-    serials: bytes
-    reason: str
-
-
 class GetHomes(Command, frozen=True, tag="get_homes"):
     """Get all homes but the server's own. Answered with ``HomeList``."""
 
@@ -712,7 +702,7 @@ AnyCommand: TypeAlias = (
     | ClosePublisher | Announce | Publish | Withdraw | Rollback | GetRestoreTarget | ReportRestored | AwaitVersion | AwaitPins
     | ReportStaged | Swap | ReportLoaded | ReportLoadFailed | Retire | AwaitRowsWanted | End | Cancel | Dismiss | Prepare
     | CloseSession | GetAudit | GetFailed | GetStatus | AddCheckpoint | Resume | GetTrainingPosition | AllGather | GetPut
-    | OpenHome | EvictHome | LoseBlocks | GetHomes
+    | OpenHome | EvictHome | GetHomes
 )  # fmt: skip
 AnyReply: TypeAlias = (
     Done | SessionOpened | PutDone | Leased | LeasedPart | LoadFirst | Completed | Lost | Cancelled | Dismissed | Failed | Publisher

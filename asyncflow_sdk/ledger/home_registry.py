@@ -15,7 +15,6 @@ from ..types import events as ev
 from ..types.reports import HomeStatus
 from . import commands as cmd
 from .state import LedgerState
-from .state.context import HomeLoss
 from .state.homes import SERVER_HOME, Home
 from .state.rows import NONE
 from .state.sessions import Session
@@ -55,15 +54,6 @@ class HomeRegistry:
         home = self._live(command.home, command.epoch)
         because = f": {command.reason}" if command.reason else ""
         self._lose(home, f"evicted by {session.name}{because}")
-        return cmd.Done()
-
-    def lose_blocks(self, session: Session, command: cmd.LoseBlocks) -> cmd.Reply:
-        """Give up blocks of a home whose unit cannot read them."""
-        home = self._live(command.home, command.epoch)
-        if home.unit != session.id:
-            raise ConfigError(f"{session.name} is not the unit of {_named(home)}, and cannot give up its blocks")
-        loss = HomeLoss(home.number, home.epoch, home.name, command.reason, command.serials)
-        self._state.context.effects.homes_lost.append(loss)
         return cmd.Done()
 
     def _live(self, number: int, epoch: int) -> Home:

@@ -138,7 +138,6 @@ class Ledger:
             cmd.GetTrainingPosition: lambda session, command: checkpoints.position(),
             cmd.OpenHome: self.home_registry.open,
             cmd.EvictHome: self.home_registry.evict,
-            cmd.LoseBlocks: self.home_registry.lose_blocks,
             cmd.GetHomes: lambda session, command: self.home_registry.listed(),
             cmd.Dismiss: self._dismiss,
             cmd.Prepare: self._prepare,
@@ -240,7 +239,7 @@ class Ledger:
     def lose_homes(
         self, losses: Sequence[tuple[HomeLoss, Sequence[LostColumns]]], now: float, tickets: Iterable[int] = ()
     ) -> None:
-        """Lose the columns in lost homes and blocks: the answer to ``Effects.homes_lost``, all of them at once.
+        """Lose the columns in lost homes: the answer to ``Effects.homes_lost``, all of them at once.
         Their groups fail, or are replaced by children. ``tickets``: as in ``lose``."""
         self.state.context.begin(now)
         self._refuse_puts(tickets, "its block was lost, alone or with its home")

@@ -52,23 +52,20 @@ class PayloadLoss:
         self._end(ids, reason, remake=False)
 
     def lose_homes(self, losses: Sequence[tuple[HomeLoss, Sequence[LostColumns]]]) -> None:
-        """Lose the columns in lost homes and blocks. Columns of all homes are noted first: no child may need a
+        """Lose the columns in lost homes. Columns of all homes are noted first: no child may need a
         column of another of these homes."""
         for _, lost in losses:
             for ids, names in lost:
                 self._state.columns.lose(self._live(ids), names)
         for loss, lost in losses:
             needing = np.concatenate([np.empty(0, np.int64), *(self._needing(each) for each in lost)])
-            whole = loss.serials is None
-            reason = (
-                f"{LOST_REASON}: {f'home {loss.name} was lost,' if whole else f'in home {loss.name},'} {loss.reason}"
-            )
+            reason = f"{LOST_REASON}: home {loss.name} was lost, {loss.reason}"
             failed, remade = self._end(np.unique(needing), reason)
             self._state.homes[loss.home].count_lost(failed, remade)
             self._state.context.publish(
                 ev.HomeLost(
                     time_s=self._state.context.now, home=loss.home, epoch=loss.epoch, name=loss.name,
-                    reason=loss.reason, rows_failed=failed, groups_remade=remade, whole=whole,
+                    reason=loss.reason, rows_failed=failed, groups_remade=remade,
                 )
             )  # fmt: skip
 

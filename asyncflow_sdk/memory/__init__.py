@@ -3,7 +3,7 @@
 from .arena import Allocation, Arena, GrowthNeeded
 from .buffer_pool import BufferPool
 from .directory import (
-    DISK,
+    KEEP_S,
     SIGN_S,
     SharedDirectory,
     directory_at,
@@ -14,7 +14,7 @@ from .directory import (
     remove_if_ownerless,
     sweep,
 )
-from .home_directory import KEEP_S, HomeDirectory, find_home_directory
+from .home_directory import HomeDirectory, find_home_directory
 from .mapped_segment import BlockHold, MappedSegment
 from .mapper import Mapper
 from .private_files import make_private_directory, private_opener
@@ -22,7 +22,6 @@ from .private_maps import PrivateMaps
 from .segment import HEADER_BYTES, block_header, find_blocks, sync_directory
 
 __all__ = [
-    "DISK",
     "HEADER_BYTES",
     "KEEP_S",
     "SIGN_S",

@@ -30,8 +30,8 @@ from ..errors import ConfigError
 MARK = "journal"
 HOME = "home"
 PREFIX = "asyncflow-"
-DISK = Path("/var/tmp")
-"""Files here outlive a restart of the host."""
+KEEP_S = 3600.0
+"""A storage unit's directory outlives its process for this long."""
 SMALL_BYTES = 256 << 20
 LEFTOVER_S = 60.0
 UNSEEN_S = 7 * 24 * 3600.0
@@ -164,21 +164,18 @@ def _identity(folder: Path) -> str:
 
 
 class HomeMark(msgspec.Struct, frozen=True):
-    """Content of the file ``home``: the run, the name of the host, an identity of the contents, and how
-    long the directory outlives its unit."""
+    """Content of the file ``home``: the run, the name of the host, and an identity of the contents."""
 
     run: str
     host: str
     contents: str
-    keep_s: float
 
 
 def is_kept_home(path: Path) -> bool:
-    """True if a directory is of a storage unit that was alive less than ``keep_s`` ago."""
+    """True if a directory is of a storage unit that was alive less than KEEP_S ago."""
     try:
-        age_s = time.time() - (path / HOME).stat().st_mtime
-        return age_s < msgspec.json.decode((path / HOME).read_bytes(), type=HomeMark).keep_s
-    except (OSError, msgspec.MsgspecError):
+        return time.time() - (path / HOME).stat().st_mtime < KEEP_S
+    except OSError:
         return False
 
 
@@ -215,7 +212,7 @@ def user_directories(base: Path) -> list[Path]:
 
 def own_directories() -> list[Path]:
     """Return the directories of this user's runs on this host, also of ended servers."""
-    bases = {Path("/dev/shm"), Path(tempfile.gettempdir()), DISK}
+    bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
     return [path for base in bases for path in user_directories(base)]
 
 

@@ -2,7 +2,7 @@
 and the next unit of the run on this host finds it again.
 
 The file ``home`` names the run. While the unit lives, it touches this file; a directory without a
-unit is removed ``keep_s`` seconds after the last touch, by the next server or unit that starts.
+unit is removed KEEP_S seconds after the last touch, by the next server or unit that starts.
 """
 
 from __future__ import annotations
@@ -17,43 +17,36 @@ import msgspec
 
 from ..errors import ConfigError
 from .directory import HOME, HomeMark, SharedDirectory, is_served, own_directories, user_directories
-from .segment import sync_directory
-
-KEEP_S = 3600.0
 
 
 class HomeDirectory:
     """Makes or finds the directory of a run's home on this host, and owns it. ``path``: of it.
-    ``found``: True if an earlier unit made it. ``contents``: an identity that outlives a restart of the
-    host, if the directory does. ``base``: where it is made, and looked for; default: as for a
+    ``contents``: an identity of its files. ``base``: where it is made, and looked for; default: as for a
     server's. Raises ConfigError if another process owns it, or if ``base`` cannot be used."""
 
-    def __init__(self, run: str, base: Path | None = None, *, keep_s: float = KEEP_S) -> None:
+    def __init__(self, run: str, base: Path | None = None) -> None:
         earlier = find_home_directory(run, base)
-        self.found = earlier is not None
         if earlier is not None and is_served(earlier):
             raise ConfigError(f"a storage unit of run {run} serves {earlier} already")
         if earlier is not None:
             os.utime(earlier / HOME)  # so that nobody removes it meanwhile
         try:
-            if base is not None:
-                base.mkdir(parents=True, exist_ok=True)
             self._directory = SharedDirectory(base, path=earlier)
             self.path, self.warning = self._directory.path, self._directory.warning
             if earlier is None:
-                self._mark(HomeMark(run, socket.gethostname(), secrets.token_hex(8), keep_s))
+                self._write_mark(run)
         except OSError as error:
             raise ConfigError(f"a storage unit cannot keep columns in {base or 'memory'}: {error}") from None
         self.contents = _read_mark(self.path).contents
 
-    def _mark(self, mark: HomeMark) -> None:
-        """Write the file ``home``. It survives a restart of the host if the directory is on a disk."""
-        with open(self.path / HOME, "wb") as file:
-            file.write(msgspec.json.encode(mark))
-            file.flush()
-            os.fsync(file.fileno())
-        sync_directory(self.path)
-        sync_directory(self.path.parent)
+    def _write_mark(self, run: str) -> None:
+        mark = HomeMark(run, socket.gethostname(), secrets.token_hex(8))
+        (self.path / HOME).write_bytes(msgspec.json.encode(mark))
+
+    def begin_anew(self) -> None:
+        """Give the contents another identity: some of them are lost."""
+        self._write_mark(_read_mark(self.path).run)
+        self.contents = _read_mark(self.path).contents
 
     def touch(self) -> None:
         """Give a sign of life. Raises FileNotFoundError if the directory is gone."""

@@ -196,36 +196,23 @@ class BlockIndex:
             array[children[here] - self._base] = places[here]
             np.add.at(self._blocks[:, 5], places[here] >> _SHIFT, 1)
 
-    def drop(
-        self, gone: Callable[[str], bool], serials: Ids | None = None
-    ) -> tuple[list[tuple[Ids, Family]], list[FreedBlocks]]:
-        """Forget all blocks in segments for which ``gone`` is true, or those of ``serials`` there. Return
-        the rows of each family that had one, and the blocks."""
+    def drop(self, gone: Callable[[str], bool]) -> list[tuple[Ids, Family]]:
+        """Forget all blocks in segments for which ``gone`` is true. Return the rows of each family that had one."""
         numbers = [number for number, name in self._segments.used() if gone(name)]
         lost = self._used() & np.isin(self._blocks[:, 0], numbers)
-        if serials is not None:
-            lost &= np.isin(self._blocks[:, 2], serials)
         dropped = []
         for family, array in self._families.items():
             at = np.flatnonzero((array >= 0) & lost[np.maximum(array, 0) >> _SHIFT])
             if len(at):
                 array[at] = _NOWHERE
                 dropped.append((at + self._base, family))
-        return dropped, self._forget(np.flatnonzero(lost)) if lost.any() else []
+        if lost.any():
+            self._forget(np.flatnonzero(lost))
+        return dropped
 
     def segments(self) -> set[str]:
         """Return the segments that rows need."""
         return self._segments.of()
-
-    def places_in(self, wanted: Callable[[str], bool]) -> dict[str, Ids]:
-        """Return start, serial and bytes (n, 3) of all blocks in segments for which ``wanted`` is true."""
-        names = {number: name for number, name in self._segments.used() if wanted(name)}
-        blocks = self._blocks[self._used() & np.isin(self._blocks[:, 0], list(names))]
-        found: dict[str, Ids] = {}
-        for number, name in names.items():  # a segment of several owners has several numbers
-            mine = blocks[blocks[:, 0] == number][:, [1, 2, 4]]
-            found[name] = np.concatenate([found.get(name, mine[:0]), mine])
-        return found
 
     def _retire_one(self, at: int) -> list[FreedBlocks]:
         freed: list[FreedBlocks] = []

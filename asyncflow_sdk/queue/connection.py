@@ -372,7 +372,7 @@ class Port(ABC):
         try:
             stored = store.write(columns, copy=copy, grow=grow)
         except ServerLost as lost:  # its memory was removed: the server makes it again
-            inline = InlineStore(self.connection.wire.check_size, synced=store.synced)
+            inline = InlineStore(self.connection.wire.check_size)
             try:
                 stored = inline.write(columns, copy=copy)
             except ProtocolError:  # too large to be sent beside the call

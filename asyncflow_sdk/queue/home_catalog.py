@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
-
-import numpy as np
 
 from ..errors import ConfigError
 from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
 from ..ledger import commands as cmd
-from ..ledger import pack_ids, unpack_ids
-from .stores.fetch import NeededBlocksRequest, NeededRequest
+from .stores.fetch import NeededRequest
 
 
 class LedgerCatalog(HomeCatalog):
@@ -35,16 +32,6 @@ class LedgerCatalog(HomeCatalog):
     def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
         found = self._send(NeededRequest(home, epoch))
         return set(found.segments), set(found.sessions)
-
-    def needed_blocks(self, home: int, epoch: int) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-        places = self._send(NeededBlocksRequest(home, epoch)).places
-        return {
-            name: [(start, serial, nbytes) for start, serial, nbytes in unpack_ids(packed).reshape(-1, 3).tolist()]
-            for name, packed in places.items()
-        }
-
-    def lose(self, home: int, epoch: int, serials: Iterable[int], reason: str) -> None:
-        self._send(cmd.LoseBlocks(home=home, epoch=epoch, serials=pack_ids(np.array([*serials])), reason=reason))
 
 
 class ServerCatalog(HomeCatalog):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..errors import AsyncFlowError
 from ..interfaces.store import PayloadStore
-from ..ledger import Audit, StatusReport, unpack_ids
+from ..ledger import Audit, StatusReport
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.state import LedgerState
@@ -29,7 +29,6 @@ from ..types import Batch, Column, ColumnSpec
 from ..types.blocks import Block, BlockSlices
 from . import remote_payload
 from .block_index import BlockCheck, BlockIndex
-from .protocol import Call
 from .remote_payload import RemotePayload
 from .stores.homes import SERVER_MEMORY, HomeId, home_of
 from .stores.reader import ColumnReader
@@ -189,36 +188,17 @@ class PayloadManager:
         self.index.copy(remade.parents, remade.children, remade.columns)
 
     def drop_lost(self, lost: HomeLoss) -> tuple[list[LostColumns], list[int]]:
-        """Forget the blocks in a lost home, or its lost ones. Return the lost columns of rows, and the
+        """Forget the blocks in a lost home. Return the lost columns of rows, and the
         tickets of waiting puts with lost payload."""
         where = HomeId(lost.home, lost.epoch)
-        serials = None if lost.serials is None else unpack_ids(lost.serials)
-        among = None if serials is None else set(serials.tolist())
-        waiting = [
-            ticket
-            for ticket, (_, block) in self._pending_blocks.items()
-            if home_of(block.segment) == where and (among is None or block.serial in among)
-        ]
-        dropped, freed = self.index.drop(lambda segment: home_of(segment) == where, serials)
-        if serials is not None:  # the writers go on in this epoch
-            for each in freed:
-                self._free(*each)
+        waiting = [ticket for ticket, (_, block) in self._pending_blocks.items() if home_of(block.segment) == where]
+        dropped = self.index.drop(lambda segment: home_of(segment) == where)
         return [LostColumns(ids, columns) for ids, columns in dropped], waiting
 
     def needed(self, where: HomeId) -> tuple[str, ...]:
         """Return the segments of a home that rows or calls need."""
         segments = {*self.index.segments(), *self._pending_segments()}
         return tuple(sorted(segment for segment in segments if home_of(segment) == where))
-
-    def needed_blocks(self, where: HomeId, calls: Iterable[Call]) -> dict[str, bytes]:
-        """Return the places in a home that rows or calls need: see ``NeededBlocks``. ``calls``: further
-        ones, which are not executed yet."""
-        found = self.index.places_in(lambda segment: home_of(segment) == where)
-        for block in (*(pending.block for pending in self._pending_blocks.values()), *(call.block for call in calls)):
-            if block is not None and home_of(block.segment) == where:
-                one = np.array([[block.start, block.serial, block.nbytes]])
-                found[block.segment] = np.concatenate([found.get(block.segment, one[:0]), one])
-        return {segment: places.astype(np.int64).tobytes() for segment, places in found.items()}
 
     # ---- reading rows
 

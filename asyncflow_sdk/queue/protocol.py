@@ -12,7 +12,7 @@ from ..ledger.commands import AnyCommand, AnyReply, LeaseRows
 from ..types import ColumnSpec, Event
 from ..types.blocks import Block, BlockSlices
 from ..wire import MAX_BYTES, RunKey
-from .stores.fetch import FetchReply, FetchRequest, Needed, NeededBlocks, NeededBlocksRequest, NeededRequest
+from .stores.fetch import FetchReply, FetchRequest, Needed, NeededRequest
 
 PublicKey: TypeAlias = Annotated[str, msgspec.Meta(max_length=40)]
 
@@ -86,7 +86,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     store_options: dict[str, Any] = {}
 
 
-Unrecorded: TypeAlias = FetchRequest | NeededRequest | NeededBlocksRequest | MemberQuery | KeyRequest | RotateKey
+Unrecorded: TypeAlias = FetchRequest | NeededRequest | MemberQuery | KeyRequest | RotateKey
 """Requests answered by the server itself, and not recorded as requests."""
 UNRECORDED = get_args(Unrecorded)
 CallCommand: TypeAlias = AnyCommand | ClientHello | Unrecorded
@@ -123,7 +123,7 @@ class CallResult(msgspec.Struct, frozen=True, array_like=True):
     answer, with the columns of ``schema``; 0 if the rows ended before they were sent.
     """
 
-    reply: AnyReply | Welcome | FetchReply | Needed | NeededBlocks | Members | CurrentKey | None = None
+    reply: AnyReply | Welcome | FetchReply | Needed | Members | CurrentKey | None = None
     error: tuple[str, str] | None = None
     slices: tuple[BlockSlices, ...] = ()
     schema: dict[str, ColumnSpec] = {}

@@ -54,7 +54,7 @@ from .protocol import (
 from .recovery import RecoverableState, Recovered
 from .remote_payload import DECODE_ERRORS, IncomingBlock, RefusedUpload
 from .stores.factory import make_store
-from .stores.fetch import FetchRequest, Needed, NeededBlocks, NeededBlocksRequest, NeededRequest
+from .stores.fetch import FetchRequest, Needed, NeededRequest
 from .stores.homes import HomeId
 
 STATUS_EVERY_S = 1.0
@@ -538,11 +538,6 @@ class QueueServer:
         elif isinstance(command, NeededRequest):
             segments = self._payloads.needed(HomeId(command.home, command.epoch))
             self._reply(ticket, Needed(segments, tuple(self._clients.numbers().values())))
-        elif isinstance(command, NeededBlocksRequest):
-            calls = (request.call for request in self._deferred.requests)
-            self._reply(
-                ticket, NeededBlocks(self._payloads.needed_blocks(HomeId(command.home, command.epoch), calls))
-            )
         elif isinstance(command, FetchRequest):
             make = functools.partial(self._payloads.remote.fetch, command)
             self._wire.answer(ticket, b"", at_once=True, recorded=False, make=make)
@@ -554,7 +549,7 @@ class QueueServer:
     def _reply(
         self,
         ticket: int,
-        reply: cmd.Reply | Needed | NeededBlocks | Members | CurrentKey | AsyncFlowError,
+        reply: cmd.Reply | Needed | Members | CurrentKey | AsyncFlowError,
         refused: Call | None = None,
     ) -> None:
         """Answer a call that is not recorded. ``refused``: the client frees its payload."""

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
@@ -17,7 +17,6 @@ from ..errors import AsyncFlowError, ProtocolError
 from ..interfaces.store import HomeCatalog, HomeOffer, HomeUnit, StorageHome
 from ..wire import Member, RunKey, own_address
 from .connection import Connection
-from .stores.hosts import HostsStore
 from .stores.unit import BEAT_S, StorageUnit
 from .unit_start import UnitConfig, remove_unit_log
 
@@ -52,12 +51,6 @@ class UnitCatalog(HomeCatalog):
     def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
         return self.connection.homes().needed(home, epoch)
 
-    def needed_blocks(self, home: int, epoch: int) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-        return self.connection.homes().needed_blocks(home, epoch)
-
-    def lose(self, home: int, epoch: int, serials: Iterable[int], reason: str) -> None:
-        self.connection.homes().lose(home, epoch, serials, reason)
-
 
 def run_unit(
     config: UnitConfig, say: Callable[[str], None], stop: threading.Event, *, beat_s: float = BEAT_S
@@ -87,16 +80,13 @@ def open_unit(catalog: UnitCatalog, config: UnitConfig, host: str) -> HomeUnit:
     """Open this host's unit, of the kind that the run's store needs. ``host``: its IP address."""
     connection = catalog.connection
     name = config.name or f"{socket.gethostname()}-{host}"
-    store = connection.store
-    return store.open_unit(catalog, name, host) or StorageUnit(
+    return connection.store.open_unit(catalog, name, host) or StorageUnit(
         catalog,
         connection.run,
         name=name,
         host=host,
         member=None if config.insecure else catalog.member,
         listen=config.listen,
-        base=store.directory if isinstance(store, HostsStore) else None,
-        synced=store.synced,
     )
 
 

@@ -157,8 +157,7 @@ class HomeState(_Event, frozen=True, tag="home"):
 
 
 class HomeLost(_Event, frozen=True, tag="home_lost"):
-    """A home was given up: no block of this epoch is read again. ``whole`` False: only blocks of it were
-    lost. ``rows_failed``: rows with lost put columns, and rows that cannot be made again.
+    """A home was given up: no block of this epoch is read again. ``rows_failed``: rows with lost put columns, and rows that cannot be made again.
     ``groups_remade``: groups replaced by children."""
 
     home: int
@@ -167,7 +166,6 @@ class HomeLost(_Event, frozen=True, tag="home_lost"):
     reason: str
     rows_failed: int = 0
     groups_remade: int = 0
-    whole: bool = True
 
 
 class Balanced(_Event, frozen=True, tag="balanced"):

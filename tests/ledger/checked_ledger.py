@@ -590,21 +590,19 @@ class CheckedLedger:
             assert not (whole and intact), f"row {i} failed, and could have been made again"
 
     def _lose_place(self, loss: HomeLoss) -> list[LostColumns]:
-        """Return the columns of live rows in a lost home, or in its lost blocks (each of a row), as a server's index knows
-        them."""
+        """Return the columns of live rows in a lost home, as a server's index knows them."""
         place, found = (loss.home, loss.epoch), dict[tuple[str, ...], list[int]]()
         assert place in self.places, "an epoch is lost once"
-        for i in self.live if loss.serials is None else self.live.keys() & unpack_ids(loss.serials).tolist():
+        for i in self.live:
             places = self.live[i].places
             if names := tuple(sorted(name for name, where in places.items() if where == place)):
                 found.setdefault(names, []).append(i)
                 places.update(dict.fromkeys(names, LOST))
-        if loss.serials is None:
-            if loss.reason.startswith("silent"):
-                assert self._silent_until().get(loss.home, math.inf) <= self.now, "a home is not given up early"
-            if self.homes[loss.home].epoch == loss.epoch:
-                self.homes[loss.home].unit = None
-            self.places.remove(place)
+        if loss.reason.startswith("silent"):
+            assert self._silent_until().get(loss.home, math.inf) <= self.now, "a home is not given up early"
+        if self.homes[loss.home].epoch == loss.epoch:
+            self.homes[loss.home].unit = None
+        self.places.remove(place)
         return [LostColumns(np.array(ids, np.int64), names) for names, ids in found.items()]
 
     def _on_remade(self, remade: list[Replacement], ended: set[int]) -> None:

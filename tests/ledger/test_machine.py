@@ -271,24 +271,6 @@ class LedgerMachine(RuleBasedStateMachine):
             if back:
                 self.open_home(self.queue.join(f"unit {home.name}"), home.name)
 
-    @rule(at=small, turns=st.integers(1, 4), share=st.sets(small, min_size=1, max_size=4))
-    def lose_blocks(self, at: int, turns: int, share: set[int]) -> None:
-        """A unit cannot read the columns of some rows."""
-        if not any(home.unit is not None for home in self.queue.homes.values()):
-            self.open_home(self.queue.join("unit a"), "a")
-        for _ in range(turns):
-            self.take_turns(train=at < 6)
-        self.send(at, cmd.AddRows(groups=1 + at % 3, group_size=self.size, columns=ORDINARY))
-        served = [(number, home) for number, home in self.queue.homes.items() if home.unit is not None]
-        number, home = served[at % len(served)]
-        held = sorted(i for i, row in self.queue.live.items() if (number, home.epoch) in row.places.values())
-        rows = {held[-1 - each % len(held)] for each in share} if held else set()
-        lost = cmd.LoseBlocks(
-            home=number, epoch=home.epoch, serials=pack_ids(np.array(sorted(rows))), reason="damaged"
-        )
-        assert home.unit == self.session(at) or isinstance(self.send(at, lost), AsyncFlowError), "only its unit may"
-        assert self.queue.send(home.unit, lost) == cmd.Done()
-
     @rule(at=small, end=st.booleans(), cancel=st.booleans(), where=wheres)
     def end_stream(self, at: int, end: bool, cancel: bool, where: str | None) -> None:
         if end and at == 0:

@@ -8,17 +8,17 @@ import pytest
 from children import Child, hear, say
 
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.memory import HomeDirectory, SharedDirectory, find_home_directory, sweep
+from asyncflow_sdk.memory import KEEP_S, HomeDirectory, SharedDirectory, find_home_directory, sweep
 
 
-def own(base: str, run: str, keep_s: float) -> None:
+def own(base: str, run: str) -> None:
     """Own the directory of a home until killed."""
-    say(str(HomeDirectory(run, Path(base), keep_s=keep_s).path))
+    say(str(HomeDirectory(run, Path(base)).path))
     hear()
 
 
 def test_the_next_unit_of_a_run_finds_the_files_of_one_that_was_killed(tmp_path: Path) -> None:
-    with Child(own, str(tmp_path), "one", 60) as first, Child(own, str(tmp_path), "two", 60) as other:
+    with Child(own, str(tmp_path), "one") as first, Child(own, str(tmp_path), "two") as other:
         path, theirs = Path(first.hear()), Path(other.hear())
         assert (find_home_directory("one", tmp_path), find_home_directory("two", tmp_path)) == (path, theirs)
         # while it lives, there is no other
@@ -31,7 +31,7 @@ def test_the_next_unit_of_a_run_finds_the_files_of_one_that_was_killed(tmp_path:
         assert sweep(tmp_path) == []
         # then
         again = HomeDirectory("one", tmp_path)
-        assert (again.path, again.found) == (path, True)
+        assert again.path == path
         assert [segment.read_bytes() for segment in again.segments()] == [b"payload"]
         again.close(keep=True)
         HomeDirectory("one", tmp_path).close(keep=False)
@@ -40,15 +40,15 @@ def test_the_next_unit_of_a_run_finds_the_files_of_one_that_was_killed(tmp_path:
 
 
 def test_files_of_a_unit_that_does_not_come_back_are_removed(tmp_path: Path) -> None:
-    directory = HomeDirectory("one", tmp_path, keep_s=60)
+    directory = HomeDirectory("one", tmp_path)
     directory.close(keep=True)
     assert sweep(tmp_path) == []
-    old = time.time() - 61
+    old = time.time() - KEEP_S - 1
     os.utime(directory.path / "home", (old, old))
     assert sweep(tmp_path) == [directory.path]
     # and one that lives is kept, however long it was silent
-    living = HomeDirectory("one", tmp_path, keep_s=60)
-    assert not living.found
+    living = HomeDirectory("one", tmp_path)
+    assert living.path != directory.path
     os.utime(living.path / "home", (old, old))
     assert sweep(tmp_path) == []
     living.touch()

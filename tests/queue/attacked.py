@@ -35,21 +35,12 @@ class Attacked:
         self.network, self.folder, self._ends = network, folder, ends
         self.address = f"tcp://{network.address(SERVER)}:{PORT}"
         self.key = str(folder / "run" / "run.key")
-        self.disk, self._disks = folder / "own-disk", folder  # a test may serve the run from another folder
         self.units: dict[int, Child] = {}
         self.options: dict[str, Any] = {}
 
     def start(self, host: int, function: Callable[..., None], *arguments: Any) -> Child:
-        """Start a process on a host. It sees the host's own disk at ``disk``."""
-        for folder in (self.disk, self.disk_of(host)):
-            folder.mkdir(exist_ok=True)
-        mount = 'mount --bind "$1" "$2"; shift 2; exec "$@"', "-", str(self.disk_of(host)), str(self.disk)
-        within = [*self.network.within(host), "bash", "-c", *mount]
-        return self._ends.enter_context(Child(function, *arguments, within=within))
-
-    def disk_of(self, host: int) -> Path:
-        """The disk of a host, as this process sees it."""
-        return self._disks / f"disk-of-{host}"
+        """Start a process on a host."""
+        return self._ends.enter_context(Child(function, *arguments, within=self.network.within(host)))
 
     def begin(self, *, batch_rows: int | None = None, **options: Any) -> list[Child]:
         """Serve the run, and start a unit and a client on NEAR and FAR. Returns the clients."""
@@ -108,8 +99,7 @@ class Attacked:
 
     def folder_of(self, host: int) -> Path:
         """The directory of a host's unit, as this process sees it."""
-        path = Path(self.home(host)["directory"])
-        return (self.disk_of(host) if path.parent == self.disk else self.network.memory(host)) / path.name
+        return self.network.memory(host) / Path(self.home(host)["directory"]).name
 
     def ended(self, **states: int) -> None:
         """Each row ended once: ``states`` are all that there are."""

@@ -34,7 +34,7 @@ def serve_home(address: str, key: str, name: str, base: str) -> None:
     threading.Thread(target=lambda: (hear(), stop.set()), daemon=True).start()
     catalog = UnitCatalog(UnitConfig(address, key=RunKey.load(key) if key else None, insecure=not key))
     connection = catalog.connection
-    place = {"name": name, "host": "127.0.0.1", "base": Path(base), "synced": connection.store.synced}
+    place = {"name": name, "host": "127.0.0.1", "base": Path(base)}
     unit = StorageUnit(catalog, connection.run, member=catalog.member if key else None, **place)
     say("serves")
     unit.serve(lambda: catalog.connection.wire.server_closed, stop, beat_s=0.05)

@@ -12,6 +12,7 @@ from hosts import Cluster, rows_of, specs
 from queue_runs import in_threads, running
 from waiting import in_thread, until
 
+import asyncflow_sdk as af
 from asyncflow_sdk.errors import (
     AccessDenied,
     ConfigError,
@@ -351,3 +352,8 @@ def test_answers_that_are_damaged_or_not_what_was_requested_are_refused() -> Non
     ):
         with pytest.raises(error):
             unpack_parts(FetchReply(blocks), memory, [part])
+
+
+def test_columns_in_memory_are_refused_where_they_have_to_be_on_a_disk(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'hosts' has columns in the memory of their hosts.*durability='process'"):
+        af.serve(tmp_path / "run", store="hosts", durability="host", address="tcp://127.0.0.1:0")

@@ -16,13 +16,12 @@ from ..commands import Ids
 
 
 class HomeLoss(NamedTuple):
-    """A lost epoch of a home, or blocks lost in a live one: ``serials``, packed int64. ``reason``: for people."""
+    """A lost epoch of a home. ``reason``: for people."""
 
     home: int
     epoch: int
     name: str
     reason: str
-    serials: bytes | None = None
 
 
 class LostColumns(NamedTuple):

@@ -5,9 +5,6 @@ columns, total bytes, and for each column the position of its values, their byte
 of its rows + 1 offsets (-1 for fixed columns). Values and offsets follow, each at a multiple of 64
 bytes. Positions are bytes from the block's start.
 
-A *sealed* block ends with 64 bytes, of which the last 8 are a digest (XXH3) of all bytes from its rows
-on. Readers ignore it; a storage unit checks it after a restart.
-
 Any process of this user can write shared memory, so readers check headers against the segment and
 the schema: a damaged header raises SchemaError, and never gives an array beyond its block.
 """
@@ -15,18 +12,15 @@ the schema: a damaged header raises SchemaError, and never gives an array beyond
 from __future__ import annotations
 
 import functools
-import os
 import struct
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ...errors import LeaseLost, SchemaError
-from ...memory import HEADER_BYTES, Allocation, Arena, block_header
+from ...memory import HEADER_BYTES, Allocation, Arena
 from ...types import Column, ColumnSpec, carrier, check_column_name
 from ...types.blocks import Block, BlockImage
 from ...types.columns import pack
@@ -39,8 +33,6 @@ BLOCK, RUN = struct.Struct("<6q"), struct.Struct("<i")
 """A row of ``BlockSlices.blocks``, and an item of ``entries`` and of ``counts``."""
 _PAD = bytes(ALIGN)
 _PADDING: Any = np.zeros(ALIGN, np.uint8)
-_SEAL_BYTES = 8
-_CHECK_BYTES = 1 << 20
 
 
 def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
@@ -56,7 +48,7 @@ def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
     return packed
 
 
-def arrange(columns: Mapping[str, Column], *, sealed: bool = False) -> tuple[int, int, bytes, list[Array]]:
+def arrange(columns: Mapping[str, Column]) -> tuple[int, int, bytes, list[Array]]:
     """Return a block's rows, bytes, header (after the arena's), and arrays, to be aligned to ALIGN."""
     end = -(-(HEADER_BYTES + 24 + 24 * len(columns)) // ALIGN) * ALIGN
     head = [0, len(columns), 0]
@@ -70,20 +62,15 @@ def arrange(columns: Mapping[str, Column], *, sealed: bool = False) -> tuple[int
             head[-1] = end
             arrays.append(offsets)
             end += -(-offsets.nbytes // ALIGN) * ALIGN
-    if sealed:
-        arrays.append(np.zeros(ALIGN, np.uint8))
-        end += ALIGN
     rows = len(column)
     head[0], head[2] = rows, end
     return rows, end, struct.pack(f"<{len(head)}q", *head), arrays
 
 
-def write(
-    arena: Arena, columns: Mapping[str, Column], *, grow: bool = True, sealed: bool = False
-) -> tuple[Block, Allocation]:
+def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> tuple[Block, Allocation]:
     """Copy packed columns into shared memory: the only copy between producer and consumer.
     ``grow``, errors: see ``Arena.allocate``."""
-    rows, end, header, arrays = arrange(columns, sealed=sealed)
+    rows, end, header, arrays = arrange(columns)
     space = arena.allocate(end, grow=grow)
     if end <= JOIN_BYTES:
         pieces: list[Any] = [header, _PAD[: -(len(header) + HEADER_BYTES) % ALIGN]]
@@ -97,44 +84,17 @@ def write(
             if array.nbytes:  # a strided view is copied only once, too
                 space.memory[at : at + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
             at += -(-array.nbytes // ALIGN) * ALIGN
-    if sealed:
-        space.write(end - _SEAL_BYTES, _digest([space.memory[HEADER_BYTES:-_SEAL_BYTES]]))
     return Block(space.segment, space.start, space.serial, rows, end, tuple(columns)), space
 
 
-def to_image(columns: Mapping[str, Column], *, copy: bool = False, sealed: bool = False) -> BlockImage:
+def to_image(columns: Mapping[str, Column], *, copy: bool = False) -> BlockImage:
     """Return columns as an image. It refers to their memory unless ``copy``."""
-    rows, nbytes, header, arrays = arrange(columns, sealed=sealed)
+    rows, nbytes, header, arrays = arrange(columns)
     parts = [np.frombuffer(bytes(HEADER_BYTES) + header, np.uint8), _PADDING[: -(len(header) + HEADER_BYTES) % ALIGN]]
     for array in arrays:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         parts += (flat.copy() if copy else flat, _PADDING[: -flat.nbytes % ALIGN])
-    parts = [part for part in parts if part.nbytes]
-    if sealed:
-        parts[-1][-_SEAL_BYTES:] = _digest([parts[0][HEADER_BYTES:], *parts[1:-1], parts[-1][:-_SEAL_BYTES]])
-    return BlockImage(rows, nbytes, parts)
-
-
-def _digest(parts: Iterable[Any]) -> npt.NDArray[np.uint8]:
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(memoryview(part))
-    return np.frombuffer(digest.digest(), np.uint8)
-
-
-def is_intact(path: Path, start: int, serial: int, nbytes: int) -> bool:
-    """True if a sealed block is in a segment's file, and every byte of it is as it was written."""
-    digest = xxhash.xxh3_64()
-    stop = start + nbytes - _SEAL_BYTES
-    try:
-        with open(path, "rb", buffering=0) as file:
-            if os.pread(file.fileno(), HEADER_BYTES, start) != block_header(serial):
-                return False
-            for at in range(start + HEADER_BYTES, stop, _CHECK_BYTES):
-                digest.update(os.pread(file.fileno(), min(_CHECK_BYTES, stop - at), at))
-            return os.pread(file.fileno(), _SEAL_BYTES, stop) == digest.digest()
-    except OSError:  # the file is gone, or the disk cannot read it
-        return False
+    return BlockImage(rows, nbytes, [part for part in parts if part.nbytes])
 
 
 ROWS, COLUMNS, NBYTES, TABLE = range(HEADER_BYTES // 8, HEADER_BYTES // 8 + 4)

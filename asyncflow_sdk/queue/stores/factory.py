@@ -19,7 +19,7 @@ def local_store(context: StoreContext) -> SharedStore | InlineStore:
     """Return the store of runs with one home, the server's memory: mapped on its host, and reached
     over its socket from others."""
     if context.rows is None:
-        return InlineStore(context.check_size, synced=context.synced)
+        return InlineStore(context.check_size)
     return SharedStore(context.rows, segment_prefix(SERVER_MEMORY, context.session), synced=context.synced)
 
 

@@ -60,19 +60,6 @@ class Needed(msgspec.Struct, frozen=True, array_like=True, tag="segments"):
     sessions: tuple[int, ...]
 
 
-class NeededBlocksRequest(msgspec.Struct, frozen=True, array_like=True, tag="needed_blocks"):
-    """Request for the blocks in a home that are needed."""
-
-    home: int
-    epoch: int
-
-
-class NeededBlocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
-    """``places``: by segment, int64 (n, 3): start, serial and bytes of what rows or calls need."""
-
-    places: dict[str, bytes]
-
-
 class SentBlock(msgspec.Struct, frozen=True, array_like=True):
     """A block of the answer. ``digest``: XXH3 (64 bits) of its bytes."""
 

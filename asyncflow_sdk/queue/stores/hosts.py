@@ -21,7 +21,7 @@ from ...errors import (
     ServerLost,
 )
 from ...interfaces.store import PayloadStore, StoreContext, StoredBlock
-from ...memory import DISK, Mapper
+from ...memory import Mapper
 from ...types import Column, ColumnSpec
 from ...types.blocks import BlockSlices
 from ...types.ragged import Array
@@ -38,25 +38,25 @@ _log = logging.getLogger(__name__)
 
 
 class HostsStore(PayloadStore):
-    """``fetch_s``: longest wait for rows of another host. ``directory``: where units keep their files;
-    default: shared memory, or a folder of the host's disk if the payload has to be there. Raises
-    ConfigError. See ``PayloadStore``."""
+    """``fetch_s``: longest wait for rows of another host. Raises ConfigError. See ``PayloadStore``."""
 
     may_wait = True
 
-    def __init__(self, context: StoreContext, *, fetch_s: float = FETCH_S, directory: str = "") -> None:
+    def __init__(self, context: StoreContext, *, fetch_s: float = FETCH_S) -> None:
         if context.homes is None:
             raise ConfigError("the store 'hosts' needs a server that keeps a list of homes")
-        if directory and not Path(directory).is_absolute():
-            raise ConfigError(f"the directory of the store 'hosts' is an absolute path, not {directory!r}")
-        self.directory = Path(directory) if directory else DISK if context.synced else None
+        if context.synced:
+            raise ConfigError(
+                "the store 'hosts' has columns in the memory of their hosts, so it cannot have durability='host'; take"
+                " durability='process', or store='local'"
+            )
         self._context = context
-        self.synced, self.inline = context.synced, context.rows is None
+        self.inline = context.rows is None
         self._homes = KnownHomes(context.homes)
         self._mapper = Mapper(self._directory_of)
         self._reader = ColumnReader(self._mapper)
         self._fetcher = HomeFetcher(self._homes, context.key, context.fetch, timeout_s=fetch_s)
-        self._inline = InlineStore(context.check_size, synced=context.synced)
+        self._inline = InlineStore(context.check_size)
         self._stores: dict[HomeId, SharedStore] = {}  # the newest is written to; the others still have blocks
         self._own: HomeId | None = None
         self._next_try_s = 0.0  # without visible memory: when to look for it again
@@ -121,7 +121,7 @@ class HostsStore(PayloadStore):
                 return self._inline
             if where not in self._stores:
                 prefix = segment_prefix(where, self._context.session)
-                self._stores[where] = SharedStore(directory, prefix, synced=self.synced)
+                self._stores[where] = SharedStore(directory, prefix)
             self._own = where
             return self._stores[where]
 

@@ -23,12 +23,12 @@ class InlineStore(PayloadStore):
 
     inline = True
 
-    def __init__(self, check_size: Callable[[int], None], *, synced: bool = False) -> None:
-        self._check_size, self.synced = check_size, synced
+    def __init__(self, check_size: Callable[[int], None]) -> None:
+        self._check_size = check_size
 
     def write(self, columns: Mapping[str, Column], *, copy: bool, grow: bool = True) -> StoredBlock:
         self._check_size(sum(column.values.nbytes for column in columns.values()))
-        return StoredBlock(None, to_image(columns, copy=copy, sealed=self.synced))
+        return StoredBlock(None, to_image(columns, copy=copy))
 
     def image_of(self, block: Block, space: Allocation) -> StoredBlock:
         """Return a block that another store of this process has written as an image."""

@@ -27,7 +27,7 @@ class SharedStore(PayloadStore):
         self._reader = ColumnReader(self._mapper)
 
     def write(self, columns: Mapping[str, Column], *, copy: bool, grow: bool = True) -> StoredBlock:
-        block, space = blocks.write(self._arena, columns, grow=grow, sealed=self.synced)
+        block, space = blocks.write(self._arena, columns, grow=grow)
         if self.synced:
             self._arena.sync(space)
         return StoredBlock(block, None, space)
