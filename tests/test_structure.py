@@ -29,10 +29,10 @@ RELATIVE = re.compile(r"\b(that|which|what|whatever|who|whom|whose|whoever|those
 NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|on)\b", re.IGNORECASE)
 """A parameter's note without a noun."""
 MAX_SIZE = {  # lines, files
-    "core": (34_400, 202), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
+    "core": (34_370, 202), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
     "asyncflow_sdk/cli": (5_684, 45), "asyncflow_sdk/interfaces": (2_344, 16), "asyncflow_sdk/ledger": (8_128, 34),
     "asyncflow_sdk/memory": (1_630, 13), "asyncflow_sdk/plugins": (855, 9), "asyncflow_sdk/queue": (8_095, 42),
-    "asyncflow_sdk/testing": (9_745, 57), "asyncflow_sdk/types": (2_459, 19), "asyncflow_sdk/weights": (5_456, 29),
+    "asyncflow_sdk/testing": (9_745, 57), "asyncflow_sdk/types": (2_459, 19), "asyncflow_sdk/weights": (5_426, 29),
     "asyncflow_sdk/wire": (3_971, 25), "asyncflow_sdk/workflow": (13_559, 75),
     "adapters/asyncflow_deepspeed": (817, 8), "adapters/asyncflow_fsdp": (405, 6),
     "adapters/asyncflow_http": (500, 6), "adapters/asyncflow_sglang": (1_506, 17),
@@ -48,11 +48,11 @@ MAX_SIZE = {  # lines, files
 MAX_COUNT = {
     "public names": 97,
     "functions with more than ten parameters": 21,
-    "assignments into other objects": 202,
-    "assignments into other objects, of the core": 64,
+    "assignments into other objects": 193,
+    "assignments into other objects, of the core": 55,
     "comments that stop the formatter": 301,
-    "notes of parameters without a noun": 309,
-    "public functions without a docstring": 78,
+    "notes of parameters without a noun": 308,
+    "public functions without a docstring": 81,
     "relative words in 100 of the code": 1.05,
     "relative words in 100 of the tests": 4.81,
 }

@@ -1,8 +1,7 @@
 """WeightSync: moves and verifies versions of the weights; the ledger decides which is current.
 
-``TransportPublisher`` publishes for a trainer. ``TransportSubscriber`` offers the versions to a
-user's loop, ``ReplicaSubscriber`` and ``EngineLoader`` load them into an engine. ``transports``
-move the bytes.
+``TransportPublisher`` publishes for a trainer. ``TransportSubscriber`` offers the versions to a user's loop,
+``ReplicaSubscriber`` and ``EngineLoader`` load them into an engine. ``transports`` move the bytes.
 """
 
 from ..memory import BufferPool

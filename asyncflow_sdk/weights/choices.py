@@ -1,9 +1,7 @@
-"""Choices: the transport of weights, and the policy of loading them, by what engines and transports
-declare.
+"""Choices: the transport of weights, and the policy of loading them, by what engines and transports declare.
 
-They declare it in ``Capabilities`` and ``AdapterSpec.can``. Each choice has a reason. An impossible
-request is refused with the reason: by the driver as far as it knows, else by the engine's worker
-before it takes a prompt.
+They declare it in ``Capabilities`` and ``AdapterSpec.can``. Each choice has a reason. An impossible request is
+refused with the reason: by the driver as far as it knows, else by the engine's worker before it takes a prompt.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ class Choice:
 
 
 def make_transport(name: str, **options: Any) -> WeightTransport:
-    """Make a transport by its registered name. Raises PluginError, and ConfigError for odd
-    options."""
+    """Make a transport by its registered name. Raises PluginError, and ConfigError for odd options."""
     adapter = registry().get("transport", name)
     try:
         factory = adapter.load()
@@ -57,10 +54,9 @@ def make_transport(name: str, **options: Any) -> WeightTransport:
 
 
 def choose_transport(elsewhere: str, only: Mapping[str, Collection[str]], *, asked: str = AUTO) -> Choice:
-    """Choose the transport. ``elsewhere``: why some members cannot see this host's memory; "" if
-    all can. ``only``: by engine, the transports it accepts, for engines that do not accept all.
-    Raises ConfigError with the reason for each candidate; PluginError if ``asked`` is not
-    installed."""
+    """Choose the transport. ``elsewhere``: why some members cannot see this host's memory; "" if all can. ``only``:
+    by engine, the transports it accepts, for engines that do not accept all. Raises ConfigError with the reason for
+    each candidate; PluginError if ``asked`` is not installed."""
     if asked != AUTO:
         registry().get("transport", asked)
         why_not = _why_unfit(asked, "", only)  # the user knows the hosts

@@ -42,8 +42,7 @@ def has_spare_core() -> bool:
 
 
 class BucketDigests:
-    """The digests of one version, collected by ``add`` or ``add_memory`` for each bucket in
-    order."""
+    """The digests of one version, collected by ``add`` or ``add_memory`` for each bucket in order."""
 
     def __init__(self, background: Executor) -> None:
         self._background = background
@@ -114,6 +113,15 @@ class _Bucket:
         self.parts.clear()
         self._hash(self.stop)  # the padding after the last part
 
+    def extend(self, stop: int) -> None:
+        self.stop = stop
+
+    def hash_later(self) -> None:
+        self.hasher = None
+
+    def finish(self) -> None:
+        self.done = True
+
     def _hash(self, stop: int) -> None:
         if self.hasher is not None and self._hashed < stop:
             self.hasher.update(self.memory[self._hashed : stop])
@@ -123,9 +131,8 @@ class _Bucket:
 class ChunkCopier:
     """Copies one version. One thread calls it, in the order of the version's bytes.
 
-    ``digests`` receives each bucket's digest or its bytes; None: nothing is hashed. ``helper``: an
-    executor with a thread that copies, too; None: there is none. ``with_nan``: copied tensors with
-    NaN.
+    ``digests`` receives each bucket's digest or its bytes; None: nothing is hashed. ``helper``: an executor with a
+    thread that copies, too; None: there is none. ``with_nan``: copied tensors with NaN.
     """
 
     def __init__(self, bucket_bytes: int, digests: BucketDigests | None, helper: Executor | None) -> None:
@@ -143,8 +150,7 @@ class ChunkCopier:
         self._chunk, self._memory = self._chunk + 1, memory
 
     def add(self, name: str, source: TensorSource, dtype: str, start: int, stop: int) -> None:
-        """Put a tensor at ``start``, and zeros from its end to ``stop``; copied by ``flush`` at
-        last."""
+        """Put a tensor at ``start``, and zeros from its end to ``stop``; copied by ``flush`` at last."""
         width = carrier(dtype).itemsize
         end = start + source.size * width
         self._memory[end:stop] = 0
@@ -159,7 +165,7 @@ class ChunkCopier:
                     self.with_nan.append(name)
             for bucket, at, to in self._buckets(low, high):
                 if not local:
-                    bucket.hasher = None
+                    bucket.hash_later()
                 elif at < end:
                     bucket.parts.append(_CopyPart(at, min(to, end), name, source, dtype, (at - start) // width))
                 if to % self._bucket_bytes == 0:
@@ -195,7 +201,7 @@ class ChunkCopier:
                 self._partial = _Bucket(self._chunk, self._memory, low, self._digests is not None)
                 with self._lock:
                     self._unfinished.append(self._partial)
-            self._partial.stop = min(low - low % size + size, stop)
+            self._partial.extend(min(low - low % size + size, stop))
             yield self._partial, low, self._partial.stop
 
     def _complete(self) -> None:
@@ -221,7 +227,7 @@ class ChunkCopier:
 
     def _finish(self, bucket: _Bucket) -> None:
         with self._lock:
-            bucket.done = True
+            bucket.finish()
             while self._unfinished and self._unfinished[0].done:
                 self._report(self._unfinished.popleft())
 

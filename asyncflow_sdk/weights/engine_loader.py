@@ -19,13 +19,11 @@ T = TypeVar("T")
 
 
 class EngineLoader:
-    """Loads versions into ``engine``. The names of the tensors that the engine took are always
-    compared.
+    """Loads versions into ``engine``. The names of the tensors that the engine took are always compared.
 
-    ``verify``: further proofs. "probe": the engine's log-probs of the version's probe must be the
-    trainer's; without it, a probe is still scored if the version has one and the engine can.
-    "held": the engine must hold the version byte for byte. ``running``: requests run during a load.
-    Raises ConfigError for proofs that the engine cannot give.
+    ``verify``: further proofs. "probe": the engine's log-probs of the version's probe must be the trainer's; without
+    it, a probe is still scored if the version has one and the engine can. "held": the engine must hold the version
+    byte for byte. ``running``: requests run during a load. Raises ConfigError for proofs that the engine cannot give.
     """
 
     def __init__(

@@ -27,8 +27,7 @@ _host_numbers = itertools.count()
 
 
 class StagedVersion(Update):
-    """A verified version on this host. ``announcement``: from the ledger. ``probe``: may be
-    None."""
+    """A verified version on this host. ``announcement``: from the ledger. ``probe``: may be None."""
 
     def __init__(self, announcement: cmd.Version, parts: list[Fetched], rename: Callable[[str], str] | None) -> None:
         super().__init__(announcement.version, parts, rename)
@@ -40,9 +39,8 @@ class StagedVersion(Update):
 class VersionFetcher:
     """Fetches one version at a time, each part in a thread. Not thread-safe.
 
-    It owns the receivers, and the *base*: the loaded version, kept if a receiver can fetch less
-    with its help. ``rename``: from published names to the engine's. ``timeout_s``: limit of each
-    part.
+    It owns the receivers, and the *base*: the loaded version, kept if a receiver can fetch less with its help.
+    ``rename``: from published names to the engine's. ``timeout_s``: limit of each part.
     """
 
     def __init__(self, connection: Connection, rename: Callable[[str], str] | None, timeout_s: float) -> None:
@@ -58,8 +56,7 @@ class VersionFetcher:
     async def fetch(
         self, announcement: cmd.Version, *, use_base: bool = False, interruptible: bool = False
     ) -> StagedVersion:
-        """Fetch a version, after the fetch in progress. ``interruptible``: ``interrupt`` may end
-        it.
+        """Fetch a version, after the fetch in progress. ``interruptible``: ``interrupt`` may end it.
 
         Raises the errors of receivers, ProtocolError for a broken announcement, and WeightMismatch
         for parts that do not fit together.

@@ -98,10 +98,10 @@ class Handover:
                 offsets[name], size = size, size + padded(_nbytes(update, name))
         if self._memory is None:
             self._memory = VersionMemory.private("handover")
-        room = self._memory.room(max(size, 1))
+        memory = self._memory.room(max(size, 1)).memory
         for name, array in announced_arrays(update, names):
             raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            room.memory[offsets[name] : offsets[name] + raw.nbytes] = raw
+            memory[offsets[name] : offsets[name] + raw.nbytes] = raw
         (place,) = self._memory.seal(update.version)
         path = str(self._memory.directory / place.segment)
         return {name: FilePlace(path, place.start + HEADER_BYTES + offset) for name, offset in offsets.items()}

@@ -63,9 +63,8 @@ def check_probe(update: WeightUpdate, probe: Probe, logprobs: Sequence[Sequence[
 
 
 def check_held(update: WeightUpdate, held: Iterable[tuple[str, Any]]) -> None:
-    """Raise unless the engine holds the update byte for byte: WeightMismatch for names and types,
-    WeightError for bytes, each with the first tensor that differs. One tensor at a time is read, in
-    any order."""
+    """Raise unless the engine holds the update byte for byte: WeightMismatch for names and types, WeightError for
+    bytes, each with the first tensor that differs. One tensor at a time is read, in any order."""
     wanted = {name: _digest(array) for name, array in update.arrays()}
     seen = set()
     for name, tensor in held:

@@ -15,9 +15,8 @@ from ..types.defaults import FETCH_S
 class TransportPublication(Publication):
     """A version that a ``TransportPublisher`` delivers.
 
-    ``stage``: the current stage of its delivery, for messages. ``reported``: True once the server
-    was asked to make it current. ``raised``: True once its result was raised or returned by
-    ``wait``.
+    ``stage``: the current stage of its delivery, for messages. ``reported``: True once the server was asked to make
+    it current. ``raised``: True once its result was raised or returned by ``wait``.
     """
 
     def __init__(self, version: int) -> None:
@@ -64,15 +63,14 @@ class TransportPublication(Publication):
     def fail(self, error: BaseException) -> None:
         """Set ``error`` as the result. No effect once there is one."""
         what = f"version {self.version} failed while it was {self._stage}"
-        explained: BaseException
-        if not isinstance(error, AsyncFlowError):
-            explained = WeightError(f"{what}: {type(error).__name__}: {error}")
-        elif f"version {self.version}" in str(error):
-            explained = error
-        else:
-            explained = type(error)(f"{what}: {error}")
-        if explained is not error:
-            explained.__cause__ = error
+        try:
+            if not isinstance(error, AsyncFlowError):
+                raise WeightError(f"{what}: {type(error).__name__}: {error}") from error
+            if f"version {self.version}" not in str(error):
+                raise type(error)(f"{what}: {error}") from error
+            explained: BaseException = error
+        except AsyncFlowError as named:
+            explained = named
         with self._lock:
             if not self.done:
                 self._result.set_exception(explained)

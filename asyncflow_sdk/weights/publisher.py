@@ -71,13 +71,12 @@ class TransportPublisher(WeightPublisher):
     """Publishes versions through a ``WeightTransport``, for a trainer, or for rank ``rank`` of
     ``world_size`` ranks with a part each.
 
-    ``transport``: "auto" is shm if all members of the run are on this host, else tcp. ``dtype``: of
-    published floating-point tensors, or a function from name and dtype to dtype. ``rename``: from
-    the engine's names to the checkpoint's. ``digests`` False: nothing can be verified.
-    ``timeout_s``: how long the delivery of a version may delay the next. ``no_rollback``: the
-    reason for refusing rollbacks, if the trainer cannot load an earlier version. ``model``: the
-    trained Hugging Face folder; transport ``file`` copies its configuration and tokenizer beside
-    the weights. ``options``: of the transport.
+    ``transport``: "auto" is shm if all members of the run are on this host, else tcp. ``dtype``: of published
+    floating-point tensors, or a function from name and dtype to dtype. ``rename``: from the engine's names to the
+    checkpoint's. ``digests`` False: nothing can be verified. ``timeout_s``: how long the delivery of a version may
+    delay the next. ``no_rollback``: the reason for refusing rollbacks, if the trainer cannot load an earlier version.
+    ``model``: the trained Hugging Face folder; transport ``file`` copies its configuration and tokenizer beside the
+    weights. ``options``: of the transport.
 
     Raises ConfigError if the run has another live publisher, for a ``dtype`` without floating-point
     numbers, and for options and hosts that the transport cannot work with.

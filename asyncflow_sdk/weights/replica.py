@@ -1,5 +1,4 @@
-"""ReplicaSubscriber: the state machine of one replica's weights, from an announced version to a
-loaded one.
+"""ReplicaSubscriber: the state machine of one replica's weights, from an announced version to a loaded one.
 
     WAITING ──announced──▶ FETCHING ──verified──▶ STAGED ──request──▶ AWAITING_PERMISSION ──▶ PERMITTED ──take──▶ LOADING
                             │    ▲                  ▲ └── a newer version replaces it ───────────┘               │
@@ -83,11 +82,10 @@ class ReplicaSubscriber:
     """Fetches the newest version in the background, asks the ledger for permission to load it, and
     reports the result.
 
-    ``loaded``: the engine's version; None for none. ``own``: True if it names the engine's initial
-    weights; a published version of that number is loaded all the same. ``changed`` is set on each
-    change of ``state``, on a ``failure``, and when the run has ``ended``. ``rename``: from published
-    names to the engine's. ``task``: of its rows. From ``open`` to ``close`` it is the connection's
-    only replica. Not thread-safe.
+    ``loaded``: the engine's version; None for none. ``own``: True if it names the engine's initial weights; a
+    published version of that number is loaded all the same. ``changed`` is set on each change of ``state``, on a
+    ``failure``, and when the run has ``ended``. ``rename``: from published names to the engine's. ``task``: of its
+    rows. From ``open`` to ``close`` it is the connection's only replica. Not thread-safe.
 
     Failed versions are reported and retried with a growing delay; a newer version is fetched at
     once. A newer version interrupts the fetch of an older one, but never twice in a row: otherwise
@@ -184,8 +182,7 @@ class ReplicaSubscriber:
             await self._retire()
 
     async def diagnose(self) -> str:
-        """Return the reason why no newer version is loaded: "; ..." to append to a sentence, or
-        ""."""
+        """Return the reason why no newer version is loaded: "; ..." to append to a sentence, or ""."""
         parts = [self._denial or self._fetch_error]
         with contextlib.suppress(AsyncFlowError):
             session = self._port.connection.session
@@ -252,9 +249,8 @@ class ReplicaSubscriber:
             self._changed.set()
 
     async def _get_permission(self, staged: StagedVersion, timeout_s: float | None) -> None:
-        """Wait for permission; without ``timeout_s`` for as long as it takes. Return without it if
-        a newer version replaces ``staged``. Raises DeadlineExceeded that names the replicas it
-        waits for."""
+        """Wait for permission; without ``timeout_s`` for as long as it takes. Return without it if a newer version
+        replaces ``staged``. Raises DeadlineExceeded that names the replicas it waits for."""
         while True:
             try:
                 wait_s = POLL_S if timeout_s is None else timeout_s
@@ -305,9 +301,8 @@ class ReplicaSubscriber:
         return taken
 
     async def commit(self, names: Iterable[str] | None = None) -> None:
-        """Report that the engine generates with the version from now on. ``names``: the tensors it
-        took; None if they are proven. Raises WeightMismatch unless they are the version's; nothing
-        is committed then."""
+        """Report that the engine generates with the version from now on. ``names``: the tensors it took; None if they
+        are proven. Raises WeightMismatch unless they are the version's; nothing is committed then."""
         update = self._loading
         assert update is not None, "no version was taken"
         if names is not None:
@@ -340,9 +335,8 @@ class ReplicaSubscriber:
         """Bring the engine back to a whole version after a load failed with ``error``: load the
         former version again, or this one if the former is no longer kept.
 
-        Raises ``error`` if a retry cannot help (WeightMismatch, ConfigError); WeightError if
-        neither version can be loaded, or after GIVE_UP_AFTER failed loads in a row. Then the engine
-        must not generate any more.
+        Raises ``error`` if a retry cannot help (WeightMismatch, ConfigError); WeightError if neither version can be
+        loaded, or after GIVE_UP_AFTER failed loads in a row. Then the engine must not generate any more.
         """
         update, former = self._loading, self.loaded
         assert update is not None, "no version was taken"

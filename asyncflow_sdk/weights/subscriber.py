@@ -215,8 +215,7 @@ class TransportSubscriber(WeightSubscriber):
         return self._current
 
     def _return_unreceived(self) -> None:
-        """Release an update whose waiter was cancelled: its permission must not block other
-        replicas."""
+        """Release an update whose waiter was cancelled: its permission must not block other replicas."""
         self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._give_up_unreceived(), loop=self._loop))
 
     async def _give_up_unreceived(self) -> None:

@@ -23,10 +23,9 @@ SPAN_BYTES = 256 << 10  # compared at a time: both sides stay in the cache
 
 
 class TensorSource(ABC):
-    """A tensor to be copied. ``identity``: equal for the same elements of the same memory, while
-    ``held()`` is True: its owner still exists. A new tensor at the address of a freed one has
-    another identity. ``local``: True if the calling thread alone copies it: no device, and no
-    threads of torch."""
+    """A tensor to be copied. ``identity``: equal for the same elements of the same memory, while ``held()`` is True:
+    its owner still exists. A new tensor at the address of a freed one has another identity. ``local``: True if the
+    calling thread alone copies it: no device, and no threads of torch."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,9 +1,8 @@
 """VersionWriter: copies the tensors of a version into chunks.
 
-A chunk takes tensors until the next one does not fit; a larger tensor gets its own chunk. The
-layout depends only on the order and sizes of the tensors. So equal weights have equal manifests,
-and successive versions of a model need rooms of equal sizes. The first chunks are smaller than the
-rest, for small models.
+A chunk takes tensors until the next one does not fit; a larger tensor gets its own chunk. The layout depends only on
+the order and sizes of the tensors. So equal weights have equal manifests, and successive versions of a model need
+rooms of equal sizes. The first chunks are smaller than the rest, for small models.
 """
 
 from __future__ import annotations
@@ -144,9 +143,8 @@ class VersionWriter:
         return wanted
 
     def _tied(self, info: TensorInfo, source: TensorSource) -> TensorInfo | None:
-        """Return the place of an earlier tensor in the same memory, if that memory was not freed
-        and still holds the written bytes. A buffer that is refilled for each tensor has the same
-        memory, too."""
+        """Return the place of an earlier tensor in the same memory, if that memory was not freed and still holds the
+        written bytes. A buffer that is refilled for each tensor has the same memory, too."""
         there, held = self._seen.get((*source.identity, info.dtype), (None, None))
         if there is None or held is None or not held():
             return None

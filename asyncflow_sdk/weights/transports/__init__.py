@@ -1,8 +1,6 @@
-"""The built-in transports ``shm``, ``file`` and ``tcp``, and parts for transports of other
-packages.
+"""The built-in transports ``shm``, ``file`` and ``tcp``, and parts for transports of other packages.
 
-``VersionMemory`` is the memory of a sender; ``Service`` and ``ServiceClient`` exchange requests
-between both ends.
+``VersionMemory`` is the memory of a sender; ``Service`` and ``ServiceClient`` exchange requests between both ends.
 """
 
 from ...wire import Service, ServiceClient

@@ -43,9 +43,8 @@ class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Get(msgspec.Struct, frozen=True, array_like=True):
-    """Request for ``count`` buckets from number ``first`` on. ``base`` and ``base_root``: a version
-    that the replica holds, for deltas; -1 without one. Roots distinguish versions with the same
-    number."""
+    """Request for ``count`` buckets from number ``first`` on. ``base`` and ``base_root``: a version that the replica
+    holds, for deltas; -1 without one. Roots distinguish versions with the same number."""
 
     version: int
     root: str

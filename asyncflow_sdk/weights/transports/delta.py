@@ -43,13 +43,20 @@ _PROBE = 32 << 10  # words of the sample that decides whether a dense code is ma
 _BLOCK = 64 << 10  # words subtracted at once: they stay in the cache
 _STEP = 255
 _MOST_WINDOW = 8 << 20  # memory for a frame beside its content; valid frames need 512 KB
-_own = threading.local()
+
+
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=1)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
+
+
+_own = _Own()  # neither is thread-safe
 
 
 def encode(new: Bytes, base: Bytes, width: int) -> bytes | None:
-    """Return the delta of ``new`` against ``base``; None if it is not clearly smaller than ``new``.
-    Both contiguous, of the same size. ``width``: bytes of a word. Releases the GIL most of the
-    time."""
+    """Return the delta of ``new`` against ``base``; None if it is not clearly smaller than ``new``. Both contiguous,
+    of the same size. ``width``: bytes of a word. Releases the GIL most of the time."""
     size = len(new) // _GROUP * _GROUP
     head, tail = (new[:size], base[:size]), new[size:].tobytes()
     differ = _differ(*head, _GROUP)
@@ -71,10 +78,9 @@ def encode(new: Bytes, base: Bytes, width: int) -> bytes | None:
 
 
 def apply(code: Any, base: Bytes, out: Bytes) -> None:
-    """Write the bucket encoded against ``base`` to ``out``, of the same size. Both contiguous,
-    without overlap. Raises ProtocolError for an invalid code, before ``out`` is written. Memory is
-    limited to a few times the bucket for any code. A wrong base is not detected: compare
-    digests."""
+    """Write the bucket encoded against ``base`` to ``out``, of the same size. Both contiguous, without overlap.
+    Raises ProtocolError for an invalid code, before ``out`` is written. Memory is limited to a few times the bucket
+    for any code. A wrong base is not detected: compare digests."""
     data = memoryview(code).cast("B")
     try:
         kind, width, nbytes, count = _HEAD.unpack_from(data)
@@ -205,8 +211,6 @@ def _promising(new: Bytes, base: Bytes, width: int) -> bool:
 
 
 def _pack(stream: Bytes) -> bytes:
-    if not hasattr(_own, "compressor"):  # a compressor is not thread-safe
-        _own.compressor = zstandard.ZstdCompressor(level=1)
     packed: bytes = _own.compressor.compress(stream.data)
     return packed
 
@@ -217,8 +221,6 @@ def _unpack(data: memoryview, least: int, most: int) -> tuple[Bytes, memoryview]
     packed, rest = data[_LENGTH.size : _LENGTH.size + length], data[_LENGTH.size + length :]
     if len(packed) != length:
         raise ProtocolError("a delta that ends too early")
-    if not hasattr(_own, "decompressor"):
-        _own.decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
     try:
         size = zstandard.frame_content_size(packed)  # checked before it is allocated
         if not least <= size <= most:

@@ -1,9 +1,8 @@
 """ChunkFiles: the chunks of a manifest as safetensors files: names, headers and byte ranges.
 
-The whole tensors of a chunk share one file, without the zero padding between them: safetensors
-allows no holes. A tensor in pieces has a file of its own, and each rank writes its piece there. The
-layout follows from one rank's manifest: readers know all headers in advance, and ranks write to one
-file without coordination.
+The whole tensors of a chunk share one file, without the zero padding between them: safetensors allows no holes. A
+tensor in pieces has a file of its own, and each rank writes its piece there. The layout follows from one rank's
+manifest: readers know all headers in advance, and ranks write to one file without coordination.
 """
 
 from __future__ import annotations
@@ -64,15 +63,13 @@ class ChunkFiles:
     runs: tuple[FileRun, ...]
 
     def pieces(self, chunk: Bytes, start: int, stop: int) -> Iterator[tuple[TensorFile, int, list[Bytes]]]:
-        """Yield bytes of a chunk by file: the file, the position in it, and views of adjacent
-        bytes."""
+        """Yield bytes of a chunk by file: the file, the position in it, and views of adjacent bytes."""
         first = bisect.bisect_right(self.runs, start, key=lambda run: run.stop)
         runs = itertools.takewhile(lambda run: run.start < stop, itertools.islice(self.runs, first, None))
         return _merge(chunk, (run.cut(start, stop) for run in runs))
 
     def bytes_of(self, file: TensorFile, chunk: Bytes) -> Iterator[tuple[int, list[Bytes]]]:
-        """Yield the bytes of a chunk in ``file``: position in the file, and views of adjacent
-        bytes."""
+        """Yield the bytes of a chunk in ``file``: position in the file, and views of adjacent bytes."""
         for _, place, views in _merge(chunk, (run for run in self.runs if run.file is file)):
             yield place, views
 

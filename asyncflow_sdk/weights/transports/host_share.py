@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -68,9 +69,7 @@ class HostShare:
             if not isinstance(error, (errors.ConfigError, errors.MemoryFull, msgspec.MsgspecError, OSError)):
                 raise
             reason = str(error)
-        fetched = receive()
-        fetched.notes = [f"{self._what} is not shared on this host: {reason}"]
-        return fetched
+        return replace(receive(), notes=[f"{self._what} is not shared on this host: {reason}"])
 
     def close(self) -> None:
         """Free everything, until the next fetch. Fetched versions stay valid."""
@@ -155,6 +154,5 @@ class HostShare:
         os.replace(self._path / "next", self._path / "last")
         self._own = own
         memory.keep([manifest.version])
-        if (fetched := self._map(manifest)) is not None:
-            fetched.moved, fetched.encoding = received.moved, received.encoding
-        return fetched
+        fetched = self._map(manifest)
+        return fetched and replace(fetched, moved=received.moved, encoding=received.encoding)

@@ -1,10 +1,8 @@
-"""Transport ``shm``: shared memory on one host. Chunks lie in the run's directory, and receivers
-map them.
+"""Transport ``shm``: shared memory on one host. Chunks lie in the run's directory, and receivers map them.
 
-A receiver's mapping is copy-on-write. The memory of a version is reused once the version is no
-longer kept and no receiver maps it; otherwise the sender allocates other memory, and never waits.
-Versions outlive the sender; the next sender of the same rank adopts the kept ones and removes the
-rest.
+A receiver's mapping is copy-on-write. The memory of a version is reused once the version is no longer kept and no
+receiver maps it; otherwise the sender allocates other memory, and never waits. Versions outlive the sender; the next
+sender of the same rank adopts the kept ones and removes the rest.
 """
 
 from __future__ import annotations

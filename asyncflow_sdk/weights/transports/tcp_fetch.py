@@ -22,8 +22,7 @@ from . import delta
 from .bucket_server import DELTA, RAW, Get, GetReply, TcpAddress, decode, encode, fits
 
 THREADS = 2
-"""ZeroMQ has as many. With more, memory of messages is returned to the system and faults in
-again."""
+"""ZeroMQ has as many. With more, memory of messages is returned to the system and faults in again."""
 SILENCE_S = 60.0
 """Longest wait for one answer of a publisher."""
 AT_ONCE = 16

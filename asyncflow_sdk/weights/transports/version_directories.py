@@ -124,8 +124,7 @@ class VersionDirectories:
         return self.path / f"version-{version:08}"
 
     def remove(self, version: int) -> None:
-        """Remove this rank's part of a version as far as possible. It is invalid at once. Other
-        ranks' files stay."""
+        """Remove this rank's part of a version as far as possible. It is invalid at once. Other ranks' files stay."""
         self._remove(self.place(version), whole=not self._several)
 
     def remove_below(self, kept: Sequence[int]) -> None:

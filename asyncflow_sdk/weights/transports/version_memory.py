@@ -5,9 +5,8 @@
     views = memory.chunks(version)                                       # read-only; valid while they are held
     memory.keep([version])                                               # the memory of others is reused
 
-A block is reused as it is for a chunk of the same size, without page faults: successive versions of
-one model always find theirs. A version that is still read keeps its memory until its readers end;
-nothing waits for them.
+A block is reused as it is for a chunk of the same size, without page faults: successive versions of one model always
+find theirs. A version that is still read keeps its memory until its readers end; nothing waits for them.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ SEGMENT_BYTES = 1 << 20
 
 
 class ChunkPlace(NamedTuple):
-    """A block of the arena: ``nbytes`` from ``start`` of a segment. The chunk begins HEADER_BYTES
-    after its start."""
+    """A block of the arena: ``nbytes`` from ``start`` of a segment. The chunk begins HEADER_BYTES after its start."""
 
     segment: str
     start: int
