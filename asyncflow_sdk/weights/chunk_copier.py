@@ -114,12 +114,15 @@ class _Bucket:
         self._hash(self.stop)  # the padding after the last part
 
     def extend(self, stop: int) -> None:
+        """Let it end here."""
         self.stop = stop
 
     def hash_later(self) -> None:
+        """Have it hashed in the background."""
         self.hasher = None
 
     def finish(self) -> None:
+        """Note that it is copied."""
         self.done = True
 
     def _hash(self, stop: int) -> None:
