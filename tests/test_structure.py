@@ -29,10 +29,10 @@ RELATIVE = re.compile(r"\b(that|which|what|whatever|who|whom|whose|whoever|those
 NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|on)\b", re.IGNORECASE)
 """A parameter's note without a noun."""
 MAX_SIZE = {  # lines, files
-    "core": (34_370, 202), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
+    "core": (34_357, 202), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
     "asyncflow_sdk/cli": (5_684, 45), "asyncflow_sdk/interfaces": (2_344, 16), "asyncflow_sdk/ledger": (8_128, 34),
-    "asyncflow_sdk/memory": (1_630, 13), "asyncflow_sdk/plugins": (855, 9), "asyncflow_sdk/queue": (8_095, 42),
-    "asyncflow_sdk/testing": (9_745, 57), "asyncflow_sdk/types": (2_459, 19), "asyncflow_sdk/weights": (5_426, 29),
+    "asyncflow_sdk/memory": (1_630, 13), "asyncflow_sdk/plugins": (855, 9), "asyncflow_sdk/queue": (8_079, 42),
+    "asyncflow_sdk/testing": (9_745, 57), "asyncflow_sdk/types": (2_459, 19), "asyncflow_sdk/weights": (5_429, 29),
     "asyncflow_sdk/wire": (3_971, 25), "asyncflow_sdk/workflow": (13_559, 75),
     "adapters/asyncflow_deepspeed": (817, 8), "adapters/asyncflow_fsdp": (405, 6),
     "adapters/asyncflow_http": (500, 6), "adapters/asyncflow_sglang": (1_506, 17),
@@ -47,12 +47,12 @@ MAX_SIZE = {  # lines, files
 """By package. The core is the packages of CORE and the files of asyncflow_sdk itself."""
 MAX_COUNT = {
     "public names": 97,
-    "functions with more than ten parameters": 21,
+    "functions with more than ten parameters": 20,
     "assignments into other objects": 193,
     "assignments into other objects, of the core": 55,
-    "comments that stop the formatter": 301,
+    "comments that stop the formatter": 300,
     "notes of parameters without a noun": 308,
-    "public functions without a docstring": 81,
+    "public functions without a docstring": 78,
     "relative words in 100 of the code": 1.05,
     "relative words in 100 of the tests": 4.81,
 }

@@ -59,26 +59,10 @@ class QueueVerbs(Generic[B]):
         return self._port.connection
 
     async def _configure(
-        self,
-        *,
-        capacity_rows: int | None = None,
-        capacity_bytes: int | None = None,
-        row_bytes: int | None = None,
-        max_staleness: int | None = None,
-        steps: int | None = None,
-        keep_versions: int | None = None,
-        max_swapping: int | None = None,
-        quorum: int | None = None,
-        staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None = None,
-        checkpoints: bool | None = None,
-        home_silence_s: float | None = None,
+        self, *, staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None = None, **limits: Any
     ) -> None:
-        command = cmd.Configure(
-            capacity_rows=capacity_rows, max_staleness=max_staleness, steps=steps, capacity_bytes=capacity_bytes,
-            row_bytes=row_bytes, keep_versions=keep_versions, max_swapping=max_swapping, quorum=quorum,
-            staleness=policy_spec(staleness_policy), checkpoints=checkpoints, home_silence_s=home_silence_s,
-        )  # fmt: skip
-        await self._port.send(command)
+        """See ``TransferQueue.configure``."""
+        await self._port.send(cmd.Configure(staleness=policy_spec(staleness_policy), **limits))
 
     async def _declare(
         self,
