@@ -33,7 +33,7 @@ def links(address: str, key: Path | None, insecure: bool) -> Iterator[Finding]:
 
 def _link(address: str, run: Run, home: StorageHome, status: HomeStatus) -> Finding:
     subject = f"home {home.home} ({home.name})"
-    losses = f"{plural(status.rows_failed, 'row')} failed and {plural(status.groups_remade, 'group')} made again"
+    losses = f"{plural(status.rows_failed, 'row')} failed"
     if status.state == "lost":
         return Finding(address, subject, NOTE, f"lost: {status.detail}; {losses} in all its losses")
     if status.state == "absent":

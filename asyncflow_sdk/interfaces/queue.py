@@ -231,8 +231,8 @@ class TransferQueue(abc.ABC):
     @abc.abstractmethod
     def wanted(self, *, timeout_s: float = TIMEOUT_S) -> int:
         """Return the number of rows missing from the remaining steps (without a last step: from the next
-        few), also in place of filtered, failed and cancelled ones; wait while it is 0. Raises Ended,
-        DeadlineExceeded."""
+        few), also in place of filtered, failed and cancelled ones; wait while it is 0. Raises Ended once
+        all steps are full, DeadlineExceeded."""
 
     @abc.abstractmethod
     def lost(self, *, timeout_s: float = TIMEOUT_S) -> npt.NDArray[np.int64]:

@@ -94,8 +94,7 @@ class LeaseAdmission:
             if session is not None and not self._pins.allows(session, partition):
                 continue
             fit, least = task.fit[partition], max(at_least, command.at_least, 1)
-            last = fit > 0 and not task.waiting[partition] and self._state.partitions.closed(partition)
-            if fit < least and not last:
+            if fit < least and (not fit or task.waiting[partition] or not self._no_more_come(partition)):
                 continue
             dealt = at_least > command.at_least and not (task.sampling.chooses or task.whole_groups)
             exact = (least if dealt else command.at_least) if fit >= least else 1
@@ -104,6 +103,10 @@ class LeaseAdmission:
                 task.turn_from(partition)
                 return ids, NONE
         return None
+
+    def _no_more_come(self, partition: int) -> bool:
+        """True if no rows come in a partition, or only after a loss."""
+        return self._state.partitions.closed(partition) or (not partition and self._state.parked.feeder_is_done)
 
     def grant(self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None, shards: ShardedLease | None = None) -> cmd.Leased:  # fmt: skip
         """Lease rows to a session, or to the sessions of ``shards``. ``version``: loaded by the replica."""

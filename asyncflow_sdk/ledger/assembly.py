@@ -71,15 +71,25 @@ class StepAssembly:
                 self._evict()
             if steps.take_reselect():
                 self._select()
-        self._cancel_remainder()
+        if steps.open:
+            self._cancel_remainder()
+        elif not steps.task.closed and not (self._state.parked.feeders and self.can_lose()):
+            pinned = self._state.partitions.pins  # an evaluation of the last version may follow
+            self._state.partitions.end(*(steps.task.spec.partitions if pinned else ()))
+            self._state.parked.wake_all()
 
     def supply_ended(self) -> bool:
         """True if no more rows for steps can be put."""
-        if self._state.partitions.ended:
-            return True
-        return self._state.steps.declared and self._state.partitions.ended_names.issuperset(
-            self._state.steps.task.spec.partitions
-        )
+        return self._state.partitions.ended or (self._state.steps.declared and self._state.steps.task.closed)
+
+    def can_lose(self) -> bool:
+        """True if rows of steps may be lost with a home: then their feeder puts them again."""
+        steps = self._state.steps
+        if not (steps.declared and self._state.homes.by_number):
+            return False
+        batch_rows = steps.window.batch_rows
+        last = steps.unselected + batch_rows - steps.window.free  # outside full steps
+        return last >= batch_rows or sum(steps.task.unfinished.values()) > last
 
     def _step_last(self, tasks: Iterable[Task]) -> list[Task]:
         """Sort tasks, the step task last: filling the last step ends rows others must not see."""
@@ -121,10 +131,6 @@ class StepAssembly:
         steps.close(checkpoints=self._state.limits.checkpoints, bounded=self._staleness.rule.bounded)
         self._state.context.wake(steps.task.place, "put", "wanted")
         if window.finished:
-            if self._state.partitions.pins:  # an evaluation of the last version may follow
-                self._state.partitions.ended_names.update(steps.task.spec.partitions)
-            else:
-                self._state.partitions.end()
             live = self._state.rows.live_ids()
             unselected = live[steps.unselected_at(self._state.rows.at(live))]
             self._terminations.end_groups(unselected, CANCELLED, "more than the steps needed")
@@ -148,7 +154,7 @@ class StepAssembly:
     def _cancel_remainder(self) -> None:
         """After the end of the stream, cancel rows too few to fill the open step, the last one."""
         steps, rows = self._state.steps, self._state.rows
-        if not steps.open or not self.supply_ended() or not steps.lacks_rows:
+        if not steps.task.closed or not steps.lacks_rows:
             return
         live = rows.live_ids()
         at = rows.at(live)

@@ -349,17 +349,24 @@ class Cancelled(Reply, frozen=True, tag="cancelled"):
 
 class AwaitRowsWanted(Command, frozen=True, tag="wanted"):
     """Wait until the remaining steps lack rows, and get their number; without a last step, of the next few steps.
-    Filtered, failed and cancelled rows are wanted again: a feeder replaces them. Answered with ``RowsWanted``."""
+    Filtered, failed and cancelled rows are wanted again. ``prefix``: a feeder of partition "" asks, with keys of this
+    prefix and a number: it repeats its puts with lost groups. ``more`` False: it has no other rows, and waits until none
+    of a step can be lost any more. Answered with ``RowsWanted``."""
 
     timeout_s: float = 0.0
+    prefix: str = ""
+    more: bool = True
 
 
 class RowsWanted(Reply, frozen=True, tag="rows_wanted"):
+    """``lost``: the feeder's keys of puts with lost groups, with the number of groups of each put."""
+
     count: int
+    lost: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class GetPut(Command, frozen=True, tag="get_put"):
-    """Get the newest put with a key that begins with ``prefix``. Answered with ``LastPut``."""
+    """Get the newest put with a key of ``prefix`` and a number. Answered with ``LastPut``."""
 
     prefix: str
 

@@ -63,6 +63,7 @@ class RowCompletion:
             self._assembly.acknowledge(grant)
             if not grant.left:
                 self._state.steps.finish(grant.step)
+                self._state.context.wake("wanted")
         return cmd.Completed(revoked=b"" if held is None else pack_ids(ids[~held]))
 
     def consume(self, ids: Ids, at: Ids) -> None:
@@ -203,7 +204,7 @@ class RowCompletion:
             key, place = self._state.keys.find(first)
             self._state.dead_letters.failed(
                 first=first, rows=size, task=task, partition=self._state.partitions.name_of(firsts[firsts == first]), key=key,
-                place=place, time_s=self._state.context.now, parent=int(rows.parent[rows.at(firsts[firsts == first])[0]]),
+                place=place, time_s=self._state.context.now,
             )  # fmt: skip
 
     def _return_admitted(self, task: Task, ids: Ids) -> None:

@@ -97,7 +97,7 @@ class HomeRegistry:
             home.number, home.epoch, home.name,
             state="lost" if home.lost else "served" if unit is not None else "absent",
             address=home.address if unit is not None else "", detail=home.lost or (unit.name if unit is not None else ""),
-            absent_s=absent_s, rows_failed=home.rows_failed, groups_remade=home.groups_remade,
+            absent_s=absent_s, rows_failed=home.rows_failed,
         )  # fmt: skip
 
     def session_closed(self, session: Session, reason: str) -> None:

@@ -18,8 +18,7 @@ the rules above it, never those below:
     QueueConfiguration, Puts                   limits, tasks and rows are added
     Replicas, VersionPublication               versions are published, loaded and rolled back
     HomeRegistry                               homes of payload are opened and given up
-    GroupReplacements, PayloadLoss,
-      StepCheckpoints                          payload and progress are lost
+    PayloadLoss, StepCheckpoints               payload and progress are lost
     StatusReporter                             why requests wait
 """
 
@@ -47,7 +46,6 @@ from .pins import VersionPins
 from .publication import VersionPublication
 from .puts import Puts
 from .rank_groups import RankBarrier, RankGroups
-from .replacements import GroupReplacements
 from .replicas import Replicas
 from .samplers import TaskSamplers, make_sampler
 from .staleness import StalenessControl, make_policy
@@ -94,8 +92,7 @@ class Ledger:
         self.replicas = Replicas(state, self.terminations, self.completion, self.pins)
         self.publication = VersionPublication(state, self.assembly, self.terminations, self.replicas, self.pins)
         self.home_registry = HomeRegistry(state)
-        self.replacements = GroupReplacements(state, self.assembly)
-        self.payload_loss = PayloadLoss(state, self.terminations, self.completion, self.replacements)
+        self.payload_loss = PayloadLoss(state, self.terminations, self.completion)
         self.checkpoints = StepCheckpoints(
             state, self.terminations, self.completion, self.publication, self.payload_loss
         )
@@ -110,7 +107,7 @@ class Ledger:
             cmd.AddRows: lambda session, command: self.puts.put(command),
             cmd.Cancel: lambda session, command: self.puts.cancel(command),
             cmd.End: lambda session, command: self.puts.end(command),
-            cmd.AwaitRowsWanted: lambda session, command: self.puts.wanted(),
+            cmd.AwaitRowsWanted: lambda session, command: self.puts.wanted(command),
             cmd.GetPut: lambda session, command: self.state.keys.newest(command.prefix),
             cmd.LeaseRows: self._lease,
             cmd.Complete: self._complete,
@@ -240,7 +237,7 @@ class Ledger:
         self, losses: Sequence[tuple[HomeLoss, Sequence[LostColumns]]], now: float, tickets: Iterable[int] = ()
     ) -> None:
         """Lose the columns in lost homes: the answer to ``Effects.homes_lost``, all of them at once.
-        Their groups fail, or are replaced by children. ``tickets``: as in ``lose``."""
+        Their groups fail. ``tickets``: as in ``lose``."""
         self.state.context.begin(now)
         self._refuse_puts(tickets, "its block was lost, alone or with its home")
         self.payload_loss.lose_homes(losses)
@@ -291,6 +288,8 @@ class Ledger:
             self.replicas.parked(request)
         elif isinstance(command, cmd.AllGather):
             self.barrier.parked(request)
+        elif isinstance(command, cmd.AwaitRowsWanted) and not command.more:
+            self.state.context.wake(*(task.place for task in self.state.tasks))  # its rows are the last
 
     def _settle(self) -> None:
         """Retry parked requests that may succeed now, in an order that a replay repeats."""

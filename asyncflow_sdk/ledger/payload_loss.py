@@ -1,8 +1,6 @@
-"""Payload loss: rows with lost payload fail with their groups, or are made again.
+"""Payload loss: rows with lost payload fail with their groups. The same put again adds them.
 
-A row is lost once an unfinished task needs a lost column of it. If the columns of its put are
-intact in the whole group, and no row of the group was trained, the group expires and children
-replace it (``replacements``). Otherwise the group fails.
+A row is lost once an unfinished task needs a lost column of it.
 
 A full step with missing rows cannot be trained. It is opened again with every step after it, if none of them was
 acknowledged, and the remaining rows are selected anew. Invariant H of the staleness rule still holds: rows selected
@@ -20,12 +18,11 @@ import numpy.typing as npt
 from ..types import events as ev
 from .commands import Ids
 from .completion import RowCompletion
-from .replacements import GroupReplacements
 from .state import LedgerState
 from .state.context import HomeLoss, LostColumns
 from .state.rows import LIVE, NONE
 from .state.tasks import APART, DONE, Task
-from .terminations import EXPIRED, FAILED, Terminations
+from .terminations import FAILED, Terminations
 
 LOST_REASON = "payload lost"
 """The reason of rows with lost payload, or its beginning."""
@@ -40,32 +37,27 @@ class PayloadLoss:
         state: LedgerState,
         terminations: Terminations,
         completion: RowCompletion,
-        replacements: GroupReplacements,
     ) -> None:
-        self._state, self._terminations = state, terminations
-        self._completion, self._replacements = completion, replacements
+        self._state, self._terminations, self._completion = state, terminations, completion
 
     def lose(self, ids: Ids, reason: str) -> None:
         """Lose all columns of rows."""
         ids = self._live(ids)
         self._state.columns.lose(ids)
-        self._end(ids, reason, remake=False)
+        self._end(ids, reason)
 
     def lose_homes(self, losses: Sequence[tuple[HomeLoss, Sequence[LostColumns]]]) -> None:
-        """Lose the columns in lost homes. Columns of all homes are noted first: no child may need a
-        column of another of these homes."""
-        for _, lost in losses:
+        """Lose the columns in lost homes."""
+        for loss, lost in losses:
             for ids, names in lost:
                 self._state.columns.lose(self._live(ids), names)
-        for loss, lost in losses:
             needing = np.concatenate([np.empty(0, np.int64), *(self._needing(each) for each in lost)])
-            reason = f"{LOST_REASON}: home {loss.name} was lost, {loss.reason}"
-            failed, remade = self._end(np.unique(needing), reason)
-            self._state.homes[loss.home].count_lost(failed, remade)
+            failed = self._end(np.unique(needing), f"{LOST_REASON}: home {loss.name} was lost, {loss.reason}")
+            self._state.homes[loss.home].count_lost(failed)
             self._state.context.publish(
                 ev.HomeLost(
                     time_s=self._state.context.now, home=loss.home, epoch=loss.epoch, name=loss.name,
-                    reason=loss.reason, rows_failed=failed, groups_remade=remade,
+                    reason=loss.reason, rows_failed=failed,
                 )
             )  # fmt: skip
 
@@ -108,9 +100,8 @@ class PayloadLoss:
         uncovered: npt.NDArray[np.bool_] = done & self._state.limits.checkpoints
         return uncovered
 
-    def _end(self, ids: Ids, reason: str, *, remake: bool = True) -> tuple[int, int]:
-        """End rows with their groups; trained rows end alone. Return the number of failed rows, and
-        of groups replaced by children. ``remake``: False to fail all of them."""
+    def _end(self, ids: Ids, reason: str) -> int:
+        """Fail rows with their groups; trained rows fail alone. Return the number of failed rows."""
         rows, steps = self._state.rows, self._state.steps
         ids = self._live(ids)
         overtaken: Ids = ids[:0]
@@ -121,36 +112,24 @@ class PayloadLoss:
         if steps.declared:
             groups = groups[steps.not_closed(rows.at(groups))]
         gone = np.union1d(groups, overtaken)
-        again = self._replaceable(gone) & remake
-        for state, part in ((FAILED, gone[~again]), (EXPIRED, gone[again])):
-            late = np.isin(part, overtaken)
-            self._terminations.end_groups(part[~late], state, reason)
-            if late.any():
-                self._terminations.finish(part[late], state, f"{reason} in a step that a later one overtook")
+        self._state.keys.lose(self._untrained(gone))
+        self._terminations.end_groups(groups, FAILED, reason)
+        if len(overtaken):
+            self._terminations.finish(overtaken, FAILED, f"{reason} in a step that a later one overtook")
         if len(trained := self._live(ids)):
             self._terminations.finish(trained, FAILED, reason)
-        self._state.keys.lose(gone[~again])
-        failed = np.union1d(gone[~again], trained)
+        failed = np.union1d(gone, trained)
         self._add_dead_letters(failed, reason)
-        parents = gone[again]
-        count = len(np.unique(rows.first[rows.at(parents)]))
-        if count:
-            self._replacements.replace(parents)
-        return len(failed), count
+        return len(failed)
 
-    def _replaceable(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Return a mask of rows in groups that are whole, untrained, and have their put columns."""
+    def _untrained(self, ids: Ids) -> Ids:
+        """Return the rows in groups without a trained row."""
         rows, steps = self._state.rows, self._state.steps
-        if not len(ids):
-            return np.zeros(0, np.bool_)
-        members = rows.members(ids)
-        at = rows.at(members)
-        fine = (rows.state[at] == LIVE) & ((rows.lost[at] & rows.put_columns[at]) == 0)
-        if steps.declared:
-            state = steps.task.state[at]
-            fine &= (state != DONE) & ((state == APART) | (not steps.window.finished))
-        first = rows.first[at]
-        return ~np.isin(rows.first[rows.at(ids)], first[~fine])
+        if not steps.declared or not len(ids):
+            return ids
+        members = rows.at(rows.members(ids))
+        trained = rows.first[members[steps.task.state[members] == DONE]]
+        return ids[~np.isin(rows.first[rows.at(ids)], trained)]
 
     def _keep_uncovered(self, ids: Ids, reason: str) -> Ids:
         """Keep trained rows that no checkpoint covers, done in all tasks: they need their payload only
@@ -169,10 +148,8 @@ class PayloadLoss:
         names = {number: name for name, number in self._state.partitions.numbers.items()}
         for key, part, groups in self._state.keys.by_put(ids):
             at = self._state.rows.at(part)
-            partition, parents = self._state.rows.partition[at], self._state.rows.parent[at]
-            self._state.dead_letters.lost(
-                key, part, groups, parents, partition, names, reason, self._state.context.now
-            )
+            partition = self._state.rows.partition[at]
+            self._state.dead_letters.lost(key, part, groups, partition, names, reason, self._state.context.now)
 
     def _live(self, ids: Ids) -> Ids:
         ids = ids[ids >= self._state.rows.base]
@@ -206,5 +183,7 @@ class PayloadLoss:
         for grant in self._state.leases.of_step(first):
             self._terminations.give_back_step(grant, f"payload of step {grant.step} is lost")
         steps.reopen(first)
-        self._state.partitions.reopen(steps.task.spec.partitions)
+        if steps.task.closed:
+            text = f"step {first} has lost rows, and no more come for steps: training ends with fewer steps"
+            self._state.context.publish(ev.Note(time_s=self._state.context.now, text=text, level="warning"))
         self._state.parked.wake_all()

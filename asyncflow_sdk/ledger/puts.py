@@ -80,10 +80,7 @@ class Puts:
         """End the stream or one partition."""
         if command.partition == "*":
             raise SchemaError('"*" is no partition; end them one by one, or all with no name')
-        if command.partition is None:
-            self._state.partitions.end(requested=True)
-        else:
-            self._state.partitions.ended_names.add(command.partition)
+        self._state.partitions.end(*(() if command.partition is None else [command.partition]))
         if self._pins.end(command.partition) and self._assembly.supply_ended():
             self._state.partitions.end()
         if command.cancel:
@@ -91,13 +88,16 @@ class Puts:
         self._state.parked.wake_all()
         return cmd.Done()
 
-    def wanted(self) -> cmd.Reply | None:
-        """Return the number of rows the steps lack; None if none."""
-        if self._assembly.supply_ended():
+    def wanted(self, command: cmd.AwaitRowsWanted) -> cmd.Reply | None:
+        """Return the number of rows the steps lack, and the feeder's lost puts; None if none."""
+        steps, feeds = self._state.steps, bool(command.prefix)
+        full = steps.declared and not steps.open
+        if self._assembly.supply_ended() or (full if not feeds else "" in self._state.partitions.ended_names):
             raise Ended("every step is filled; no more rows are wanted")
-        if not self._state.steps.declared:
-            return None
-        count = self._state.steps.window.wanted - self._state.steps.unselected
+        lost = self._state.keys.lost(command.prefix) if feeds and not full else {}
+        if lost or not command.more:
+            return cmd.RowsWanted(count=0, lost=lost) if lost or not self._assembly.can_lose() else None
+        count = steps.window.wanted - steps.unselected if steps.declared else 0
         return cmd.RowsWanted(count=count) if count > 0 else None
 
     def in_line(self) -> bool:
@@ -112,6 +112,8 @@ class Puts:
             raise Ended("the stream has ended; nothing more can be put")
         if command.partition in self._state.partitions.ended_names:
             raise Ended(f"partition {command.partition!r} has ended; nothing more can be put there")
+        if trained and not self._state.steps.open:
+            raise Ended("every step is filled; nothing more can be put for them")
         if command.partition == "*":
             raise SchemaError('"*" is no partition: a task names it to take all of them; put rows in one')
         if command.groups < 1 or command.group_size < 1:

@@ -61,6 +61,8 @@ class StatusReporter:
                 return f"version {command.version} must wait for another one; {self._why_unfinished()}"
             case cmd.Swap():
                 return f"version {command.version} may not be loaded yet; {self._why_no_swap(request)}"
+            case cmd.AwaitRowsWanted(more=False):
+                return "rows of steps may still be lost with a host, and are then put again"
             case cmd.AwaitRowsWanted():
                 return self._why_none_wanted()
         return f"task {command.task!r} has {self._what_there_is(command)}; {self._why_no_rows(request)}"
@@ -211,8 +213,10 @@ class StatusReporter:
             return "rows that were held by a lost worker are tried with fewer others first, and this one holds enough"
         if task.spec.admits and not steps.declared:
             return "no task with batch_rows (train) is declared, so the staleness rule cannot admit anything"
+        failed = sum(home.rows_failed for home in self._state.homes.by_number.values())
+        lost = f"; {failed} rows were lost with their hosts: put them again with their keys" if failed else ""
         if not any(task.unfinished.values()):
-            return "every row put has been through it; put more, or end the stream"
+            return f"every row put has been through it; put more, or end the stream{lost}"
         where = command.partition
         if where is not None and not task.unfinished[self._state.partitions.number(where)]:
             return f"every row put in partition {where!r} has been through it; put more there, or end the partition"
@@ -225,7 +229,7 @@ class StatusReporter:
                 f"step {window.step} lacks {window.free} of {window.batch_rows} rows, and the queue has"
                 f" {steps.unselected} that may fill it; "
             )
-        return fill + (self._missing(task) or self._holding([task.spec.name]))
+        return fill + (self._missing(task) or self._holding([task.spec.name])) + lost
 
     def _why_not_admitted(self, request: ParkedRequest) -> str:
         window, rule = self._state.steps.window, self._staleness.rule

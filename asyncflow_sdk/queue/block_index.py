@@ -185,17 +185,6 @@ class BlockIndex:
             missing[mine] = ~exist(self._segments.names[number], starts, serials, sizes)
         return slots[missing]
 
-    def copy(self, parents: Ids, children: Ids, columns: tuple[str, ...]) -> None:
-        """Assign to each child the places of its parent's ``columns``."""
-        self._reserve(min(int(parents.min()), int(children.min())), int(children.max()))
-        for family, array in self._families.items():
-            if not set(family) <= set(columns):
-                continue
-            places = array[parents - self._base]
-            here = places >= 0
-            array[children[here] - self._base] = places[here]
-            np.add.at(self._blocks[:, 5], places[here] >> _SHIFT, 1)
-
     def drop(self, gone: Callable[[str], bool]) -> list[tuple[Ids, Family]]:
         """Forget all blocks in segments for which ``gone`` is true. Return the rows of each family that had one."""
         numbers = [number for number, name in self._segments.used() if gone(name)]

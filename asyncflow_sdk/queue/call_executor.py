@@ -315,8 +315,6 @@ class CallExecutor:
         """Send answers, call listeners, and free memory. ``trained``: the acknowledged step."""
         effects = self.ledger.drain()
         following: list[tuple[int, PendingCall, cmd.LeaseRows]] = []
-        for remade in effects.remade:  # an answer may lease the children
-            self.payloads.place_children(remade)
         for ticket, reply in effects.answers:
             pending = self._pending.pop(ticket, None)
             if pending is None:
@@ -346,7 +344,7 @@ class CallExecutor:
             self._flush()
 
     def _lose_homes(self, lost: list[HomeLoss]) -> None:
-        """Report the columns in lost homes and blocks to the ledger: rows fail, or are made again."""
+        """Report the columns in lost homes and blocks to the ledger: rows fail."""
         losses, tickets = [], []
         for each in lost:
             columns, waiting = self.payloads.drop_lost(each)

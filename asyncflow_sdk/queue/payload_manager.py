@@ -23,7 +23,7 @@ from ..ledger import Audit, StatusReport
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.state import LedgerState
-from ..ledger.state.context import HomeLoss, LostColumns, Replacement
+from ..ledger.state.context import HomeLoss, LostColumns
 from ..memory import BlockHold, Mapper, find_blocks
 from ..types import Batch, Column, ColumnSpec
 from ..types.blocks import Block, BlockSlices
@@ -182,10 +182,6 @@ class PayloadManager:
         """Read rows with columns in other homes by this store, from any thread but the server's. It is closed with
         this object."""
         self._homes = store
-
-    def place_children(self, remade: Replacement) -> None:
-        """Give children the put columns of their parents, in the same blocks."""
-        self.index.copy(remade.parents, remade.children, remade.columns)
 
     def drop_lost(self, lost: HomeLoss) -> tuple[list[LostColumns], list[int]]:
         """Forget the blocks in a lost home. Return the lost columns of rows, and the

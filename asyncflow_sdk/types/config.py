@@ -190,8 +190,8 @@ class Store(UserConfig):
     """Where the columns of rows stay. ``kind``: "local", in the memory of the server's host; "hosts",
     on the host that makes them, served by a storage unit there, which its first worker or
     ``asyncflow store`` starts; or another installed store. ``options``: its keyword arguments.
-    ``silence_s``: a host without a storage unit for this long (seconds) is lost: rows put there
-    fail, columns made there are made again."""
+    ``silence_s``: a host without a storage unit for this long (seconds) is lost: rows with
+    columns there fail, and a feeder puts their prompts again."""
 
     kind: str = LOCAL
     silence_s: float = HOME_SILENCE_S

@@ -31,7 +31,7 @@ STALL_S = 3600.0
 SERVICE_CALL_S = 600.0
 """Limit of each call of ``af.Trainer``."""
 FEED_S = 86400.0
-"""Limit of a feeder's wait for room."""
+"""Limit of the waits of feeders, rollout workers and stages: steps may train for hours."""
 CHECK_S = 100.0
 """Limit of one check of the conformance kit."""
 WAIT_S = 86400.0

@@ -157,15 +157,14 @@ class HomeState(_Event, frozen=True, tag="home"):
 
 
 class HomeLost(_Event, frozen=True, tag="home_lost"):
-    """A home was given up: no block of this epoch is read again. ``rows_failed``: rows with lost put columns, and rows that cannot be made again.
-    ``groups_remade``: groups replaced by children."""
+    """A home was given up: no block of this epoch is read again. ``rows_failed``: rows with columns in it that a task
+    still needed, and their groups."""
 
     home: int
     epoch: int
     name: str
     reason: str
     rows_failed: int = 0
-    groups_remade: int = 0
 
 
 class Balanced(_Event, frozen=True, tag="balanced"):

@@ -19,8 +19,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True
 class HomeStatus(msgspec.Struct, frozen=True, array_like=True, repr_omit_defaults=True):
     """A place of payload. Home 0 is the server's memory. ``state``: "served" by a storage unit at
     ``address``, "absent" for ``absent_s`` because its unit is gone, or "lost" for the reason
-    ``detail``. ``rows_failed``, ``groups_remade``: in all lost epochs. ``payload_bytes``: of live
-    rows; known only to a server."""
+    ``detail``. ``rows_failed``: in all lost epochs. ``payload_bytes``: of live rows; known only to a
+    server."""
 
     home: int
     epoch: int
@@ -30,7 +30,6 @@ class HomeStatus(msgspec.Struct, frozen=True, array_like=True, repr_omit_default
     detail: str = ""
     absent_s: float = 0.0
     rows_failed: int = 0
-    groups_remade: int = 0
     payload_bytes: int = 0
 
 
@@ -67,8 +66,7 @@ class FailedGroup(msgspec.Struct, frozen=True, array_like=True):
 
     ``key``, ``place``: idempotency key of their put, and number of their first group in it (from
     0); "" and -1 for a put without a key. ``reasons``: of the attempts, oldest first. ``time_s``:
-    ledger seconds. ``parent``: the row replaced by row ``first`` after a loss of payload; -1 for a
-    row that was put.
+    ledger seconds.
     """
 
     first: int
@@ -79,7 +77,6 @@ class FailedGroup(msgspec.Struct, frozen=True, array_like=True):
     place: int
     reasons: tuple[str, ...]
     time_s: float
-    parent: int = -1
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import codecs
+import contextlib
 import copy
 import csv
 import importlib
@@ -30,7 +31,7 @@ from ..types import Batch, Column, ColumnSpec, Ragged, carrier, check_column_nam
 from ..types import events as ev
 from ..types.batch import concat
 from ..types.columns import JsonValues, find_invalid_entry, is_nested
-from ..types.defaults import FEED_S, NEXT_S
+from ..types.defaults import FEED_S
 
 _PROMPTS = (
     "prompts are texts, chats, records, columns by name, a table, a stream of records, a function that returns one of"
@@ -404,7 +405,7 @@ class PromptStream:
     """
 
     def __init__(self, of: Any, select: Selection) -> None:
-        self._of, self._prompt = of, select.prompt
+        self._of, self._prompt, self._number = of, select.prompt, 0
         self.head = _records(list(itertools.islice(self.epoch(0), HEAD)), select)
         self._names = {name: new for name, new in select.names.items() if new in self.head}
         self._limits: list[tuple[Callable[[Batch], int], int]] = []
@@ -423,8 +424,9 @@ class PromptStream:
         """Yield the records of an epoch. Raises ConfigError for an error of the stream's own code."""
         records: Any = _called(self._of) if callable(self._of) else self._of
         try:
-            if number and hasattr(records, "set_epoch"):
+            if (number or self._number) and hasattr(records, "set_epoch"):  # the first epoch is as it was given
                 records.set_epoch(number)
+            self._number = number
             yield from records
         except Exception as error:
             raise ConfigError(f"the stream of prompts raised {type(error).__name__}: {error}") from error
@@ -502,6 +504,10 @@ class PromptOrder(abc.ABC):
         """Continue after the first ``position`` prompts of the run."""
 
     @abc.abstractmethod
+    def skip(self, count: int) -> None:
+        """Pass prompts without reading them."""
+
+    @abc.abstractmethod
     def next(self, count: int) -> Batch:
         """Return the next prompts, fewer at the end of the last epoch."""
 
@@ -522,6 +528,10 @@ class ShuffledPrompts(PromptOrder):
         self._left = None if self._most is None else self._most - position
         self._epoch, within = divmod(position, self._data.rows)  # whole epochs need no order
         self._take(within)
+
+    def skip(self, count: int) -> None:
+        """Continue with a later position."""
+        self.seek(self.position + count)
 
     def next(self, count: int) -> Batch:
         """Return a copy of the next prompts."""
@@ -551,13 +561,17 @@ class StreamedPrompts(PromptOrder):
     def __init__(self, stream: PromptStream, epochs: int | None, note: Callable[[str], None]) -> None:
         self._stream, self._epochs, self._note = stream, epochs, note
         self._in_a_row = 0
-        self.seek(0)
+        self._records = self._all()
 
     def seek(self, position: int) -> None:
         """Read the stream again up to the position, and count its unusable records."""
         self._records, self.position, self.left_out = self._all(), 0, 0
         for record in itertools.islice(self._records, position):
             self._row(record)
+
+    def skip(self, count: int) -> None:
+        """Pass records without looking at them."""
+        self.position += sum(1 for _ in itertools.islice(self._records, count))
 
     def next(self, count: int) -> Batch:
         """Read the next records. Raises ConfigError after many unusable ones in a row."""
@@ -601,7 +615,8 @@ class StreamedPrompts(PromptOrder):
 
 class Feeder:
     """Puts prompts while the steps lack rows, in a new order each epoch, at most a chunk ahead of
-    the queue's room. The next prompt replaces a failed or filtered group.
+    the queue's room. The next prompt replaces a failed or filtered group; a group whose payload was
+    lost with its host is put again, so that it ends only when no row of a step can be lost.
 
     ``ends``: the partition that ends then; None: the stream. ``epochs``: end it after this many;
     None: continue while steps want rows. Runs in a thread; ``on_failure`` is called there with its
@@ -624,12 +639,10 @@ class Feeder:
     ) -> None:
         self._ends, self._begin = ends, begin
         self._queue, self._group_size, self._chunk = queue, group_size, chunk
-        self._prompts: PromptOrder = (
-            StreamedPrompts(data, epochs, self._warn)
-            if isinstance(data, PromptStream)
-            else ShuffledPrompts(data, seed, epochs)
-        )
-        self._on_failure, self._key = on_failure, key
+        self._data, self._seed, self._epochs = data, seed, epochs
+        self._prompts = self._order(self._warn)
+        self._on_failure, self._prefix = on_failure, f"{key}-"
+        self._next: tuple[int, Batch] | None = None  # position and prompts, read and not put yet
         self.fed = 0
         self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
 
@@ -646,6 +659,12 @@ class Feeder:
         """The number of unusable prompts so far, with those of feeders before it."""
         return self._prompts.left_out
 
+    def _order(self, note: Callable[[str], None]) -> PromptOrder:
+        """Return the prompts from the beginning."""
+        if isinstance(self._data, PromptStream):
+            return StreamedPrompts(self._data, self._epochs, note)
+        return ShuffledPrompts(self._data, self._seed, self._epochs)
+
     def _warn(self, text: str) -> None:
         connection = self._queue.connection
         connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
@@ -653,8 +672,8 @@ class Feeder:
     def _resume(self) -> bool:
         """Continue after the last put under this key, by the feeder of a process that died. Return False without
         one."""
-        last: cmd.LastPut = self._queue.send(cmd.GetPut(prefix=f"{self._key}-"))
-        number = last.key[len(self._key) + 1 :]
+        last: cmd.LastPut = self._queue.send(cmd.GetPut(prefix=self._prefix))
+        number = last.key[len(self._prefix) :]
         if not number.isdecimal():
             self._prompts.seek(self._begin)
             self.fed = self._begin
@@ -664,28 +683,54 @@ class Feeder:
         return True
 
     def _run(self) -> None:
+        more = True
         try:
             self._resume()
             while True:
                 try:
-                    wanted = self._queue.wanted(timeout_s=NEXT_S)
+                    wanted = self._queue.send(cmd.AwaitRowsWanted(timeout_s=FEED_S, prefix=self._prefix, more=more))
                 except DeadlineExceeded:
                     continue  # there are enough rows while training takes this long
-                position = self._prompts.position
-                rows = self._prompts.next(min(self._chunk, -(-wanted // self._group_size)))
-                if not rows.rows:
+                if not (wanted.lost or more):
                     self._queue.end(partition=self._ends)
-                    break
-                try:
-                    self._queue.put(
-                        dict(rows), group_size=self._group_size, key=f"{self._key}-{position}", timeout_s=FEED_S
-                    )
-                except SchemaError:  # the feeder of a dead process put more or fewer rows here
-                    if not self._resume() or self._prompts.position <= position:
-                        raise
-                else:
-                    self.fed += rows.rows
+                    return
+                with contextlib.suppress(Ended):  # the steps are full now, and a loss may open them again
+                    if wanted.lost:
+                        self._put_again(wanted.lost)
+                    else:
+                        more = self._put_next(-(-wanted.count // self._group_size))
         except Ended:
             pass
         except Exception as error:
             self._on_failure(error)
+
+    def _put_next(self, count: int) -> bool:
+        """Put the next prompts, or those refused last time. Return False if there are none."""
+        if self._next is None:
+            self._next = self._prompts.position, self._prompts.next(min(self._chunk, count))
+        position, rows = self._next
+        if not rows.rows:
+            return False
+        try:
+            self._put(rows, position)
+        except SchemaError:  # the feeder of a dead process put more or fewer rows here
+            self._next = None
+            if not self._resume() or self._prompts.position <= position:
+                raise
+        else:
+            self._next = None
+            self.fed += rows.rows
+        return True
+
+    def _put_again(self, lost: dict[str, int]) -> None:
+        """Repeat puts, of which the queue adds the lost groups. ``lost``: numbers of prompts, by key."""
+        prompts = self._order(lambda text: None)
+        for position, count in sorted((int(key[len(self._prefix) :]), count) for key, count in lost.items()):
+            prompts.skip(position - prompts.position)
+            try:
+                self._put(prompts.next(count), position)
+            except SchemaError as error:
+                raise ConfigError(f"prompts whose payload was lost are not read as before: {error}") from error
+
+    def _put(self, rows: Batch, position: int) -> None:
+        self._queue.put(dict(rows), group_size=self._group_size, key=f"{self._prefix}{position}", timeout_s=FEED_S)

@@ -66,7 +66,7 @@ class Evaluator:
         self._file = directory / "evaluations.jsonl"
         self.results = read_evaluations(directory)
         self._puts = 0  # also of earlier drivers
-        self._failed = 0  # the version at the end of an evaluation without a score
+        self._failed = 0  # the version at the end of an evaluation without a score that counts
         self._thread = threading.Thread(target=self._guard, name="evaluator", daemon=True)
 
     @property
@@ -121,19 +121,23 @@ class Evaluator:
         except Ended:
             batch = None
         letters = [each for each in self._queue.failed(KEPT) if each.key == f"{EVALUATION}-{self._puts - 1}"]
+        lost = any(not each.task for each in letters)  # with their host: the others are no fair sample
         if letters:
             failed, last = sum(each.rows for each in letters), "".join(letters[-1].reasons[-1:]).partition("\n")[0]
             then = f"{'it has no' if batch is None else 'they are not in its'} score; the last one: {last}"
+            if lost and batch is not None:
+                score = batch.array("reward").astype(np.float64).mean()
+                then = f"the others' score, {score:.4g}, counts for nothing; the last one: {last}"
             self._note(f"{failed} of {rows} rows of an evaluation failed, and {then}", "warning")
+        if lost or (letters and batch is None):
+            self._failed = self._queue.send(cmd.GetTrainingPosition()).version
         if batch is None:
-            if letters:
-                self._failed = self._queue.send(cmd.GetTrainingPosition()).version
             return
-        version = int(batch.ragged(VERSION_SPANS).values[0, 0])
-        known = next((each for each in self.results if each.version == version), None)
-        scored = known or self._record(batch, version, time.monotonic() - began)
         try:
-            self._act(scored)
+            if not lost:
+                version = int(batch.ragged(VERSION_SPANS).values[0, 0])
+                known = next((each for each in self.results if each.version == version), None)
+                self._act(known or self._record(batch, version, time.monotonic() - began))
             batch.complete()
         except LeaseLost:  # its rollback has ended the rows
             pass

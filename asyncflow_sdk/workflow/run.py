@@ -153,8 +153,8 @@ class Run(WeightSync):
         return self._connection.ping_home(home, timeout_s)
 
     def evict_home(self, home: StorageHome, reason: str = "its host is gone") -> None:
-        """Give up a host at once, with its payload: rows put there fail, columns made there are made
-        again. The next storage unit there begins anew. Raises ConfigError if it is lost already."""
+        """Give up a host at once, with its payload: rows that need it fail, and feeders put them again. The
+        next storage unit there begins anew. Raises ConfigError if it is lost already."""
         self.queue.send(cmd.EvictHome(home=home.home, epoch=home.epoch, reason=reason))
 
     def evict(self, *sessions: int, reason: str = "its host is gone") -> None:
@@ -252,9 +252,9 @@ class Run(WeightSync):
     ) -> Feeder:  # fmt: skip
         """Put prompts in the background while the steps of training lack rows: epoch after epoch,
         shuffled by ``seed``, at most ``chunk`` groups at a time. Filtered, failed and cancelled groups
-        are replaced by the next prompts. After ``epochs`` (None: never) the stream ends. ``key``:
-        prefix of the keys of its puts, unique in the run. Raises ConfigError for data without
-        ``column``, and for a key used twice."""
+        are replaced by the next prompts, lost ones put again. After ``epochs`` (None: never) the stream
+        ends. ``key``: prefix of the keys of its puts, unique in the run. Raises ConfigError for data
+        without ``column``, and for a key used twice."""
         if key in self._feeds:
             raise ConfigError(f"a feeder with key {key!r} was started already; give this one a key of its own")
         feeder = Feeder(

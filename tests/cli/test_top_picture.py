@@ -286,7 +286,7 @@ def test_hearing_of_newer_weights_is_no_waiting() -> None:
 def test_homes_are_shown_with_bytes_and_losses_the_absent_first() -> None:
     homes = (
         HomeStatus(0, 0, "server", "served", payload_bytes=2_000),
-        HomeStatus(1, 2, "node7-10.0.0.7", "served", "tcp://10.0.0.7:40001", "unit", payload_bytes=30_000_000, groups_remade=3),
+        HomeStatus(1, 2, "node7-10.0.0.7", "served", "tcp://10.0.0.7:40001", "unit", payload_bytes=30_000_000, rows_failed=3),
         HomeStatus(2, 1, "node8-10.0.0.8", "absent", absent_s=12.0, payload_bytes=5_000_000),
         HomeStatus(3, 1, "node9-10.0.0.9", "lost", detail="silent for 60 s", rows_failed=64),
     )  # fmt: skip

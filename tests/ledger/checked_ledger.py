@@ -4,7 +4,7 @@ The model below knows of a row only what commands and replies say of it. It pred
 whatever the ledger chooses: each row ends once, columns are written once, a row is leased to one holder at a time and
 completed once by each task, steps are whole and in order, no trained token is too old, versions rise, groups stay
 together, and a request waits only while nothing can be given. Like a server's index, it knows the home of each column of
-each row; it answers lost homes with the columns that were there, and checks which rows fail and which are made again.
+each row; it answers lost homes with the columns that were there, and checks which rows fail.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +24,8 @@ import numpy as np
 from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost, WriteOnceError
 from asyncflow_sdk.ledger import TERMINAL, Effects, Ledger, TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.state.context import HomeLoss, LostColumns, Replacement
+from asyncflow_sdk.ledger.state.context import HomeLoss, LostColumns
+from asyncflow_sdk.queue import snapshot
 from asyncflow_sdk.queue.replay import digest_of
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.spans import steps_of
@@ -40,14 +42,12 @@ class Row:
     group: range
     partition: str
     priority: int
-    put: frozenset[str]  # columns of its put
     places: dict[str, Place]  # of each column that it has
     done: set[str] = field(default_factory=set)  # tasks that completed it
     holder: dict[str, int] = field(default_factory=dict)  # task → token of the lease that has it
     version: int | None = None  # loaded by the replica that completed it, when it leased it
     versions: set[int] = field(default_factory=set)  # loaded by each replica that leased it
-    parent: int | None = None
-    remade: bool = False
+    origin: tuple[str, int] = ("", -1)  # key of its put, and number of its group there
 
 
 @dataclass
@@ -114,10 +114,12 @@ class Request(NamedTuple):
 
 class CheckedLedger:
     """A ledger with its clock. ``twin``: a second ledger gets every input as a replay of a journal would give it, without
-    commands that failed and without reports, and must do the same. ``options``: of the ledger."""
+    commands that failed and without reports, and must do the same; now and then it is recovered from a snapshot.
+    ``options``: of the ledger."""
 
     def __init__(self, *, twin: bool = True, **options: Any) -> None:
-        self.ledgers = [Ledger(**options) for _ in range(1 + twin)]
+        self._new = partial(Ledger, **options)
+        self.ledgers = [self._new() for _ in range(1 + twin)]
         first = self.ledgers[0]
         self._recorded = first.state.context.log
         self._recorded.begin()
@@ -151,6 +153,8 @@ class CheckedLedger:
     def ask(self, session: int, command: Any) -> int:
         """Send a command. Return its ticket; ``answers`` has the reply or the error, unless the request waits."""
         self.tickets += 1
+        if isinstance(command, cmd.Declare):  # with the types that a snapshot has, too
+            command = msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=cmd.Declare)
         first = self.ledgers[0]
         first.apply(session, command, self.now, self.tickets)
         effects = first.drain()
@@ -244,6 +248,14 @@ class CheckedLedger:
             getattr(twin, method)(*arguments, **more)
             assert twin.state.context.log.replay(None), "a replay asks samplers and policies less often"
 
+    def _recover(self, ledger: Ledger) -> Ledger:
+        """The ledger of a server that is started again."""
+        parts, recovered = ledger.parts(), self._new()
+        state = snapshot.encode({name: snapshot.attributes(part) for name, part in parts.items()}, parts)
+        for name, attributes in snapshot.decode(state, recovered.parts()).items():
+            vars(recovered.parts()[name]).update(attributes)
+        return recovered
+
     # ---- what is checked of every input
 
     def _check_error(self, session: int, command: Any, error: AsyncFlowError, effects: Effects) -> None:
@@ -269,11 +281,12 @@ class CheckedLedger:
         for twin in self.ledgers[1:]:
             assert _plain(effects) == _plain(twin.drain()), "a command that failed has changed what happens"
             assert self.next_deadline() == twin.next_deadline()
+        if self.tickets % 8 == 0:
+            self.ledgers[1:] = [self._recover(twin) for twin in self.ledgers[1:]]
         for version in [event.version for event in effects.events if isinstance(event, ev.Published)]:
             assert version > self.version, "versions rise"
             self.version = version
         ids = [i for part in effects.retired for i in part.tolist()]
-        self._on_remade(effects.remade, set(ids))
         for ticket, reply in effects.answers:  # rows that are put may end at once
             if isinstance(reply, cmd.PutDone) and not reply.again:
                 self._on_put(self.waiting[ticket], reply)
@@ -287,8 +300,6 @@ class CheckedLedger:
         for ticket, reply in sorted(effects.answers, key=lambda answer: answer[0] != first):
             request = self.waiting.pop(ticket)  # answered once, and only if it was asked
             self._on_reply(request, reply, ids, effects.events)
-        again = [i for part in effects.remade for i in part.parents.tolist()]
-        assert not any(self._trained(self.rows[i]) for i in again), "a row that was trained is made again"
         self._retire(ids, effects)
         self.answers |= effects.answers
         self.events += effects.events
@@ -397,14 +408,15 @@ class CheckedLedger:
     def _on_put(self, request: Request, reply: cmd.PutDone) -> None:
         command, place = request.command, request.place
         assert place in self.places, "a put without payload"
-        groups = len(reply.groups) // 8 or command.groups
+        numbers = unpack_ids(reply.groups).tolist() or range(command.groups)
         assert reply.first == len(self.rows), "ids are given out once, in order"
-        assert reply.count == groups * command.group_size
+        assert reply.count == len(numbers) * command.group_size
         for i in range(reply.first, reply.first + reply.count):
             start = i - (i - reply.first) % command.group_size
             group = range(start, start + command.group_size)
-            put, places = frozenset(command.columns), dict.fromkeys(command.columns, place)
-            self.rows[i] = self.live[i] = Row(group, command.partition, command.priority, put, places)
+            places = dict.fromkeys(command.columns, place)
+            origin = (command.key, numbers[(i - reply.first) // command.group_size])
+            self.rows[i] = self.live[i] = Row(group, command.partition, command.priority, places, origin=origin)
 
     def _on_leased(self, session: int, command: cmd.LeaseRows, reply: cmd.Leased) -> None:
         task, ids = self.tasks[reply.task], unpack_ids(reply.ids).tolist()
@@ -455,7 +467,9 @@ class CheckedLedger:
         elif reply.world_size == 1 and not self._groups_whole(task):
             assert len(ids) <= command.count
             ended = self._ended_partitions & {None, reply.partition}
-            assert len(ids) >= command.at_least or ended or self.status().over
+            asked = [each.command for each in self.waiting.values() if isinstance(each.command, cmd.AwaitRowsWanted)]
+            ending = not reply.partition and not all(command.more for command in asked)
+            assert len(ids) >= command.at_least or ended or ending or self.status().over
             left = [self.live[i].priority for i in self._ready(task, reply.partition)]
             assert max(left, default=-(1 << 40)) <= min(self.rows[i].priority for i in ids), "higher priorities first"
 
@@ -564,7 +578,7 @@ class CheckedLedger:
     def _lose_homes(self, lost: list[HomeLoss]) -> None:
         """Answer lost homes and blocks as a server does, and check what becomes of the rows."""
         known = [(loss, self._lose_place(loss)) for loss in lost]
-        before, ended, seen = dict(self.live), self.rows.keys() - self.live.keys(), len(self.events)
+        before, seen = dict(self.live), len(self.events)
         missing = self._miss(before)  # a task cannot read these
         stranded = {ticket: each.command for ticket, each in self.waiting.items() if each.place not in self.places}
         tickets = [ticket for ticket, command in stranded.items() if isinstance(command, cmd.AddRows)]
@@ -573,21 +587,13 @@ class CheckedLedger:
         told = [event for event in self.events[seen:] if isinstance(event, ev.HomeLost)]
         assert [(each.home, each.epoch) for each in told] == [(each.home, each.epoch) for each in lost]
         counts = _ended(self.events[seen:], "payload lost: ")
-        remade = {i for i, row in before.items() if row.remade}
-        assert set(counts) <= {"failed", "expired"}
-        assert counts["expired"] == len(remade)
-        assert sum(each.groups_remade for each in told) == len({self.rows[i].group for i in remade})
+        assert set(counts) <= {"failed"}
         assert sum(each.rows_failed for each in told) == counts["failed"]
         if not self._skips():
             uncovered = {i for i in missing if self._is_uncovered(self.rows[i])}
             assert not missing - uncovered & self.live.keys(), "a row that nobody can read lives"
         if not self.step_task and not self._skips():
             assert counts.total() == len(self._groups(missing) & before.keys()), "other rows ended, too"
-        for i in missing - remade - self.live.keys() if not self.status().over else ():
-            group = [self.rows[member] for member in self.rows[i].group]
-            whole = not ended & set(self.rows[i].group) and not any(self._trained(row) for row in group)
-            intact = not any(_is_put_lost(row) for row in group)
-            assert not (whole and intact), f"row {i} failed, and could have been made again"
 
     def _lose_place(self, loss: HomeLoss) -> list[LostColumns]:
         """Return the columns of live rows in a lost home, as a server's index knows them."""
@@ -604,21 +610,6 @@ class CheckedLedger:
             self.homes[loss.home].unit = None
         self.places.remove(place)
         return [LostColumns(np.array(ids, np.int64), names) for names, ids in found.items()]
-
-    def _on_remade(self, remade: list[Replacement], ended: set[int]) -> None:
-        pairs = [pair for part in remade for pair in zip(part.children.tolist(), part.parents.tolist(), strict=True)]
-        parents = {parent for _, parent in pairs}
-        assert parents <= ended
-        assert all(set(part.columns) == self.rows[i].put for part in remade for i in part.parents.tolist())
-        for child, i in sorted(pairs):
-            row, start = self.rows[i], child - (i - self.rows[i].group.start)
-            assert child == len(self.rows), "ids are given out once, in order"
-            assert i in self.live and not row.remade, "a row has one child, which comes as it ends"
-            assert set(row.group) <= parents, "a group is made again as a whole"
-            assert not _is_put_lost(row), "it is made again from its put"
-            row.remade, group = True, range(start, start + len(row.group))
-            places = {name: row.places[name] for name in row.put}
-            self.rows[child] = self.live[child] = Row(group, row.partition, row.priority, row.put, places, parent=i)
 
     def _miss(self, rows: dict[int, Row]) -> set[int]:
         """Note which of these rows cannot be read by a task that is not through with them, or by a step trained again."""
@@ -799,15 +790,12 @@ class CheckedLedger:
         self._check_no_lost_wakeup(sure)
 
     def _check_trained_once(self) -> None:
-        """Of each row and its children, one at most is in a step that was trained."""
-        roots = [self._root(i) for step in self.steps.values() if step.acknowledged for i in step.rows]
-        assert len(roots) == len(set(roots)), "a row was trained twice"
-        again = {self._root(i) for i, row in self.live.items() if not self._trained(row)} & set(roots)
-        assert not again, f"rows {again} may be trained twice"
-
-    def _root(self, i: int) -> int:
-        parent = self.rows[i].parent
-        return i if parent is None else self._root(parent)
+        """No group of a put with a key is trained twice, however often it was put again."""
+        trained = {i for step in self.steps.values() if step.acknowledged for i in step.rows}
+        groups = Counter(self.rows[i].origin for i in trained if self.rows[i].group.start == i)
+        assert not [origin for origin, count in groups.items() if origin[0] and count > 1], "trained twice"
+        again = {row.origin for row in self.live.values() if not self._trained(row)} & groups.keys()
+        assert not [origin for origin in again if origin[0]], f"groups {again} may be trained twice"
 
     def _check_no_lost_wakeup(self, sure: bool) -> None:
         """Asked anew in a copy, no request that waits is answered."""
@@ -818,9 +806,10 @@ class CheckedLedger:
             if probe.drain().answers:  # those that it kept waiting go on, and may be asked no more
                 probe = copy.deepcopy(self.ledgers[0])
                 continue
-            probe.apply(session, msgspec.structs.replace(command, timeout_s=0.0), self.now, -1)
-            (reply,) = [answer for t, answer in probe.drain().answers if t == -1]
-            assert isinstance(reply, DeadlineExceeded), f"{command} waits, but could have {reply!r}"
+            probe.apply(session, command, self.now, -1)
+            replies = dict(probe.drain().answers)
+            assert -1 not in replies, f"{command} waits, but could have {replies[-1]!r}"
+            probe.forget(-1, self.now)
             task = self.tasks.get(getattr(command, "task", ""))
             if task is None or task.admits or task.batch_rows is not None or self._groups_whole(task):
                 continue
@@ -840,10 +829,6 @@ def _ended(events: Iterable[Any], reason: str = "") -> Counter[str]:
 def _lacks(row: Row, task: TaskSpec) -> bool:
     """True if a column that the task needs is lost."""
     return any(row.places.get(name) == LOST for name in task.needs)
-
-
-def _is_put_lost(row: Row) -> bool:
-    return any(row.places[name] == LOST for name in row.put)
 
 
 def _plain(effects: Effects) -> bytes:

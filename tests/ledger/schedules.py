@@ -24,7 +24,7 @@ from ledger_queue import TOKENS, Queue, packed, publishing
 from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost
 from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.state.context import HomeLoss
+from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.reports import Audit
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
@@ -79,7 +79,6 @@ class World(Queue):
         ids = [i for i in self.live if self.random.random() < share]
         self.lose(*ids)
         assert not set(ids) & self.live.keys()
-        self.start_again()
         return len(ids)
 
     def place_of_write(self, command: Any) -> Place:
@@ -106,16 +105,12 @@ class World(Queue):
             identity = f"{home.name} after {self.now}" if what == "wiped" else home.identity
             self.later(back[what] * (self._limits.home_silence_s or 0.0), lambda: self.open_home(home.name, identity))
 
-    def _lose_homes(self, lost: list[HomeLoss]) -> None:
-        super()._lose_homes(lost)
-        self.later(0.0, self.start_again)
-
-    def start_again(self) -> None:
-        """Start workers that were told the end, if there is work again: the last step may have been opened again."""
-        for worker in self.workers:
-            if worker.over and not self.status().over:
-                worker.over = False
-                worker.start()
+    @property
+    def cut_short(self) -> bool:
+        """True if rows of steps were lost when no more could be put."""
+        return any(
+            isinstance(each, ev.Note) and "training ends with fewer steps" in each.text for each in self.events
+        )
 
     def run(self) -> Audit:
         """Until every worker is told the end. Returns the audit, of a ledger without live rows."""
@@ -246,15 +241,16 @@ def one(command: Any) -> Work:
 
 
 def feed(worker: Worker, size: int, most: int) -> Work:
-    """Put what is wanted, at most ``most`` rows at a time, in groups of ``size``."""
-    world = worker.world
+    """Put what is wanted, at most ``most`` rows at a time, in groups of ``size``, and lost rows again."""
+    world, position = worker.world, 0
     while True:
-        wanted = yield from worker.ask(cmd.AwaitRowsWanted(timeout_s=2 * FOR_EVER))
-        groups = max(1, min(wanted.count, most) // size)
-        yield from worker.ask(cmd.AddRows(
-            groups=groups, group_size=size, columns={"prompt": TOKENS}, timeout_s=2 * FOR_EVER,
-            priority=world.random.choice((0, 0, 1, -1)), measures={"prompt": world.lengths(groups)},
-        ))  # fmt: skip
+        wanted = yield from worker.ask(cmd.AwaitRowsWanted(timeout_s=2 * FOR_EVER, prefix="k-"))
+        for key, groups in (wanted.lost or {f"k-{position}": max(1, min(wanted.count, most) // size)}).items():
+            yield cmd.AddRows(
+                groups=groups, group_size=size, columns={"prompt": TOKENS}, timeout_s=2 * FOR_EVER, key=key,
+                priority=world.random.choice((0, 0, 1, -1)), measures={"prompt": world.lengths(groups)},
+            )  # fmt: skip
+        position += not wanted.lost
         yield world.soon()
 
 

@@ -8,7 +8,7 @@ import pytest
 from checked_ledger import SERVER, Place
 from ledger_queue import LAST, PLAIN, REWARD, ROLLOUT, TEXT, TOKENS, TRAIN, Queue, ids
 
-from asyncflow_sdk.errors import ConfigError, LeaseLost, PayloadLost
+from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, Ended, LeaseLost, PayloadLost
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import events as ev
@@ -64,6 +64,10 @@ def fill(queue: Hosts, worker: int, steps: int, **put: Any) -> None:
         queue.put(2, 2, **put)
         generate(queue, worker)
         score(queue, worker)
+
+
+def wanted(queue: Hosts, prefix: str) -> Any:
+    return queue.do(queue.admin, cmd.AwaitRowsWanted(prefix=prefix))
 
 
 # ---- homes and epochs
@@ -181,9 +185,9 @@ def test_rows_whose_put_was_in_a_lost_home_fail_and_can_be_put_again() -> None:
     # when the home is lost
     event = queue.evict()
     # then the former fail, and are named
-    assert (event.rows_failed, event.groups_remade) == (2, 0)
+    assert event.rows_failed == 2
     (letter,) = queue.do(queue.admin, cmd.GetFailed()).groups
-    assert (letter.first, letter.rows, letter.key, letter.parent) == (0, 2, "away", -1)
+    assert (letter.first, letter.rows, letter.key) == (0, 2, "away")
     assert letter.reasons == ("payload lost: home a was lost, evicted by admin: it burns",)
     assert sorted(queue.live) == [2, 3]
     # and the same put brings them again
@@ -191,51 +195,30 @@ def test_rows_whose_put_was_in_a_lost_home_fail_and_can_be_put_again() -> None:
     assert queue.put(2, key="here").again
 
 
-def test_a_group_that_lost_what_was_made_of_it_is_made_again() -> None:
+def test_a_group_that_lost_what_was_made_of_it_fails_and_is_wanted_again() -> None:
     # given a group whose responses are in the home, and its prompt is not
-    queue, worker = trained()
-    queue.put(1, 2, key="k", priority=3)
-    generate(queue, worker)
-    held = queue.lease(worker, "reward", 1)
-    # when the home is lost
-    event = queue.evict()
-    # then it expires, and children with the same prompt take its place
-    assert (event.rows_failed, event.groups_remade) == (0, 1)
-    audit = queue.audit()
-    assert (audit.put, audit.expired, audit.live, audit.balanced) == (4, 2, 2, True)
-    assert {i: (row.parent, set(row.places), row.priority) for i, row in queue.live.items()} == {
-        2: (0, {"prompt"}, 3),
-        3: (1, {"prompt"}, 3),
-    }
-    assert queue.do(queue.admin, cmd.GetFailed()).groups == ()
-    with pytest.raises(LeaseLost):
-        queue.complete(worker, held)
-    # and the same put adds nothing
-    assert queue.put(1, 2, key="k", priority=3).again
-    # and they are made anew, where a home is
-    queue.made = SERVER
-    generate(queue, worker)
-    score(queue, worker)
-    assert queue.status().rows["train"]["selected"] == 2
-
-
-def test_children_are_admitted_by_the_staleness_rule_again() -> None:
-    # given a group that was begun with version 0, and was not trained
     queue, worker = trained(max_staleness=1)
-    queue.put(1, 2)
+    queue.put(2, 2, key="k-7")
     generate(queue, worker)
     queue.publish(1)
     queue.load(worker, 1)
-    # when it is lost, and made again with version 1
-    queue.evict()
+    held = queue.lease(worker, "reward", 1)
+    # when the home is lost
+    event = queue.evict()
+    # then it fails, and a feeder hears which of its puts to repeat
+    assert event.rows_failed == 4
+    with pytest.raises(LeaseLost):
+        queue.complete(worker, held)
+    assert wanted(queue, "k-").lost == {"k-7": 2}
+    assert wanted(queue, "other-").lost == wanted(queue, "").lost == {}
+    # and what it puts again is admitted by the staleness rule anew
     queue.made = SERVER
+    assert queue.put(2, 2, key="k-7").count == 4
     generate(queue, worker)
-    # then it is as fresh as any other row of version 1
     assert {row.version for row in queue.live.values()} == {1}
-    queue.put(1, 2)
-    generate(queue, worker)
     score(queue, worker)
-    assert ids(queue.lease(worker, "train", 1)) == [2, 3, 4, 5]
+    assert ids(queue.lease(worker, "train", 1)) == [4, 5, 6, 7]
+    assert wanted(queue, "k-").lost == {}
 
 
 def test_a_column_that_nobody_needs_any_more_costs_nothing() -> None:
@@ -249,26 +232,12 @@ def test_a_column_that_nobody_needs_any_more_costs_nothing() -> None:
     # when the home is lost
     event = queue.evict()
     # then nothing happens, until a task is declared that needs it
-    assert (event.rows_failed, event.groups_remade, sorted(queue.live)) == (0, 0, [0, 1])
+    assert (event.rows_failed, sorted(queue.live)) == (0, [0, 1])
     queue.do(queue.admin, cmd.Declare(task=TaskSpec(name="late", needs=("answer",), lease_s=10)))
-    assert {i: row.parent for i, row in queue.live.items()} == {2: 0, 3: 1}
-
-
-def test_a_group_that_lost_its_put_before_cannot_be_made_again() -> None:
-    # given rows whose prompt is lost, and which go on without
-    queue, worker = trained()
-    queue.puts, queue.made = AWAY, (2, 1)
-    queue.open_home("b", name="b", unit=queue.join("unit b"))
-    queue.put(1, 2)
-    generate(queue, worker)
-    assert queue.evict(1).rows_failed == 0
-    # when the home of their responses is lost, too
-    queue.do(queue.admin, cmd.EvictHome(home=2, epoch=1))
-    # then they fail
     assert (queue.audit().failed, queue.audit().live) == (2, 0)
 
 
-def test_homes_that_are_lost_at_once_leave_no_child_without_its_put() -> None:
+def test_homes_that_are_lost_at_once_fail_a_row_once() -> None:
     # given prompts in one home, and responses in another
     queue, worker = trained(home_silence_s=20.0)
     queue.puts, queue.made = AWAY, (2, 1)
@@ -280,47 +249,10 @@ def test_homes_that_are_lost_at_once_leave_no_child_without_its_put() -> None:
     queue.die(queue.unit)
     queue.die(other)
     queue.at(30.0)
-    # then nothing is made again
+    # then
     assert (queue.audit().failed, queue.audit().put, queue.audit().live) == (2, 2, 0)
     events = [each for each in queue.events if isinstance(each, ev.HomeLost)]
-    assert [(each.home, each.rows_failed, each.groups_remade) for each in events] == [(1, 0, 0), (2, 2, 0)]
-
-
-def test_a_child_that_is_lost_again_has_a_child_of_its_own() -> None:
-    queue, worker = trained()
-    queue.put(1, 1)
-    for epoch in (1, 2, 3):
-        queue.made = (1, epoch)
-        generate(queue, worker)
-        assert queue.evict(1, epoch).groups_remade == 1
-        queue.open_home("a")
-    assert {i: row.parent for i, row in queue.live.items()} == {3: 2}
-    # and if it fails, its letter names its parent and the put
-    queue.do(queue.admin, cmd.Declare(task=TaskSpec(name="side", needs=("prompt",), lease_s=10, max_attempts=1)))
-    held = queue.lease(worker, "side")
-    queue.do(worker, cmd.GiveBack(token=held.token, blame=True))
-    (letter,) = queue.do(queue.admin, cmd.GetFailed()).groups
-    assert (letter.first, letter.parent) == (3, 2)
-
-
-def test_children_take_the_room_of_their_parents() -> None:
-    # given a queue that is full, in rows and in bytes
-    queue = Hosts(PLAIN, LAST, capacity_rows=4, capacity_bytes=400)
-    put = cmd.AddRows(groups=4, group_size=1, columns={"prompt": TOKENS}, nbytes=200)
-    queue.do(queue.admin, put)
-    made = queue.lease(queue.admin, "plain")
-    queue.do(queue.admin, cmd.Complete(token=made.token, columns={"answer": TOKENS}, nbytes=200))
-    ticket = queue.ask(queue.admin, cmd.AddRows(groups=1, group_size=1, columns={"prompt": TOKENS}, timeout_s=9.0))
-    # when all of it is made again
-    assert queue.evict().groups_remade == 4
-    # then there is no room for others
-    assert ticket not in queue.answers
-    assert queue.status().charged_bytes == 400
-    # and what is made again takes no more
-    queue.made = SERVER
-    made = queue.lease(queue.admin, "plain")
-    queue.do(queue.admin, cmd.Complete(token=made.token, columns={"answer": TOKENS}, nbytes=200))
-    assert queue.status().charged_bytes == 400
+    assert [(each.home, each.rows_failed) for each in events] == [(1, 0), (2, 2)]
 
 
 def test_a_put_that_waits_with_its_payload_in_a_lost_home_is_refused() -> None:
@@ -338,14 +270,14 @@ def test_a_put_that_waits_with_its_payload_in_a_lost_home_is_refused() -> None:
 def test_a_full_step_with_lost_rows_is_filled_again() -> None:
     # given two full steps, of which the first is leased
     queue, worker = trained(max_staleness=2)
-    fill(queue, worker, 1)
+    fill(queue, worker, 1, key="k-0")
     queue.made = SERVER
-    fill(queue, worker, 1)
+    fill(queue, worker, 1, key="k-1")
     step = queue.lease(worker, "train", 1)
     assert (step.step, ids(step)) == (0, [0, 1, 2, 3])
     # when its rows are lost
-    assert queue.evict().groups_remade == 2
-    # then its lease ends, the next rows come first, and the children fill the second step
+    assert queue.evict().rows_failed == 4
+    # then its lease ends, the next rows come first, and what is put again fills the second step
     with pytest.raises(LeaseLost):
         queue.complete(worker, step)
     step = queue.lease(worker, "train", 1)
@@ -353,16 +285,15 @@ def test_a_full_step_with_lost_rows_is_filled_again() -> None:
     queue.complete(worker, step)
     queue.publish(1)
     queue.load(worker, 1)
-    generate(queue, worker)
-    score(queue, worker)
+    fill(queue, worker, 1, key="k-0")
     step = queue.lease(worker, "train", 1)
     assert (step.step, ids(step)) == (1, [8, 9, 10, 11])
 
 
-def test_a_step_that_was_overtaken_is_made_again_for_later_steps() -> None:
+def test_a_step_that_was_overtaken_is_put_again_for_later_steps() -> None:
     # given two leased steps, of which the later is acknowledged, and one response of the earlier in the home
     queue, worker = trained(max_staleness=2)
-    queue.put(2, 2)
+    queue.put(2, 2, key="k-0")
     generate(queue, worker, 2)
     queue.made = SERVER
     generate(queue, worker, 2)
@@ -372,11 +303,12 @@ def test_a_step_that_was_overtaken_is_made_again_for_later_steps() -> None:
     queue.complete(worker, second)
     # when it is lost
     event = queue.evict()
-    # then the whole step ends, and both of its groups are made again
-    assert (event.groups_remade, event.rows_failed) == (2, 0)
+    # then the whole step ends, and both of its groups are wanted again
+    assert event.rows_failed == 4
     with pytest.raises(LeaseLost):
         queue.complete(worker, first)
-    assert sorted(row.parent or 0 for row in queue.live.values()) == [0, 1, 2, 3]
+    assert wanted(queue, "k-").lost == {"k-0": 2}
+    assert queue.put(2, 2, key="k-0").count == 4
     assert queue.status().step == 2
 
 
@@ -391,11 +323,11 @@ def test_a_part_of_a_step_with_a_lost_row_is_void() -> None:
     # when a row of a delivered part is lost
     queue.evict()
     # then the lease ends, with the reason
-    with pytest.raises(LeaseLost, match=r"rows 0, 1 of its step ended \(expired\): payload lost: home a was lost"):
+    with pytest.raises(LeaseLost, match=r"rows 0, 1 of its step ended \(failed\): payload lost: home a was lost"):
         queue.lease(worker, "train", 1, parts=True, token=delivered.token)
 
 
-def test_trained_rows_are_not_made_again() -> None:
+def test_trained_rows_are_not_put_again() -> None:
     # given a trained step, which another task has still to read
     queue, worker = trained()
     queue.do(queue.admin, cmd.Declare(task=TaskSpec(name="log", needs=("reward",), lease_s=10)))
@@ -404,42 +336,45 @@ def test_trained_rows_are_not_made_again() -> None:
     # when its payload is lost
     event = queue.evict()
     # then its rows fail, and the same put does not bring them again
-    assert (event.rows_failed, event.groups_remade, queue.audit().live) == (4, 0, 0)
+    assert (event.rows_failed, queue.audit().live) == (4, 0)
     assert queue.put(2, 2, key="k").again
 
 
-def test_a_group_with_a_trained_row_is_not_made_again() -> None:
+def test_a_group_with_a_trained_row_is_not_put_again() -> None:
     # given a step of two groups, of which one row is trained, which another task has still to read
     queue, worker = trained()
     queue.do(queue.admin, cmd.Declare(task=TaskSpec(name="log", needs=("reward",), lease_s=10)))
-    fill(queue, worker, 1)
+    fill(queue, worker, 1, key="k-0")
     queue.complete(worker, queue.lease(worker, "train", 1), 0)
     # when the payload of all is lost
     event = queue.evict()
-    # then its group fails, and only the other has children
-    assert (event.rows_failed, event.groups_remade) == (2, 1)
-    assert {i: row.parent for i, row in queue.live.items()} == {4: 2, 5: 3}
+    # then all fail, and the same put brings only the other group
+    assert event.rows_failed == 4
+    assert queue.put(2, 2, key="k-0").count == 2
+    assert {row.origin for row in queue.live.values()} == {("k-0", 1)}
 
 
-def test_a_trained_step_is_made_again_if_it_is_trained_again() -> None:
+def test_a_trained_step_is_put_again_if_it_is_trained_again() -> None:
     # given a trained step that no checkpoint covers, and which another task has still to read
     queue, worker = trained(checkpoints=True)
     queue.do(queue.admin, cmd.Declare(task=TaskSpec(name="log", needs=("reward",), lease_s=10)))
-    fill(queue, worker, 1)
+    fill(queue, worker, 1, key="k-0")
     held = queue.lease(worker, "log", 2)
     queue.complete(worker, queue.lease(worker, "train", 1))
     # when its payload is lost
     event = queue.evict()
     # then its rows stay, and the other task skips them
-    assert (event.rows_failed, event.groups_remade, len(queue.live)) == (0, 0, 4)
+    assert (event.rows_failed, len(queue.live), wanted(queue, "k-").lost) == (0, 4, {})
     with pytest.raises(LeaseLost):
         queue.complete(worker, held)
     assert queue.status().rows["log"]["done"] == 4
     assert queue.audit().reasons == {"skipped: payload lost: home a was lost, evicted by admin: it burns": 4}
     # when the trainer begins anew
     queue.do(queue.admin, cmd.Resume(step=0))
-    # then children take their place
-    assert {i: row.parent for i, row in queue.live.items()} == {4: 0, 5: 1, 6: 2, 7: 3}
+    # then they fail, and are wanted again
+    assert queue.audit().failed == 4
+    assert wanted(queue, "k-").lost == {"k-0": 2}
+    assert queue.put(2, 2, key="k-0").count == 4
 
 
 def test_a_trained_step_that_a_checkpoint_covers_needs_no_payload() -> None:
@@ -451,48 +386,224 @@ def test_a_trained_step_that_a_checkpoint_covers_needs_no_payload() -> None:
     assert (queue.audit().consumed, queue.audit().live) == (4, 0)
 
 
-def test_rows_in_steps_that_nobody_wants_any_more_fail() -> None:
-    # given the last two steps, of which the later is acknowledged
+def test_rows_in_steps_that_nobody_wants_any_more_are_not_put_again() -> None:
+    # given the last two steps, of which the later is acknowledged, and a feeder that waits
     queue, worker = trained(max_staleness=2, steps=2)
-    fill(queue, worker, 1)
+    fill(queue, worker, 1, key="k-0")
     queue.made = SERVER
-    fill(queue, worker, 1)
+    queue.put(2, 2, key="k-1")
+    ticket = feeder(queue)
+    generate(queue, worker)
+    score(queue, worker)
     _, second = (queue.lease(worker, "train", 1) for _ in range(2))
     queue.complete(worker, second)
     # when the earlier is lost
     event = queue.evict()
-    # then no step is left for children
-    assert (event.rows_failed, event.groups_remade, queue.audit().live) == (4, 0, 0)
+    # then no step is left for them
+    assert (event.rows_failed, queue.audit().live) == (4, 0)
     assert queue.status().over
+    assert isinstance(queue.answers[ticket], Ended)
 
 
-def test_the_last_step_is_filled_again_after_the_end_of_the_stream() -> None:
-    # given a last step that is full, and a stream that was ended
-    queue, worker = trained(steps=1)
-    fill(queue, worker, 1)
-    queue.do(queue.admin, cmd.End())
-    # when it is lost
-    queue.evict()
-    # then its children fill it, although nothing more can be put
-    queue.made = SERVER
+def feeder(queue: Hosts, prefix: str = "k-", session: int = 0, **more: Any) -> int:
+    """Ask as a feeder does. Return the ticket."""
+    return queue.ask(session or queue.admin, cmd.AwaitRowsWanted(prefix=prefix, timeout_s=60.0, **more))
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_last_step_is_filled_again_by_its_feeder_and_the_waiting_workers(steps: int) -> None:
+    # given a full step, the last one or the one with the last prompts; workers and the feeder wait
+    queue, worker = trained(steps=steps)
+    queue.put(2, 2, key="k-0")
+    asked = feeder(queue, more=steps == 1)
     generate(queue, worker)
     score(queue, worker)
+    waiting = queue.ask(worker, cmd.LeaseRows(task="rollout", count=4, timeout_s=60.0))
+    assert not {waiting, asked} & queue.answers.keys()
+    # when it is lost
+    queue.evict()
+    # then the feeder learns what to put again, and a waiting worker gets it
+    assert queue.answers[asked] == cmd.RowsWanted(count=0, lost={"k-0": 2})
+    queue.made = SERVER
+    queue.put(2, 2, key="k-0")
+    asked = feeder(queue, more=steps == 1)
+    queue.complete(worker, queue.answers[waiting])
+    score(queue, worker)
+    # and all of it ends once the step is trained
+    waiting = queue.ask(worker, cmd.LeaseRows(task="rollout", count=4, timeout_s=60.0))
+    assert not {waiting, asked} & queue.answers.keys()
     queue.complete(worker, queue.lease(worker, "train", 1))
+    if steps == 1:
+        assert isinstance(queue.answers[asked], Ended)
+    else:
+        assert queue.answers[asked] == cmd.RowsWanted(count=0)
+        queue.do(queue.admin, cmd.End())
+    assert isinstance(queue.answers[waiting], Ended)
     assert (queue.audit().consumed, queue.audit().live) == (4, 0)
 
 
-def test_a_replay_makes_the_same_children() -> None:
+def test_a_feeder_whose_last_prompts_were_lost_before_it_asked_puts_them_again() -> None:
+    queue, worker = trained(steps=5)
+    fill(queue, worker, 1, key="k-0")
+    queue.evict()
+    assert queue.answers[feeder(queue, more=False)] == cmd.RowsWanted(count=0, lost={"k-0": 2})
+    assert queue.put(2, 2, key="k-0").count == 4
+
+
+def test_an_overtaken_step_is_put_again_after_the_last_prompt() -> None:
+    # given two leased steps with the last prompts, of which the later is acknowledged
+    queue, worker = trained(max_staleness=2)
+    fill(queue, worker, 1, key="k-0")
+    queue.made = SERVER
+    fill(queue, worker, 1, key="k-1")
+    asked = feeder(queue, more=False)
+    first, second = (queue.lease(worker, "train", 1) for _ in range(2))
+    queue.complete(worker, second)
+    # when the earlier is lost
+    queue.evict()
+    with pytest.raises(LeaseLost):
+        queue.complete(worker, first)
+    # then its prompts fill another step
+    assert queue.answers[asked].lost == {"k-0": 2}
+    fill(queue, worker, 1, key="k-0")
+    asked = feeder(queue, more=False)
+    queue.complete(worker, queue.lease(worker, "train", 1))
+    assert queue.answers[asked] == cmd.RowsWanted(count=0)
+    assert queue.audit().consumed == 8
+
+
+def test_rows_too_few_for_a_step_or_a_batch_do_not_keep_the_feeder_from_its_end() -> None:
+    # given a full step and half of another one, of which a stage waits for more rows than there are
+    queue, worker = trained()
+    fill(queue, worker, 1, key="k-0")
+    queue.put(1, 2, key="k-2")
+    generate(queue, worker)
+    waiting = queue.ask(worker, cmd.LeaseRows(task="reward", count=4, at_least=4, timeout_s=60.0))
+    # when the feeder has no more prompts
+    asked = feeder(queue, more=False)
+    # then the stage gets the rest, and the end comes with the last whole step
+    queue.complete(worker, queue.answers[waiting])
+    assert asked not in queue.answers
+    queue.complete(worker, queue.lease(worker, "train", 1))
+    assert queue.answers[asked] == cmd.RowsWanted(count=0)
+    queue.do(queue.admin, cmd.End())
+    assert (queue.audit().consumed, queue.audit().cancelled) == (4, 2)
+
+
+def test_a_feeder_without_more_prompts_ends_no_request_for_other_rows() -> None:
+    # given a feeder that waits, a step that may be lost, and tasks that take other partitions, too
+    queue, worker = trained()
+    scores = TaskSpec(name="scores", needs=("reward",), lease_s=10, partitions=("evaluation",))
+    queue.do(queue.admin, cmd.Declare(task=scores))
+    fill(queue, worker, 1, key="k-0")
+    put = cmd.AddRows(groups=1, group_size=2, columns={"reward": TOKENS}, partition="evaluation")
+    feeder(queue, more=False)
+    with pytest.raises(DeadlineExceeded):
+        queue.lease(worker, "scores")
+    with pytest.raises(DeadlineExceeded):
+        queue.lease(worker, "rollout")
+    # then rows of those come as ever, and none before there are enough
+    assert queue.do(queue.admin, put).count == 2
+    with pytest.raises(DeadlineExceeded):
+        queue.lease(worker, "scores", at_least=4)
+    assert ids(queue.lease(worker, "scores", at_least=2)) == [4, 5]
+
+
+@pytest.mark.parametrize("fed", [True, False])
+def test_the_last_full_step_ends_a_loop_of_puts_and_without_a_feeder_the_stream(fed: bool) -> None:
+    queue, worker = trained(steps=1)
+    queue.put(2, 2, key="k-0")
+    there = feeder(queue) if fed else None
+    generate(queue, worker)
+    score(queue, worker)
+    with pytest.raises(Ended):
+        queue.do(queue.admin, cmd.AwaitRowsWanted(timeout_s=60.0))
+    with pytest.raises(Ended):
+        queue.put(2, 2, key="k-1")
+    assert queue.status().over is not fed
+    # when the feeder is gone, nobody would put lost rows again
+    if there is not None:
+        queue.forget(there)
+    assert queue.status().over
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_loss_after_the_end_makes_fewer_steps_and_says_so(checkpoints: bool) -> None:
+    """The rows of the last step are lost in memory of the server, or the trainer resumes after all was trained."""
+    queue, worker = trained(steps=2, max_staleness=1, checkpoints=checkpoints)
+    queue.made = SERVER
+    fill(queue, worker, 1, key="k-0")
+    queue.made = AWAY
+    fill(queue, worker, 1, key="k-1")
+    assert queue.status().over
+    if checkpoints:
+        for version in (1, 2):
+            queue.complete(worker, queue.lease(worker, "train", 1))
+            queue.publish(version)
+    queue.evict()
+    if checkpoints:
+        again = queue.do(queue.admin, cmd.Resume(step=0))
+        queue.publish(again.version)
+    # then what is left is trained, and nobody waits for more
+    (note,) = [each.text for each in queue.events if isinstance(each, ev.Note) and "lost rows" in each.text]
+    assert note == "step 1 has lost rows, and no more come for steps: training ends with fewer steps"
+    queue.complete(worker, queue.lease(worker, "train", 1))
+    for task in ("train", "rollout"):
+        with pytest.raises(Ended):
+            queue.lease(worker, task, 4)
+    assert queue.audit().failed == 4
+
+
+def test_each_feeder_puts_its_own_lost_prompts_again() -> None:
+    # given feeders with prefixes alike, and a key that none of them would write
+    queue, worker = trained(steps=3)
+    queue.put(1, 2, key="k-b-0-7")
+    queue.put(1, 2, key="k-03")
+    generate(queue, worker)
+    queue.made = SERVER
+    fill(queue, worker, 1, key="k-3")
+    tickets = {prefix: feeder(queue, prefix, more=False) for prefix in ("k-", "k-b-", "k-b-0-")}
+    # when prompts of one of them are lost
+    queue.evict()
+    # then it alone is asked to put again
+    assert {prefix for prefix, ticket in tickets.items() if ticket in queue.answers} == {"k-b-0-"}
+    assert queue.answers[tickets["k-b-0-"]].lost == {"k-b-0-7": 1}
+    # and none takes the put of another for its own
+    assert queue.do(queue.admin, cmd.GetPut(prefix="k-b-")) == cmd.LastPut()
+    assert queue.do(queue.admin, cmd.GetPut(prefix="k-")).key == "k-3"
+
+
+def test_a_trainer_without_rows_is_told_that_some_were_lost() -> None:
+    queue, worker = trained(steps=5)
+    fill(queue, worker, 1)
+    queue.evict()
+    with pytest.raises(DeadlineExceeded, match="4 rows were lost with their hosts: put them again with their keys"):
+        queue.lease(worker, "train", 1)
+
+
+def test_a_stream_that_a_client_ended_stays_ended() -> None:
+    queue, worker = trained(steps=3)
+    fill(queue, worker, 1, key="k-0")
+    queue.do(queue.admin, cmd.End())
+    queue.evict()
+    with pytest.raises(Ended):
+        queue.put(2, 2, key="k-0")
+    with pytest.raises(Ended):
+        wanted(queue, "k-")
+
+
+def test_a_replay_loses_the_same_rows() -> None:
     """The twin gets the same inputs; here its rows move in memory at other times."""
     queue = Hosts(PLAIN, LAST, options={"initial_rows": 4})
     for epoch in range(1, 30):
         queue.made = (1, epoch)
-        queue.put(3, 1)
+        queue.put(3, 1, key=f"k-{epoch}")
         queue.complete(queue.admin, queue.lease(queue.admin, "plain", 2))
         queue.evict(1, epoch)
         queue.open_home("a")
         queue.check()
         queue.made = SERVER
+        assert queue.put(3, 1, key=f"k-{epoch}").count == 2
         queue.complete(queue.admin, queue.lease(queue.admin, "plain"))
         queue.complete(queue.admin, queue.lease(queue.admin, "last"))
-    assert queue.audit().consumed == 29 * 3
-    assert queue.audit().expired == 29 * 2
+    assert (queue.audit().consumed, queue.audit().failed) == (29 * 3, 29 * 2)

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.fast
 
 
 def put(queue: Queue, key: str, groups: int, size: int) -> cmd.PutDone:
-    command = cmd.AddRows(groups=groups, group_size=size, columns={"prompt": TEXT}, key=key, digest=key.encode() * 16)
+    digest = key[-1].encode() * 16
+    command = cmd.AddRows(groups=groups, group_size=size, columns={"prompt": TEXT}, key=key, digest=digest)
     reply: cmd.PutDone = queue.do(queue.admin, command)
     return reply
 
@@ -84,20 +85,15 @@ def test_the_same_puts_again_after_losses_make_every_group_live_once(
 def test_the_same_puts_again_after_lost_homes_make_every_group_live_once(
     sizes: list[tuple[int, int]], initial_rows: int, data: st.DataObject
 ) -> None:
-    """Groups that lost their put are added by it; groups that were made again are not."""
     queue = Queue(PLAIN, LAST, options={"initial_rows": initial_rows})
     for name in "ab":
         queue.do(queue.join(name), cmd.OpenHome(store="hosts", name=name, identity=name))
     puts = {chr(ord("a") + at): size for at, size in enumerate(sizes)}
     where: dict[int, tuple[str, int]] = {}  # row → its put and group
 
-    def group_of(row: int) -> tuple[str, int]:
-        parent = queue.rows[row].parent
-        return where[row] if parent is None else group_of(parent)
-
     def put_all() -> None:
         for key, (groups, size) in puts.items():
-            there = {group for name, group in map(group_of, queue.live) if name == key}
+            there = {where[row][1] for row in queue.live if where[row][0] == key}
             missing = sorted(set(range(groups)) - there)
             reply = put(queue, key, groups, size)
             assert reply.again == (not missing)
@@ -117,12 +113,12 @@ def test_the_same_puts_again_after_lost_homes_make_every_group_live_once(
         for letter in queue.do(queue.admin, cmd.GetFailed(count=1000)).groups:
             for row in range(letter.first, letter.first + letter.rows):
                 told = letter.place + (row - letter.first) // puts[letter.key][1]
-                assert group_of(row) == (letter.key, told)
+                assert where[row] == (letter.key, told)
         if data.draw(st.booleans(), "put again"):
             put_all()
     put_all()
 
-    live = Counter(map(group_of, queue.live))
+    live = Counter(where[row] for row in queue.live)
     assert live == {(key, group): size for key, (groups, size) in puts.items() for group in range(groups)}
     queue.check()
 
@@ -177,21 +173,21 @@ def test_a_step_that_failed_whole_comes_again_with_its_puts() -> None:
 
 def test_a_key_whose_rows_came_again_is_forgotten_when_all_of_them_are_through() -> None:
     queue = Queue(PLAIN, LAST, options={"kept_keys": 2})
-    put(queue, "a", 2, 1)
+    put(queue, "k-0", 2, 1)
     lose(queue, [1])
-    assert put(queue, "a", 2, 1).first == 2
-    assert queue.do(queue.admin, cmd.GetPut(prefix="")).key == "a"
-    put(queue, "b", 1, 1)
+    assert put(queue, "k-0", 2, 1).first == 2
+    assert queue.do(queue.admin, cmd.GetPut(prefix="k-")).key == "k-0"
+    put(queue, "k-1", 1, 1)
     queue.do(queue.admin, cmd.Cancel(ids=cmd.pack_ids(np.array([0]))))
-    for key in "cd":
+    for key in ("k-2", "k-3"):
         put(queue, key, 1, 1)
-    with pytest.raises(SchemaError, match="key 'a' names another put"):
-        put(queue, "a", 3, 1)  # the row that came again lives
+    with pytest.raises(SchemaError, match="key 'k-0' names another put"):
+        put(queue, "k-0", 3, 1)  # the row that came again lives
     queue.do(queue.admin, cmd.Cancel(ids=cmd.pack_ids(np.array([2]))))
-    for key in "efg":
+    for key in ("k-4", "k-5", "k-6"):
         put(queue, key, 1, 1)
-    assert not put(queue, "a", 3, 1).again
-    assert queue.do(queue.admin, cmd.GetPut(prefix="")).key == "a"
+    assert not put(queue, "k-0", 3, 1).again
+    assert queue.do(queue.admin, cmd.GetPut(prefix="k-")).key == "k-0"
 
 
 def test_a_digest_that_is_none_is_refused() -> None:

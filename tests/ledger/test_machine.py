@@ -205,12 +205,13 @@ class LedgerMachine(RuleBasedStateMachine):
         if back or how.startswith("is"):
             self.sessions[at % len(self.sessions)] = self.queue.join(f"worker {at}")
 
-    @rule(at=small, what=st.sampled_from(["forget", "wanted", "look", "await lost"]), wait=waits)
+    @rule(at=small, what=st.sampled_from(["forget", "wanted", "feeds", "has fed", "look", "await lost"]), wait=waits)
     def ask(self, at: int, what: str, wait: float) -> None:
         if what == "forget" and self.queue.waiting:
             self.queue.forget(list(self.queue.waiting)[at % len(self.queue.waiting)])
-        elif what == "wanted":
-            self.send(at, cmd.AwaitRowsWanted(timeout_s=wait))
+        elif what in ("wanted", "feeds", "has fed"):
+            prefix = "" if what == "wanted" else "k-"
+            self.send(at, cmd.AwaitRowsWanted(timeout_s=wait, prefix=prefix, more=what != "has fed"))
         elif what == "await lost":
             self.send(at, cmd.AwaitLost(timeout_s=40.0))
         elif what == "look" and self.session(at) in self.queue.sessions:
@@ -313,7 +314,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(
         groups=st.integers(1, 4),
         spoil=st.sampled_from(["no"] * 8 + ["dtype", "empty", "size", "zero", "complete", "values", "digest"]),
-        key=st.sampled_from(["", "", "a", "b", "c"]),
+        key=st.sampled_from(["", "", "a", "k-0", "k-1"]),
         priority=st.sampled_from([0, 0, 0, 3, -2]),
         wait=waits,
         where=st.sampled_from(["", "", "eval"]),

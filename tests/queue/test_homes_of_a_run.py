@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,27 @@ from waiting import in_thread, until
 import asyncflow_sdk as af
 from asyncflow_sdk.cli.doctor import examine
 from asyncflow_sdk.cli.findings import Finding
-from asyncflow_sdk.errors import ConfigError, StoreUnavailable
+from asyncflow_sdk.errors import ConfigError, Ended, StoreUnavailable
+from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue.connection import Port
 from asyncflow_sdk.queue.home_catalog import LedgerCatalog
 from asyncflow_sdk.queue.protocol import CallResult
 from asyncflow_sdk.queue.stores.homes import HomeId, KnownHomes
 from asyncflow_sdk.queue.stores.hosts import HostsStore
-from asyncflow_sdk.types import Batch
+from asyncflow_sdk.types import VERSION_SPANS, Batch
+from asyncflow_sdk.types.tasks import TaskSpec
 from asyncflow_sdk.wire import ensure_keys
+from asyncflow_sdk.workflow.data import load_prompts
+from asyncflow_sdk.workflow.evaluation import EVALUATION, SCORES
+from asyncflow_sdk.workflow.evaluator import Evaluator, TrainerState
 from asyncflow_sdk.workflow.events.recorder import Recorder
 from asyncflow_sdk.workflow.events.step_files import read_steps
+from asyncflow_sdk.workflow.specs import declare_task
+
+
+def number_of_tokens(response_ids: Any) -> list[float]:
+    return [float(len(ids)) for ids in response_ids]
 
 
 def test_columns_go_from_host_to_host_in_one_hop(cluster: Cluster) -> None:
@@ -179,33 +190,92 @@ def test_rows_put_on_a_lost_host_fail_by_name_and_may_be_put_again(cluster: Clus
     assert cluster.run.audit().live == 11
 
 
-def test_columns_made_on_a_lost_host_are_made_again(cluster: Cluster) -> None:
+@pytest.mark.parametrize("steps", [6, None])
+def test_prompts_whose_columns_were_on_a_lost_host_are_fed_again_and_trained_once(
+    tmp_path: Path, steps: int | None
+) -> None:
+    cluster = Cluster(tmp_path, steps=steps)
+    with cluster.ends:
+        queue = cluster.run.queue
+        queue.declare("rollout", needs=["prompt"], gives=["response"])
+        queue.declare("train", needs=["prompt", "response"], batch_rows=8)
+        prompts = [f"prompt {number}" for number in range(24)]
+        read = prompts if steps else lambda: iter(prompts)  # in memory, or a stream without a last step
+        feeder = cluster.run.feed(read, group_size=2, chunk=3, epochs=1)  # for six steps
+        trained: list[str] = []
+
+        def fill(steps: int, worker: TransferQueue) -> None:
+            while queue.status().step < steps:
+                with worker.get("rollout", 8, timeout_s=60) as batch:
+                    batch.complete({"response": batch.texts("prompt")})
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                with queue.get("train", timeout_s=60) as batch:
+                    trained.extend(batch.texts("prompt"))
+                    batch.ack()
+
+        # when a host with the first responses is lost
+        cluster.unit("a")
+        with cluster.client("a").get("rollout", 4, timeout_s=60) as batch:
+            batch.complete({"response": batch.texts("prompt")})
+        cluster.run.evict_home(cluster.home("a"))
+        fill(5, queue)
+        train(4)
+        # and one with the last responses, when all prompts were put and all steps are full
+        cluster.unit("b")
+        fill(6, cluster.client("b"))
+        cluster.run.evict_home(cluster.home("b"))
+        fill(6, queue)
+        train(2)
+        # then each prompt was trained once, and feeder and workers know that nothing is left
+        feeder.join(60)
+        with pytest.raises(Ended):
+            queue.get("rollout", timeout_s=60)
+        assert Counter(trained) == dict.fromkeys(prompts, 2)
+        audit = cluster.run.audit()
+        assert (audit.consumed, audit.failed, audit.live, audit.balanced) == (48, 12, 0, True)
+        assert feeder.fed == 24
+
+
+def test_an_evaluation_says_how_many_of_its_rows_were_lost(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[Any] = []
+    monkeypatch.setattr(cluster.run, "report", notes.append)
+    for task in (
+        TaskSpec(name="make", needs=("prompt_ids",), gives=SCORES.needs[1:], partitions=(EVALUATION,)),
+        SCORES,
+    ):
+        declare_task(cluster.run.queue, task)
+    prompts = {"prompt_ids": [[1], [2]]}
+    evaluation = af.Evaluation(prompts=prompts, every=1, reward=number_of_tokens)
+    evaluator = Evaluator(
+        cluster.run, evaluation, load_prompts(prompts, "prompt_ids"), cluster.folder, model="", steps=1,
+        trainer=TrainerState(), on_failure=notes.append,
+    )  # fmt: skip
+    # given an evaluation with its rows on a host
     cluster.unit("a")
-    cluster.run.queue.declare("square", needs=["x"], gives=["y"])
-    cluster.run.queue.declare("use", needs=["x", "y"])
-    cluster.run.queue.put({"x": np.arange(6)})
-    stage = cluster.client("a")
-    with stage.get("square", 4) as batch:
-        batch.complete({"y": batch["x"] ** 2})
-    assert stage.connection.store.home == (1, 1)
-    # when the host of y is lost
+    cluster.client("a").put(prompts, key=f"{EVALUATION}-0", partition=EVALUATION, version=1)
+    evaluator.start()
+    # when the host is lost
     cluster.run.evict_home(cluster.home("a"))
-    # then four rows have children, which are squared elsewhere
-    audit = cluster.run.audit()
-    assert (audit.put, audit.expired, audit.live, audit.balanced) == (10, 4, 6, True)
-    squared = []
-    while len(squared) < 6:
-        with cluster.run.queue.get("square", 6) as batch:
-            squared += batch["x"].tolist()
-            batch.complete({"y": batch["x"] ** 2})
-    used: list[tuple[int, int]] = []
-    while len(used) < 6:
-        with cluster.run.queue.get("use", 6) as batch:
-            used += zip(batch["x"].tolist(), batch["y"].tolist(), strict=True)
-            batch.ack()
-    assert sorted(used) == [(x, x * x) for x in range(6)]
-    audit = cluster.run.audit()
-    assert (audit.consumed, audit.live, audit.balanced) == (6, 0, True)
+    # then it says so, and the next one is begun
+    until(lambda: cluster.run.audit().put == 4, "the rows of the next evaluation")
+    (note,) = notes
+    text = "2 of 2 rows of an evaluation failed, and it has no score; the last one: payload lost: home a was lost"
+    assert note.text.startswith(text)
+    # and one of which a part is lost has a score, which is none of the run
+    cluster.unit("b")
+    for reward, there in ((1.0, cluster.client("b")), (0.5, cluster.run.queue)):
+        made = {"response_ids": [[3]], VERSION_SPANS: [np.zeros((1, 2), np.int32)], "reward": np.float32([reward])}
+        there.get("make").complete(made)
+        if there is not cluster.run.queue:
+            cluster.run.evict_home(cluster.home("b"))
+    until(lambda: len(notes) > 1 and cluster.run.audit().put == 6, "the rows of another evaluation")
+    text = (
+        "1 of 2 rows of an evaluation failed, and the others' score, 0.5, counts for nothing; the last one: payload"
+    )
+    assert notes[1].text.startswith(text)
+    assert (len(notes), evaluator.results, evaluator.best) == (2, [], None)
 
 
 def test_a_home_without_a_sign_of_life_is_given_up(cluster: Cluster) -> None:
@@ -249,7 +319,7 @@ def test_status_audit_and_doctor_know_the_homes_and_what_was_lost_with_them(clus
     # and lost
     cluster.run.evict_home(cluster.home("a"))
     home = cluster.run.audit().homes[1]
-    assert (home.state, home.rows_failed, home.groups_remade, home.payload_bytes) == ("lost", 8, 0, 0)
+    assert (home.state, home.rows_failed, home.payload_bytes) == ("lost", 8, 0)
     assert "evicted by" in home.detail
     assert "8 rows failed" in link().message
 
@@ -290,13 +360,13 @@ def test_a_server_that_comes_back_knows_its_homes(tmp_path: Path) -> None:
         cluster.run.queue.end()
 
 
-def test_a_server_that_comes_back_knows_what_was_lost_and_made_again(tmp_path: Path) -> None:
+def test_a_server_that_comes_back_knows_what_was_lost_and_wants_it_again(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, durability="process")
     with cluster.ends:
         cluster.unit("a")
         cluster.run.queue.declare("square", needs=["x"], gives=["y"])
         cluster.run.queue.declare("use", needs=["y"])
-        cluster.run.queue.put({"x": np.arange(4)})
+        cluster.run.queue.put({"x": np.arange(4)}, key="k-0")
         stage = cluster.client("a")
         stage.put({"x": np.arange(10, 13)})
         with stage.get("square", 2) as batch:
@@ -304,7 +374,7 @@ def test_a_server_that_comes_back_knows_what_was_lost_and_made_again(tmp_path: P
         cluster.run.evict_home(cluster.home("a"))
         stage.connection.close()  # type: ignore[attr-defined]
         audit = cluster.run.audit()
-        assert (audit.put, audit.expired, audit.failed, audit.live) == (9, 2, 3, 4)
+        assert (audit.put, audit.failed, audit.live) == (7, 5, 2)
         # when another server continues the run
         cluster.run.close()
         cluster.serve()
@@ -313,7 +383,8 @@ def test_a_server_that_comes_back_knows_what_was_lost_and_made_again(tmp_path: P
         assert cluster.run.recovered.differing == 0
         again = cluster.run.audit()
         assert msgspec.structs.replace(again, homes=()) == msgspec.structs.replace(audit, homes=())
-        assert [(each.rows_failed, each.groups_remade) for each in again.homes] == [(0, 0), (3, 2)]
+        assert [each.rows_failed for each in again.homes] == [0, 5]
+        assert cluster.run.queue.put({"x": np.arange(4)}, key="k-0").count == 2
         with cluster.run.queue.get("square", 4) as batch:
             assert sorted(batch["x"].tolist()) == [0, 1, 2, 3]
             batch.complete({"y": batch["x"] ** 2})

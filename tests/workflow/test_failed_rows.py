@@ -232,6 +232,9 @@ def test_more_failures_than_the_share_end_the_run_with_examples() -> None:
     for state, groups in (("consumed", 200), ("failed", 10), ("cancelled", 500)):
         limit.event(ev.RowsEnded(time_s=0.0, state=state, count=4 * groups))
     limit.event(ev.RowsEnded(time_s=0.0, state="failed", count=100, partition="evaluation"))
+    limit.event(
+        ev.RowsEnded(time_s=0.0, state="failed", count=4 * 50, reason="payload lost: home a was lost, silent")
+    )
     limit.check(letters)  # type: ignore[arg-type]
 
     limit.event(ev.RowsEnded(time_s=0.0, state="failed", count=4))

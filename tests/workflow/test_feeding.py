@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from waiting import until
 
 import asyncflow_sdk as af
+from asyncflow_sdk.errors import Ended
+from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.workflow.data import Feeder, PromptStream, Selection, prompt_source
 
 pytestmark = pytest.mark.fast
 
@@ -63,6 +67,65 @@ def test_the_stream_ends_after_the_epochs() -> None:
                 trained += 1
 
         assert sorted(seen) == sorted(PROMPTS[:8] * 4 * 2)
+
+
+class Script:
+    """A queue that gives a feeder these answers; puts and their prompts are in ``puts``. An answer ``Ended`` refuses the
+    next put."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = [cmd.LastPut(), *answers]
+        self.more: list[bool] = []
+        self.puts: list[tuple[str, list[str]]] = []
+        self.ends = 0
+
+    def send(self, command: Any) -> Any:
+        if isinstance(command, cmd.AwaitRowsWanted):
+            self.more.append(command.more)
+        return self.answers.pop(0)
+
+    def put(self, columns: Any, *, group_size: int, key: str, timeout_s: float) -> None:
+        if self.answers[0] is Ended:
+            self.answers.pop(0)
+            raise Ended("every step is filled")
+        self.puts.append((key, columns["prompt"]))
+
+    def end(self, partition: str | None) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_feeder_repeats_refused_and_lost_puts_and_reads_a_stream_no_further(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    row = PromptStream.row
+    monkeypatch.setattr(PromptStream, "row", lambda self, record: (looked.append(record), row(self, record))[1])
+    more, over = cmd.RowsWanted(count=4), cmd.RowsWanted(count=0)
+    lost = cmd.RowsWanted(count=0, lost={"prompts-4": 1, "prompts-2": 2})
+    queue = Script(more, Ended, more, more, more, lost, more, lost, over)
+    # when a put is refused once, and others are lost, also after the last prompt
+    reads: list[int] = []
+    prompts = (lambda: (reads.append(1), iter(PROMPTS[:5]))[1]) if streamed else PROMPTS[:5]
+    source = prompt_source(prompts, Selection())
+    before, failures = len(reads), list[BaseException]()
+    feeder = Feeder(queue, source, group_size=2, chunk=2, seed=0, on_failure=failures.append, epochs=1)  # type: ignore[arg-type]
+    feeder.start()
+    feeder.join(60)
+    # then each put has the same prompts as before
+    assert (failures, queue.answers) == ([], [])
+    assert [key for key, _ in queue.puts] == [
+        *("prompts-0", "prompts-2", "prompts-4"), *("prompts-2", "prompts-4"), *("prompts-2", "prompts-4"),
+    ]  # fmt: skip
+    assert queue.puts[1:3] == queue.puts[3:5] == queue.puts[5:]
+    assert sorted(text for _, texts in queue.puts[:3] for text in texts) == PROMPTS[:5]
+    assert feeder.fed == 5
+    # and it ends the stream once nothing can be lost
+    assert queue.more == [True] * 6 + [False] * 2
+    assert queue.ends == 1
+    if streamed:  # once for the run, and from the beginning for each loss, without a look at skipped records
+        assert len(reads) - before == 3
+        assert looked == [*PROMPTS[:5], *PROMPTS[2:5], *PROMPTS[2:5]]
 
 
 def test_data_without_the_column_and_a_key_used_twice_are_refused_at_once() -> None:

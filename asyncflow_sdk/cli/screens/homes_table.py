@@ -38,6 +38,4 @@ def _text(home: HomeStatus) -> str:
         state = home.address or "this server's memory"
     if home.rows_failed:
         state += f" · {plural(home.rows_failed, 'row')} lost"
-    if home.groups_remade:
-        state += f" · {plural(home.groups_remade, 'group')} made again"
     return state

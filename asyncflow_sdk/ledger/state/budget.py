@@ -74,20 +74,13 @@ class Budget:
         """Count new rows, and charge them with their share of ``nbytes``, or with the reserve if that is more."""
         self.put += count
         share = -(-nbytes // count)
-        self._arrays["nbytes"][new] = self._arrays["put_bytes"][new] = share
+        self._arrays["nbytes"][new] = share
         self._arrays["charged"][new] = charged = max(share, self.reserve)
         self.charged += count * charged
 
     def hold(self, count: int) -> None:
         """Count complete rows kept for a checkpoint, or, if negative, released."""
         self.held += count
-
-    def charge_children(self, at: Ids, put_bytes: Ids, charged: Ids) -> None:
-        """Charge children what their parents were charged. ``at``: array indices."""
-        self.put += len(at)
-        self._arrays["nbytes"][at] = self._arrays["put_bytes"][at] = put_bytes
-        self._arrays["charged"][at] = charged
-        self.charged += int(charged.sum())
 
     def release(self, at: Ids) -> None:
         """Release the charges of ended rows, by array index."""

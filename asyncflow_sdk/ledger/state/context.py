@@ -31,26 +31,16 @@ class LostColumns(NamedTuple):
     columns: tuple[str, ...]
 
 
-class Replacement(NamedTuple):
-    """Groups that were remade: children[i] has the put columns of parents[i], in the same blocks."""
-
-    parents: Ids
-    children: Ids
-    columns: tuple[str, ...]
-
-
 @dataclass
 class Effects:
     """Results of inputs: answers by ticket in order, events, and rows with freed memory.
 
-    ``remade``: groups replaced by their children; place the children's blocks before the parents'
-    are freed. ``homes_lost``: answer them with one ``Ledger.lose_homes`` before the next input, after
-    all other effects are carried out."""
+    ``homes_lost``: answer them with one ``Ledger.lose_homes`` before the next input, after all other
+    effects are carried out."""
 
     answers: list[tuple[int, cmd.Reply | AsyncFlowError]] = field(default_factory=list)
     events: list[ev.Event] = field(default_factory=list)
     retired: list[Ids] = field(default_factory=list)
-    remade: list[Replacement] = field(default_factory=list)
     homes_lost: list[HomeLoss] = field(default_factory=list)
 
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from ...types.reports import FailedGroup
 from ..commands import Ids
-from .rows import NONE
 
 MAX_GROUPS = 1000
 MAX_REASONS = 16
@@ -55,20 +54,18 @@ class DeadLetters:
         self.groups.append(FailedGroup(reasons=tuple(self._reasons.get(group["first"], ())), **group))
 
     def lost(
-        self, key: str, rows: Ids, groups: Ids, parents: Ids, partition: Ids, names: dict[int, str], reason: str, now: float
-    ) -> None:  # fmt: skip
+        self, key: str, rows: Ids, groups: Ids, partition: Ids, names: dict[int, str], reason: str, now: float
+    ) -> None:
         """Keep rows of one put with lost payload, adjacent ones together. ``partition``: number for
         each row; ``names``: of the partitions."""
         breaks = (np.diff(rows) != 1) | (np.diff(groups) > 1) | (np.diff(partition) != 0)
-        children = parents != NONE
-        breaks |= (children[1:] != children[:-1]) | (children[1:] & (np.diff(parents) != 1))
         bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(rows)]
         self.total += len(bounds) - 1
         for start, end in [*pairwise(bounds)][-MAX_GROUPS:]:
             self.groups.append(
                 FailedGroup(
                     first=int(rows[start]), rows=end - start, task="", partition=names[int(partition[start])], key=key,
-                    place=int(groups[start]), reasons=(reason[:REASON_LENGTH],), time_s=now, parent=int(parents[start]),
+                    place=int(groups[start]), reasons=(reason[:REASON_LENGTH],), time_s=now,
                 )
             )  # fmt: skip
 

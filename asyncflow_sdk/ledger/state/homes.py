@@ -17,7 +17,7 @@ SERVER_HOME = 0
 class Home:
     """A home served by a unit. ``identity``: of the contents of this epoch. ``unit``: its session; NONE while it is
     absent, since ``absent_since``, or lost. ``lost``: why this epoch is lost; "" if it is not. ``expires``: when an
-    absent home is given up, ledger seconds. ``rows_failed``, ``groups_remade``: in all lost epochs."""
+    absent home is given up, ledger seconds. ``rows_failed``: in all lost epochs."""
 
     number: int
     store: str
@@ -33,7 +33,6 @@ class Home:
     expires: float = 0.0
     lost: str = ""
     rows_failed: int = 0
-    groups_remade: int = 0
 
     def place(self, address: str, key: str, directory: str, owner: str) -> bool:
         """Note its place. True for a new one."""
@@ -58,9 +57,9 @@ class Home:
         """End the epoch."""
         self.unit, self.lost = NONE, reason
 
-    def count_lost(self, failed: int, remade: int) -> None:
-        """Add rows and groups lost with it."""
-        self.rows_failed, self.groups_remade = self.rows_failed + failed, self.groups_remade + remade
+    def count_lost(self, failed: int) -> None:
+        """Add rows that failed with it."""
+        self.rows_failed += failed
 
 
 class Homes:

@@ -5,6 +5,7 @@ A key is kept while rows of its put live, and among the last ``MAX_KEYS`` keyed 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ class KeyedPut(NamedTuple):
 
 
 class IdempotencyKeys:
-    """Keyed puts in row order, and their lost or replaced groups. ``limit``: keys kept of ended rows."""
+    """Keyed puts in row order, and their lost groups. ``limit``: keys kept of ended rows."""
 
     def __init__(self, limit: int = MAX_KEYS) -> None:
         self._limit = limit
@@ -62,9 +63,7 @@ class IdempotencyKeys:
         self._order: list[tuple[int, str]] = []  # first row and key, by row; forgotten ones are deleted in bulk
         self._forgotten = 0
         self._lost: dict[str, Ids] = {}  # numbers of groups with lost payload, by key
-        self._again: dict[
-            str, list[tuple[int, Ids]]
-        ] = {}  # first row and group numbers of repeated puts and of children
+        self._again: dict[str, list[tuple[int, Ids]]] = {}  # first row and group numbers of repeated puts
 
     def get(self, key: str) -> KeyedPut | None:
         """Return the put with this key."""
@@ -113,26 +112,21 @@ class IdempotencyKeys:
         self._again.setdefault(key, []).append((first, groups))
         self._order.append((first, key))
 
-    def replace(self, parents: Ids, children: Ids) -> None:
-        """Note that sorted rows, in whole groups, were replaced by new ones, one by one."""
-        done = 0
-        for key, part, groups in self.by_put(parents):
-            if key:
-                first, size = int(children[done]), self._puts[key].group_size
-                self._again.setdefault(key, []).append((first, groups[::size]))
-                self._order.append((first, key))
-            done += len(part)
-
     def lose(self, ids: Ids) -> None:
         """Let a repeated put add the groups of lost rows."""
         for key, _, groups in self.by_put(ids):
             if key:
                 self._lost[key] = np.union1d(self._lost.get(key, _NO_GROUPS), groups)
 
+    def lost(self, prefix: str) -> dict[str, int]:
+        """Return a feeder's keys of puts with lost groups, and the number of groups of each put."""
+        keys = [key for key in self._lost if _is_of(key, prefix)]
+        return {key: self._puts[key].size // self._puts[key].group_size for key in keys}
+
     def newest(self, prefix: str) -> cmd.LastPut:
-        """Return the newest put with a key that begins with ``prefix``."""
+        """Return the newest put of a feeder."""
         for first, key in reversed(self._order):
-            if key.startswith(prefix) and key in self._puts and self._puts[key].first == first:
+            if _is_of(key, prefix) and key in self._puts and self._puts[key].first == first:
                 return cmd.LastPut(key=key, first=first, count=self._puts[key].size)
         return cmd.LastPut()
 
@@ -177,6 +171,11 @@ class IdempotencyKeys:
         groups = next((groups for begins, groups in self._again.get(key, ()) if begins == first), _NO_GROUPS)
         found: Ids = groups[(ids[ids < first + len(groups) * put.group_size] - first) // put.group_size]
         return found
+
+
+def _is_of(key: str, prefix: str) -> bool:
+    """True if a key is this prefix with a number, written as a feeder writes it."""
+    return key.startswith(prefix) and re.fullmatch("0|[1-9][0-9]{0,17}", key[len(prefix) :]) is not None
 
 
 def _by_column(columns: tuple[str, ...], digest: bytes) -> dict[str, bytes]:

@@ -27,11 +27,9 @@ _FIELDS: dict[str, dict[str, tuple[Any, int]]] = {  # by owner: type and first v
         "size": (np.int32, 0),  # rows of the group
         "partition": (np.int32, 0),
         "priority": (np.int32, 0),
-        "parent": (np.int64, NONE),  # the row that this one replaces
     },
     "columns": {
         "columns": (np.uint64, 0),  # bit set of columns written
-        "put_columns": (np.uint64, 0),  # bit set of columns that came with the put
         "lost": (np.uint64, 0),  # bit set of columns with lost payload
     },
     "versions": {
@@ -49,7 +47,6 @@ _FIELDS: dict[str, dict[str, tuple[Any, int]]] = {  # by owner: type and first v
     "budget": {
         "nbytes": (np.int64, 0),  # of payload written
         "charged": (np.int64, 0),  # counted against capacity_bytes: written or reserved
-        "put_bytes": (np.int64, 0),  # of payload that came with the put
     },
 }
 
@@ -70,7 +67,7 @@ class Rows:
         self.ended = np.zeros(1 + len(TERMINAL), np.int64)
         self.over = 0  # their sum
 
-    def add(self, groups: int, group_size: int, partition: int = 0, priority: int = 0) -> Ids:
+    def add(self, groups: int, group_size: int, partition: int, priority: int) -> Ids:
         """Add live rows in whole groups. Return their ids."""
         n = groups * group_size
         self._reserve(n)
@@ -177,15 +174,13 @@ class Pin:
 
 class Partitions:
     """``numbers``: by name; "" is 0. ``ended``: no row can be put anywhere; ``ended_names``: in these.
-    ``end_requested``: True if a client ended the stream, False if the last step did. ``group_sizes``: of the last put
-    in each. ``pins``: by number, of partitions whose rows one version generates."""
+    ``group_sizes``: of the last put in each. ``pins``: by number, of partitions whose rows one version generates."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self.numbers: dict[str, int] = {"": 0}
         self.group_sizes: dict[str, int] = {}
         self.ended = False
-        self.end_requested = False
         self.ended_names: set[str] = set()
         self.pins: dict[int, Pin] = {}
 
@@ -199,15 +194,10 @@ class Partitions:
             self.group_sizes[name] = group_size
         return self.numbers.setdefault(name, len(self.numbers))
 
-    def end(self, *, requested: bool = False) -> None:
-        """Take no more rows anywhere."""
-        self.ended, self.end_requested = True, self.end_requested or requested
-
-    def reopen(self, names: tuple[str, ...]) -> None:
-        """Take rows again, unless a client ended the stream: it had ended with the last step."""
-        if not self.end_requested:
-            self.ended = False
-            self.ended_names.difference_update(names)
+    def end(self, *names: str) -> None:
+        """Take no more rows in partitions; without names, anywhere. Ends are final."""
+        self.ended |= not names
+        self.ended_names.update(names)
 
     def name_of(self, row: Ids) -> str:
         """Return the partition of the first row."""
@@ -306,7 +296,7 @@ class Columns:
 
     def put(self, new: slice, count: int, partition: int, columns: cmd.Columns) -> None:
         """Note the columns of ``count`` new rows of a partition."""
-        self._arrays["columns"][new] = self._arrays["put_columns"][new] = bits = self.add(columns)
+        self._arrays["columns"][new] = bits = self.add(columns)
         self.count_kind(partition, bits, count)
 
     def write(self, at: Ids, before: Any, columns: cmd.Columns) -> None:

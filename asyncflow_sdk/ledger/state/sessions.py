@@ -389,6 +389,16 @@ class ParkedRequests:
         live = [self._sessions.by_id[each] for each in sorted(sessions) if each in self._sessions.by_id]
         return [here[ticket] for session in live for ticket in session.parked if ticket in here]
 
+    @property
+    def feeders(self) -> list[cmd.AwaitRowsWanted]:
+        """The requests of feeders, which put their rows again."""
+        return [request.command for request in self.at("wanted") if request.command.prefix]
+
+    @property
+    def feeder_is_done(self) -> bool:
+        """True if a feeder has no more rows, and waits until none of a step can be lost."""
+        return not all(command.more for command in self.feeders)
+
     def first(self, place: str) -> ParkedRequest | None:
         """Return the oldest request at a place."""
         return next(iter(self._by_place.get(place, {}).values()), None)

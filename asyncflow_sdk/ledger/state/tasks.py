@@ -200,9 +200,7 @@ class Task:
             self.unfinished[partition] -= len(part)
             last |= not self.unfinished[partition]
         if last:
-            self._context.wake(self.place, *(["swap", "version"] if self._partitions.pins else []))
-        if self.exhausted():
-            self._context.wake("version")
+            self._context.wake(self.place, *(["swap", "version"] if self._partitions.pins or self.closed else []))
 
     def _move(self, count: int, before: int, after: int) -> None:
         self.counts[before] -= count
@@ -254,14 +252,18 @@ class Task:
         """Look in the partition after this one first, next time."""
         self.next_partition = partition + 1
 
+    @property
+    def closed(self) -> bool:
+        """True if no more rows can be put for it."""
+        return self._partitions.ended or self._partitions.ended_names.issuperset(self.spec.partitions)
+
     def exhausted(self, partition: str | None = None) -> bool:
         """True if it gets no further row, of one partition or of any."""
         partitions = self._partitions
         if partition is not None:
             ended = partitions.closed(partitions.number(partition)) or partition in partitions.ended_names
             return ended and not self.unfinished[partitions.number(partition)]
-        ended = partitions.ended or partitions.ended_names.issuperset(self.spec.partitions)
-        return ended and not any(self.unfinished.values())
+        return self.closed and not any(self.unfinished.values())
 
     def return_to_queue(self, ids: Ids) -> None:
         """Put returned rows before the other ready rows. With whole groups, include rows of the

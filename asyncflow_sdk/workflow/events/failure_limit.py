@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ...errors import ConfigError
+from ...ledger.payload_loss import LOST_REASON
 from ...queue import QueueClient
 from ...types import Event
 from ...types import events as ev
@@ -37,15 +38,15 @@ class FailureLimit(EventSink):
     def event(self, event: Event) -> None:
         """Count groups that ended."""
         if isinstance(event, ev.RowsEnded) and event.state != "cancelled" and event.partition in TRAINED:
-            self._ended.extend([event.state == "failed"] * -(-event.count // self._group_size))
+            failed = event.state == "failed" and not event.reason.startswith(LOST_REASON)
+            self._ended.extend([failed] * -(-event.count // self._group_size))
 
     def check(self, queue: QueueClient) -> None:
         """Raise ConfigError with examples if too many groups failed."""
         failed, limit = sum(tuple(self._ended)), self._max_failed * self._window
         if failed <= limit:
             return
-        letters = [each for each in queue.failed(KEPT) if each.partition in TRAINED][-failed:]
-        letters = [each for each in letters if each.task]
+        letters = [each for each in queue.failed(KEPT) if each.partition in TRAINED and each.task][-failed:]
         if len(letters) <= limit:
             return
         text = f"{len(letters)} of the last {self._window} groups failed, and max_failed is {self._max_failed:g}"

@@ -44,7 +44,7 @@ from ...interfaces import RolloutEngine
 from ...queue import AsyncLeasedBatch, QueueClient
 from ...queue.coroutines import wait_for_event
 from ...types import Sampling
-from ...types.defaults import NEXT_S
+from ...types.defaults import FEED_S, NEXT_S
 from ...weights import EngineLoader, ReplicaSubscriber, SubscriberState
 from ..workers.worker_log import WorkerLog
 from .agent import Agent
@@ -145,7 +145,7 @@ class RolloutWorker:
         """Wait for prompts, and start their requests."""
         if self._lease is None:
             most = self._engine.capabilities.max_rows if self._replica is not None else 0
-            get = self._queue.aio.get(self._task, self._requests.room, most=most, timeout_s=NEXT_S)
+            get = self._queue.aio.get(self._task, self._requests.room, most=most, timeout_s=FEED_S)
             self._lease = asyncio.create_task(get)
         woken = asyncio.ensure_future(self._wake.wait())
         await asyncio.wait([self._lease, woken], return_when=asyncio.FIRST_COMPLETED)

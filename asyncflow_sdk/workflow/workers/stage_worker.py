@@ -20,7 +20,7 @@ from ...queue import AsyncLeasedBatch, QueueClient
 from ...queue.error_text import error_text
 from ...types import Batch, Ragged
 from ...types.columns import find_invalid_entry, pack
-from ...types.defaults import CONCURRENCY, NEXT_S
+from ...types.defaults import CONCURRENCY, FEED_S
 from ..rewards import HttpReward, Rewards
 from ..rollout.chat import PromptEncoder
 from ..rollout.completion_batcher import ResponseColumns
@@ -131,7 +131,7 @@ class _Stage:
         if ranks is not None and ranks.world_size > 1:
             # Hazard: a step may need a row that is left over; it must not wait for one row a rank.
             shared = ranks.shares | {"at_least": 1}
-        batches, ended = self.queue.stream(self.task, count, timeout_s=NEXT_S, **shared), False
+        batches, ended = self.queue.stream(self.task, count, timeout_s=FEED_S, **shared), False
         while not ended:
             unsent = 0
             try:
@@ -167,7 +167,7 @@ class _Stage:
         try:
             while running or not ended:
                 if lease is None and not ended and len(running) < concurrency:
-                    lease = asyncio.create_task(self.queue.aio.get(self.task, count, timeout_s=NEXT_S))
+                    lease = asyncio.create_task(self.queue.aio.get(self.task, count, timeout_s=FEED_S))
                 waits: list[asyncio.Task[Any]] = [*running, *([lease] if lease is not None else [])]
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for finished in [task for task in running if task.done()]:
