@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from .collate import MicroBatch, no_rows
+from .collate import KeptTokens, MicroBatch, no_rows
 
 CHUNK_LOGITS = 1 << 23
 """Logits of a chunk: 32 MiB in float32. With smaller chunks the heap of glibc fragments."""
@@ -65,7 +65,7 @@ class ChunkedHead:
                 dtype = torch.get_autocast_dtype(kind)
                 operands = [None if each is None else each.to(dtype) for each in operands]
             with torch.autocast(kind, enabled=False):
-                return _ChunkedStats.apply(*operands, part.targets, self, temperature, entropy_gradient)
+                return _ChunkedStats.apply(*operands, part.targets, self, part.kept, temperature, entropy_gradient)
 
         layer = model.get_output_embeddings()
         with ExitStack() as hooks:
@@ -129,10 +129,12 @@ def _plain(model: Any) -> Any:
     return getattr(model, "module", model)
 
 
-def _scaled(logits: Any, temperature: float) -> Any:
-    """Return the logits at a temperature, in float32 or float64, possibly in place."""
+def _scaled(logits: Any, temperature: float, kept: KeptTokens | None, first: int) -> Any:
+    """Return the logits at a temperature, in float32 or float64, of the kept tokens, possibly in place. ``first``: number
+    of the first target."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    logits = logits if temperature == 1.0 else logits.div_(temperature)
+    return logits if kept is None else kept.cut_(logits, first)
 
 
 class _ChunkedStats(torch.autograd.Function):  # type: ignore[misc]
@@ -144,10 +146,11 @@ class _ChunkedStats(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, targets: Any, head: ChunkedHead, *given: Any) -> Any:
-        temperature, _ = given
+        kept_tokens, temperature, _ = given
         found = []
-        for h, t in zip(hidden.split(head.tokens), targets.split(head.tokens), strict=True):
-            logits = _scaled(head.tail(linear(h, weight, bias)), temperature)
+        for start in range(0, max(len(hidden), 1), head.tokens):
+            h, t = hidden[start : start + head.tokens], targets[start : start + head.tokens]
+            logits = _scaled(head.tail(linear(h, weight, bias)), temperature, kept_tokens, start)
             total = logits.logsumexp(-1)
             chosen = logits.gather(1, t[:, None])[:, 0] - total
             p = (logits - total[:, None]).exp_()
@@ -161,7 +164,7 @@ class _ChunkedStats(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         hidden, weight, bias, targets, kept = ctx.saved_tensors
-        head, temperature, entropy_gradient = ctx.given
+        head, kept_tokens, temperature, entropy_gradient = ctx.given
         of_hidden, of_weight, of_bias = (
             torch.zeros_like(each, dtype=dtype) if needed else None
             for each, dtype, needed in zip(
@@ -175,7 +178,7 @@ class _ChunkedStats(torch.autograd.Function):  # type: ignore[misc]
             output = linear(h, weight, bias)
             with torch.enable_grad():
                 logits = head.tail(output.requires_grad_())
-            d = _scaled(logits.detach(), temperature).sub_(total)
+            d = _scaled(logits.detach(), temperature, kept_tokens, start).sub_(total)
             scale = of_logprob
             if entropy_gradient:
                 scale = (d + entropy).mul_(of_entropy).add_(of_logprob)
@@ -194,4 +197,4 @@ class _ChunkedStats(torch.autograd.Function):  # type: ignore[misc]
             if of_bias is not None:
                 of_bias += d.sum(0)
         rounded = (None if each is None else each.to(weight.dtype) for each in (of_weight, of_bias))
-        return of_hidden, *rounded, None, None, None, None
+        return of_hidden, *rounded, None, None, None, None, None

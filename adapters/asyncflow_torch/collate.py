@@ -23,7 +23,31 @@ import numpy.typing as npt
 import torch
 
 from asyncflow_sdk.errors import SchemaError
+from asyncflow_sdk.interfaces import SAMPLING_MASK
 from asyncflow_sdk.types import Batch, Ragged, loss_mask
+
+KEPT_IDS, KEPT_COUNTS = SAMPLING_MASK
+_CUT = -1e30
+"""The logit of an impossible token: finite, since an entropy multiplies it by 0."""
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The kept tokens of each target's draw. ``ends``: int64 (targets + 1,), the ends of its ids among ``ids``, int64,
+    both on the device; a target without ids is not restricted."""
+
+    ends: Any
+    ids: Any
+
+    def cut_(self, logits: Any, first: int = 0) -> Any:
+        """Set the logits (targets, vocabulary) of the other tokens to a very low number, in place. ``first``: number of the
+        first target."""
+        ends = self.ends[first : first + len(logits) + 1]
+        at = torch.repeat_interleave(torch.arange(len(logits), device=logits.device), ends.diff())
+        outside = torch.zeros_like(logits, dtype=torch.bool)
+        outside[at] = True
+        outside[at, self.ids[ends[0] : ends[-1]]] = False
+        return logits.masked_fill_(outside, _CUT)
 
 
 @dataclass(frozen=True)
@@ -34,7 +58,7 @@ class MicroBatch:
     prompt and response without its last token, then padding. Targets are the response tokens (with
     a mask, its tokens), packed row by row: ``targets``: int64 (tokens,), their ids;
     ``predicted_at``: int64 (tokens,), the flattened (rows * width) position predicting each.
-    ``position_ids``: int64 (1, width) of packed rows, else None.
+    ``position_ids``: int64 (1, width) of packed rows, else None. ``kept``: None without sampling masks.
     """
 
     rows: npt.NDArray[np.int64]
@@ -42,6 +66,7 @@ class MicroBatch:
     targets: Any
     predicted_at: Any
     position_ids: Any = None
+    kept: KeptTokens | None = None
 
 
 def micro_batches(
@@ -96,16 +121,22 @@ def collate(
         begins = np.cumsum(ends - 1) - (ends - 1)
         ids, positions = ids[read][None], np.broadcast_to(places[:-1], read.shape)[read][None]
     at = np.repeat(begins + starts - 1 - responses.offsets[:-1], lengths) + np.arange(len(responses.values))
-    targets = responses.values
+    targets, chosen = responses.values, np.ones(len(at), np.bool_)
     if mask is not None:
         chosen = mask.take(rows).values.astype(np.bool_)
         at, targets = at[chosen], targets[chosen]
+    kept = None
+    if KEPT_IDS in batch:
+        counts, kept_ids = (batch.ragged(name).take(rows).values.astype(np.int64) for name in (KEPT_COUNTS, KEPT_IDS))
+        kept_ids, kept_ends = kept_ids[np.repeat(chosen, counts)], np.concatenate([[0], np.cumsum(counts[chosen])])
+        kept = KeptTokens(*(torch.from_numpy(each).to(device) for each in (kept_ends, kept_ids)))
     return MicroBatch(
         rows=rows,
         input_ids=torch.from_numpy(ids).to(device),
         targets=torch.from_numpy(targets.astype(np.int64)).to(device),
         predicted_at=torch.from_numpy(at).to(device),
         position_ids=None if positions is None else torch.from_numpy(positions).to(device),
+        kept=kept,
     )
 
 
@@ -128,6 +159,26 @@ def check_tokens(batch: Batch, *, vocabulary: int, context: int | None) -> None:
     if context is not None:
         longer = prompts.lengths + responses.lengths > context
         _refuse(batch, longer, f"are longer than the model's context of {context} tokens")
+    if KEPT_IDS in batch:
+        _check_kept(batch, responses, vocabulary)
+
+
+def _check_kept(batch: Batch, responses: Ragged, vocabulary: int) -> None:
+    counts, kept = batch.ragged(KEPT_COUNTS), batch.ragged(KEPT_IDS)
+    _refuse(batch, counts.lengths != responses.lengths, f"do not have one of {KEPT_COUNTS} for each response token")
+    _refuse(batch, any_in_row(counts.values < 0, counts), f"have {KEPT_COUNTS} below 0")
+    ends = np.concatenate([[0], np.cumsum(counts.values, dtype=np.int64)])
+    _refuse(
+        batch, np.diff(ends[counts.offsets]) != kept.lengths, f"have other {KEPT_IDS} than their {KEPT_COUNTS} say"
+    )
+    outside = (kept.values < 0) | (kept.values >= vocabulary)
+    _refuse(batch, any_in_row(outside, kept), f"have {KEPT_IDS} outside the vocabulary of {vocabulary}")
+    found = np.concatenate([[0], np.cumsum(kept.values == np.repeat(responses.values, counts.values))])[ends]
+    _refuse(
+        batch,
+        any_in_row((np.diff(found) == 0) & (counts.values > 0), counts),
+        f"have a response token missing from its {KEPT_IDS}",
+    )
 
 
 def check_training(batch: Batch) -> None:

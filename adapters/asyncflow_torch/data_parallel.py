@@ -69,8 +69,7 @@ class DataParallelEngine(TrainEngine):
     passes, possibly some without rows."""
 
     computes: tuple[str, ...] = (PROXIMAL, ENTROPY, STALENESS, VALUES)
-    restores = reshards = True
-    streams = True
+    restores = reshards = streams = sampling_mask = True
     marks_last_pass = False
     """True if `backward` must know the last pass: a step in parts ends with a pass without rows."""
 

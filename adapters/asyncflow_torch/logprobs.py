@@ -28,7 +28,7 @@ class TokenStats(NamedTuple):
 def response_logprobs(
     model: Any, part: MicroBatch, *, head: ChunkedHead | None, temperature: float, entropy_gradient: bool = False
 ) -> TokenStats:
-    """Log-probs under softmax(logits / temperature) over the whole vocabulary.
+    """Log-probs under softmax(logits / temperature) over the whole vocabulary, or over the tokens of a sampling mask.
 
     One forward pass. The output layer sees response positions only, so logits are (tokens, vocabulary)
     however long the prompts and however ragged the rows; with ``head`` not more than a chunk of them
@@ -44,6 +44,8 @@ def response_logprobs(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         logits = logits / temperature
+    if part.kept is not None:
+        logits = part.kept.cut_(logits.clone())
     log_total = logits.logsumexp(-1)
     logprobs = logits.gather(1, part.targets[:, None])[:, 0] - log_total
     with contextlib.nullcontext() if entropy_gradient else torch.no_grad():

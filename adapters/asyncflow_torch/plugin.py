@@ -29,7 +29,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             tested=_TESTED,
             can={
                 "swap": ["drain", "partial", "in_flight"],
-                "has": ["token_versions", "logprobs", "held_weights", "stop_texts"],
+                "has": ["token_versions", "logprobs", "held_weights", "stop_texts", "sampling_mask"],
                 "restrictions": ["top_p", "top_k", "min_p", "repetition_penalty"],
                 "dtype": "option",
             },

@@ -50,7 +50,8 @@ class TransformersEngine(RolloutEngine):
     the folder's own Python. ``version``: of the folder's weights.
 
     Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also
-    with penalties and cuts, as a trainer recomputes them. A request with a seed repeats its tokens
+    with penalties and cuts, as a trainer recomputes them; with a sampling mask under the tokens left by
+    the cuts. A request with a seed repeats its tokens
     beside any other requests, up to rounding; see `sampler`.
 
     Weights can be loaded while requests run. Between two tokens the running rows, prompt and
@@ -92,6 +93,7 @@ class TransformersEngine(RolloutEngine):
             held_weights=True,
             restrictions=("top_p", "top_k", "min_p", "repetition_penalty"),
             stop_texts=True,
+            sampling_mask=True,
         )
         self._ids = itertools.count()
         self._folder, runs = FolderMap.of(self._model, model, dtype=dtype), runs_of(self._model)

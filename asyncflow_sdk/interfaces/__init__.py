@@ -15,19 +15,11 @@ from .launcher import (
 from .leased_batch import LeasedBatch
 from .leased_step import LeasedStep, StepConsumer, StepPart
 from .queue import PutRows, TransferQueue
-from .rollout import Capabilities, Completion, Completions, Request, RolloutEngine
+from .rollout import SAMPLING_MASK, Capabilities, Completion, Completions, Request, RolloutEngine
 from .sampler import Candidates, Sampler
 from .staleness import StalenessPolicy, StepWindow
 from .stop_texts import StopTexts, StopWatch
-from .store import (
-    HomeCatalog,
-    HomeOffer,
-    HomeUnit,
-    PayloadStore,
-    StorageHome,
-    StoreContext,
-    StoredBlock,
-)
+from .store import HomeCatalog, HomeOffer, HomeUnit, PayloadStore, StorageHome, StoreContext, StoredBlock
 from .tracker import TrackedRun, Tracker
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
 from .weight_sync import (
@@ -55,6 +47,7 @@ from .workers import Consumer, Producer
 __all__ = [
     "FATAL_STATUS",
     "NORMALISERS",
+    "SAMPLING_MASK",
     "TRAIN_COLUMNS",
     "Advantages",
     "Algorithm",

@@ -30,6 +30,8 @@ from .weights import WeightUpdate
 
 Swap = Literal["drain", "partial", "in_flight"]
 COUNTS = "_counts"  # end of the name of the column with the number of values of each token in another column
+SAMPLING_MASK = dict.fromkeys(("kept_ids", "kept_ids" + COUNTS), ColumnSpec("ragged", "int32"))
+"""Columns of responses with ``Sampling.sampling_mask``: all possible ids of each draw, 0 if it was not cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class Capabilities:
     parameters that it draws by with log-probs of the contract, of top_p, top_k, min_p and
     repetition_penalty. ``stop_texts``: it ends a response soon after a text of ``sampling.stop``;
     otherwise the worker cuts the response after its end, and requests have no texts. ``extra``: the
-    keys of ``sampling.extra`` that it takes.
+    keys of ``sampling.extra`` that it takes. ``sampling_mask``: it gives the columns of SAMPLING_MASK if asked for.
     """
 
     swap: Set[Swap] = frozenset({"drain"})
@@ -60,6 +62,7 @@ class Capabilities:
     restrictions: Collection[str] = ("top_p", "top_k")
     stop_texts: bool = False
     extra: Collection[str] = ()
+    sampling_mask: bool = False
 
     def check(self, engine: str, sampling: Sampling) -> None:
         """Raise ConfigError for a sampling that ``engine`` cannot draw by."""
@@ -69,6 +72,8 @@ class Capabilities:
                     f"{engine} cannot draw with {name}={value:g}: its log-probs would not be over the whole vocabulary, as"
                     f" training computes them. It can with: {', '.join(sorted(self.restrictions)) or 'none of these'}"
                 )
+        if sampling.sampling_mask and not self.sampling_mask:
+            raise ConfigError(f"{engine} gives no sampling mask: leave sampling_mask=True out, or use 'transformers'")
         known = ", ".join(sorted(self.extra)) or "none"
         for name in sampling.extra.keys() - set(self.extra):
             raise ConfigError(f"{engine} takes no parameter {name!r} of Sampling(extra=...). It takes: {known}")
@@ -112,12 +117,12 @@ class Completion:
     """One finished response, or the tokens of an interrupted one.
 
     ``index``: 0 to n - 1. ``token_ids``: int32 (length,), with the end token if one was generated.
-    ``logprobs``: float32 (length,), natural log of each token's softmax(logits / temperature) over
-    the whole vocabulary, at the request's temperature, or at 1 for a greedy response (temperature
-    0). top_k, top_p, min_p and penalties must change neither the logits nor the denominator: the
-    trainer computes its ratio without them. ``finish_reason``: stop (also of a stop token at max_tokens),
-    length, or aborted (interrupted, 0 or more tokens). ``spans``: only from engines with ``token_versions``.
-    ``columns``: exactly those of ``RolloutEngine.gives``.
+    ``logprobs``: float32 (length,), natural log of each token's softmax(logits / temperature) over the whole
+    vocabulary, at the request's temperature, or at 1 for a greedy response (temperature 0). top_k, top_p, min_p
+    and penalties must change neither the logits nor the denominator: the trainer computes its ratio without
+    them. With ``sampling_mask`` the denominator is over the kept ids. ``finish_reason``: stop (also of a stop
+    token at max_tokens), length, or aborted (interrupted, 0 or more tokens). ``spans``: only from engines with
+    ``token_versions``. ``columns``: exactly those of ``RolloutEngine.gives``, and of SAMPLING_MASK if asked for.
     """
 
     index: int

@@ -49,9 +49,9 @@ class TrainEngine(abc.ABC):
     algorithm=ALGORITHM, **options)`` with an ``Algorithm``. Not thread-safe: one thread calls it.
     ``computes``: supported values of ``Algorithm.asks``. ``restores``: True if it implements
     ``load_weights``. ``streams``: True if it implements ``begin_step``, ``accumulate``,
-    ``end_step`` and ``abort_step``. ``reshards``: True if ``load`` accepts the state that another
-    number of ranks has saved. ``untrained``: names of the model folder that ``named_weights`` leaves out,
-    because they never change.
+    ``end_step`` and ``abort_step``. ``sampling_mask``: True if log-probs are over the kept ids of rows
+    with SAMPLING_MASK. ``reshards``: True if ``load`` accepts the state that another number of ranks has
+    saved. ``untrained``: names of the model folder that ``named_weights`` leaves out, because they never change.
 
     A step can be trained in parts, while the rest of its rows is still being generated:
 
@@ -64,6 +64,7 @@ class TrainEngine(abc.ABC):
     computes: tuple[str, ...] = ()
     restores: bool = False
     streams: bool = False
+    sampling_mask: bool = False
     reshards: bool = False
     untrained: Sequence[str] = ()
 
@@ -120,7 +121,7 @@ class TrainEngine(abc.ABC):
     @abc.abstractmethod
     def logprobs(self, batch: Batch) -> Ragged:
         """Return log-probs of ``response_ids`` under the current weights: float32, one row a
-        response, natural log of softmax(logits / temperature) over the whole vocabulary. The
+        response, natural log of softmax(logits / temperature) over the whole vocabulary, or kept ids. The
         temperature is that of the rollouts; default 1.
 
         All ranks of a sharded engine are called together, each with rows of its own: a rank may have

@@ -15,7 +15,7 @@ Kind = Literal["rollout", "train", "transport", "sampler", "staleness", "algorit
 CAN: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout": {
         "swap": ("drain", "partial", "in_flight"),
-        "has": ("token_versions", "logprobs", "held_weights", "stop_texts"),
+        "has": ("token_versions", "logprobs", "held_weights", "stop_texts", "sampling_mask"),
         "restrictions": ("top_p", "top_k", "min_p", "repetition_penalty"),
         "transports": (),
         "dtype": ("option", "folder"),
@@ -46,8 +46,8 @@ class AdapterSpec:
     ``can``: capabilities, declared so that a run can be checked on hosts without the engine.
     Undeclared capabilities are read from the engine, in its worker, before the first prompt.
 
-    - rollout: ``swap``, ways to load new weights; ``has``, the true ones of token_versions, logprobs, held_weights and
-      stop_texts; ``restrictions`` (see ``Capabilities``); ``transports``, the only transports it accepts; ``dtype``, dtypes of versions it accepts:
+    - rollout: ``swap``, ways to load new weights; ``has``, the true ones of token_versions, logprobs, held_weights,
+      stop_texts and sampling_mask; ``restrictions`` (see ``Capabilities``); ``transports``, the only transports it accepts; ``dtype``, dtypes of versions it accepts:
       "option", the dtype of its option ``dtype`` ("auto" and None: the model folder's), and "folder", the model folder's;
       ``gives``, its further columns, and ``extra``, keys of ``Sampling.extra``: without them it has none.
     - train: ``ranks``, "one" process or "many"; ``dtype``, "option" if it publishes in the dtype of its option ``dtype``,

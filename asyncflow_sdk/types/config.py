@@ -51,21 +51,21 @@ class Staleness(UserConfig):
 class Sampling(UserConfig):
     """Sampling parameters of generation.
 
-    ``temperature``: 0: greedy. ``max_tokens``: of a response. ``top_p``: sample from the most
-    likely tokens with this total probability; 1: from all. ``top_k``: sample from this many most
-    likely tokens; 0 or -1: from all. ``min_p``: sample from tokens with this share of the most likely
-    one's probability. ``repetition_penalty``: divide positive logits of the tokens of prompt and
-    response by it, and multiply negative ones; 1: unchanged. None of these: no limit. An engine that
-    cannot give the log-probs below with one of them is refused. ``seed``: None: the workflow's; without
-    one, draws differ in each run.
+    ``temperature``: 0: greedy. ``max_tokens``: of a response. ``top_p``: sample from the most likely tokens
+    with this total probability; 1: from all. ``top_k``: sample from this many most likely tokens; 0 or -1: from
+    all. ``min_p``: sample from tokens with this share of the most likely one's probability.
+    ``repetition_penalty``: divide positive logits of the tokens of prompt and response by it, and multiply
+    negative ones; 1: unchanged. None of these: no limit. An engine that cannot give the log-probs below with
+    one of them is refused. ``seed``: None: the workflow's; without one, draws differ in each run.
 
-    ``stop_ids``: token ids that end a response, beside the model's own end token; kept as its last
-    token. ``stop``: texts that end a response, within a token or over several: its ids and log-probs
-    go to the token that completes the text, its text ends before it. A special token's text is one
-    of ``stop_ids``. ``extra``: parameters of the engine's own (``Capabilities.extra``).
+    ``stop_ids``: token ids that end a response, beside the model's own end token; kept as its last token.
+    ``stop``: texts that end a response, within a token or over several: its ids and log-probs go to the token
+    that completes the text, its text ends before it. A special token's text is one of ``stop_ids``. ``extra``:
+    parameters of the engine's own (``Capabilities.extra``).
 
-    Nothing of this changes log-probs: these are over the whole vocabulary at ``temperature``, or at 1
-    for temperature 0, as the trainer computes them.
+    Nothing of this changes log-probs: these are over the whole vocabulary at ``temperature``, or at 1 for
+    temperature 0, as the trainer computes them. ``sampling_mask``: over the tokens left of each draw by top_p,
+    top_k and min_p, in training, too. Columns kept_ids and kept_ids_counts hold them; 0: it was not cut.
     """
 
     temperature: float = 1.0
@@ -78,6 +78,7 @@ class Sampling(UserConfig):
     stop_ids: tuple[int, ...] = ()
     stop: str | Sequence[str] = ()
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    sampling_mask: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -107,8 +108,7 @@ class Sampling(UserConfig):
     @property
     def restrictions(self) -> dict[str, float]:
         """The parameters that change draws and not log-probs, with their values."""
-        names = ("top_p", "top_k", "min_p", "repetition_penalty")
-        return {name: getattr(self, name) for name in names if getattr(self, name) != _OFF[name]}
+        return {name: value for name in tuple(_OFF)[:4] if (value := getattr(self, name)) != _OFF[name]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,4 +93,5 @@ class Evaluation(Serializable):
             return tuple(each.changed(partitions=both) if each.admits else each for each in trained)
         first = next(each for each in trained if each.admits)
         own = {"task": EVALUATION, "partitions": (EVALUATION,), "prompt": first.prompt, "group_size": self.samples}
-        return (*trained, self.rollout.changed(**own, sampling=self.sampling_of(first)))
+        sampling = dataclasses.replace(self.sampling_of(first), sampling_mask=False)  # nothing is trained by it
+        return (*trained, self.rollout.changed(**own, sampling=sampling))

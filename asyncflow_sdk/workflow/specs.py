@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from ..algorithms import algorithm_spec, make_algorithm
 from ..errors import ConfigError, PluginError, SchemaError
-from ..interfaces import TRAIN_COLUMNS, Algorithm, Placement
+from ..interfaces import SAMPLING_MASK, TRAIN_COLUMNS, Algorithm, Placement
 from ..ledger import TaskSpec
 from ..plugins import import_name, registry
 from ..queue import QueueClient
@@ -215,8 +215,9 @@ class Rollout(EngineSpec):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Further columns of its engine, as its adapter declares them."""
-        return registry().declared("rollout", self.engine, "gives") or ()
+        """Further columns of its engine: the declared ones of its adapter, and the sampling mask."""
+        declared = registry().declared("rollout", self.engine, "gives") or ()
+        return tuple(dict.fromkeys((*declared, *(SAMPLING_MASK if self.sampling.sampling_mask else ()))))
 
 
 def declare_task(queue: QueueClient, task: TaskSpec) -> None:
@@ -350,10 +351,10 @@ class Stage(Serializable):
                 f"stage {self.task!r}: Generate needs one column of prompts and gives one of responses; say needs="
                 " and gives="
             )
-        if isinstance(self.work, Logprobs) and (len(self.needs), len(self.gives)) != (2, 1):
+        if isinstance(self.work, Logprobs) and (len(self.needs), len(self.gives)) not in ((2, 1), (4, 1)):
             raise ConfigError(
-                f"stage {self.task!r}: Logprobs needs two columns, the token ids of prompt and of response, and"
-                " gives one"
+                f"stage {self.task!r}: Logprobs needs two columns, the token ids of prompt and of response (and the two"
+                " of their sampling mask), and gives one"
             )
         if self.batch < self.world_size:
             raise ConfigError(
@@ -383,6 +384,15 @@ class Stage(Serializable):
         taken = [columns.get(each, set()) for each in (columns if "*" in self.partitions else self.partitions)]
         more = set.intersection(*taken) - ({"groups"} if self.whole_groups else set())
         return type(self)(**{**self.init_args, "needs": tuple(dict.fromkeys((*self.needs, *sorted(more))))})
+
+    def masked(self, rollouts: Sequence[Rollout]) -> Stage:
+        """Return the stage with log-probs over the kept tokens of the draws of ``rollouts``."""
+        for each in rollouts if isinstance(self.work, Logprobs) else ():
+            shared = {*self.partitions} & {*each.partitions} or "*" in (*self.partitions, *each.partitions)
+            if each.sampling.sampling_mask and shared and self.needs[1:] == (f"{each.prefix}response_ids",):
+                kept = (each.prefix + name for name in SAMPLING_MASK)
+                return type(self)(**{**self.init_args, "needs": (*self.needs, *kept)})
+        return self
 
     def find_model(self) -> None:
         """Find the model of its engine, if it has one, as ``Rollout`` does."""

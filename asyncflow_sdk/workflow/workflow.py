@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, MemoryFull, WorkerFailed
-from ..interfaces import OnFailure, Placement
+from ..interfaces import SAMPLING_MASK, OnFailure, Placement
 from ..ledger import Audit, TaskSpec
 from ..ledger import commands as cmd
 from ..ledger.state.rows import MAX_COLUMNS
@@ -181,6 +181,7 @@ class Workflow(Serializable):
         check_least(1, save_steps=save_steps or 1, save_total_limit=save_total_limit or 1)
         first = next((each for each in rollouts if each.admits), rollouts[0])
         masked = any(each.agent is not None and each.admits for each in rollouts)
+        kept = SAMPLING_MASK if first.sampling.sampling_mask else ()
         staleness = staleness or Staleness()
         scoring: tuple[Stage, ...] = ()
         if isinstance(reward, (list, tuple)):
@@ -195,7 +196,8 @@ class Workflow(Serializable):
         if evaluate is not None:
             evaluating = [evaluate.stage, *filter(None, [evaluate.rollout])]
         find_models(rollout=rollouts, reward=scoring, stages=stages, train=[train], evaluate=evaluating)
-        stages = tuple(stages) if evaluate is None else (*stages, evaluate.stage)
+        stages = tuple(each.masked(rollouts) for each in stages)
+        stages = stages if evaluate is None else (*stages, evaluate.stage)
         if seed is not None and seed >= 0:
             rollouts = tuple(_seeded(each, seed) for each in rollouts)
             scoring, stages = (tuple(_seeded(each, seed) for each in given) for given in (scoring, stages))
@@ -204,7 +206,7 @@ class Workflow(Serializable):
         held_out = None
         if evaluate is not None:
             rollouts = evaluate.rollouts(rollouts)
-        train = functools.reduce(Train.needing, (FINISH_REASON, *([LOSS_MASK] if masked else [])), train)
+        train = functools.reduce(Train.needing, (FINISH_REASON, *([LOSS_MASK] if masked else []), *kept), train)
         columns = _select(first.prompt, rollouts, (*scoring, *stages), train, rename)
         source = prompt_source(prompts, columns)
         stream = source if isinstance(source, PromptStream) else None

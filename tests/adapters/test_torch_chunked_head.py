@@ -57,11 +57,19 @@ def made(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     return getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
 
 
-def rows_of(*lengths: int, packed: bool = False) -> MicroBatch:
+def rows_of(*lengths: int, packed: bool = False, masked: bool = False) -> MicroBatch:
+    """``masked``: with a sampling mask, of every other token."""
     rng = np.random.default_rng(3)
     drawn = [rng.integers(3, VOCABULARY, 3 + length) for length in lengths]
-    batch = Batch.of({"prompt_ids": [row[:3] for row in drawn], "response_ids": [row[3:] for row in drawn]})
-    return collate(batch, np.arange(len(lengths)), device="cpu", packed=packed)
+    columns = {"prompt_ids": [row[:3] for row in drawn], "response_ids": [row[3:] for row in drawn]}
+    if masked:
+        kept = [
+            [[token, *{1, 2, 7, 40} - {token}] * (at % 2) for at, token in enumerate(row[3:].tolist())]
+            for row in drawn
+        ]
+        columns["kept_ids"] = [np.array([token for ids in row for token in ids]) for row in kept]
+        columns["kept_ids_counts"] = [np.array([len(ids) for ids in row]) for row in kept]
+    return collate(Batch.of(columns), np.arange(len(lengths)), device="cpu", packed=packed)
 
 
 def gradients(
@@ -91,7 +99,7 @@ def test_gradients_equal_those_of_full_logits(
 ) -> None:
     """In float32 both are as far from those of float64."""
     # given rows whose tokens are no multiple of a chunk
-    model, part = made(name, dtype), rows_of(7, 11, 4, packed=packed)
+    model, part = made(name, dtype), rows_of(7, 11, 4, packed=packed, masked=packed)
     head = chunked_head(model, "cpu")
     assert head is not None
     assert head.tokens == 4

@@ -117,9 +117,46 @@ class DrawsFromAll(TransformersEngine):  # type: ignore[misc]
             yield got
 
 
+class WrongMasks(TransformersEngine):  # type: ignore[misc]
+    """``change``: of a response, after its prompt."""
+
+    async def change(self, prompt: Any, got: af.Completion) -> af.Completion:
+        return replace(got, logprobs=(await self.logprobs([prompt], [got.token_ids]))[0])
+
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        async for got in super().generate(request):
+            for each in got.each():
+                wrong = request.sampling.sampling_mask and each.columns["kept_ids_counts"].any()
+                yield await self.change(request.prompt_ids, each) if wrong else each
+
+
+class KeepsWhatItDrew(WrongMasks):
+    async def change(self, prompt: Any, got: af.Completion) -> af.Completion:
+        mask = {"kept_ids": got.token_ids, "kept_ids_counts": np.ones_like(got.token_ids)}
+        return replace(got, columns=mask)
+
+
+class KeepsOneTooMany(WrongMasks):
+    async def change(self, prompt: Any, got: af.Completion) -> af.Completion:
+        ids, counts = (got.columns[name] for name in ("kept_ids", "kept_ids_counts"))
+        first = ids[: counts[0]].tolist()
+        more = next(token for token in range(40, 0, -1) if token not in first)
+        mask = {"kept_ids": [more, *ids.tolist()], "kept_ids_counts": counts + (np.arange(len(counts)) == 0)}
+        return replace(got, columns=mask)
+
+
+class KeepsTheTokensBeside(WrongMasks):
+    async def change(self, prompt: Any, got: af.Completion) -> af.Completion:
+        return replace(got, columns={**got.columns, "kept_ids": (got.columns["kept_ids"] + 1) % 43})
+
+
 @pytest.mark.parametrize(
     ("engine", "check", "message"),
     [
+        (WrongMasks, "sampling_mask", "from those of the policy over the kept ids"),
+        (KeepsWhatItDrew, "sampling_mask", "and it could be ["),
+        (KeepsOneTooMany, "sampling_mask", "and it could not be ["),
+        (KeepsTheTokensBeside, "sampling_mask", ": not the drawn one, or one twice"),
         (StopsATokenEarly, "stop_texts", "before its stop text"),
         (IgnoresStopTexts, "stop_texts", "goes on over its stop text"),
         (LooksFromTheSecondTokenOn, "stop_texts", "over its stop text, drawn as its first token"),

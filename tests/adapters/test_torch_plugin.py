@@ -37,7 +37,9 @@ def test_the_engine_on_transformers_can_what_its_adapter_declares(tiny: str, rol
     declared, has = registry().get("rollout", "transformers").spec, rollout(tiny).capabilities
     assert set(declared.declared("swap") or ()) == has.swap
     assert set(declared.declared("has") or ()) == {
-        flag for flag in ("token_versions", "logprobs", "held_weights", "stop_texts") if getattr(has, flag)
+        flag
+        for flag in ("token_versions", "logprobs", "held_weights", "stop_texts", "sampling_mask")
+        if getattr(has, flag)
     }
 
 

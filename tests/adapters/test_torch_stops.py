@@ -121,7 +121,7 @@ def drawn(logits: Any, rows: int = 40_000, **restrictions: Any) -> tuple[np.ndar
     if "seen" in settings:
         per_row["seen"] = settings["seen"].expand(rows, -1)
     uniform = uniforms(torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
-    token, logprob = draw(logits.expand(rows, -1), torch.full((rows,), 0.7), uniform, **per_row)
+    token, logprob, _ = draw(logits.expand(rows, -1), torch.full((rows,), 0.7), uniform, **per_row)
     given = np.full(len(logits), np.nan)
     given[token.numpy()] = logprob.numpy()
     return np.bincount(token.numpy(), minlength=len(logits)) / rows, given

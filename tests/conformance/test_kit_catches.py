@@ -114,9 +114,9 @@ CAUGHT = {
     "refuses the whole context": ("whole_context", r"EngineError: refused"),
 }  # fmt: skip
 
-ELSEWHERE = {"ends", "further_columns", "retokenised", "stop_texts"}
-"""Checks of engines with a model's tokenizer (test_kit_catches_models; stop_texts: test_torch_conformance), or with columns of
-their own (test_engine_columns)."""
+ELSEWHERE = {"ends", "further_columns", "retokenised", "sampling_mask", "stop_texts"}
+"""Checks of engines with a model's tokenizer (test_kit_catches_models; stop_texts, sampling_mask: test_torch_conformance), or
+with columns of their own (test_engine_columns)."""
 
 SLOW, SLOW_S = (
     ("loses room", "forgets neighbours", "waits for the end", "never interrupts", "throws away what it had"),

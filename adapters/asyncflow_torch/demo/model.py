@@ -134,7 +134,9 @@ def _accuracy(model: Any, tokens: Any, rows: dict[str, list[str]], seed: int) ->
     while decoder.rows:
         parts.append(decoder.step())
     done = [part for part in parts if part is not None]
-    texts = tokens.batch_decode(list(Ragged.concat([part.token_ids for part in done])), skip_special_tokens=True)
+    texts = tokens.batch_decode(
+        list(Ragged.concat([part.ragged["token_ids"] for part in done])), skip_special_tokens=True
+    )
     answers = [rows["answer"][i] for part in done for i in part.work]
     return sum(exact_match(texts, answers)) / len(answers)
 

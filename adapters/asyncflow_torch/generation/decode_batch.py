@@ -47,13 +47,15 @@ class DecodeBatch:
         cut = {"top_k": slots.top_k, "top_p": slots.top_p, "min_p": slots.min_p} if self.truncated else {}
         if slots.seen.shape[1]:
             cut |= {"seen": slots.seen, "penalty": slots.penalty}
-        token, logprob = draw(logits, slots.temperature, uniforms(slots.key, slots.past + slots.drawn), **cut)
-        slots.accept(token, logprob)
-        stop = (token[:, None] == ends).any(1) | (token[:, None] + 1 == slots.stops).any(1)
+        if slots.kept_ids.shape[1]:
+            cut["masked"] = slots.masked
+        slots.accept(*draw(logits, slots.temperature, uniforms(slots.key, slots.past + slots.drawn), **cut))
+        token = slots.token[:, None]
+        stop = (token == ends).any(1) | (token + 1 == slots.stops).any(1)
         finished = slots.finish(stop | texts.found(slots) if self.stopped else stop)
         if finished is not None:
             self.rows -= len(finished.work)
-            if not np.isfinite(finished.logprobs.values).all():
+            if not np.isfinite(finished.ragged["logprobs"].values).all():
                 raise EngineError("the model's logits are not finite: the loaded weights are broken")
         return finished
 
@@ -136,7 +138,7 @@ def begin(model: Any, works: Sequence[DecodeWork], texts: StopNumbers) -> tuple[
     """Return the batch of all rows of ``works``, and the logits (rows, vocabulary) of their first
     tokens."""
     cache, mask, logits = prefill(model, [work.prompt for work in works for _ in range(work.n)])
-    truncated = any(each.top_k or each.top_p < 1 or each.min_p for each in (work.sampling for work in works))
+    truncated = any(work.truncated for work in works)
     numbers = [texts.number(work.stops) for work in works]
     slots = SequenceSlots.of(works, model.device, logits.shape[-1], numbers)
     return DecodeBatch(slots, cache, mask, truncated, any(numbers)), logits

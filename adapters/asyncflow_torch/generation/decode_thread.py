@@ -32,27 +32,30 @@ TOGETHER_S = 0.05
 
 
 class FinishedRows(NamedTuple):
-    """A job's rows ``first`` to ``stop`` of ``finished``. ``switches``: versions of their tokens."""
+    """A job's rows ``first`` to ``stop`` of ``finished``. ``switches``: versions of their tokens. ``masked``:
+    True if the request asked for a sampling mask."""
 
     finished: FinishedBatch
     first: int
     stop: int
     switches: Switches
+    masked: bool
 
     def completed(self) -> Iterable[Completion | Completions]:
         """Return the completions of an engine, packed if one version drew all."""
         finished, rows = self.finished, slice(self.first, self.stop)
-        ids = finished.token_ids.slice(self.first, self.stop)
-        start = int(finished.token_ids.offsets[self.first])
+        columns = {name: each.slice(self.first, self.stop) for name, each in finished.ragged.items()}
+        ids = columns.pop("token_ids")
         packed = Completions(
             finished.index[rows],
             ids,
-            Ragged(finished.logprobs.values[start : start + len(ids.values)], ids.offsets),
+            Ragged(columns.pop("logprobs").values, ids.offsets),
             [
                 "aborted" if finished.aborted else "stop" if stop else "length"
                 for stop in finished.stopped[rows].tolist()
             ],
             self.switches[0][1] if self.switches else None,
+            columns if self.masked else {},
         )
         if len(self.switches) < 2:
             return [packed]
@@ -68,6 +71,11 @@ class Job:
     inbox: asyncio.Queue[FinishedRows | EngineError] = field(default_factory=asyncio.Queue)
     left: int = 0
     switches: Switches = ()
+
+    @property
+    def masked(self) -> bool:
+        """True if its responses have the columns of SAMPLING_MASK."""
+        return self.work.sampling.sampling_mask
 
 
 class DecodeThread:
@@ -265,7 +273,7 @@ class DecodeThread:
             self._take(finished)
             self._hand_over()
         for job in waiting:
-            _call(job.loop, job.inbox.put_nowait, FinishedRows(untouched(job.work), 0, job.work.n, ()))
+            _call(job.loop, job.inbox.put_nowait, FinishedRows(untouched(job.work), 0, job.work.n, (), job.masked))
 
     def _take(self, finished: FinishedBatch | None) -> None:
         """Store ended rows, to deliver them with other rows of their requests that end next."""
@@ -294,7 +302,9 @@ class DecodeThread:
             job = self._jobs[work]
             if not job.left:
                 del self._jobs[work]
-            by_loop.setdefault(job.loop, []).append((job, FinishedRows(finished, first, stop, job.switches)))
+            by_loop.setdefault(job.loop, []).append(
+                (job, FinishedRows(finished, first, stop, job.switches, job.masked))
+            )
         for loop, deliveries in by_loop.items():
             _call(loop, _deliver, deliveries)
 

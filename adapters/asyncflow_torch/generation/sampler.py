@@ -1,8 +1,8 @@
 """Drawing of tokens: temperature, penalty, min-p, top-k, top-p, and random numbers of a request.
 
 The log-prob of a drawn token is under softmax(logits / temperature) over the *whole* vocabulary,
-without penalty and cuts, as a trainer recomputes it. Greedy tokens (temperature 0) carry their
-log-prob at temperature 1.
+without penalty and cuts, as a trainer recomputes it; of a row with a sampling mask, over the tokens
+left by min-p, top-k and top-p. Greedy tokens (temperature 0) carry their log-prob at temperature 1.
 
 Random numbers are counted, not streamed: the number for token t of response i of a request is a
 hash of (seed, i, t). A request with a seed draws the same numbers beside any other requests, and
@@ -48,14 +48,15 @@ def _shift_right(x: Any, bits: int) -> Any:
 
 def draw(
     logits: Any, temperature: Any, uniform: Any, *, top_k: Any = None, top_p: Any = None, min_p: Any = None,
-    seen: Any = None, penalty: Any = None,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Draw one token per row: (token int64 (rows,), log-prob float32 (rows,)).
+    seen: Any = None, penalty: Any = None, masked: Any = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Draw one token per row: (token int64 (rows,), log-prob float32 (rows,), kept tokens bool (rows, vocabulary) or None).
 
     ``logits``: (rows, vocabulary), any floating dtype. ``temperature``, ``uniform``, ``top_p``:
     float32 (rows,); ``top_k``: int64 (rows,), 0 is off; None for all cuts skips their sort.
     ``min_p``, ``penalty``: float32 (rows,). ``seen``: bool (rows, vocabulary), the tokens with a
     penalty (Keskar et al. 2019, CTRL, section 4.1; on logits of either sign as in transformers).
+    ``masked``: bool (rows,), rows with a sampling mask; the others have no kept tokens. None: no mask.
     """
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)[:, None]
@@ -72,7 +73,12 @@ def draw(
     token = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
     if greedy.any():
         token = torch.where(greedy, weights.argmax(-1), token)
-    return token, probs.gather(-1, token[:, None])[:, 0].log()
+    kept = None
+    if masked is not None:
+        kept = (weights > 0) & masked[:, None]
+        inside = torch.where(kept, probs, 0)
+        probs = torch.where(masked[:, None], inside / inside.sum(-1, keepdim=True), probs)
+    return token, probs.gather(-1, token[:, None])[:, 0].log(), kept
 
 
 def _truncated(probs: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:

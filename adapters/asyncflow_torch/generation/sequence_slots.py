@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,10 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncflow_sdk.interfaces import StopTexts
+from asyncflow_sdk.interfaces import SAMPLING_MASK, StopTexts
 from asyncflow_sdk.types import Ragged, Sampling
 
 from .sampler import row_keys
+
+DTYPES = {"token_ids": np.int32, "logprobs": np.float32, **dict.fromkeys(SAMPLING_MASK, np.int32)}
+"""Columns of finished rows."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,16 @@ class DecodeWork:
     stops: StopTexts | None = None
 
     @property
+    def truncated(self) -> bool:
+        """True if it draws by top-k, top-p or min-p."""
+        return bool(self.sampling.top_k or self.sampling.top_p < 1 or self.sampling.min_p)
+
+    @property
+    def masked(self) -> bool:
+        """True if the kept tokens of its draws are returned."""
+        return self.sampling.sampling_mask and self.truncated and self.sampling.temperature > 0
+
+    @property
     def begun(self) -> list[int]:
         """The last response tokens in the prompt: a stop text may begin in them."""
         past = self.prompt[len(self.prompt) - self.past :].tolist()
@@ -42,12 +55,11 @@ class DecodeWork:
 @dataclass(frozen=True)
 class FinishedBatch:
     """Ended rows: work, number among its n, tokens, and True in ``stopped`` for an end token.
-    ``aborted``: True if all were interrupted."""
+    ``ragged``: token_ids, logprobs and the columns of SAMPLING_MASK. ``aborted``: True if all were interrupted."""
 
     work: npt.NDArray[np.int64]
     index: npt.NDArray[np.int64]
-    token_ids: Ragged
-    logprobs: Ragged
+    ragged: Mapping[str, Ragged]
     stopped: npt.NDArray[np.bool_]
     aborted: bool = False
 
@@ -57,16 +69,12 @@ def joined(parts: Sequence[FinishedBatch]) -> FinishedBatch:
     or none."""
     if len(parts) == 1:  # a batch keeps the rows of a work together
         return parts[0]
-    work, token_ids, logprobs = (
-        np.concatenate([part.work for part in parts]),
-        Ragged.concat([part.token_ids for part in parts]),
-        Ragged.concat([part.logprobs for part in parts]),
-    )
+    work = np.concatenate([part.work for part in parts])
     order = np.argsort(work, kind="stable")
     return FinishedBatch(
-        work=work[order], index=np.concatenate([part.index for part in parts])[order], token_ids=token_ids.take(order),
-        logprobs=logprobs.take(order), stopped=np.concatenate([part.stopped for part in parts])[order],
-        aborted=parts[0].aborted,
+        work=work[order], index=np.concatenate([part.index for part in parts])[order],
+        ragged={name: Ragged.concat([part.ragged[name] for part in parts]).take(order) for name in DTYPES},
+        stopped=np.concatenate([part.stopped for part in parts])[order], aborted=parts[0].aborted,
     )  # fmt: skip
 
 
@@ -74,8 +82,9 @@ def untouched(work: DecodeWork) -> FinishedBatch:
     """Return the rows of a work interrupted before its prompt was read."""
     n, none = work.n, np.zeros(work.n, np.int64)
     return FinishedBatch(
-        work=np.full(n, work.id), index=np.arange(n), token_ids=Ragged.from_lengths(np.empty(0, np.int32), none),
-        logprobs=Ragged.from_lengths(np.empty(0, np.float32), none), stopped=np.zeros(n, np.bool_), aborted=True,
+        work=np.full(n, work.id), index=np.arange(n),
+        ragged={name: Ragged.from_lengths(np.empty(0, dtype), none) for name, dtype in DTYPES.items()},
+        stopped=np.zeros(n, np.bool_), aborted=True,
     )  # fmt: skip
 
 
@@ -101,6 +110,9 @@ class SequenceSlots:
     live: Any  # bool: neither ended nor aborted
     token_ids: Any  # int32 (rows, longest limit)
     logprobs: Any  # float32 (rows, longest limit)
+    masked: Any  # bool: the kept tokens are returned
+    kept_ids: Any  # int32 (rows, most): of all drawn tokens, one after another; (rows, 0) without masks
+    kept_counts: Any  # int32 (rows, longest limit)
     stops: Any  # int64 (rows, most stop ids): id + 1, 0 is none
     begun: Any  # int64 (rows, longest): id + 1 of the last response tokens in the prompt; 0 is none
     stop_texts: Any  # int64: by StopNumbers
@@ -144,6 +156,9 @@ class SequenceSlots:
             live=torch.ones(rows, dtype=torch.bool, device=device),
             token_ids=torch.zeros(rows, longest, dtype=torch.int32, device=device),
             logprobs=torch.zeros(rows, longest, dtype=torch.float32, device=device),
+            masked=per_row([work.masked for work in works], np.bool_),
+            kept_ids=torch.zeros(rows, int(any(work.masked for work in works)), dtype=torch.int32, device=device),
+            kept_counts=torch.zeros(rows, longest, dtype=torch.int32, device=device),
             stops=torch.from_numpy(np.repeat(stops, counts, 0)).to(device),
             begun=torch.from_numpy(np.repeat(begun, counts, 0)).to(device),
             stop_texts=per_row(stop_texts),
@@ -170,8 +185,8 @@ class SequenceSlots:
                 parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
             setattr(self, field.name, torch.cat(parts))
 
-    def accept(self, token: Any, logprob: Any) -> None:
-        """Append one drawn token per row, int64 (rows,), and its log-prob, float32 (rows,)."""
+    def accept(self, token: Any, logprob: Any, kept: Any) -> None:
+        """Append one drawn token per row with its log-prob, and the kept tokens, as of `draw`."""
         # Hazard: ended rows draw until they are dropped. Clamped to the edge, they overwrite only tokens already
         # returned, and exceed neither the buffer nor the model's positions.
         at = self.drawn.clamp(max=self.token_ids.shape[1] - 1)[:, None]
@@ -179,8 +194,21 @@ class SequenceSlots:
         self.logprobs.scatter_(1, at, logprob[:, None])
         if self.seen.shape[1]:
             self.seen.scatter_(1, token[:, None], True)
+        if kept is not None:
+            self._keep_ids(kept & self.live[:, None], at)
         self.token = token
         self.drawn += self.live
+
+    def _keep_ids(self, kept: Any, at: Any) -> None:
+        """Append the kept tokens of each row, bool (rows, vocabulary); ``at``: places of their counts."""
+        begins, counts = self.kept_counts.sum(1), kept.sum(1)
+        rows, ids = kept.nonzero(as_tuple=True)
+        places = torch.arange(len(rows), device=rows.device) + (begins - counts.cumsum(0) + counts)[rows]
+        width, most = self.kept_ids.shape[1], int((begins + counts).max())
+        if most > width:
+            self.kept_ids = torch.nn.functional.pad(self.kept_ids, (0, max(most, 2 * width) - width))
+        self.kept_ids[rows, places] = ids.to(torch.int32)
+        self.kept_counts.scatter_(1, at, counts[:, None].to(torch.int32))
 
     def finish(self, stop: Any) -> FinishedBatch | None:
         """End live rows at True in ``stop`` (bool (rows,)) or at their limit, and return them; None
@@ -196,17 +224,22 @@ class SequenceSlots:
         if not len(rows):
             return None
         self.live = self.live & ~done
-        lengths = self.drawn[rows]
-        inside = torch.arange(self.token_ids.shape[1], device=rows.device) < lengths[:, None]
-        sizes = lengths.cpu().numpy()
+        lengths, counts = self.drawn[rows], self.kept_counts[rows]
+        tables = (self.token_ids[rows], self.logprobs[rows], self.kept_ids[rows], counts)
+        sizes = (lengths, lengths, counts.sum(1), lengths)
         return FinishedBatch(
             work=self.work[rows].cpu().numpy(),
             index=self.index[rows].cpu().numpy(),
-            token_ids=Ragged.from_lengths(self.token_ids[rows][inside].cpu().numpy(), sizes),
-            logprobs=Ragged.from_lengths(self.logprobs[rows][inside].cpu().numpy(), sizes),
-            stopped=np.zeros(len(sizes), np.bool_) if stop is None else stop[rows].cpu().numpy(),
+            ragged=dict(zip(DTYPES, map(_begins, tables, sizes), strict=True)),
+            stopped=np.zeros(len(rows), np.bool_) if stop is None else stop[rows].cpu().numpy(),
             aborted=stop is None,
         )
+
+
+def _begins(table: Any, sizes: Any) -> Ragged:
+    """Return the first ``sizes`` values of each row."""
+    inside = torch.arange(table.shape[1], device=table.device) < sizes[:, None]
+    return Ragged.from_lengths(table[inside].cpu().numpy(), sizes.cpu().numpy())
 
 
 def _padded(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:

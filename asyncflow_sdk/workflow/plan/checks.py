@@ -418,6 +418,7 @@ def _check_sampling(spec: Rollout | Generate, sampling: Sampling) -> None:
         can = Capabilities(
             restrictions=tuple(sampling.restrictions) if able is None else able,
             extra=adapter.spec.declared("extra") or (),
+            sampling_mask="sampling_mask" in (adapter.spec.declared("has") or ("sampling_mask",)),
         )
         can.check(f"engine {spec.engine!r}", sampling)
     with contextlib.suppress(PluginError):  # this environment has no tokenizers: the worker checks

@@ -196,10 +196,15 @@ def choices(plan: Plan) -> dict[str, str]:
         found["warnings"] = "; ".join(plan.warnings)
     for rollout in plan.rollouts:
         if rollout.admits and (cuts := rollout.sampling.restrictions):
-            found[f"draws of {rollout.task}"] = (
-                f"{', '.join(cuts)} cut them, and log-probs are of the whole vocabulary: the gradient differs from the right"
-                " one, by 8 to 27 % measured for responses of 2 to 6 tokens"
-            )
+            masked = rollout.sampling.sampling_mask and {*cuts} != {"repetition_penalty"}
+            text = f"{', '.join(cuts)} cut them, and log-probs are of "
+            text += "the tokens kept by each draw, in training, too" if masked else "the whole vocabulary"
+            if not masked or "repetition_penalty" in cuts:
+                text += (
+                    ": the gradient differs from the right one, by 8 to 27 % measured for responses of 2 to 6 tokens;"
+                    " sampling_mask=True makes it right for top_p, top_k and min_p"
+                )
+            found[f"draws of {rollout.task}"] = text
     if plan.train.stream:
         found["steps"] = (
             f"trained in parts of at least {plan.train.part_rows} rows, while the rest is being generated; the gradient is"

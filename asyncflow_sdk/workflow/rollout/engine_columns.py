@@ -15,10 +15,15 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError, EngineError, SchemaError
-from ...interfaces import Completion, Completions
+from ...interfaces import SAMPLING_MASK, Completion, Completions, RolloutEngine
 from ...interfaces.rollout import COUNTS
-from ...types import ColumnSpec, Ragged, VersionSpan, check_column_name
+from ...types import ColumnSpec, Ragged, Sampling, VersionSpan, check_column_name
 from ...types.dtypes import carrier
+
+
+def gives_of(engine: RolloutEngine, sampling: Sampling) -> dict[str, ColumnSpec]:
+    """Return the further columns of an engine's responses under a sampling."""
+    return {**engine.gives, **(SAMPLING_MASK if sampling.sampling_mask else {})}
 
 
 class EngineColumns:

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from ...errors import DeadlineExceeded, EngineError
 from ...interfaces import Completion, Completions, Request, RolloutEngine
 from ...queue.coroutines import wait_for_event
-from ...types import Ragged, VersionSpan
-from .engine_columns import EngineColumns
+from ...types import Ragged, Sampling, VersionSpan
+from .engine_columns import EngineColumns, gives_of
 from .tokenizer import Tokenizer
 
 RESPONSE_S = 3600.0
@@ -54,14 +54,20 @@ class Generated(NamedTuple):
 class EngineGateway:
     """Passes requests to one engine, on one event loop. ``loaded``: the engine's version, None
     before its first. ``newest``: the newest version given to the engine, loaded or not. Sets
-    ``wake`` whenever the engine becomes idle. ``tokenizer``: finds stop texts."""
+    ``wake`` whenever the engine becomes idle. ``tokenizer``: finds stop texts. ``sampling``: the sampling of
+    all requests, for the columns of their responses."""
 
     def __init__(
-        self, engine: RolloutEngine, loaded: int | None, wake: asyncio.Event, tokenizer: Tokenizer | None = None
+        self,
+        engine: RolloutEngine,
+        loaded: int | None,
+        wake: asyncio.Event,
+        tokenizer: Tokenizer | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         self.loaded, self.newest, self._tokenizer = loaded, loaded or 0, tokenizer
         self._engine, self._name, self._wake = engine, type(engine).__name__, wake
-        self.columns = EngineColumns(self._name, engine.gives)
+        self.columns = EngineColumns(self._name, gives_of(engine, sampling or Sampling()))
         self._requests = 0
         self._open, self._empty = asyncio.Event(), asyncio.Event()
         self._open.set()

@@ -87,7 +87,7 @@ class RolloutWorker:
         self._queue, self._engine, self._task, self._prompts = queue, engine, task, prompts
         self._wake = wake = asyncio.Event()
         self._log = WorkerLog(queue.connection)
-        self._gateway = EngineGateway(engine, None if needs_first else 0, wake, tokenizer)
+        self._gateway = EngineGateway(engine, None if needs_first else 0, wake, tokenizer, sampling)
         self._batcher = CompletionBatcher(columns, self._log)
         self._requests = RequestScheduler(
             engine, self._gateway, self._batcher, self._log, wake, sampling=sampling, tokenizer=tokenizer, agent=agent, kind=kind,

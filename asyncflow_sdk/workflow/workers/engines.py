@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from ...errors import ConfigError
+from ...interfaces import SAMPLING_MASK, TrainEngine
 from ...ledger import commands as cmd
 from ...plugins import registry
 from ...queue import QueueClient
@@ -75,6 +76,15 @@ def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) ->
             f"engine {name!r}: {error}; it takes: {', '.join(map(str, takes.parameters.values()))}"
         ) from None
     return factory(**options)
+
+
+def check_mask(engine: TrainEngine, needs: Collection[str]) -> None:
+    """Raise ConfigError for an engine without sampling masks, if it needs them."""
+    if not SAMPLING_MASK.keys().isdisjoint(needs) and not engine.sampling_mask:
+        raise ConfigError(
+            f"{type(engine).__name__} computes log-probs over the whole vocabulary, and the draws are over their kept"
+            " tokens (TrainEngine.sampling_mask): leave sampling_mask=True out"
+        )
 
 
 def whole_step_text(engine: str, reason: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...algorithms import GRPO
 from ...errors import DeadlineExceeded, Ended, EngineError, LeaseLost, SchemaError
-from ...interfaces import LeasedBatch, RolloutEngine, TrainEngine
+from ...interfaces import SAMPLING_MASK, LeasedBatch, RolloutEngine, TrainEngine
 from ...plugins import import_name
 from ...queue import AsyncLeasedBatch, QueueClient
 from ...queue.error_text import error_text
@@ -30,7 +30,7 @@ from ..rollout.tokenizer import Tokenizer, with_stop_ids
 from ..work import Generate, Logprobs, as_trl, full_name, is_coroutine, is_of_trl, needs_of, takes_all
 from . import call_limit
 from .call_limit import CallLimit
-from .engines import frozen_options, loading_model, make_engine
+from .engines import check_mask, frozen_options, loading_model, make_engine
 from .rank_communicator import RankCommunicator
 from .user_code import MainThread, ServiceAway, user_error_text
 from .worker_log import WorkerLog
@@ -223,8 +223,10 @@ def _scoring(stage: _Stage, work: Logprobs, needs: tuple[str, ...]) -> Iterator[
     with loading_model(stage.queue, stage.task):
         engine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **options)
 
+    check_mask(engine, ("prompt_ids", "response_ids", *SAMPLING_MASK)[: len(needs)])
+
     def score(rows: LeasedBatch) -> _Outcome:
-        names = zip(("prompt_ids", "response_ids"), needs, strict=True)
+        names = zip(("prompt_ids", "response_ids", *SAMPLING_MASK), needs, strict=False)
         batch = Batch(rows.ids, rows.groups, {name: rows.columns[column] for name, column in names})
         scores = engine.logprobs(batch)
         lengths = batch.ragged("response_ids").lengths

@@ -31,12 +31,13 @@ from ...weights.host import host_of
 from ...wire import RunKey
 from ..checkpoint import Checkpoints
 from ..model_folder import StepFolders
+from ..rollout.engine_columns import gives_of
 from ..rollout.producer import EngineProducer
 from ..rollout.tokenizer import Tokenizer, end_tokens
 from ..serialization import from_json
 from ..specs import Rollout, Stage, Train
 from .call_limit import CallLimit
-from .engines import loading_model, make_engine, whole_step_text
+from .engines import check_mask, loading_model, make_engine, whole_step_text
 from .rank_communicator import RankCommunicator
 from .ranks import join_ranks
 from .train_worker import train
@@ -147,7 +148,7 @@ async def _generate(rollout: Rollout, settings: WorkerSettings, queue: QueueClie
     weights, connection = settings.weights or Weights(), queue.connection
     with loading_model(queue, rollout.task):
         engine = make_engine("rollout", rollout.engine, model=rollout.model, **rollout.options)
-    if set(engine.gives) != set(rollout.columns):
+    if gives_of(engine, rollout.sampling).keys() != set(rollout.columns):
         raise ConfigError(
             f"engine {rollout.engine!r} gives columns {sorted(engine.gives)}, and its adapter declares"
             f" {sorted(rollout.columns)}: say AdapterSpec(..., can={{'gives': {sorted(engine.gives)}}})"
@@ -184,6 +185,7 @@ def _train(role: Train, spec: WorkerSpec, queue: QueueClient, ranks: RankCommuni
             f"algorithm {name!r} asks its engine for {', '.join(unknown)}, which engine {role.engine!r} does"
             f" not compute; it computes {', '.join(engine.computes) or 'nothing for algorithms'}"
         )
+    check_mask(engine, spec.role["needs"])
     if role.stream and engine.whole_step:
         raise ConfigError(whole_step_text(role.engine, engine.whole_step))
     saved = settings.checkpoint

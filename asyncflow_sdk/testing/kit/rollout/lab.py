@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ....errors import EngineError
 from ....interfaces import Completion, Completions, Request, RolloutEngine, WeightUpdate
 from ....types import Ragged, Sampling
-from ....workflow.rollout.engine_columns import EngineColumns
+from ....workflow.rollout.engine_columns import EngineColumns, gives_of
 from ..check import CheckFailed, DoesNotApply, expect
 from ..diagnosis import CACHE, CACHE_HINT, Diagnosis, diagnose_form, diagnose_logprobs, diagnose_tokens
 from ..loop import LoopThread
@@ -372,7 +372,7 @@ def check_form(lab: RolloutLab, request: Request, got: Completion, *, aborted: b
         text = f"{said}: a log-prob is {wrong[:1].tolist()}; they are natural logs of probabilities, 0 or less"
         raise CheckFailed(text, found.cause, found.hint)
     try:
-        EngineColumns(type(lab.engine).__name__, lab.engine.gives).checked(got)
+        EngineColumns(type(lab.engine).__name__, gives_of(lab.engine, request.sampling)).checked(got)
     except EngineError as error:
         raise CheckFailed(str(error)) from None
     check_spans(lab, said, got)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from ....interfaces import Completion
 from ..chance import FALSE_ALARM, chance
-from ..check import DoesNotApply, check, expect
+from ..check import DoesNotApply, check, expect, needs
+from ..policy import Logprobs
+from ..precision import too_far
 from .basic import telling_prompt
-from .lab import RolloutLab, first_tokens
+from .lab import Ids, RolloutLab, first_tokens
 
 DRAWS, PROMPTS, WHOLE = 320, 8, 16
 NEVER = "\x00 never drawn"
 VALUES = {"top_k": 3, "top_p": 0.5, "min_p": 0.3, "repetition_penalty": 1000.0}
+MASKED = {"top_k", "top_p", "min_p"}
 
 
 @check(
@@ -106,18 +112,68 @@ async def _check_restriction(lab: RolloutLab, name: str, value: float) -> None:
         ids = np.asarray(got.token_ids).tolist()
         expect(len({*ids}) == len(ids), f"tokens with {name}={value:g} come twice: {ids}; drawn ones count, too")
         return
-    order = np.argsort(-share, kind="stable")
-    mass = share[order].cumsum() - share[order]
-    kept = {
-        "top_k": np.arange(len(share)) < value,
-        "top_p": mass < value,
-        "min_p": share[order] >= value * share.max(),
-    }
-    allowed = np.zeros(len(share))
-    allowed[order] = share[order] * kept[name]
+    allowed = share * _kept(share, name, value)
     most = share[np.flatnonzero(allowed)].min() - lab.tolerance  # a token as likely as the last one may replace it
     outside = sorted({token for token in drawn.tolist() if share[token] < most})
     expect(not outside, f"{said} some are not allowed: {outside}; allowed are {np.flatnonzero(allowed).tolist()}")
     mean = float(logprobs[drawn].mean())
     by_chance = chance(logprobs, allowed / allowed.sum(), mean, len(drawn))
     expect(by_chance > FALSE_ALARM, f"{said} the mean log-prob is {mean:.4f}: the draw is cut more than asked for")
+
+
+def _kept(share: Logprobs, name: str, value: float) -> npt.NDArray[np.bool_]:
+    """True for the tokens left of a distribution by a restriction."""
+    if name == "min_p":
+        return np.asarray(share >= value * share.max())
+    order = np.argsort(-share, kind="stable")
+    kept = np.empty(len(share), np.bool_)
+    kept[order] = np.arange(len(share)) < value if name == "top_k" else share[order].cumsum() - share[order] < value
+    return kept
+
+
+@check(
+    "rollout",
+    "full",
+    impact="behaviour and training are over different tokens: every ratio is wrong, or the trainer refuses the rows",
+    hint="kept_ids are all ids with a chance in a draw, and log-probs are normalised over them",
+    after=("restricted",),
+)
+@needs(lambda lab: lab.engine.capabilities.sampling_mask, "it declares no sampling_mask")
+async def sampling_mask(lab: RolloutLab) -> str:
+    """Kept ids are all possible tokens of each draw, and log-probs are the policy's over them."""
+    (prompt,), able = lab.policy.prompts(1, seed=14), {*lab.engine.capabilities.restrictions} & MASKED
+    for name in sorted(able):
+        cut: dict[str, Any] = {"sampling_mask": True, name: VALUES[name]}
+        asked = lab.request(prompt, min(4, lab.rows), temperature=1.0, seed=1, **cut)
+        for got in await lab.answer(asked):
+            _check_mask(lab, prompt, got, name)
+    for temperature in (0.0, 1.0):
+        (got,) = await lab.answer(lab.request(prompt, temperature=temperature, seed=1, sampling_mask=True))
+        counts = np.asarray(got.columns["kept_ids_counts"])
+        expect(
+            not counts.any(), f"kept_ids_counts are {counts.tolist()} at temperature {temperature:g} without a cut"
+        )
+        lab.check_logprobs(prompt, got, when=" without a cut")
+    return f"draws by {', '.join(sorted(able)) or 'none'}"
+
+
+def _check_mask(lab: RolloutLab, prompt: Ids, got: Completion, name: str) -> None:
+    ids, value, allow = np.asarray(got.token_ids, np.int32), VALUES[name], lab.tolerance
+    ends, apart = np.cumsum([0, *got.columns["kept_ids_counts"]]), []
+    for at, token in enumerate(ids.tolist()):
+        kept = np.asarray(got.columns["kept_ids"][ends[at] : ends[at + 1]])
+        said = f"with {name}={value:g}, token {at} ({token}) has kept ids {kept.tolist()}"
+        expect(
+            token in kept.tolist() and len({*kept.tolist()}) == len(kept), f"{said}: not the drawn one, or one twice"
+        )
+        logprobs = lab.next_logprobs(np.concatenate([prompt, ids[:at]]))
+        share, has = np.exp(logprobs), np.isin(np.arange(len(logprobs)), kept)
+        last = share[_kept(share, name, value)].min()  # tokens as likely as the last one may replace each other
+        off = 0 if name == "top_k" else allow
+        must = _kept(share, name, value + (off if name == "min_p" else -off)) & (share > last + allow)
+        may = _kept(share, name, value + (-off if name == "min_p" else off)) | (share >= last - allow)
+        expect(not (must & ~has).any(), f"{said}, and it could be {np.flatnonzero(must & ~has).tolist()}, too")
+        expect(not (has & ~may).any(), f"{said}, and it could not be {np.flatnonzero(has & ~may).tolist()}")
+        apart.append(abs(float(got.logprobs[at]) - float(logprobs[token] - np.logaddexp.reduce(logprobs[kept]))))
+    far = too_far(np.array(apart), allow)
+    expect(not far, f"log-probs with {name}={value:g} are {far} from those of the policy over the kept ids")

@@ -326,11 +326,15 @@ async def continued(lab: RolloutLab) -> None:
     hint="RolloutEngine.gives, and Completion.columns: also of aborted responses, without tokens of the prompt",
     after=("completions", "interrupted"),
 )  # fmt: skip
-@needs(lambda lab: lab.engine.gives, "it gives no further columns")
+@needs(lambda lab: lab.engine.gives or lab.engine.capabilities.sampling_mask, "it gives no further columns")
 async def further_columns(lab: RolloutLab) -> str:
     """Further columns fit the tokens of each response: whole, cut at a stop text, and interrupted by
     a load and continued."""
-    gateway, moment, joined = EngineGateway(lab.engine, lab.version, asyncio.Event()), _Moment(lab), 0
+    cut: dict[str, Any] = {"sampling_mask": lab.engine.capabilities.sampling_mask}
+    cut |= {"temperature": 1.0, "seed": 1} | dict.fromkeys({"top_k"} & {*lab.engine.capabilities.restrictions}, 3)
+    sampling = lab.request(lab.policy.prompts(1, seed=37)[0], **cut).sampling
+    gateway = EngineGateway(lab.engine, lab.version, asyncio.Event(), sampling=sampling)
+    moment, joined = _Moment(lab), 0
 
     async def _answer(request: Request) -> Completion:
         try:
@@ -341,11 +345,12 @@ async def further_columns(lab: RolloutLab) -> str:
         return gateway.columns.checked(got)
 
     for prompt in lab.policy.prompts(2, seed=37):
-        whole = await _answer(lab.request(prompt))
+        whole = await _answer(lab.request(prompt, **cut))
         if text := lab.policy.text(np.asarray(whole.token_ids)[:4]):
-            await _answer(lab.request(prompt, stop=text[-1]))
+            await _answer(lab.request(prompt, stop=text[-1], **cut))
     while "partial" in lab.engine.capabilities.swap and not joined and moment.try_again():
-        requests = [lab.request(prompt, max_tokens=moment.tokens) for prompt in lab.policy.prompts(2, seed=38)]
+        asked = lab.policy.prompts(2, seed=38)
+        requests = [lab.request(prompt, max_tokens=moment.tokens, **cut) for prompt in asked]
         await moment.prepare(requests)
         running = [asyncio.create_task(_answer(request)) for request in requests]
         await moment.wait()
@@ -355,4 +360,4 @@ async def further_columns(lab: RolloutLab) -> str:
             gateway.take(await lab.update())
         await asyncio.gather(*running)
         moment.learn(hit=joined > 0, too_early=False, too_late=not joined)
-    return f"{', '.join(sorted(lab.engine.gives))}; {joined} responses were interrupted and continued"
+    return f"{', '.join(sorted(gateway.columns.specs))}; {joined} responses were interrupted and continued"
