@@ -1,42 +1,52 @@
-"""ConnectionLimiter: limits the connections of a server, to keep enough file descriptors for its
-own work.
+"""ConnectionLimiter: keeps file descriptors and memory of a server for its own work, however many
+peers connect.
 
-It counts connections by the monitor events of the ROUTER sockets, and descriptors by the open files
-of the process. Too many unauthenticated peers or too few free descriptors pause the tcp listeners,
-with a note. Each peer has HANDSHAKE_IVL to authenticate. Peers of this host are admitted a few at a
-time, down to a lower number of free descriptors, and below it disconnected; they try again until
-their own deadline.
+libzmq accepts tcp peers by itself, as fast as they come. The limiter counts them by the monitor
+events of the ROUTER sockets. With too many unauthenticated peers or too few free descriptors it
+pauses the listeners, with a note: a socket filter drops all packets of new peers, and they try again
+by themselves. Peers of this host are admitted while the tcp listeners of the process are paused, in
+rounds of the server: none of them waits for libzmq.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import logging
 import os
 import select
+import socket
+import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
+from zmq.utils.monitor import recv_monitor_message
 
-from .descriptors import Reserve, descriptor_limit, free_descriptors, raise_limit
-from .listeners import IPC_BACKLOG, IpcListener, TcpListener
-from .sockets import GIVE_UP_MS
+from .ipc_listener import IPC_BACKLOG, IpcListener
+from .processes import descriptor_limit, free_descriptors, raise_limit
+from .sockets import GIVE_UP_MS, has_waiting
 
 MAX_UNAUTHENTICATED = 128
 """Unauthenticated tcp peers of one server at which its tcp listeners are paused."""
 RESUME_S = 0.1
-"""Interval between attempts to resume paused listeners."""
-_SOON_S = 0.002
+"""Interval between attempts to resume paused listeners, or to admit peers after a failure."""
+_SOON_S = 0.001
+"""Interval between looks at libzmq's progress with local peers."""
 _EXPIRED_S = GIVE_UP_MS / 1000 + 5.0
 """A peer that connected this long ago has authenticated or disconnected."""
-_AUTHENTICATED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-_ACCEPTED, _DISCONNECTED, _LISTENING = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED), int(zmq.EVENT_LISTENING)
-_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+_MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_LISTENING
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes of each packet
 _monitors = itertools.count()
+_admitting = threading.Lock()
+"""Held by the limiter that admits local peers: meanwhile no tcp listener of the process takes one."""
+_lock = threading.Lock()
+_tcp: dict[socket.socket, bool] = {}
+"""Duplicates of all tcp listening sockets of this process, each with True while its server pauses it."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,31 +60,23 @@ class ConnectionLimiter:
     def __init__(self) -> None:
         raise_limit()
         limit = descriptor_limit()
-        self.note: Callable[[str, str], None] = _log_note
-        self.wait_s: float | None = None
+        self.note: Callable[[str, str], None] = lambda text, level: getattr(_log, level)(text)
         # free descriptors below which no more peers are admitted
         self._for_tcp, self._for_ipc = min(256, limit // 4), min(3 * IPC_BACKLOG, limit * 3 // 16)
-        reserved = min(128, limit // 8)
-        # held while tcp is not paused: libzmq may accept peers faster than this thread can pause it
-        self._reserve = Reserve(reserved)
-        self._to_resume = reserved + self._for_tcp * 5 // 4
-        self._tcp: dict[str, TcpListener] = {}
+        self._to_reserve, self._reserve = min(128, limit // 8), list[int]()
+        self._listeners: dict[str, socket.socket] = {}  # by tcp endpoint
+        self._unauthenticated: dict[int, float] = {}  # descriptor → time of its connection
         self._ipc: list[IpcListener] = []
         self._monitors: list[tuple[zmq.Socket[Any], zmq.Socket[Any]]] = []  # each router with its monitor
         self._ready = select.epoll()
-        self._registered: dict[IpcListener, int] = {}
-        self._admitting: IpcListener | None = None
+        self._accepting: socket.socket | None = None  # duplicate of a socket passed to libzmq
         self._paused = self._refusing = self._holding = False
-        self._retry_at_s = 0.0
+        self.wait_s: float | None = None
+        """Limit of the wait for the next ``update``."""
 
     def fileno(self) -> int:
         """Readable when ``update`` has something to do."""
         return self._ready.fileno()
-
-    @property
-    def unauthenticated(self) -> int:
-        """Connected tcp peers with an unfinished handshake."""
-        return sum(len(listener.unauthenticated) for listener in self._tcp.values())
 
     @property
     def short(self) -> bool:
@@ -84,7 +86,7 @@ class ConnectionLimiter:
     def monitor(self, router: zmq.Socket[Any]) -> None:
         """Monitor the connections of a socket. Call before it is bound."""
         address = f"inproc://asyncflow-monitor-{os.getpid()}-{next(_monitors)}"
-        router.monitor(address, _AUTHENTICATED | _ACCEPTED | _DISCONNECTED | _LISTENING)
+        router.monitor(address, _MONITORED)
         monitor: zmq.Socket[Any] = router.context.socket(zmq.PAIR)
         monitor.linger = 0
         monitor.rcvhwm = 0  # with a limit, libzmq's threads would block, and a bind in this one
@@ -95,41 +97,50 @@ class ConnectionLimiter:
     def add_tcp(self, endpoint: str) -> None:
         """Limit the tcp listener at ``endpoint``, to which a monitored socket was just bound."""
         for event, descriptor, bound in self._events():
-            if event == _LISTENING and bound == endpoint:
-                self._tcp[endpoint] = TcpListener(descriptor)
-                self._reserve.hold()
+            if event == zmq.EVENT_LISTENING and bound == endpoint:
+                self._listeners[endpoint] = socket.socket(fileno=os.dup(descriptor))
+                self._pause_tcp(False)
 
     def add_ipc(self, router: zmq.Socket[Any], path: str) -> None:
         """Listen at a socket file. Raises ConfigError."""
-        self._ipc.append(listener := IpcListener(router, path))
-        self._register(listener)
+        self._ipc.append(IpcListener(router, path, self._ready))
 
     def renew_ipc(self) -> None:
         """Replace removed socket files. Raises OSError."""
         for listener in self._ipc:
             listener.renew()
-            self._register(listener)
 
     def update(self) -> None:
         """Process connection events; pause, resume or admit."""
-        now = time.monotonic()
-        for event, descriptor, endpoint in self._events():
-            self._count(event, descriptor, endpoint, now)
+        self._ready.poll(0)  # local peers are reported once
+        now, events = time.monotonic(), self._events()
+        for event, descriptor, endpoint in events:
+            if endpoint not in self._listeners:
+                continue
+            if event == zmq.EVENT_ACCEPTED:
+                self._unauthenticated[descriptor] = now
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._unauthenticated.pop(descriptor, None)
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._unauthenticated:
+                self._unauthenticated.popitem()  # the event does not identify the peer: guess the newest
         self._update_tcp(now)
-        if now >= self._retry_at_s:
-            self._update_ipc(now)
-        waits = now < self._retry_at_s
         for listener in self._ipc:
-            self._register(listener, self._holding or waits)
-        self.wait_s = _SOON_S if self._holding else RESUME_S if self._paused or waits else None
+            listener.count(events)
+        self.wait_s = self._update_ipc() or (RESUME_S if self._paused else None)
 
     def close(self) -> None:
         """Call before the monitored sockets are closed. Idempotent."""
-        self._release()
-        listeners: list[TcpListener | IpcListener] = [*self._tcp.values(), *self._ipc]
-        for listener in listeners:
+        self._hold(False)
+        if self._accepting is not None:
+            self._accepting.close()
+        with _lock:
+            for each in self._listeners.values():
+                _tcp.pop(each, None)
+                each.close()
+        for listener in self._ipc:
             listener.close()
-        self._reserve.release()
+        while self._reserve:
+            os.close(self._reserve.pop())
         for router, monitor in self._monitors:  # in this order: libzmq would wait for a reader
             router.disable_monitor()
             monitor.close()
@@ -140,38 +151,23 @@ class ConnectionLimiter:
         """Return (event, descriptor, endpoint) of each new event."""
         found = []
         for _, monitor in self._monitors:
-            while int(monitor.getsockopt(_EVENTS)) & _POLLIN:
-                event = parse_monitor_message(monitor.recv_multipart(_NOBLOCK))
+            while monitor.poll(0):
+                event = recv_monitor_message(monitor)
                 found.append((int(event["event"]), int(event["value"]), event["endpoint"].decode(errors="replace")))
         return found
 
-    def _count(self, event: int, descriptor: int, endpoint: str, now: float) -> None:
-        listener = self._tcp.get(endpoint)
-        if listener is None:
-            for each in self._ipc if event in (_ACCEPTED, _DISCONNECTED) else ():
-                each.count(endpoint, left=event == _DISCONNECTED)
-        elif event == _ACCEPTED:
-            listener.unauthenticated[descriptor] = now
-        elif event == _DISCONNECTED:
-            listener.unauthenticated.pop(descriptor, None)
-        elif event == _AUTHENTICATED and listener.unauthenticated:
-            listener.unauthenticated.popitem()  # the event does not identify the peer: guess the newest
-
     def _update_tcp(self, now: float) -> None:
-        if not self._tcp:
+        if not self._listeners:
             return
-        for listener in self._tcp.values():  # corrects wrong guesses of _count
-            for descriptor in [fd for fd, began_s in listener.unauthenticated.items() if now - began_s > _EXPIRED_S]:
-                del listener.unauthenticated[descriptor]
-        free, unauthenticated, names = free_descriptors(), self.unauthenticated, ", ".join(self._tcp)
+        for descriptor in [fd for fd, began_s in self._unauthenticated.items() if now - began_s > _EXPIRED_S]:
+            del self._unauthenticated[descriptor]  # corrects wrong guesses of ``update``
+        free, unauthenticated, names = free_descriptors(), len(self._unauthenticated), ", ".join(self._listeners)
         if self._paused:
-            if free >= self._to_resume and unauthenticated <= MAX_UNAUTHENTICATED // 2:
-                self._reserve.hold()
+            if free >= self._to_reserve + self._for_tcp * 5 // 4 and unauthenticated <= MAX_UNAUTHENTICATED // 2:
                 self._pause_tcp(False)
                 self.note(f"{names} takes connections again", "info")
         elif free < self._for_tcp or unauthenticated >= MAX_UNAUTHENTICATED:
             self._pause_tcp(True)
-            self._reserve.release()
             why = _short_of(free)
             if unauthenticated >= MAX_UNAUTHENTICATED:
                 why = (
@@ -181,58 +177,72 @@ class ConnectionLimiter:
             self.note(f"{names} takes no connections for now: {why}", "warning")
 
     def _pause_tcp(self, paused: bool) -> None:
-        for listener in self._tcp.values():
-            listener.set_paused(paused)
+        """Pause or resume this server's tcp listeners. Hold descriptors in reserve while they are not
+        paused: libzmq may accept peers faster than this thread can pause it."""
         self._paused = paused
+        with _lock, contextlib.suppress(OSError):
+            _tcp.update(dict.fromkeys(self._listeners.values(), paused))
+            _filter_tcp()
+            while paused and self._reserve:
+                os.close(self._reserve.pop())
+            while not paused and len(self._reserve) < self._to_reserve:
+                self._reserve.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
 
-    def _update_ipc(self, now: float) -> None:
-        """Admit waiting peers of this host while the tcp listeners of the process are paused, so
-        that nothing else takes the counted descriptors."""
-        if self._admitting is not None and self._admitting.admitting:
-            return
-        if self._admitting is not None:
-            self._admitting = None
-            self._release()
-        for listener in self._ipc:
-            listener.close_unused()
-        waiting = next((listener for listener in self._ipc if listener.waiting), None)
+    def _update_ipc(self) -> float | None:
+        """Admit the peers waiting at a socket file, or disconnect them if too few descriptors are
+        free. No tcp listener of the process takes one between the count and the last accept. Return
+        the limit of the wait for the next call."""
+        if self._accepting is not None:
+            if has_waiting(self._accepting):
+                return _SOON_S
+            self._accepting.close()
+            self._accepting = None
+            self._hold(False)
+        waiting = next((listener for listener in self._ipc if has_waiting(listener.socket)), None)
         if waiting is None:
-            self._release()
-            return
-        if not self._holding:
-            self._holding = True
-            TcpListener.pause_all()
-        if free_descriptors() >= self._for_ipc and not TcpListener.none_waiting():
-            return  # libzmq is still accepting
+            self._hold(False)
+            return None
+        if not self._hold(True):
+            return _SOON_S  # another server of this process admits peers
+        free = free_descriptors()
+        if free >= self._for_ipc:
+            with _lock:
+                if any(map(has_waiting, _tcp)):
+                    return _SOON_S  # libzmq is accepting these
         try:
-            if (free := free_descriptors()) >= self._for_ipc:  # does not change during pause_all
-                waiting.admit()
-                self._admitting, self._refusing = waiting, False
-                return
+            if free >= self._for_ipc:
+                self._accepting, self._refusing = waiting.admit(), False
+                return _SOON_S
             waiting.refuse()
             if not self._refusing:
                 self._refusing = True
                 self.note(f"clients of this host are refused for now: {_short_of(free)}", "warning")
         except (OSError, zmq.ZMQError):
-            self._retry_at_s = now + RESUME_S
-        self._release()
+            pass  # the peers still wait
+        self._hold(False)
+        return RESUME_S
 
-    def _release(self) -> None:
-        if self._holding:
-            self._holding = False
-            TcpListener.resume_all()
+    def _hold(self, hold: bool) -> bool:
+        """Pause all tcp listeners of the process, or undo that. Return False if another
+        limiter holds them."""
+        if hold != self._holding:
+            with _lock:
+                if not hold:
+                    _admitting.release()
+                elif not _admitting.acquire(blocking=False):
+                    return False
+                self._holding = hold
+                _filter_tcp()
+        return True
 
-    def _register(self, listener: IpcListener, busy: bool = False) -> None:
-        """Make ``fileno()`` readable for waiting peers, unless ``busy``."""
-        wanted, known = -1 if busy else listener.descriptor, self._registered.get(listener, -1)
-        if wanted == known:
-            return
-        if known >= 0:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                self._ready.unregister(known)
-        if wanted >= 0:
-            self._ready.register(wanted, select.EPOLLIN)
-        self._registered[listener] = wanted
+
+def _filter_tcp() -> None:
+    """Let each listening socket drop all packets of new peers, or none. Hold ``_lock``."""
+    program = struct.pack("HxxxxxxP", 1, ctypes.addressof(_DROP_ALL))
+    for each, paused in _tcp.items():
+        option = _ATTACH_FILTER if paused or _admitting.locked() else _DETACH_FILTER
+        with contextlib.suppress(OSError):  # forbidden in some sandboxes; or nothing to undo
+            each.setsockopt(socket.SOL_SOCKET, option, program)
 
 
 def _short_of(free: int) -> str:
@@ -240,7 +250,3 @@ def _short_of(free: int) -> str:
         f"{free} of {descriptor_limit()} file descriptors are free, and those are kept for the server's own work."
         " Close clients, or raise the limit (ulimit -n)"
     )
-
-
-def _log_note(text: str, level: str) -> None:
-    _log.log(logging.WARNING if level == "warning" else logging.INFO, text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import select
 import socket as sockets
 import threading
 from typing import Any
@@ -79,6 +80,14 @@ def set_tcp(socket: Any) -> None:
     socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = IDLE_S, PROBE_S, PROBES
     socket.setsockopt(zmq.TCP_MAXRT, GIVE_UP_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, GIVE_UP_MS)
+
+
+def has_waiting(listening: sockets.socket | None) -> bool:
+    """True if a listening socket has peers to accept."""
+    poll = select.poll()
+    if listening is not None:
+        poll.register(listening, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def connect(socket: Any, address: str, key: RunKey | None) -> None:

@@ -12,7 +12,6 @@ from waiting import until
 from wire_handlers import client_of, serving
 
 from asyncflow_sdk.wire import connection_limiter, router_sockets, sockets
-from asyncflow_sdk.wire.listeners import TcpListener
 
 pytestmark = pytest.mark.fast
 
@@ -45,23 +44,24 @@ def filters() -> None:
             pytest.skip(f"no socket may have a filter here: {error}")
 
 
-def test_a_held_tcp_door_lets_nobody_in_and_everybody_afterwards(tmp_path: Path, filters: None) -> None:
+def test_local_peers_that_libzmq_has_yet_to_accept_hold_up_only_remote_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filters: None
+) -> None:
     with serving(f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0", insecure=True) as parrot:
         local, tcp = parrot.server.addresses
-        there, here = client_of(tcp), client_of(local)
-        assert there.request(b"x", 60) == b"x 0"
-        # when the doors of this process are held
-        TcpListener.pause_all()
-        try:
+        early, there = client_of(local), client_of(tcp)
+        assert (early.request(b"x", 60), there.request(b"x", 60)) == (b"x 0", b"x 1")
+        # when libzmq is slow to accept a client of this host
+        with monkeypatch.context() as slow:
+            slow.setattr(connection_limiter, "has_waiting", lambda each: each.family == socket.AF_UNIX)
+            late = client_of(local)
+            assert late.request(b"y", 60) == b"y 2"
+            # then those that are in go on, and a remote peer waits
             peer = knock(tcp)
-            # then a new peer waits, and those that are in go on, as do clients of this host
-            assert here.request(b"y", 60) == b"y 1"
-            assert there.request(b"z", 60) == b"z 2"
+            assert (early.request(b"z", 60), there.request(b"z", 60)) == (b"z 3", b"z 4")
             assert not connected(peer)
-        finally:
-            TcpListener.resume_all()
         until(lambda: connected(peer), "the peer to be let in")
-        for each in (peer, there, here):
+        for each in (peer, early, there, late):
             each.close()
 
 

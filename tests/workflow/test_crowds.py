@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from waiting import in_thread, until
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ServerLost, WireError
 from asyncflow_sdk.types.events import Event, Note
+from asyncflow_sdk.wire.processes import raise_limit
 
 LIMIT = 400
 NULL_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -25,15 +28,16 @@ NULL_HANDSHAKE = NULL_GREETING + b"\x04" + bytes([len(READY)]) + READY
 """What a peer without keys sends before its first message."""
 
 
-def serve_with_few(directory: str) -> None:
+def serve_with_few(directory: str, limit: int = LIMIT, keyed: bool = True) -> None:
     """Serve a run with few file descriptors. Say its addresses and how many that are, then each note."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT // 2, LIMIT))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit // 2, limit))
+    options: dict[str, Any] = {"key": f"{directory}/server.key"} if keyed else {"insecure": True}
 
     def tell(event: Event) -> None:
         if isinstance(event, Note):
             say(event.text)
 
-    with af.serve(directory, address="tcp://127.0.0.1:0", key=f"{directory}/server.key", on_event=tell) as run:
+    with af.serve(directory, address="tcp://127.0.0.1:0", on_event=tell, **options) as run:
         say([*run.addresses, resource.getrlimit(resource.RLIMIT_NOFILE)[0]])
         hear()
 
@@ -104,6 +108,50 @@ def test_crowds_are_refused_until_some_of_them_leave_and_nothing_else_is(child: 
         run = late()
         assert run.queue.audit().put == 0
         run.close()
+
+
+@pytest.fixture
+def filters() -> None:
+    """Skip the test if this kernel lets only root attach a filter to a socket."""
+    ret_0 = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HxxxxxxP", 1, ctypes.addressof(ret_0)))
+        except PermissionError as error:
+            pytest.skip(f"no socket may have a filter here: {error}")
+
+
+@pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "insecure"])
+@pytest.mark.parametrize("limit", [1024, 4096])
+def test_idle_peers_leave_descriptors_for_local_clients(
+    limit: int, keyed: bool, tmp_path: Path, filters: None
+) -> None:
+    raise_limit()
+    with Child(serve_with_few, str(tmp_path), limit, keyed) as child, contextlib.ExitStack() as peers:
+        host, _, port = child.hear()[-2].removeprefix("tcp://").rpartition(":")
+        early, crowd = peers.enter_context(af.connect(tmp_path, timeout_s=60)), []
+        # when 1,100 peers come and say nothing, without keys: nothing more than who they are
+        for _ in range(22):
+            for _ in range(50):
+                crowd.append(peer := peers.enter_context(socket.socket()))
+                peer.setblocking(False)
+                peer.connect_ex((host, int(port)))
+            # then those that are in go on
+            assert early.queue.audit().put == 0
+            crowd = [] if keyed else [peer for peer in crowd if not sent(peer, NULL_HANDSHAKE)]
+        # and clients of this host are let in
+        for _ in range(3):
+            with af.connect(tmp_path, timeout_s=60) as run:
+                assert run.queue.audit().put == 0
+        # and the server keeps descriptors for its own work
+        until(lambda: descriptors(child.pid) <= limit - limit // 16, "descriptors to be free")
+
+
+def sent(peer: socket.socket, data: bytes) -> bool:
+    """Send if the peer is connected by now."""
+    with contextlib.suppress(OSError):
+        return peer.send(data) == len(data)
+    return False
 
 
 def told_why(directory: Path) -> None:
