@@ -11,7 +11,7 @@ from .processes import boot_id, has_ended, process_key, same_host
 from .server import Server
 from .service import Frames, Member, Service, ServiceAddress, ServiceClient
 from .sockets import RETRY_S, is_loopback, probe, transport_of
-from .transfers import MemorySink, PayloadSink
+from .uploads import MemorySink, PayloadSink
 
 __all__ = [
     "LOOPBACK",

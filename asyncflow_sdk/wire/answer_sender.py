@@ -1,4 +1,4 @@
-"""AnswerSender: sends answers over the connections of their requests, the large ones in fragments.
+"""AnswerSender: sends answers over the connections of their requests, the large ones in pieces.
 
 Payload beside an answer is not stored: it is made again for each retry, once the frames sent before
 have left.
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import zmq
 
 from ..errors import ProtocolError
-from .envelope import FRAGMENT_BYTES, PROTOCOL, Progress, ResponseEnvelope, encode
+from .envelope import PIECE_BYTES, PROTOCOL, ResponseEnvelope, ResponsePart, encode
 from .handler import Handler
 from .router_sockets import Route
 from .session_state import SessionState
-from .transfers import Download
+from .uploads import Download
 
 # Plain integers: an operation on zmq's enumerations costs as much as receiving a message.
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Outgoing(NamedTuple):
-    """A queued answer. ``starts``: requested fragments; empty for the first window."""
+    """A queued answer. ``starts``: requested pieces; empty for the first ones."""
 
     session: SessionState
     seq: int
@@ -65,7 +65,7 @@ class AnswerSender:
                 self.send(each.session, each.seq, each.starts)
 
     def send(self, session: SessionState, seq: int, starts: tuple[int, ...] = ()) -> None:
-        """Send an answer, or fragments of it, over the connection of its request's last message. Do
+        """Send an answer, or pieces of it, over the connection of its request's last message. Do
         nothing if that reached an earlier server: the client will repeat it."""
         route, answer = session.routes[seq], session.answers[seq]
         if route is None:
@@ -81,18 +81,18 @@ class AnswerSender:
                 except Exception:  # must not end the server
                     _log.exception("the server failed to make an answer")
                     return
-            if not payload and len(body) <= FRAGMENT_BYTES:
+            if not payload and len(body) <= PIECE_BYTES:
                 self.post(route, encode(ResponseEnvelope(PROTOCOL, seq, body)))
                 return
             download = session.downloads[seq] = Download(body, payload)
-        with contextlib.suppress(ProtocolError):  # the answer was made again, and has other fragments
-            for start, body, fragment, data in download.messages(starts):
-                envelope = encode(ResponseEnvelope(PROTOCOL, seq, body, fragment))
-                download.mark_sent(start, self.post(route, envelope, data))
+        with contextlib.suppress(ProtocolError):  # the answer was made again, and has other pieces
+            for start, body, piece, data in download.messages(starts):
+                envelope = encode(ResponseEnvelope(PROTOCOL, seq, body, piece))
+                download.mark_sent(start, len(body) + len(data), self.post(route, envelope, data))
 
-    def send_progress(self, route: Route, seq: int, progress: Progress) -> None:
-        """Report to the client how much of a request the server has."""
-        self.post(route, encode(ResponseEnvelope(PROTOCOL, seq, b"", progress)))
+    def send_part(self, route: Route, seq: int, part: ResponsePart) -> None:
+        """Send a message about the pieces of a request or an answer."""
+        self.post(route, encode(ResponseEnvelope(PROTOCOL, seq, b"", part)))
 
     def post(self, route: Route, envelope: bytes, data: Any = None) -> zmq.MessageTracker | None:
         """Send one message. Return a tracker if ``data`` is sent without a copy."""

@@ -4,7 +4,7 @@
     answer = client.request(body, timeout_s=30.0)            # threads: one socket each
     reply = await client.aexchange(body, timeout_s=30.0)     # event loops: one socket each
 
-A request without an answer is sent again, of a large one only the missing fragments: see
+A request without an answer is sent again, of a large one only the lost pieces: see
 ``exchange``. All requests end when the server closes for good.
 """
 
@@ -26,8 +26,8 @@ from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, Wir
 from .client_sockets import FINAL_MESSAGES_MS, POLLIN, LoopSocket, ServerWatch, ThreadSocket
 from .envelope import GOODBYE, MAX_BYTES
 from .exchange import Message, RequestExchange, WireReply
-from .fragments import nbytes_of
 from .keys import RunKey
+from .pieces import nbytes_of
 from .sequence_numbers import SequenceNumbers
 from .sockets import context_of, transport_of
 
@@ -148,7 +148,7 @@ class Client:
 
         Raises ServerLost without an answer after ``timeout_s`` + ``grace_s`` (default ``GRACE_S``),
         when the server closes for good or its process ends, and on ``close``; WireError if
-        interrupted since ``since``; ProtocolError for an answer in fragments above
+        interrupted since ``since``; ProtocolError for an answer in pieces above
         ``max_answer_bytes``; AccessDenied."""
         self.check_size(size := nbytes_of(body, payload))
         with self._lock:

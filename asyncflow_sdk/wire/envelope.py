@@ -5,8 +5,8 @@ envelope (protocol, seq, body, part). A server recognises a retry by ``session``
 ``done``: all requests below it are over; ``settled``: answered requests from there on; both let the
 server forget answers. ``dropped``: cancelled requests.
 
-A message above FRAGMENT_BYTES is sent as fragments, one per message, described by ``part`` instead
-of ``body``: see ``fragments``, ``exchange`` (the client's side) and ``transfers`` (the server's).
+A message above PIECE_BYTES is sent in pieces, one per message, described by ``part`` instead of
+``body``: see ``pieces``, ``exchange`` (the client's side) and ``uploads`` (the server's).
 
 A response to request 0 is a goodbye: the server has closed, and no other server will take its
 place.
@@ -24,68 +24,48 @@ import msgspec
 
 from ..errors import ProtocolError
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_BYTES = 1 << 30
-"""The default of the largest request: body and payload, in any number of fragments."""
-FRAGMENT_BYTES = 1 << 20
+"""The default of the largest request: body and payload, in any number of pieces."""
+PIECE_BYTES = 1 << 20
 FRAME_BYTES = 2 << 20
-"""The largest frame a socket accepts: a fragment, or an envelope around one. ZeroMQ cuts a
-connection that announces a larger one before it allocates memory for it."""
-WINDOW_BYTES = 8 << 20
-"""The most bytes of one message in flight: sent and not acknowledged."""
+"""The largest frame a socket accepts: a piece, or an envelope around one. ZeroMQ cuts a connection that
+announces a larger one before it allocates memory for it."""
 GOODBYE = 0
 """The request number of a goodbye."""
 
 
-class Fragment(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The payload frame holds the bytes from ``start`` of a message. ``sizes``: bytes of its body
-    and payload. ``upload``: the server's number of the upload; 0 if not known yet, and in answers.
-    """
+class Offer(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A large message, to be asked for: its bytes of body and payload. ``number``: the client's questions
+    so far; in an answer, the number of the question."""
 
-    upload: int
+    sizes: tuple[int, int]
+    number: int = 0
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The payload frame holds the bytes from ``start`` of a message of ``sizes``."""
+
     start: int
     sizes: tuple[int, int]
 
 
-class Pull(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Request the fragments of an answer that begin at ``starts``."""
+class Read(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Ask for the pieces at ``starts``. ``number``: number of the newest Offer; pieces sent before it are lost.
+    From a server without any: it does not know the request."""
 
     starts: tuple[int, ...]
+    number: int = 0
 
 
-class ProgressQuery(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """After a silence, query how much of a request the server has. ``number``: counts the queries
-    of the request. ``answering``: True if answer fragments have arrived; a Progress suffices as
-    reply."""
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """After a silence, ask for the Offer of an answer: the server has sent its pieces before."""
 
-    upload: int
     number: int
-    answering: bool
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """How much of a request the server has. ``known``: False if nothing: it restarted, or released
-    the upload.
-
-    ``upload``: the server's number for it. ``message_upload``: the number in the message that this
-    answers. ``low``: all bytes before it have arrived, and the fragments that begin at ``beyond``.
-    ``limit``: fragments that begin before it may be sent. ``query``: the number of the
-    ProgressQuery that this answers, else 0. ``answer``: sizes of the answer if it was sent in
-    fragments; fragments that have not arrived before this message are lost.
-    """
-
-    known: bool
-    upload: int
-    message_upload: int
-    low: int = 0
-    beyond: tuple[int, ...] = ()
-    limit: int = 0
-    query: int = 0
-    answer: tuple[int, int] | None = None
-
-
-RequestPart: TypeAlias = Fragment | Pull | ProgressQuery
-ResponsePart: TypeAlias = Fragment | Progress
+RequestPart: TypeAlias = Offer | Piece | Read | Ask
+ResponsePart: TypeAlias = Offer | Piece | Read
 
 
 class RequestEnvelope(msgspec.Struct, frozen=True, array_like=True):

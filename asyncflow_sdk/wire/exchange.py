@@ -1,27 +1,24 @@
 """RequestExchange: one request and its answer on the client's side, of any size. It uses no socket
 and no clock.
 
-A small request is one message. Of a large one the body is sent first; the server makes room for the
-payload, and reports how far the client may send. After a silence the client queries what has
-arrived, and sends only the rest. Of a large answer, the client requests one more fragment for each
-that arrives.
+A small request is one message. A large one is offered, and the server asks for its pieces; of a large
+answer, the client asks for the pieces (see ``pieces``). After a silence the client offers again, or
+asks. One connection keeps the order of its messages: pieces expected before the question and
+missing when it is answered were lost with an earlier connection, and only these are sent again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProtocolError
-from .envelope import FRAGMENT_BYTES, WINDOW_BYTES, Fragment, Progress, ProgressQuery, Pull, ResponseEnvelope
-from .fragments import Fragments, Reassembly, fragment_end, nbytes_of
+from .envelope import PIECE_BYTES, Ask, Offer, Piece, Read, RequestPart, ResponseEnvelope
+from .pieces import Incoming, Outgoing, nbytes_of, piece_end
 from .sequence_numbers import SequenceNumbers
-
-_NOTHING = Fragments(b"")
-_NO_BYTES: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
 class WireReply(NamedTuple):
@@ -40,7 +37,7 @@ class Message(NamedTuple):
 
 class RequestExchange:
     """Not thread-safe. ``payload``: contiguous buffers, which must not change before the reply.
-    ``max_bytes``: limit for body and payload of an answer in fragments; None: no limit.
+    ``max_bytes``: limit for body and payload of an answer in pieces; None: no limit.
 
     ``reply``: None until the answer is complete. ``received``: messages received so far.
     ``answer_bytes``: 0 until known."""
@@ -55,23 +52,17 @@ class RequestExchange:
     ) -> None:
         self._numbers, self.seq, self._body, self._max_bytes = numbers, seq, body, max_bytes
         self._payload = payload
-        self._large = nbytes_of(body, payload) > FRAGMENT_BYTES
-        self._request = Fragments(body, payload) if self._large else _NOTHING
-        self._queries = 0
+        self._request = Outgoing(body, payload) if nbytes_of(body, payload) > PIECE_BYTES else None
+        self._questions = 0
         self.reply: WireReply | None = None
         self.received = self.answer_bytes = 0
 
     def begin(self) -> list[Message]:
-        """Return the first messages, sent again to a server without this request."""
-        self._upload = self._next = self._limit = 0
-        self._in_flight: dict[int, int] = {}  # start of a sent fragment → queries sent before it
-        self._answer: Reassembly | None = None
-        self._memory = _NO_BYTES
-        self._pulled: dict[int, int] = {}  # start of a requested fragment → queries sent before the request
-        self._next_pull = 0
-        if self._large:
-            self._limit = min(self._request.sizes[0], WINDOW_BYTES)
-            return self._send_next()
+        """Return the first message, sent again to a server without this request."""
+        self._answer: Incoming | None = None
+        if self._request is not None:
+            self._sent: dict[int, int] = {}  # start of a piece → questions before it was sent
+            return [self._message(Offer(self._request.sizes, self._questions))]
         data = b"".join(self._payload) if self._payload else None
         return [Message(self._numbers.envelope(self.seq, self._body), data)]
 
@@ -79,94 +70,60 @@ class RequestExchange:
         """Process a message of the server and return the messages to send. Raises ProtocolError."""
         self.received += 1
         part = response.part
-        if isinstance(part, Progress):
-            return self._continue(part)
-        if isinstance(part, Fragment):
-            return self._collect(part, b"" if data is None else data)
-        payload = None if data is None else np.frombuffer(data, np.uint8).copy()  # ZeroMQ's memory is not aligned
-        self.reply = WireReply(response.body, payload)
-        return []
+        if part is None:
+            payload = None if data is None else np.frombuffer(data, np.uint8).copy()  # ZeroMQ's is not aligned
+            self.reply = WireReply(response.body, payload)
+            return []
+        if isinstance(part, Read):
+            return self._send(part)
+        if self._answer is None or self._answer.sizes != part.sizes:
+            answer, before = self._expect(part.sizes), self._questions + 1
+        else:
+            answer, before = self._answer, getattr(part, "number", 0)
+        if isinstance(part, Offer):
+            return self._ask(answer.ask_again(before, self._questions))
+        if answer.add(part.start, b"" if data is None else data):
+            at = part.start - part.sizes[0]
+            self._memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
+        if answer.complete:
+            self.reply = WireReply(answer.body.tobytes(), self._memory if part.sizes[1] else None)
+            return []
+        return self._ask(answer.ask(self._questions))
 
     def resend(self) -> list[Message]:
         """Return the messages to send after a silence."""
-        if self._answer is None and not self._large:
-            return self.begin()
-        self._queries += 1
-        query = ProgressQuery(self._upload, self._queries, self._answer is not None)
-        return [Message(self._numbers.envelope(self.seq, b"", query))]
-
-    # ---- the request
-
-    def _continue(self, progress: Progress) -> list[Message]:
-        if not progress.known:
-            return self.begin() if progress.message_upload == self._upload else []
-        if self._answer is None and progress.answer is not None:
-            self._expect(progress.answer)
-            return self._pull(list(self._pulled))
+        self._questions += 1
         if self._answer is not None:
-            return self._pull(_lost(self._pulled, progress))
-        if not self._large or self._upload not in (progress.upload, progress.message_upload):
-            return []  # of an upload that was released
-        self._upload, self._limit = progress.upload, progress.limit
-        for start in [each for each in self._in_flight if each < progress.low or each in progress.beyond]:
-            del self._in_flight[start]
-        return self._send(_lost(self._in_flight, progress)) + self._send_next()
+            return [self._message(Ask(self._questions))]
+        if self._request is not None:
+            return [self._message(Offer(self._request.sizes, self._questions))]
+        return self.begin()
 
-    def _send_next(self) -> list[Message]:
-        """Return fragments that were never sent, up to the server's limit."""
-        starts = []
-        while self._next < min(self._limit, self._request.nbytes):
-            starts.append(self._next)
-            self._next = fragment_end(self._next, self._request.sizes)
-        return self._send(starts)
-
-    def _send(self, starts: Iterable[int]) -> list[Message]:
-        messages, sizes = [], self._request.sizes
-        for start in starts:
-            self._in_flight[start] = self._queries
-            envelope = self._numbers.envelope(self.seq, b"", Fragment(self._upload, start, sizes))
-            messages.append(Message(envelope, self._request.read(start, fragment_end(start, sizes))))
+    def _send(self, read: Read) -> list[Message]:
+        """Return the pieces of the request that the server asks for. Without any, it knows nothing of
+        an answer."""
+        if not read.starts:
+            return self.begin() if self._answer is not None else []
+        if (request := self._request) is None:
+            return []
+        messages = []
+        for start in read.starts:
+            if self._sent.get(start, -1) < read.number:
+                self._sent[start] = self._questions
+                data = request.read(start, piece_end(start, request.sizes))
+                messages.append(self._message(Piece(start, request.sizes), data))
         return messages
 
-    # ---- the answer
+    def _expect(self, sizes: tuple[int, int]) -> Incoming:
+        """Prepare for an answer. The server sends its first pieces without a question."""
+        if self._max_bytes is not None and sum(sizes) > self._max_bytes:
+            raise ProtocolError(f"an answer of {sum(sizes)} bytes, where at most {self._max_bytes} are expected")
+        self._answer, self._memory, self.answer_bytes = Incoming(sizes), np.empty(sizes[1], np.uint8), sum(sizes)
+        self._answer.ask(self._questions)
+        return self._answer
 
-    def _collect(self, fragment: Fragment, data: Any) -> list[Message]:
-        sizes = fragment.sizes
-        if self._answer is None or self._answer.sizes != sizes:
-            self._expect(sizes)
-        assert self._answer is not None
-        if self._answer.add(fragment.start, data):
-            at = fragment.start - sizes[0]
-            self._memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
-        self._pulled.pop(fragment.start, None)
-        if self._answer.complete:
-            self.reply = WireReply(self._answer.body, self._memory if sizes[1] else None)
-            return []
-        if self._next_pull == self.answer_bytes:
-            return []
-        start, self._next_pull = self._next_pull, fragment_end(self._next_pull, sizes)
-        return self._pull([start])
+    def _ask(self, starts: tuple[int, ...]) -> list[Message]:
+        return [self._message(Read(starts))] if starts else []
 
-    def _expect(self, sizes: tuple[int, int]) -> None:
-        """Prepare for an answer. The server sends its first window without a Pull."""
-        fragment_end(0, sizes)
-        most = self._max_bytes
-        if most is not None and sum(sizes) > most:
-            raise ProtocolError(f"an answer of {sum(sizes)} bytes, where at most {most} are expected")
-        self._answer, self._memory = Reassembly(sizes), np.empty(sizes[1], np.uint8)
-        self.answer_bytes, self._next_pull, self._pulled = sum(sizes), 0, {}
-        while self._next_pull < min(WINDOW_BYTES, self.answer_bytes):
-            self._pulled[self._next_pull] = self._queries
-            self._next_pull = fragment_end(self._next_pull, sizes)
-
-    def _pull(self, starts: list[int]) -> list[Message]:
-        if not starts:
-            return []
-        self._pulled.update(dict.fromkeys(starts, self._queries))
-        return [Message(self._numbers.envelope(self.seq, b"", Pull(tuple(starts))))]
-
-
-def _lost(in_flight: dict[int, int], progress: Progress) -> list[int]:
-    """Return fragments sent before a query and missing when it was answered: messages keep their
-    order, so their connection was lost."""
-    return [start for start, queries in in_flight.items() if queries < progress.query]
+    def _message(self, part: RequestPart, data: bytes | memoryview | None = None) -> Message:
+        return Message(self._numbers.envelope(self.seq, b"", part), data)

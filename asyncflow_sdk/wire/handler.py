@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from .transfers import PayloadSink
+from .uploads import PayloadSink
 
 
 class RequestHandler(Protocol):

@@ -16,11 +16,11 @@ from ..errors import ProtocolError
 from .answer_sender import AnswerSender
 from .envelope import (
     PROTOCOL,
-    Fragment,
-    Progress,
-    ProgressQuery,
+    Ask,
+    Offer,
+    Piece,
     ProtocolMismatch,
-    Pull,
+    Read,
     RequestEnvelope,
     RequestPart,
     decode_request,
@@ -29,12 +29,10 @@ from .handler import Handler
 from .request_table import RequestTable
 from .router_sockets import Route
 from .session_state import SessionState
-from .transfers import SILENCE_S, PayloadSink, Upload, Uploads
+from .uploads import SILENCE_S, PayloadSink, Upload, Uploads
 
 SWEEP_S = 5.0
 """Interval between searches for inactive transfers, while there are any."""
-NO_LIMIT = 1 << 62
-"""Larger than any request: the client may send all of it."""
 _ROUND_MESSAGES = 64
 # Plain integers: an operation on zmq's enumerations costs as much as receiving a message.
 _NOBLOCK, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
@@ -50,7 +48,7 @@ class RequestReceiver:
     ) -> None:
         self._handler, self._requests, self._answers = handler, requests, answers
         self._max_bytes, self._hold = max_bytes, hold
-        self.uploads = Uploads(handler.sink, max_bytes)
+        self.uploads = Uploads(max_bytes)
         self._next_sweep_s = 0.0
         self.garbage = 0
 
@@ -85,7 +83,7 @@ class RequestReceiver:
     def sweep(self) -> float | None:
         """Release inactive transfers and continue waiting uploads. Return the seconds until the
         next call is due, None without transfers."""
-        self._continue_admitted()
+        self._admit()
         sessions = [session for session in self._requests.sessions.values() if session.downloads]
         if not sessions and not self.uploads:
             return None
@@ -100,11 +98,11 @@ class RequestReceiver:
     def _process(self, route: Route, request: RequestEnvelope, data: Any, frame: Any) -> None:
         session, seq, part = self._requests.sessions.get(request.session), request.seq, request.part
         if session is None:
-            if isinstance(part, Fragment) and part.start == 0 and data is not None:
-                # a body in fragments from an unknown session: the handler rejects it
+            if isinstance(part, Piece) and part.start == 0 and data is not None:
+                # a body in pieces from an unknown session: the handler rejects it
                 request = RequestEnvelope(PROTOCOL, request.session, seq, 1, (), (), bytes(data))
-            if isinstance(part, ProgressQuery):
-                self._answers.send_progress(route, seq, Progress(False, 0, part.upload, query=part.number))
+            if isinstance(part, Ask | Offer):
+                self._answers.send_part(route, seq, Read((0,), part.number) if isinstance(part, Offer) else Read(()))
             if not request.body:  # a confirmation from a session that has ended
                 return
             session = self._requests.sessions[request.session] = SessionState(keys=(_property(frame, "User-Id"),))
@@ -125,13 +123,10 @@ class RequestReceiver:
             self._repeat(route, session, seq, part)
         elif seq in session.early and not request.body:
             return
-        elif isinstance(part, Fragment):
-            self._add_fragment(route, request, part, data)
-        elif isinstance(part, ProgressQuery):
-            upload = self.uploads.find(request.session, seq)
-            unknown = Progress(False, 0, part.upload, query=part.number)
-            progress = unknown if upload is None else upload.progress(part.upload, part.number)
-            self._answers.send_progress(route, seq, progress)
+        elif isinstance(part, Offer | Piece):
+            self._upload(route, request, part, data)
+        elif isinstance(part, Ask):
+            self._answers.send_part(route, seq, Read(()))
         elif part is None:
             sink = None if data is None else self._handler.sink(request.session, request.body, len(data))
             if sink is not None and sink.error is None:
@@ -142,18 +137,15 @@ class RequestReceiver:
         """Process another message about a request in execution, or already answered."""
         if seq in session.routes:
             session.routes[seq] = route
-        if isinstance(part, Pull):
-            if seq in session.answers:
-                self._answers.queue(session, seq, part.starts)
+        if seq not in session.answers or isinstance(part, Piece):
             return
-        upload, query = (0, 0) if part is None else (part.upload, getattr(part, "number", 0))
         download = session.downloads.get(seq)
-        sizes = download.sizes if download is not None else None
-        if part is not None or sizes is not None:
-            progress = Progress(True, upload, upload, NO_LIMIT, query=query, answer=sizes)
-            self._answers.send_progress(route, seq, progress)
-        if seq in session.answers and sizes is None and not getattr(part, "answering", False):
+        if isinstance(part, Read):
+            self._answers.queue(session, seq, part.starts)
+        elif download is None or download.sizes is None:
             self._answers.queue(session, seq)
+        else:
+            self._answers.send_part(route, seq, Offer(download.sizes, getattr(part, "number", 0)))
 
     def _execute(self, route: Route, name: str, seq: int, done: int, body: bytes, sink: PayloadSink | None) -> None:
         """Execute a complete request on its first arrival."""
@@ -162,36 +154,31 @@ class RequestReceiver:
 
     # ---- uploads
 
-    def _add_fragment(self, route: Route, request: RequestEnvelope, fragment: Fragment, data: Any) -> None:
-        """Add a fragment to the upload of an incomplete request."""
-        upload = self.uploads.find(request.session, request.seq)
-        if upload is None and not fragment.upload:
-            if fragment.start:
-                return  # the first fragment was lost, and will be sent again
-            upload = self.uploads.begin(request.session, request.seq, fragment.sizes)
-        if upload is None or fragment.upload not in (0, upload.number):
-            self._answers.send_progress(route, request.seq, Progress(False, 0, fragment.upload))
-            return
-        upload.route = route
-        self.uploads.add(upload, fragment, b"" if data is None else data)
-        self._continue_admitted(upload)
-        if self.uploads.find(upload.session, upload.seq) is upload:
-            self._continue(upload, fragment.upload, request.done)
+    def _upload(self, route: Route, request: RequestEnvelope, part: Offer | Piece, data: Any) -> None:
+        """Begin the upload of a large request, or add a piece, and ask for more or execute the request."""
+        offered = isinstance(part, Offer)
+        uploads, name, seq = self.uploads, request.session, request.seq
+        upload = uploads.offer(name, seq, part.sizes) if offered else uploads.find(name, seq)
+        if upload is None or upload.sizes != part.sizes:
+            return  # of an upload since released
+        upload.hear(route, part.number if isinstance(part, Offer) else None)
+        if isinstance(part, Piece) and upload.add(part.start, b"" if data is None else data, self._handler.sink):
+            uploads.remove(upload)
+            assert upload.incoming is not None
+            body = upload.incoming.body.tobytes()
+            self._execute(route, name, seq, request.done, body, upload.sink)
+        else:
+            self._ask(upload, again=offered)
+        self._admit()
 
-    def _continue_admitted(self, current: Upload | None = None) -> None:
-        """Admit the payload of waiting uploads, and continue all of these except ``current``."""
-        for upload in list(self.uploads.admit()):
-            if upload is not current:
-                self._continue(upload, upload.number, 1)
+    def _admit(self) -> None:
+        for upload in self.uploads.admit():
+            self._ask(upload)
 
-    def _continue(self, upload: Upload, message_upload: int, done: int) -> None:
-        """Execute the request of an upload if it is ready, else send its progress."""
-        assert upload.route is not None
-        if not upload.ready:
-            self._answers.send_progress(upload.route, upload.seq, upload.progress(message_upload))
-            return
-        self.uploads.remove(upload)
-        self._execute(upload.route, upload.session, upload.seq, done, upload.reassembly.body, upload.sink)
+    def _ask(self, upload: Upload, again: bool = False) -> None:
+        """Ask for pieces of an upload. ``again``: for lost ones, too."""
+        if (read := upload.ask(again)) is not None:
+            self._answers.send_part(upload.route, upload.seq, read)
 
 
 def _property(frame: Any, name: str) -> str:

@@ -32,7 +32,7 @@ from .client import Client
 from .keys import RunKey, generate_keys
 from .processes import process_key
 from .server import Server
-from .transfers import MemorySink
+from .uploads import MemorySink
 
 MAX_CALL_BYTES = 1 << 20
 ASK_THREADS = 2

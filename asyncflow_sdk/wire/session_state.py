@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ..errors import ProtocolError
 from .router_sockets import Route
-from .transfers import Download
+from .uploads import Download
 
 MAX_EARLY = 1 << 16
 MAX_CONNECTIONS = 1024

@@ -1,4 +1,4 @@
-"""Calls larger than a fragment: what is sent again after a silence, and what becomes of uploads that never finish."""
+"""Calls larger than a piece: what is sent again after a silence, and what becomes of uploads that never finish."""
 
 import asyncio
 import contextlib
@@ -161,7 +161,7 @@ def test_uploads_wait_for_each_other_when_together_they_would_take_too_much() ->
 
 @pytest.mark.parametrize("kind", ["ipc", "remote"])
 def test_calls_about_very_many_rows(kind: str) -> None:
-    """What is said of rows, beside their payload, is more than a fragment here, too."""
+    """What is said of rows, beside their payload, is more than a piece here, too."""
     count = 150_000
     with running(kind, capacity_rows=count) as run:
         queue = run.queue()

@@ -124,7 +124,7 @@ def test_where_keys_may_lie_and_where_none_are_needed(tmp_path: Path) -> None:
 
 
 def test_large_and_small_columns_of_many_puts_come_back_bit_for_bit(run: Served) -> None:
-    # given columns of more than a fragment and of less, empty ones too
+    # given columns of more than a piece and of less, empty ones too
     queue, reader = run.queue(), run.queue("reader")
     numbers = np.random.default_rng(0)
     columns = {
@@ -204,7 +204,7 @@ DAMAGES = {
 
 def test_payload_that_is_not_what_was_said_of_it_is_refused(run: Served) -> None:
     attacker = RawClient(run.run.addresses[1])
-    for rows in (2, 40):  # in one message, and in fragments
+    for rows in (2, 40):  # in one message, and in pieces
         put = cmd.AddRows(groups=rows, group_size=1, columns=RAGGED, timeout_s=1)
         for damage in DAMAGES.values():
             damaged = damage(image(rows))

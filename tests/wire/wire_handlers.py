@@ -9,7 +9,7 @@ import zmq
 
 from asyncflow_sdk.wire import Client, MemorySink, Server
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class Parrot:

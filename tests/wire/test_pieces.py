@@ -1,4 +1,4 @@
-"""Large requests and answers in fragments: each arrives once and complete over lossy connections, with few repeats."""
+"""Large requests and answers in pieces: each arrives once and complete over lossy connections, with few repeats."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_message_is_cut_and_put_together_again(parrot: Parrot, sizes: tuple[in
 
 
 def test_over_a_connection_that_is_cut_all_is_carried_out_once_and_arrives_whole(parrot: Parrot) -> None:
-    # given requests and answers of several fragments, of which now and then some are lost
+    # given requests and answers of several pieces, of which now and then some are lost
     proxy = FlakyProxy(port_of(parrot), pieces=(30, 120))
     client = joined(proxy.address)
     numbers = random.Random(1)
@@ -69,14 +69,14 @@ def test_over_a_connection_that_is_cut_all_is_carried_out_once_and_arrives_whole
     proxy.close()
 
 
-def test_a_silence_costs_a_question_and_no_fragment(parrot: Parrot) -> None:
+def test_a_silence_costs_a_question_and_no_piece(parrot: Parrot) -> None:
     # given a large request, whose connection stands still in the middle of it for many times as long as a client waits
     proxy = FlakyProxy(port_of(parrot))
     proxy.steady = True
     proxy.halt_after["there"] = 2 * MB
     client = joined(proxy.address, resend_s=0.01)
     asking = in_thread(lambda: client.exchange(b"with", 60, [bytes(6 * MB)]))
-    until(lambda: proxy.there + proxy.back >= 2 * MB, "the first fragments")
+    until(lambda: proxy.there + proxy.back >= 2 * MB, "the first pieces")
     asked = parrot.server.garbage
     # when others go on meanwhile, and it comes to life again
     with Raw(parrot.server.addresses[0]) as raw:
@@ -93,19 +93,19 @@ def test_a_silence_costs_a_question_and_no_fragment(parrot: Parrot) -> None:
 
 
 @pytest.mark.parametrize("start", [-MB, 1, 20, MB, 2 * MB, 1 << 40])
-def test_there_is_no_fragment_anywhere_else(parrot: Parrot, start: int) -> None:
-    sizes = (10, MB + 10)  # of a body of one fragment, and a payload of two
+def test_there_is_no_piece_anywhere_else(parrot: Parrot, start: int) -> None:
+    sizes = (10, MB + 10)  # of a body of one piece, and a payload of two
 
-    def fragment(start: int) -> bytes:
-        return frame(2, b"", part=(1, 0, start, sizes))
+    def piece(start: int) -> bytes:
+        return frame(2, b"", part=(2, start, sizes))
 
     with Raw(parrot.server.addresses[0]) as raw:
-        # given a request of which the first fragment has come
+        # given a request that was offered
         raw.send(frame(1, b"join"))
-        raw.send(fragment(0), bytes(10))
-        # when another lies elsewhere, or has another size than the one in its place
-        raw.send(fragment(start), bytes(10))
-        raw.send(fragment(10), b"abc")
+        raw.send(frame(2, b"", part=(1, sizes, 0)))
+        # when a piece lies elsewhere, or has another size than the one in its place
+        raw.send(piece(start), bytes(10))
+        raw.send(piece(0), b"abc")
         raw.send(frame(3, b"hello"))
         # then these are garbage, and the session goes on
         while raw.hear() != (3, b"hello 1"):

@@ -1,0 +1,233 @@
+"""Large requests and answers on the server's side, in pieces.
+
+The client offers a request. Within the limits, in the order of the offers, the server asks for the
+pieces of its body, then of its payload, which goes straight to the handler's PayloadSink, and executes
+it. An upload is released with its session, when its request is cancelled, or after SILENCE_S; the
+client then offers it again under the same request number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import zmq
+
+from ..errors import ProtocolError
+from .envelope import PIECE_BYTES, Piece, Read
+from .pieces import MOST_ASKED, Incoming, Outgoing, piece_end
+from .router_sockets import Route
+
+SILENCE_S = 60.0
+"""An upload or download without a message for this long is released."""
+BODY_BYTES = 64 << 20
+"""The largest body, and the limit for all bodies of one session's unfinished uploads together."""
+SESSION_UPLOADS = 256
+"""The most unfinished uploads of one session."""
+
+
+class PayloadSink(Protocol):
+    """Destination of the payload of one request."""
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the payload cannot be stored, else None. The request then fails without it."""
+
+    def write(self, start: int, data: Any) -> None:
+        """Store bytes ``start`` to ``start + len(data)``. Pieces arrive in any order."""
+
+    def release(self) -> None:
+        """Discard the payload: the rest will not arrive, and the request will not be executed."""
+
+
+class MemorySink:
+    """A sink in memory of its own."""
+
+    error: Exception | None = None
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = np.empty(nbytes, np.uint8)
+
+    def write(self, start: int, data: Any) -> None:
+        """Store bytes ``start`` to ``start + len(data)``."""
+        self.memory[start : start + len(data)] = np.frombuffer(data, np.uint8)
+
+    def release(self) -> None:
+        """Free the memory."""
+        self.memory = self.memory[:0].copy()
+
+
+class Upload:
+    """One request arriving in pieces. ``incoming``: None while it waits for others."""
+
+    def __init__(self, session: str, seq: int, sizes: tuple[int, int]) -> None:
+        self.session, self.seq, self.sizes = session, seq, sizes
+        self.incoming: Incoming | None = None
+        self.sink: PayloadSink | None = None
+
+    def hear(self, route: Route, number: int | None = None) -> None:
+        """Record a message of the client, of its question ``number`` if it is an offer."""
+        self.route, self.active_s = route, time.monotonic()
+        if number is not None:
+            self._number = number
+
+    def begin(self) -> None:
+        """Make room for the body."""
+        self.incoming = Incoming(self.sizes)
+
+    def add(self, start: int, data: Any, make_sink: Callable[[str, bytes, int], PayloadSink]) -> bool:
+        """Store a piece. Return True if the request can be executed: it is complete, or its sink has
+        an error. Raises ProtocolError if it is no piece of this upload."""
+        if self.incoming is None:
+            return False
+        if self.incoming.add(start, data):
+            assert self.sink is not None
+            self.sink.write(start - self.sizes[0], data)
+        if self.sizes[1] and self.sink is None and self.incoming.has_body:
+            self.sink = make_sink(self.session, self.incoming.body.tobytes(), self.sizes[1])
+        return self.incoming.complete or (self.sink is not None and self.sink.error is not None)
+
+    def ask(self, again: bool = False) -> Read | None:
+        """Return the question to the client, None without one. ``again``: lost pieces, too."""
+        if self.incoming is None:
+            return None
+        lost = self.incoming.ask_again(self._number, self._number) if again else ()
+        starts = lost + self.incoming.ask(self._number, self.sizes[0] if self.sink is None else None)
+        return Read(starts, self._number) if starts else None
+
+    def release(self) -> None:
+        """Discard what has arrived."""
+        if self.sink is not None and self.sink.error is None:
+            self.sink.release()
+
+
+class Uploads:
+    """All unfinished uploads of a server. Not thread-safe. Above ``max_bytes`` in total, or BODY_BYTES of
+    bodies of their session, they wait until others are complete."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._uploads: dict[str, dict[int, Upload]] = {}
+        self._waiting: deque[Upload] = deque()
+        self._in_line: set[Upload] = set()  # waiting or begun: all but those waiting for others of their session
+        self._begun_bytes = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._uploads.values()))
+
+    def find(self, session: str, seq: int) -> Upload | None:
+        """Return the upload of a request, None if there is none."""
+        return self._uploads.get(session, {}).get(seq)
+
+    def offer(self, session: str, seq: int, sizes: tuple[int, int]) -> Upload:
+        """Add an upload, or find it. Raises ProtocolError for invalid sizes, and above SESSION_UPLOADS."""
+        if (upload := self.find(session, seq)) is not None:
+            return upload
+        if not 0 < sizes[0] <= BODY_BYTES or sizes[1] < 0 or sum(sizes) > self._max_bytes:
+            raise ProtocolError(f"a request of {sizes} bytes")
+        uploads = self._uploads.setdefault(session, {})
+        if len(uploads) >= SESSION_UPLOADS:
+            raise ProtocolError(f"session {session} has {len(uploads)} unfinished uploads")
+        upload = uploads[seq] = Upload(session, seq, sizes)
+        self._line_up(session)
+        return upload
+
+    def admit(self) -> Iterator[Upload]:
+        """Begin waiting uploads, in order, within the limits. Yield each."""
+        while self._waiting:
+            nbytes = sum(self._waiting[0].sizes)
+            if self._begun_bytes and self._begun_bytes + nbytes > self._max_bytes:
+                return
+            upload = self._waiting.popleft()
+            upload.begin()
+            self._begun_bytes += nbytes
+            yield upload
+
+    def remove(self, upload: Upload) -> None:
+        """Remove an upload. Its sink now belongs to the caller."""
+        uploads = self._uploads[upload.session]
+        del uploads[upload.seq]
+        if not uploads:
+            del self._uploads[upload.session]
+        if upload.incoming is not None:
+            self._begun_bytes -= sum(upload.sizes)
+        elif upload in self._in_line:
+            self._waiting.remove(upload)
+        self._in_line.discard(upload)
+        self._line_up(upload.session)
+
+    def _line_up(self, session: str) -> None:
+        """Let the uploads of a session wait for admission, in order, within BODY_BYTES."""
+        bodies = 0
+        for upload in self._uploads.get(session, {}).values():
+            bodies += upload.sizes[0]
+            if bodies > BODY_BYTES:
+                return
+            if upload not in self._in_line:
+                self._in_line.add(upload)
+                self._waiting.append(upload)
+
+    def release(self, session: str, seq: int | None = None) -> None:
+        """Remove the upload of a request, or all of a session, and discard what has arrived."""
+        for upload in list(self._uploads.get(session, {}).values()):
+            if seq in (None, upload.seq):
+                self.remove(upload)
+                upload.release()
+
+    def sweep(self, now: float) -> None:
+        """Release uploads inactive for more than SILENCE_S."""
+        for uploads in list(self._uploads.values()):
+            for upload in list(uploads.values()):
+                if now - upload.active_s > SILENCE_S:
+                    self.release(upload.session, upload.seq)
+
+
+class Download:
+    """An answer being sent: in pieces, or whole if it is small. It can be released at any time, because
+    a retry makes it again. It sends no piece twice at once, and two windows at most."""
+
+    def __init__(self, body: bytes, payload: Sequence[Any]) -> None:
+        self._message, self._body = Outgoing(body, payload), body
+        self._in_flight: dict[int, zmq.MessageTracker] = {}
+        self._unsent = self._message.nbytes
+        self.active_s = time.monotonic()
+
+    @property
+    def sizes(self) -> tuple[int, int] | None:
+        """Bytes of body and payload; None if it is small enough for one message."""
+        return self._message.sizes if self._message.nbytes > PIECE_BYTES else None
+
+    @property
+    def complete(self) -> bool:
+        """True if all of it has left this process."""
+        return self._unsent <= 0 and self._idle()
+
+    def messages(self, starts: tuple[int, ...]) -> Iterator[tuple[int, bytes, Piece | None, Any]]:
+        """Yield start, body, piece and data of messages for the pieces at ``starts``, by default as
+        many as a client asks for at once. Raises ProtocolError if no piece begins there."""
+        self.active_s = time.monotonic()
+        sizes, message = self.sizes, self._message
+        if sizes is None:
+            if self._may_send(0):
+                yield 0, self._body, None, message.read(len(self._body), message.nbytes)
+            return
+        for start in starts or Incoming(sizes).ask(0):
+            end = piece_end(start, sizes)
+            if self._may_send(start):
+                yield start, b"", Piece(start, sizes), message.read(start, end)
+
+    def mark_sent(self, start: int, nbytes: int, tracker: zmq.MessageTracker | None) -> None:
+        """Record a sent piece. ``tracker``: None if nothing refers to its data any more."""
+        self._unsent -= nbytes
+        if tracker is not None:
+            self._in_flight[start] = tracker
+
+    def _idle(self) -> bool:
+        self._in_flight = {start: tracker for start, tracker in self._in_flight.items() if not tracker.done}
+        return not self._in_flight
+
+    def _may_send(self, start: int) -> bool:
+        return self._idle() or (start not in self._in_flight and len(self._in_flight) < 2 * MOST_ASKED)
