@@ -18,7 +18,6 @@ from .envelope import PIECE_BYTES, PROTOCOL, ResponseEnvelope, ResponsePart, enc
 from .handler import Handler
 from .router_sockets import Route
 from .session_state import SessionState
-from .uploads import Download
 
 # Plain integers: an operation on zmq's enumerations costs as much as receiving a message.
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
@@ -84,7 +83,7 @@ class AnswerSender:
             if not payload and len(body) <= PIECE_BYTES:
                 self.post(route, encode(ResponseEnvelope(PROTOCOL, seq, body)))
                 return
-            download = session.downloads[seq] = Download(body, payload)
+            download = session.download(seq, body, payload)
         with contextlib.suppress(ProtocolError):  # the answer was made again, and has other pieces
             for start, body, piece, data in download.messages(starts):
                 envelope = encode(ResponseEnvelope(PROTOCOL, seq, body, piece))

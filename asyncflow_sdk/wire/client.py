@@ -41,14 +41,26 @@ _ENVELOPE_BYTES = 64 << 10
 """Allowance for the envelope around a call."""
 
 
+class _OwnSocket(threading.local):
+    """The socket of the current thread."""
+
+    channel: ThreadSocket | None = None
+
+    def replace(self, channel: ThreadSocket | None) -> ThreadSocket | None:
+        """Set the socket, and return the former one."""
+        former, self.channel = self.channel, channel
+        return former
+
+
 class Client:
     """One session with the server at ``address``. Thread-safe; unusable in a child made by fork().
 
     ``key``: authenticates client and server to each other over tcp. ``insecure``: tcp to a server
     without keys. Raises ConfigError for a missing or needless key; the first request raises
     AccessDenied for a wrong one. ``bulk``: most traffic is payload. ``resend_s``: repeat a request
-    after a silence this long, or query its progress; None: ``RESEND_S``. ``interrupts``: calls of
-    ``interrupt``.
+    after a silence this long, or query its progress; None: ``RESEND_S``. ``max_bytes``: largest request.
+    ``patient``: make connections cut during the handshake again, whatever their number; None: for ipc.
+    ``interrupts``: calls of ``interrupt``.
     """
 
     def __init__(
@@ -59,6 +71,8 @@ class Client:
         insecure: bool = False,
         bulk: bool = False,
         resend_s: float | None = None,
+        max_bytes: int = MAX_BYTES,
+        patient: bool | None = None,
     ) -> None:
         transport = transport_of(address)
         tcp = transport == "tcp"
@@ -79,14 +93,13 @@ class Client:
         self.interrupts = 0
         self._lock = threading.RLock()
         self._numbers = SequenceNumbers(self.session)
-        self._local = threading.local()
+        self._local = _OwnSocket()
         self._sockets: weakref.WeakSet[ThreadSocket] = weakref.WeakSet()  # a thread's socket ends with it
         self._loops: dict[asyncio.AbstractEventLoop, LoopSocket] = {}
         self._accepted = transport == "inproc"
-        self.patient = transport == "ipc"
-        """True if connections cut during the handshake are made again, whatever their number."""
+        self._patient = transport == "ipc" if patient is None else patient
         self._server = ServerWatch(address)
-        self.max_bytes = MAX_BYTES
+        self.max_bytes = max_bytes
         self.closed = False
 
     @property
@@ -118,8 +131,7 @@ class Client:
         is in progress."""
         with self._lock:
             self.key, self._accepted = key, False
-            channel: ThreadSocket | None = self._local.__dict__.pop("channel", None)
-            if channel is not None:
+            if (channel := self._local.replace(None)) is not None:
                 self._sockets.discard(channel)
                 channel.close()
 
@@ -156,8 +168,7 @@ class Client:
             if since is not None and since != self.interrupts:
                 raise self._interrupted_error()
             channel = self._thread_socket()
-            channel.clear_interrupt()
-            channel.busy += 1
+            channel.enter()
         seq, began = self._numbers.begin(), time.monotonic()
         try:
             exchange = RequestExchange(self._numbers, seq, body, payload, max_answer_bytes)
@@ -198,7 +209,7 @@ class Client:
             raise
         finally:
             with self._lock:
-                channel.busy -= 1
+                channel.leave()
                 if self.closed:
                     channel.close()
 
@@ -287,8 +298,8 @@ class Client:
         if channel.handshake is not None:
             watched.append((channel.handshake.monitor, POLLIN))
         ready = dict(zmq.zmq_poll(watched, int(seconds * 1000) + 1))
-        if channel.handshake is not None and channel.handshake.monitor in ready and channel.handshake.read():
-            channel.handshake, self._accepted = None, True
+        if channel.handshake is not None and channel.handshake.monitor in ready and channel.authenticated():
+            self._accepted = True
         if channel.wake in ready:
             channel.clear_interrupt()
             self.check()
@@ -325,11 +336,12 @@ class Client:
         return WireError(f"a request to {self.address} was interrupted")
 
     def _thread_socket(self) -> ThreadSocket:
-        channel: ThreadSocket | None = getattr(self._local, "channel", None)
+        channel = self._local.channel
         if channel is None:
             self._check_goodbyes()
-            handshake = None if self._accepted else self.patient
-            channel = self._local.channel = ThreadSocket(self._context, self._server, self.key, handshake)
+            handshake = None if self._accepted else self._patient
+            channel = ThreadSocket(self._context, self._server, self.key, handshake)
+            self._local.replace(channel)
             self._sockets.add(channel)
         return channel
 
@@ -338,10 +350,11 @@ class Client:
         with self._lock:
             self._sockets.discard(channel)
             channel.close(linger=0)
-            del self._local.channel
+            self._local.replace(None)
             self.check()
             new = self._thread_socket()
-            new.busy, channel.busy = 1, 0
+            new.enter()
+            channel.leave(channel.busy)
             return new
 
     def _loop_socket(self) -> LoopSocket:

@@ -43,6 +43,10 @@ class ServerWatch:
             except ProcessLookupError:
                 self.ended = True
 
+    def close(self) -> None:
+        """Record the goodbye of the server."""
+        self.closed = True
+
     def goodbye_error(self) -> ServerLost:
         """Return the error of requests to a server closed for good."""
         return ServerLost(f"the run at {self.address} was closed by the process that served it")
@@ -79,6 +83,22 @@ class ThreadSocket:
             self.close()
             raise
 
+    def enter(self) -> None:
+        """Begin a request."""
+        self.clear_interrupt()
+        self.busy += 1
+
+    def leave(self, requests: int = 1) -> None:
+        """End requests in progress."""
+        self.busy -= requests
+
+    def authenticated(self) -> bool:
+        """Read the events of the handshake. Return True if it has succeeded."""
+        if self.handshake is None or not self.handshake.read():
+            return False
+        self.handshake = None
+        return True
+
     def interrupt(self) -> None:
         """Make ``wake`` readable, to end the wait of another thread."""
         self._interrupted = True
@@ -102,7 +122,8 @@ class ThreadSocket:
         envelope, data = _receive(self.socket)
         self.partial = False
         response = decode_response(envelope)
-        self._server.closed |= response.seq == GOODBYE
+        if response.seq == GOODBYE:
+            self._server.close()
         return response, data
 
     def drain(self) -> None:
@@ -182,7 +203,7 @@ class LoopSocket:
                 self._fail(error)
                 continue
             if response.seq == GOODBYE:
-                self._server.closed = True
+                self._server.close()
                 self._fail(self._server.goodbye_error())
             elif response.seq in self._exchanges:
                 self._continue(*self._exchanges[response.seq], response, data)

@@ -28,7 +28,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from .ipc_listener import IPC_BACKLOG, IpcListener
 from .processes import descriptor_limit, free_descriptors, raise_limit
-from .sockets import GIVE_UP_MS, has_waiting
+from .sockets import GIVE_UP_MS, has_waiting, set_options
 
 MAX_UNAUTHENTICATED = 128
 """Unauthenticated tcp peers of one server at which its tcp listeners are paused."""
@@ -53,14 +53,13 @@ _log = logging.getLogger(__name__)
 class ConnectionLimiter:
     """Pauses and resumes the listeners of one server. Not thread-safe: the server's thread owns it.
 
-    ``note``: called with a text and "info" or "warning" on each change. Call ``update`` when
-    ``fileno()`` is readable, and ``wait_s`` seconds after the last call unless None.
+    Call ``update`` when ``fileno()`` is readable, and ``wait_s`` seconds after the last call unless None.
     """
 
     def __init__(self) -> None:
         raise_limit()
         limit = descriptor_limit()
-        self.note: Callable[[str, str], None] = lambda text, level: getattr(_log, level)(text)
+        self._note: Callable[[str, str], None] = lambda text, level: getattr(_log, level)(text)
         # free descriptors below which no more peers are admitted
         self._for_tcp, self._for_ipc = min(256, limit // 4), min(3 * IPC_BACKLOG, limit * 3 // 16)
         self._to_reserve, self._reserve = min(128, limit // 8), list[int]()
@@ -83,13 +82,17 @@ class ConnectionLimiter:
         """True if too few descriptors are free to begin anything new."""
         return free_descriptors() < self._for_ipc // 3
 
+    def on_note(self, note: Callable[[str, str], None]) -> None:
+        """Call ``note`` with a text and "info" or "warning" on each change, instead of logging it."""
+        self._note = note
+
     def monitor(self, router: zmq.Socket[Any]) -> None:
         """Monitor the connections of a socket. Call before it is bound."""
         address = f"inproc://asyncflow-monitor-{os.getpid()}-{next(_monitors)}"
         router.monitor(address, _MONITORED)
         monitor: zmq.Socket[Any] = router.context.socket(zmq.PAIR)
-        monitor.linger = 0
-        monitor.rcvhwm = 0  # with a limit, libzmq's threads would block, and a bind in this one
+        # with a limit of messages, libzmq's threads would block, and a bind in this one
+        set_options(monitor, {zmq.LINGER: 0, zmq.RCVHWM: 0})
         monitor.connect(address)
         self._monitors.append((router, monitor))
         self._ready.register(int(monitor.getsockopt(zmq.FD)), select.EPOLLIN)
@@ -165,7 +168,7 @@ class ConnectionLimiter:
         if self._paused:
             if free >= self._to_reserve + self._for_tcp * 5 // 4 and unauthenticated <= MAX_UNAUTHENTICATED // 2:
                 self._pause_tcp(False)
-                self.note(f"{names} takes connections again", "info")
+                self._note(f"{names} takes connections again", "info")
         elif free < self._for_tcp or unauthenticated >= MAX_UNAUTHENTICATED:
             self._pause_tcp(True)
             why = _short_of(free)
@@ -174,7 +177,7 @@ class ConnectionLimiter:
                     f"{unauthenticated} peers have connected and not authenticated; each is disconnected after"
                     f" {GIVE_UP_MS // 1000} s. Does somebody scan this port?"
                 )
-            self.note(f"{names} takes no connections for now: {why}", "warning")
+            self._note(f"{names} takes no connections for now: {why}", "warning")
 
     def _pause_tcp(self, paused: bool) -> None:
         """Pause or resume this server's tcp listeners. Hold descriptors in reserve while they are not
@@ -216,7 +219,7 @@ class ConnectionLimiter:
             waiting.refuse()
             if not self._refusing:
                 self._refusing = True
-                self.note(f"clients of this host are refused for now: {_short_of(free)}", "warning")
+                self._note(f"clients of this host are refused for now: {_short_of(free)}", "warning")
         except (OSError, zmq.ZMQError):
             pass  # the peers still wait
         self._hold(False)

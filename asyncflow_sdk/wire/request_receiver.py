@@ -29,7 +29,7 @@ from .handler import Handler
 from .request_table import RequestTable
 from .router_sockets import Route
 from .session_state import SessionState
-from .uploads import SILENCE_S, PayloadSink, Upload, Uploads
+from .uploads import SILENCE_S, Upload, Uploads
 
 SWEEP_S = 5.0
 """Interval between searches for inactive transfers, while there are any."""
@@ -105,7 +105,7 @@ class RequestReceiver:
                 self._answers.send_part(route, seq, Read((0,), part.number) if isinstance(part, Offer) else Read(()))
             if not request.body:  # a confirmation from a session that has ended
                 return
-            session = self._requests.sessions[request.session] = SessionState(keys=(_property(frame, "User-Id"),))
+            session = self._requests.open(request.session, _property(frame, "User-Id"))
             part = None
         if route not in session.connections:
             session.add_connection(route, _property(frame, "User-Id"), _property(frame, "Peer-Address"))
@@ -131,12 +131,13 @@ class RequestReceiver:
             sink = None if data is None else self._handler.sink(request.session, request.body, len(data))
             if sink is not None and sink.error is None:
                 sink.write(0, data)
-            self._execute(route, request.session, seq, request.done, request.body, sink)
+            name, handler = request.session, self._handler
+            if self._requests.begin(handler, route, name, seq, request.done, request.body, sink):
+                self._requests.drop(handler, name, seq)
 
     def _repeat(self, route: Route, session: SessionState, seq: int, part: RequestPart | None) -> None:
         """Process another message about a request in execution, or already answered."""
-        if seq in session.routes:
-            session.routes[seq] = route
+        session.reroute(seq, route)
         if seq not in session.answers or isinstance(part, Piece):
             return
         download = session.downloads.get(seq)
@@ -146,11 +147,6 @@ class RequestReceiver:
             self._answers.queue(session, seq)
         else:
             self._answers.send_part(route, seq, Offer(download.sizes, getattr(part, "number", 0)))
-
-    def _execute(self, route: Route, name: str, seq: int, done: int, body: bytes, sink: PayloadSink | None) -> None:
-        """Execute a complete request on its first arrival."""
-        if self._requests.begin(self._handler, route, name, seq, done, body, sink):
-            self._requests.drop(self._handler, name, seq)
 
     # ---- uploads
 
@@ -166,7 +162,8 @@ class RequestReceiver:
             uploads.remove(upload)
             assert upload.incoming is not None
             body = upload.incoming.body.tobytes()
-            self._execute(route, name, seq, request.done, body, upload.sink)
+            if self._requests.begin(self._handler, route, name, seq, request.done, body, upload.sink):
+                self._requests.drop(self._handler, name, seq)
         else:
             self._ask(upload, again=offered)
         self._admit()

@@ -11,14 +11,12 @@ from typing import Any
 from ..errors import WireError
 from .handler import RequestHandler
 from .router_sockets import Route
-from .session_state import SessionState
+from .session_state import REQUEST_BYTES, SessionState
 
 MOST_SESSIONS, HOST_SESSIONS, CONNECTION_SESSIONS = 8192, 4096, 16
 """The most sessions of a server, of a host (a process on this one), and of a connection: others find room."""
 MOST_BYTES, SESSION_BYTES = 1 << 30, 64 << 20
 """The most bytes held for unconfirmed requests of all sessions, and of one."""
-REQUEST_BYTES = 1 << 10
-"""Held for each unconfirmed request beside its body, later its answer."""
 CHECK_BYTES = 16 << 20
 
 
@@ -40,14 +38,18 @@ class RequestTable:
         True if its cancellation arrived before it."""
         session = self.sessions[name]
         session.skip_to(min(done, seq) - 1)
-        dropped = session.mark_received(seq)
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         size = len(body) + REQUEST_BYTES
-        session.routes[seq], session.tickets[seq], session.sizes[seq] = route, ticket, size
+        dropped = session.receive(seq, route, ticket, size)
         self.grown += size
         self._by_ticket[ticket] = (name, seq)
         handler.request(name, ticket, body, payload)
         return dropped
+
+    def open(self, name: str, key: str) -> SessionState:
+        """Add a session whose first message came by a client's public key."""
+        session = self.sessions[name] = SessionState(keys=(key,))
+        return session
 
     def take(self, ticket: int) -> tuple[SessionState | None, int]:
         """Remove a ticket about to be answered. Return its session, None if the request was
@@ -129,7 +131,7 @@ class RequestTable:
         """Replay a recorded request cancellation."""
         session = self.sessions.setdefault(name, SessionState())
         if seq in session.early:  # the request arrived since, had no effect, and was cancelled
-            session.mark_received(seq)
+            session.early.remove(seq)
             handler.dropped(name, seq, 0, None)
         else:
             self.drop(handler, name, seq)
@@ -137,5 +139,4 @@ class RequestTable:
     def finish_replay(self) -> None:
         """Forget all connections: clients of the earlier server have to repeat their requests."""
         for session in self.sessions.values():
-            session.routes = dict.fromkeys((*session.answers, *session.tickets))
-            session.sizes.clear()  # confirmations are not recorded
+            session.forget_connections()

@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from .connection_limiter import ConnectionLimiter
 from .envelope import FRAME_BYTES
 from .keys import ServerKeys
-from .sockets import BULK_THREADS, GIVE_UP_MS, context_of, set_tcp, transport_of
+from .sockets import BULK_THREADS, GIVE_UP_MS, context_of, set_options, set_tcp, transport_of
 
 Route: TypeAlias = "tuple[zmq.Socket[Any], bytes]"
 """A connection: its socket, and its name there."""
@@ -90,6 +90,10 @@ class RouterSockets:
             with contextlib.suppress(zmq.ZMQError):  # the peer may have gone
                 self.zap.send_multipart([*envelope, *verdict, b""], zmq.NOBLOCK)
 
+    def replace_keys(self, keys: ServerKeys) -> None:
+        """Accept new connections by these keys only."""
+        self.keys = keys
+
     def close(self) -> None:
         """Close all sockets, and the context of the keyed one."""
         self.limiter.close()
@@ -117,8 +121,7 @@ class RouterSockets:
             self.limiter.add_ipc(router, address.partition("://")[2])
             return address
         if tcp:
-            set_tcp(router)
-            router.ipv6 = "[" in address
+            set_tcp(router, address)
         try:
             router.bind(address)
         except zmq.ZMQError as error:
@@ -134,18 +137,16 @@ class RouterSockets:
         self.zap = self._keyed_context.socket(zmq.ROUTER)
         self.zap.bind("inproc://zeromq.zap.01")
         router = self._router(self._keyed_context)
-        router.curve_server = True
-        router.curve_publickey, router.curve_secretkey = keys.public.encode(), keys.secret.encode()
-        router.zap_domain = b"asyncflow"
+        own = {zmq.CURVE_PUBLICKEY: keys.public.encode(), zmq.CURVE_SECRETKEY: keys.secret.encode()}
+        set_options(router, own | {zmq.ZAP_DOMAIN: b"asyncflow"})
+        set_options(router, {zmq.CURVE_SERVER: 1})
         return router
 
     def _router(self, context: zmq.Context[Any]) -> zmq.Socket[Any]:
         router: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         self.routers.append(router)
-        router.linger = 200  # milliseconds, for the last answers
-        router.maxmsgsize = FRAME_BYTES
-        router.sndhwm = UNREAD_ANSWERS
-        router.rcvhwm = UNREAD_MESSAGES
-        router.setsockopt(zmq.HANDSHAKE_IVL, GIVE_UP_MS)
+        final = {zmq.LINGER: 200}  # milliseconds, for the last answers
+        unread = {zmq.SNDHWM: UNREAD_ANSWERS, zmq.RCVHWM: UNREAD_MESSAGES}
+        set_options(router, final | unread | {zmq.MAXMSGSIZE: FRAME_BYTES, zmq.HANDSHAKE_IVL: GIVE_UP_MS})
         self.limiter.monitor(router)
         return router

@@ -27,7 +27,7 @@ from .handler import Handler
 from .keys import ServerKeys
 from .processes import ProcessWatch, process_key
 from .request_receiver import RequestReceiver
-from .request_table import CHECK_BYTES, REQUEST_BYTES, RequestTable
+from .request_table import CHECK_BYTES, RequestTable
 from .router_sockets import Asking, RouterSockets
 
 _GOODBYE = encode(ResponseEnvelope(PROTOCOL, GOODBYE, b""))
@@ -99,7 +99,7 @@ class Server:
 
     def replace_keys(self, keys: ServerKeys) -> None:
         """Accept new connections by these keys only. In the server's thread."""
-        self._sockets.keys = keys
+        self._sockets.replace_keys(keys)
 
     def renew_ipc(self) -> None:
         """Replace removed socket files. In the server's thread. Raises OSError."""
@@ -117,7 +117,7 @@ class Server:
     def on_note(self, note: Callable[[str, str], None]) -> None:
         """Call ``note`` with a text and "info" or "warning" when connections are paused or resumed,
         instead of logging the text. In the server's thread. Call before ``start``."""
-        self._limiter.note = note
+        self._limiter.on_note(note)
 
     def start(self) -> None:
         """Start the server's thread."""
@@ -161,14 +161,7 @@ class Server:
         session, seq = self.requests.take(ticket)
         if session is None:
             return
-        # the request of ``make`` is held until the answer is confirmed
-        size = len(body) + REQUEST_BYTES if make is None else session.sizes.get(seq, 0)
-        session.answers[seq], session.sizes[seq] = body, size
-        self._grown += size
-        if made:
-            session.made.add(seq)
-        if make is not None:
-            session.makers[seq] = make
+        self._grown += session.answer(seq, body, made, make)
         if at_once:
             self._answers.send(session, seq)
         else:

@@ -332,12 +332,18 @@ class ServiceClient:
                 key = msgspec.structs.replace(own, server=key)
             if not found.address.startswith("tcp://"):
                 raise ProtocolError(f"a service at {found.address[:200]!r}; a tcp address is expected")
-            self._client = Client(found.address, key, insecure=key is None, bulk=True)
+            # patient with a service that has yet no answer from the run's server
+            self._client = Client(
+                found.address,
+                key,
+                insecure=key is None,
+                bulk=True,
+                max_bytes=max_call_bytes,
+                patient=isinstance(found.key, str),
+            )
         except (*_BAD, ConfigError) as error:
             raise ProtocolError(f"the address of a service cannot be read: {error}") from None
         self.address = found.address
-        self._client.patient = isinstance(found.key, str)  # a service without an answer from the run's server
-        self._client.max_bytes = max_call_bytes
         self._client.watch(found.pid, found.pid_key)
         self._lock = threading.Lock()
         self._introduced = False

@@ -7,13 +7,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from ..errors import ProtocolError
 from .router_sockets import Route
 from .uploads import Download
 
+REQUEST_BYTES = 1 << 10
+"""Held for each unconfirmed request beside its body, later its answer."""
 MAX_EARLY = 1 << 16
+Maker: TypeAlias = Callable[[], tuple[bytes, Sequence[Any]]]
+"""Makes an answer each time it is sent."""
 MAX_CONNECTIONS = 1024
 """Connections remembered for one session."""
 
@@ -33,7 +37,7 @@ class SessionState:
 
     answers: dict[int, bytes] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)  # answers rendered by Handler.make each time they are sent
-    makers: dict[int, Callable[[], tuple[bytes, Sequence[Any]]]] = field(default_factory=dict)  # or by a function
+    makers: dict[int, Maker] = field(default_factory=dict)  # or by a function
     downloads: dict[int, Download] = field(default_factory=dict)  # answers being sent: large, or with payload
     tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket of unanswered requests
     routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection of its last message
@@ -70,13 +74,35 @@ class SessionState:
         """True if the request has arrived before."""
         return seq not in self.early and (seq <= self.low or seq in self.ahead)
 
-    def mark_received(self, seq: int) -> bool:
+    def receive(self, seq: int, route: Route | None, ticket: int, nbytes: int) -> bool:
         """Record the first arrival of a request. Return True if it was cancelled before."""
+        self.routes[seq], self.tickets[seq], self.sizes[seq] = route, ticket, nbytes
         if seq in self.early:
             self.early.remove(seq)
             return True
         self._mark(seq)
         return False
+
+    def answer(self, seq: int, body: bytes, made: bool, make: Maker | None) -> int:
+        """Keep the answer of a request; see ``Server.answer``. Return the bytes held for it."""
+        # the request of ``make`` is held until the answer is confirmed
+        nbytes = len(body) + REQUEST_BYTES if make is None else self.sizes.get(seq, 0)
+        self.answers[seq], self.sizes[seq] = body, nbytes
+        if made:
+            self.made.add(seq)
+        if make is not None:
+            self.makers[seq] = make
+        return nbytes
+
+    def download(self, seq: int, body: bytes, payload: Sequence[Any]) -> Download:
+        """Keep an answer while it is being sent."""
+        download = self.downloads[seq] = Download(body, payload)
+        return download
+
+    def reroute(self, seq: int, route: Route) -> None:
+        """Answer a repeated request over the connection of its last message."""
+        if seq in self.routes:
+            self.routes[seq] = route
 
     def drop_early(self, seq: int) -> None:
         """Record the cancellation of a request that has not arrived. Raises ProtocolError above MAX_EARLY."""
@@ -109,6 +135,11 @@ class SessionState:
         self.makers.pop(seq, None)
         self.downloads.pop(seq, None)
         return self.answers.pop(seq, None)
+
+    def forget_connections(self) -> None:
+        """Forget those to an earlier server, and the sizes: confirmations are not recorded."""
+        self.routes = dict.fromkeys((*self.answers, *self.tickets))
+        self.sizes.clear()
 
     def release_downloads(self, before_s: float) -> None:
         """Release downloads sent, or inactive since ``before_s``; a retry makes them again."""

@@ -12,6 +12,7 @@ import os
 import select
 import socket as sockets
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import zmq
@@ -74,12 +75,17 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def set_tcp(socket: Any) -> None:
-    """Set the tcp options of a socket, for its later connections."""
-    socket.tcp_keepalive = 1
-    socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = IDLE_S, PROBE_S, PROBES
-    socket.setsockopt(zmq.TCP_MAXRT, GIVE_UP_MS)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, GIVE_UP_MS)
+def set_options(socket: Any, options: Mapping[zmq.SocketOption, int | bytes]) -> None:
+    """Set options of a ZeroMQ socket, for its later connections."""
+    for option, value in options.items():
+        socket.setsockopt(option, value)
+
+
+def set_tcp(socket: Any, address: str) -> None:
+    """Set the options of a socket for a tcp address."""
+    keepalive = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: IDLE_S, zmq.TCP_KEEPALIVE_INTVL: PROBE_S}
+    limits = {zmq.TCP_KEEPALIVE_CNT: PROBES, zmq.TCP_MAXRT: GIVE_UP_MS, zmq.HANDSHAKE_IVL: GIVE_UP_MS}
+    set_options(socket, keepalive | limits | {zmq.IPV6: int("[" in address)})
 
 
 def has_waiting(listening: sockets.socket | None) -> bool:
@@ -92,18 +98,16 @@ def has_waiting(listening: sockets.socket | None) -> bool:
 
 def connect(socket: Any, address: str, key: RunKey | None) -> None:
     """Set the options of a client's socket, and connect it. Raises ConfigError."""
-    socket.linger = 200  # milliseconds, for the last confirmation
-    socket.sndhwm = socket.rcvhwm = 0  # no drops: at most two requests are in progress
-    socket.maxmsgsize = FRAME_BYTES
+    final = {zmq.LINGER: 200}  # milliseconds, for the last confirmation
+    unlimited = {zmq.SNDHWM: 0, zmq.RCVHWM: 0}  # no drops: at most two requests are in progress
+    set_options(socket, final | unlimited | {zmq.MAXMSGSIZE: FRAME_BYTES})
     if transport_of(address) == "tcp":
-        set_tcp(socket)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, 3000)  # milliseconds; the kernel's default is minutes
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.ipv6 = "[" in address
+        set_tcp(socket, address)
+        # milliseconds; the kernel's default for a connection is minutes
+        set_options(socket, {zmq.CONNECT_TIMEOUT: 3000, zmq.RECONNECT_IVL_MAX: 1000})
     if key is not None:
-        socket.curve_serverkey = key.server.encode()
-        socket.curve_publickey = key.public.encode()
-        socket.curve_secretkey = key.secret.encode()
+        own = {zmq.CURVE_PUBLICKEY: key.public.encode(), zmq.CURVE_SECRETKEY: key.secret.encode()}
+        set_options(socket, {zmq.CURVE_SERVERKEY: key.server.encode()} | own)
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
