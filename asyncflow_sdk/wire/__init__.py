@@ -3,12 +3,20 @@
 from .client import Client
 from .envelope import MAX_BYTES
 from .exchange import WireReply
-from .handler import Handler
-from .key_offers import await_key, find_key, offer_key
-from .keys import KeyPair, RunKey, ServerKeys, ensure_keys, generate_keys, own_key, rotated, save_keys
-from .own_address import LOOPBACK, own_address
-from .processes import boot_id, has_ended, process_key, same_host
-from .server import Server
+from .keys import (
+    KeyPair,
+    RunKey,
+    ServerKeys,
+    await_key,
+    ensure_keys,
+    generate_keys,
+    offer_key,
+    own_key,
+    rotated,
+    save_keys,
+)
+from .processes import LOOPBACK, boot_id, has_ended, own_address, process_key, same_host
+from .server import Handler, Server
 from .service import Frames, Member, Service, ServiceAddress, ServiceClient
 from .sockets import RETRY_S, is_loopback, probe, transport_of
 from .uploads import MemorySink, PayloadSink
@@ -34,7 +42,6 @@ __all__ = [
     "await_key",
     "boot_id",
     "ensure_keys",
-    "find_key",
     "generate_keys",
     "has_ended",
     "is_loopback",

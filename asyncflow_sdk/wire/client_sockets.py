@@ -10,13 +10,13 @@ from typing import Any
 
 import zmq
 
-from ..errors import AsyncFlowError, ProtocolError, ServerLost
-from .envelope import GOODBYE, ResponseEnvelope, decode_response
+from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost
+from .envelope import FRAME_BYTES, GOODBYE, ResponseEnvelope, decode_response
 from .exchange import Message, RequestExchange
 from .handshake import HandshakeMonitor
 from .keys import RunKey
 from .processes import open_pidfd
-from .sockets import connect
+from .sockets import set_options, set_tcp, transport_of
 
 # Plain integers: an operation on zmq's enumerations takes longer than receiving a message.
 _NOBLOCK, POLLIN, _RCVMORE, _EVENTS = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE), int(zmq.EVENTS)
@@ -234,6 +234,24 @@ class LoopSocket:
         for _, future in self._exchanges.values():
             if not future.done():
                 future.set_exception(error)
+
+
+def connect(socket: Any, address: str, key: RunKey | None) -> None:
+    """Set the options of a client's socket, and connect it. Raises ConfigError."""
+    final = {zmq.LINGER: 200}  # milliseconds, for the last confirmation
+    unlimited = {zmq.SNDHWM: 0, zmq.RCVHWM: 0}  # no drops: at most two requests are in progress
+    set_options(socket, final | unlimited | {zmq.MAXMSGSIZE: FRAME_BYTES})
+    if transport_of(address) == "tcp":
+        set_tcp(socket, address)
+        # milliseconds; the kernel's default for a connection is minutes
+        set_options(socket, {zmq.CONNECT_TIMEOUT: 3000, zmq.RECONNECT_IVL_MAX: 1000})
+    if key is not None:
+        own = {zmq.CURVE_PUBLICKEY: key.public.encode(), zmq.CURVE_SECRETKEY: key.secret.encode()}
+        set_options(socket, {zmq.CURVE_SERVERKEY: key.server.encode()} | own)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot connect to {address}: {error}") from None
 
 
 def _receive(socket: zmq.Socket[Any]) -> tuple[bytes, Any]:

@@ -5,8 +5,9 @@ when it is known.
     server.answer(ticket, body)                                          # from the server's thread, now or later
     server.stop()
 
-RequestReceiver reads and executes requests, RequestTable keeps sessions and answers, AnswerSender
-sends. A frame above FRAME_BYTES cuts its connection before any memory is allocated for it.
+RequestTable keeps sessions and answers, Uploads the large requests on their way. Invalid messages are
+counted and dropped. A frame above FRAME_BYTES cuts its connection before any memory is allocated for it.
+Payload beside an answer is not stored: it is made again for each retry.
 """
 
 from __future__ import annotations
@@ -15,27 +16,78 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 
-from .answer_sender import AnswerSender
-from .envelope import GOODBYE, MAX_BYTES, PROTOCOL, ResponseEnvelope, encode
-from .handler import Handler
+from ..errors import ProtocolError
+from .envelope import (
+    GOODBYE,
+    MAX_BYTES,
+    PIECE_BYTES,
+    PROTOCOL,
+    Ask,
+    Offer,
+    Piece,
+    ProtocolMismatch,
+    Read,
+    RequestEnvelope,
+    RequestPart,
+    ResponseEnvelope,
+    ResponsePart,
+    decode_request,
+    encode,
+)
 from .keys import ServerKeys
 from .processes import ProcessWatch, process_key
-from .request_receiver import RequestReceiver
-from .request_table import CHECK_BYTES, RequestTable
-from .router_sockets import Asking, RouterSockets
+from .request_table import CHECK_BYTES, RequestHandler, RequestTable, SessionState
+from .router_sockets import Asking, Route, RouterSockets
+from .uploads import SILENCE_S, PayloadSink, Upload, Uploads
 
 _GOODBYE = encode(ResponseEnvelope(PROTOCOL, GOODBYE, b""))
 _MAX_UNREAD = 10_000
 """Unread requests per socket whose senders get a goodbye."""
 MAX_WAIT_S = 3600.0
 """The longest sleep between two rounds: a deadline may be infinite."""
+SWEEP_S = 5.0
+"""Interval between searches for inactive transfers, while there are any."""
+_ROUND_MESSAGES = 64
+# Plain integers: an operation on zmq's enumerations costs as much as receiving a message.
+_NOBLOCK, _SNDMORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 _log = logging.getLogger(__name__)
+
+
+class Handler(RequestHandler, Protocol):
+    """Executes the requests of a running server. All calls come from the server's thread."""
+
+    def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
+        """Return a sink for the payload of a request, before the payload arrives. Must not raise."""
+
+    def make(self, answer: bytes) -> tuple[bytes, Sequence[Any]]:
+        """Render a stored answer for sending: return the body, and contiguous buffers to send
+        beside it. The buffers must not change while anything refers to them."""
+
+    def gone(self, session: str, reason: str) -> None:
+        """The process of a session ended."""
+
+    def idle(self) -> float | None:
+        """Called after every round. Return the seconds until the next call is due, None for never."""
+
+    def settle(self) -> bool:
+        """Called before answers are sent: store everything that they depend on. Return False to
+        hold the answers back until the next round."""
+
+
+class _Outgoing(NamedTuple):
+    """A queued answer. ``starts``: requested pieces; empty for the first ones."""
+
+    session: SessionState
+    seq: int
+    starts: tuple[int, ...] = ()
+    recorded: bool = True
 
 
 class Server:
@@ -46,7 +98,7 @@ class Server:
     ``ask`` decides about clients with other keys: see RouterSockets.
     ``bulk``: most traffic is payload. ``max_bytes``: the largest request with its payload, and the
     limit for the payload of all unfinished uploads together. ``hold``: send answers at the end of a
-    round, so the handler settles once for all of them.
+    round, so the handler settles once for all of them. ``garbage``: invalid messages dropped so far.
     """
 
     def __init__(
@@ -63,11 +115,13 @@ class Server:
     ) -> None:
         self._handler, self.max_bytes = handler, max_bytes
         self.requests = RequestTable()
-        self._answers = AnswerSender(handler)
-        self._receiver = RequestReceiver(handler, self.requests, self._answers, max_bytes, hold)
+        self._hold = hold
+        self._answers: list[_Outgoing] = []  # to be sent after the handler has settled
+        self._uploads, self._next_sweep_s = Uploads(max_bytes), 0.0
+        self.garbage = 0
         self._processes = ProcessWatch()
         self._calls: deque[Callable[[], None]] = deque()
-        self._stopping, self._grown = False, 0
+        self._stopping = False
         self._for_good: Callable[[], bool] = lambda: False
         self._sockets = RouterSockets(addresses, keys, insecure=insecure, bulk=bulk, ask=ask)
         self._limiter = self._sockets.limiter
@@ -81,11 +135,6 @@ class Server:
         for fd in (self._wake_out, self._processes.fileno(), self._limiter.fileno()):
             self._poller.register(fd, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="asyncflow-server", daemon=True)
-
-    @property
-    def garbage(self) -> int:
-        """Invalid messages dropped so far."""
-        return self._receiver.garbage
 
     @property
     def refused(self) -> int:
@@ -158,14 +207,13 @@ class Server:
         the result of this function, held until the answer is confirmed or cancelled; its buffers
         are held until they are sent. ``at_once``: send now, because the answer needs no settling.
         ``recorded``: False for requests without a record: send even if settling failed."""
-        session, seq = self.requests.take(ticket)
+        session, seq = self.requests.answer(ticket, body, made, make)
         if session is None:
             return
-        self._grown += session.answer(seq, body, made, make)
         if at_once:
-            self._answers.send(session, seq)
+            self._send(session, seq)
         else:
-            self._answers.queue(session, seq, recorded=recorded)
+            self._answers.append(_Outgoing(session, seq, (), recorded))
 
     def finish_replay(self) -> None:
         """Call after a replay, before ``start``: only clients that ask again get its answers."""
@@ -184,7 +232,7 @@ class Server:
     def forget(self, session: str) -> None:
         """Release everything kept for an ended session, and stop watching its process."""
         self.requests.forget(session)
-        self._receiver.uploads.release(session)
+        self._uploads.release(session)
         self._processes.remove(session)
 
     def _stop(self) -> None:
@@ -194,12 +242,11 @@ class Server:
         try:
             while not self._stopping:
                 timeout_s = self._idle()
-                if self._grown + self.requests.grown >= CHECK_BYTES:
-                    self._grown = 0
+                if self.requests.grown >= CHECK_BYTES:
                     for session in self.requests.take_overfull():
                         self._end_session(session, "it was ended: it left too many answers unconfirmed")
-                self._answers.flush()
-                waits = (timeout_s, self._receiver.sweep(), self._limiter.wait_s, MAX_WAIT_S)
+                self._flush()
+                waits = (timeout_s, self._sweep(), self._limiter.wait_s, MAX_WAIT_S)
                 known = [each for each in waits if each is not None]
                 wait_s = max(0.0, min(known))
                 ready = dict(self._poller.poll(int(wait_s * 1000) + 1))
@@ -214,9 +261,9 @@ class Server:
                     self._sockets.authenticate()
                 for router in self._sockets.routers:
                     if router in ready:
-                        self._receiver.receive(router)
+                        self._receive(router)
             self._idle()
-            self._answers.flush()
+            self._flush()
             if self._for_good():
                 self._send_goodbyes()
         finally:
@@ -230,7 +277,7 @@ class Server:
                 for _ in range(_MAX_UNREAD):
                     routes.add((router, router.recv_multipart(zmq.NOBLOCK, copy=False)[0].bytes))
         for route in routes:
-            self._answers.post(route, _GOODBYE)
+            self._post(route, _GOODBYE)
 
     def _end_session(self, session: str, reason: str) -> None:
         try:
@@ -261,3 +308,195 @@ class Server:
             for fd in (self._wake_out, self._wake_in):
                 os.close(fd)
             self._wake_in = -1
+
+    # ---- requests
+
+    def _receive(self, router: zmq.Socket[Any]) -> None:
+        """Read and process the waiting messages, but at most 64: exits and deadlines come next."""
+        for _ in range(_ROUND_MESSAGES):
+            try:
+                name = router.recv(_NOBLOCK)
+            except zmq.Again:
+                return
+            first = frame = router.recv(copy=False)  # at least one frame follows the name
+            data, others = None, 0
+            envelope = frame.bytes
+            while frame.more:
+                frame, others = router.recv(copy=False), others + 1
+                data = frame if others == 1 else None
+            try:
+                if others > 1 or len(envelope) + (0 if data is None else len(data)) > self.max_bytes:
+                    raise ProtocolError("a request of too many frames or bytes")
+                self._process((router, name), decode_request(envelope), data, first)
+            except ProtocolError as error:
+                self.garbage += 1
+                if isinstance(error, ProtocolMismatch):
+                    self._post((router, name), error.reply)
+            except Exception:  # must not end the server
+                _log.exception("the server failed at a request")
+            if not self._hold:
+                self._flush()
+            if not int(router.getsockopt(_EVENTS)) & _POLLIN:
+                return
+
+    def _sweep(self) -> float | None:
+        """Release inactive transfers and continue waiting uploads. Return the seconds until the
+        next call is due, None without transfers."""
+        self._admit()
+        sessions = [session for session in self.requests.sessions.values() if session.downloads]
+        if not sessions and not self._uploads:
+            return None
+        now = time.monotonic()
+        if now >= self._next_sweep_s:
+            self._next_sweep_s = now + SWEEP_S
+            self._uploads.sweep(now)
+            for session in sessions:
+                session.release_downloads(now - SILENCE_S)
+        return self._next_sweep_s - now
+
+    def _process(self, route: Route, request: RequestEnvelope, data: Any, frame: Any) -> None:
+        session, seq, part = self.requests.sessions.get(request.session), request.seq, request.part
+        if session is None:
+            if isinstance(part, Piece) and part.start == 0 and data is not None:
+                # a body in pieces from an unknown session: the handler rejects it
+                request = RequestEnvelope(PROTOCOL, request.session, seq, 1, (), (), bytes(data))
+            if isinstance(part, Ask | Offer):
+                self._send_part(route, seq, Read((0,), part.number) if isinstance(part, Offer) else Read(()))
+            if not request.body:  # a confirmation from a session that has ended
+                return
+            session = self.requests.open(request.session, _property(frame, "User-Id"))
+            part = None
+        if route not in session.connections:
+            session.add_connection(route, _property(frame, "User-Id"), _property(frame, "Peer-Address"))
+        for dropped in request.dropped:
+            if not session.is_known(dropped):
+                self._uploads.release(request.session, dropped)
+            self.requests.drop(self._handler, request.session, dropped)
+        for confirmed in request.settled:
+            session.confirm(confirmed)
+        if request.done > session.done:
+            session.advance_done(request.done)
+        if part is None and not request.body:
+            return
+        if session.is_known(seq):
+            self._repeat(route, session, seq, part)
+        elif seq in session.early and not request.body:
+            return
+        elif isinstance(part, Offer | Piece):
+            self._upload(route, request, part, data)
+        elif isinstance(part, Ask):
+            self._send_part(route, seq, Read(()))
+        elif part is None:
+            sink = None if data is None else self._handler.sink(request.session, request.body, len(data))
+            if sink is not None and sink.error is None:
+                sink.write(0, data)
+            name, handler = request.session, self._handler
+            if self.requests.begin(handler, route, name, seq, request.done, request.body, sink):
+                self.requests.drop(handler, name, seq)
+
+    def _repeat(self, route: Route, session: SessionState, seq: int, part: RequestPart | None) -> None:
+        """Process another message about a request in execution, or already answered."""
+        session.reroute(seq, route)
+        if seq not in session.answers or isinstance(part, Piece):
+            return
+        download = session.downloads.get(seq)
+        if isinstance(part, Read):
+            self._answers.append(_Outgoing(session, seq, part.starts))
+        elif download is None or download.sizes is None:
+            self._answers.append(_Outgoing(session, seq))
+        else:
+            self._send_part(route, seq, Offer(download.sizes, getattr(part, "number", 0)))
+
+    # ---- uploads
+
+    def _upload(self, route: Route, request: RequestEnvelope, part: Offer | Piece, data: Any) -> None:
+        """Begin the upload of a large request, or add a piece, and ask for more or execute the request."""
+        offered = isinstance(part, Offer)
+        uploads, name, seq = self._uploads, request.session, request.seq
+        upload = uploads.offer(name, seq, part.sizes) if offered else uploads.find(name, seq)
+        if upload is None or upload.sizes != part.sizes:
+            return  # of an upload since released
+        upload.hear(route, part.number if isinstance(part, Offer) else None)
+        if isinstance(part, Piece) and upload.add(part.start, b"" if data is None else data, self._handler.sink):
+            uploads.remove(upload)
+            assert upload.incoming is not None
+            body = upload.incoming.body.tobytes()
+            if self.requests.begin(self._handler, route, name, seq, request.done, body, upload.sink):
+                self.requests.drop(self._handler, name, seq)
+        else:
+            self._ask(upload, again=offered)
+        self._admit()
+
+    def _admit(self) -> None:
+        for upload in self._uploads.admit():
+            self._ask(upload)
+
+    def _ask(self, upload: Upload, again: bool = False) -> None:
+        """Ask for pieces of an upload. ``again``: ask for lost ones, too."""
+        if (read := upload.ask(again)) is not None:
+            self._send_part(upload.route, upload.seq, read)
+
+    # ---- answers
+
+    def _flush(self) -> None:
+        """Let the handler settle, then send the queued answers. If it could not, send only those of
+        requests without a record."""
+        try:
+            settled = self._handler.settle()
+        except Exception:
+            _log.exception("the server failed to store the state that its answers depend on")
+            return
+        if not self._answers:
+            return
+        queued, self._answers = self._answers, [each for each in self._answers if each.recorded and not settled]
+        for each in queued:
+            if (settled or not each.recorded) and each.seq in each.session.answers:
+                self._send(each.session, each.seq, each.starts)
+
+    def _send(self, session: SessionState, seq: int, starts: tuple[int, ...] = ()) -> None:
+        """Send an answer, or pieces of it, over the connection of its request's last message. Do
+        nothing if that reached an earlier server: the client will repeat it."""
+        route, answer = session.routes[seq], session.answers[seq]
+        if route is None:
+            return
+        download = session.downloads.get(seq)
+        if download is None:
+            body: bytes = answer
+            payload: Sequence[Any] = ()
+            if seq in session.made or seq in session.makers:
+                try:
+                    make = session.makers.get(seq)
+                    body, payload = self._handler.make(answer) if make is None else make()
+                except Exception:  # must not end the server
+                    _log.exception("the server failed to make an answer")
+                    return
+            if not payload and len(body) <= PIECE_BYTES:
+                self._post(route, encode(ResponseEnvelope(PROTOCOL, seq, body)))
+                return
+            download = session.download(seq, body, payload)
+        with contextlib.suppress(ProtocolError):  # the answer was made again, and has other pieces
+            for start, body, piece, data in download.messages(starts):
+                envelope = encode(ResponseEnvelope(PROTOCOL, seq, body, piece))
+                download.mark_sent(start, len(body) + len(data), self._post(route, envelope, data))
+
+    def _send_part(self, route: Route, seq: int, part: ResponsePart) -> None:
+        """Send a message about the pieces of a request or an answer."""
+        self._post(route, encode(ResponseEnvelope(PROTOCOL, seq, b"", part)))
+
+    def _post(self, route: Route, envelope: bytes, data: Any = None) -> zmq.MessageTracker | None:
+        """Send one message. Return a tracker if ``data`` is sent without a copy."""
+        router, name = route
+        with contextlib.suppress(zmq.ZMQError):  # the client has disconnected
+            if data is not None and len(data):
+                return router.send_multipart((name, envelope, data), _NOBLOCK, copy=False, track=True)
+            router.send(name, _NOBLOCK | _SNDMORE)
+            router.send(envelope, _NOBLOCK)
+        return None
+
+
+def _property(frame: Any, name: str) -> str:
+    """Return a property of a frame's connection: the client's public key is its User-Id. "" if it has none."""
+    try:
+        return str(frame.get(name))
+    except zmq.ZMQError:
+        return ""

@@ -137,7 +137,7 @@ class Service:
 
     ``host``: this host. ``listen``: an address; default: a free port of this host. ``member``: this
     process in its run, to admit other members; None: ``where`` has the key. ``insecure``: no keys, so
-    every process with access to the address may call. ``max_call_bytes``: of the largest call.
+    every process with access to the address may call. ``max_call_bytes``: size of the largest call.
     ``public``: its public key; "" without keys. Raises ConfigError.
     """
 
@@ -315,7 +315,7 @@ class Service:
 
 class ServiceClient:
     """Calls the service at ``where``. Thread-safe; each calling thread has its own connection.
-    ``max_call_bytes``: as the service's. ``own``: this member's key.
+    ``max_call_bytes``: as the service's. ``own``: key of this member.
 
     ``where`` comes from another process: raises ProtocolError for an invalid one.
     """

@@ -18,8 +18,6 @@ from typing import Any
 import zmq
 
 from ..errors import ConfigError, ServerLost
-from .envelope import FRAME_BYTES
-from .keys import RunKey
 
 GIVE_UP_MS = 10_000
 """A tcp connection is closed after this long without acknowledgement; its client connects again."""
@@ -94,24 +92,6 @@ def has_waiting(listening: sockets.socket | None) -> bool:
     if listening is not None:
         poll.register(listening, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def connect(socket: Any, address: str, key: RunKey | None) -> None:
-    """Set the options of a client's socket, and connect it. Raises ConfigError."""
-    final = {zmq.LINGER: 200}  # milliseconds, for the last confirmation
-    unlimited = {zmq.SNDHWM: 0, zmq.RCVHWM: 0}  # no drops: at most two requests are in progress
-    set_options(socket, final | unlimited | {zmq.MAXMSGSIZE: FRAME_BYTES})
-    if transport_of(address) == "tcp":
-        set_tcp(socket, address)
-        # milliseconds; the kernel's default for a connection is minutes
-        set_options(socket, {zmq.CONNECT_TIMEOUT: 3000, zmq.RECONNECT_IVL_MAX: 1000})
-    if key is not None:
-        own = {zmq.CURVE_PUBLICKEY: key.public.encode(), zmq.CURVE_SECRETKEY: key.secret.encode()}
-        set_options(socket, {zmq.CURVE_SERVERKEY: key.server.encode()} | own)
-    try:
-        socket.connect(address)
-    except zmq.ZMQError as error:
-        raise ConfigError(f"cannot connect to {address}: {error}") from None
 
 
 def probe(address: str) -> None:

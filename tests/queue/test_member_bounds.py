@@ -16,8 +16,8 @@ import asyncflow_sdk as af
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue.protocol import Call, CallResult, ClientHello, decode_result, encode
 from asyncflow_sdk.wire import RunKey, own_key
+from asyncflow_sdk.wire.client_sockets import connect
 from asyncflow_sdk.wire.envelope import PROTOCOL, Offer, Piece, RequestEnvelope, ResponseEnvelope, decode_response
-from asyncflow_sdk.wire.sockets import connect
 
 
 class Member:
