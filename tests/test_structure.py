@@ -29,11 +29,11 @@ RELATIVE = re.compile(r"\b(that|which|what|whatever|who|whom|whose|whoever|those
 NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|on)\b", re.IGNORECASE)
 """A parameter's note without a noun."""
 MAX_SIZE = {  # lines, files
-    "core": (34_245, 201), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
+    "core": (34_021, 194), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
     "asyncflow_sdk/cli": (5_682, 45), "asyncflow_sdk/interfaces": (2_343, 16), "asyncflow_sdk/ledger": (8_038, 33),
     "asyncflow_sdk/memory": (1_630, 13), "asyncflow_sdk/plugins": (855, 9), "asyncflow_sdk/queue": (8_062, 42),
     "asyncflow_sdk/testing": (9_806, 57), "asyncflow_sdk/types": (2_455, 19), "asyncflow_sdk/weights": (5_429, 29),
-    "asyncflow_sdk/wire": (3_971, 25), "asyncflow_sdk/workflow": (13_659, 75),
+    "asyncflow_sdk/wire": (3_747, 18), "asyncflow_sdk/workflow": (13_659, 75),
     "adapters/asyncflow_deepspeed": (817, 8), "adapters/asyncflow_fsdp": (405, 6),
     "adapters/asyncflow_http": (500, 6), "adapters/asyncflow_sglang": (1_506, 17),
     "adapters/asyncflow_torch": (7_196, 52), "adapters/asyncflow_vllm": (1_536, 15),
@@ -48,12 +48,12 @@ MAX_SIZE = {  # lines, files
 MAX_COUNT = {
     "public names": 97,
     "functions with more than ten parameters": 20,
-    "assignments into other objects": 187,
-    "assignments into other objects, of the core": 49,
+    "assignments into other objects": 144,
+    "assignments into other objects, of the core": 6,
     "comments that stop the formatter": 299,
-    "notes of parameters without a noun": 308,
+    "notes of parameters without a noun": 307,
     "public functions without a docstring": 78,
-    "relative words in 100 of the code": 1.05,
+    "relative words in 100 of the code": 1.04,
     "relative words in 100 of the tests": 4.77,
 }
 
