@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AsyncFlowError, LeaseLost, SchemaError
+from ..errors import AsyncFlowError, LeaseLost, MemoryFull, SchemaError
 from ..interfaces import LeasedBatch
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
@@ -177,8 +177,9 @@ class BatchVerbs(Batch):
         if self._left <= 0:
             return
         reason = _LEFT if error is None else error_text(error)
+        blame = isinstance(error, Exception) and not isinstance(error, MemoryFull)  # of no row
         try:
-            await self._give_back(reason=reason, blame=isinstance(error, Exception))
+            await self._give_back(reason=reason, blame=blame)
         except LeaseLost:
             if error is None:
                 raise

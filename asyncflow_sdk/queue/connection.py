@@ -28,9 +28,7 @@ from .._version import __version__
 from ..errors import (
     AccessDenied,
     ConfigError,
-    DeadlineExceeded,
     LeaseLost,
-    MemoryFull,
     PayloadLost,
     ProtocolError,
     SchemaError,
@@ -48,7 +46,6 @@ from ..types.defaults import CALL_S
 from ..wire import Client, Member, RunKey, WireReply, await_key, own_address, own_key, process_key, same_host
 from .checks import check_arguments
 from .home_catalog import LedgerCatalog
-from .journal import DISK_RETRY_S
 from .measures import measures_of
 from .protocol import (
     Call,
@@ -419,31 +416,15 @@ class Port(ABC):
             self.connection.store.discard(pending.stored)
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
-        """Write and send columns; return the reply or raise the server's error.
-
-        If rows lie on a full disk, a put waits up to its deadline and raises DeadlineExceeded.
-        """
+        """Write and send columns; return the reply or raise the server's error."""
         size = sum(column.values.nbytes for column in columns.values())
         if size >= LARGE_BYTES and isinstance(command, cmd.AddRows):
             room = (await self.send(cmd.GetStatus())).capacity_bytes
             if size > room:  # checked before it is written
                 raise SchemaError(f"a put of {size} bytes exceeds capacity_bytes={room}; put fewer rows at a time")
-        timeout_s: float = getattr(command, "timeout_s", CALL_S)
-        began, asked = time.monotonic(), command
-        while True:
-            try:
-                answer = await self.submit(await self._write_or_wait(asked, columns))
-                answer.raise_error()
-                return answer.reply
-            except MemoryFull as full:
-                if not (self.connection.store.synced and isinstance(command, cmd.AddRows)):
-                    raise
-                waited = time.monotonic() - began
-                if waited >= timeout_s:
-                    raise DeadlineExceeded(f"after {waited:.1f} s: {full}") from None
-            await self.pause(min(DISK_RETRY_S, timeout_s - waited))
-            left = max(0.0, timeout_s - (time.monotonic() - began))
-            asked = msgspec.structs.replace(command, timeout_s=left)
+        answer = await self.submit(await self._write_or_wait(command, columns))
+        answer.raise_error()
+        return answer.reply
 
     async def _write_or_wait(self, command: WritingCommand, columns: Mapping[str, Column]) -> PendingWrite:
         """Write columns; if memory is full, get freed blocks first. Raises MemoryFull."""

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import ConfigError, MemoryFull
+from ..ledger import commands as cmd
 from ..memory import SharedDirectory
 from ..types import events as ev
 from ..wire import Server
 from .journal import DISK_RETRY_S, FOR_ENDS, FOR_PROGRESS, Journal, Record
 from .journal_directory import JournalDirectory
+from .protocol import CallCommand
 from .recovery import RecoverableState, Recovered, recover
 
 
@@ -87,10 +89,11 @@ class Durability:
 
     # ---- records
 
-    def reserve(self, nbytes: int, *, new_rows: bool = False) -> None:
-        """Reserve room to record ``nbytes``. ``new_rows``: for a put. Raises MemoryFull."""
+    def reserve(self, nbytes: int, command: CallCommand | None) -> None:
+        """Reserve room to record a call of ``nbytes``. Raises MemoryFull."""
         if self._journal is not None:
-            self._journal.reserve(nbytes, FOR_PROGRESS if new_rows else FOR_ENDS)
+            keep = FOR_PROGRESS if isinstance(command, cmd.AddRows) else FOR_ENDS
+            self._journal.reserve(nbytes, 0 if isinstance(command, cmd.CloseSession) else keep)  # anyone may leave
 
     def record(self, record: Record, recoverable: RecoverableState) -> None:
         """Record an executed input, with the nondeterministic results it used."""

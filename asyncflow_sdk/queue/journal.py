@@ -254,7 +254,7 @@ class Journal:
     def _full(self, error: OSError) -> MemoryFull:
         return MemoryFull(
             f"the journal {self.path} has no room for this request: {os.strerror(error.errno or 0)}. Nothing was"
-            " stored; free space there and try again"
+            " stored; free space there (old runs, checkpoints), and try again"
         )
 
 

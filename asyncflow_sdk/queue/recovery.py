@@ -63,7 +63,7 @@ class Recovered:
         if self.differing:
             text += f"; {self.differing} records gave other answers than before: a bug of the SDK, please report it"
         if self.full:
-            text += f"; {self.full}. Existing rows are served; new rows wait until the disk has room"
+            text += f"; {self.full}. Existing rows are served; new rows are refused until the disk has room"
         return text
 
 

@@ -266,11 +266,8 @@ class QueueServer:
         """Undo a cancelled call. ``answer``: its unread answer; None if there is none yet."""
         if session not in self._clients:
             return
-        if (request := self._deferred.drop(ticket)) is not None:  # not recorded, but its block must be freed
-            request.release()
-            if not request.call.client_serials:
-                return
-            answer = encode(CallResult(freed=request.call.client_serials))
+        if self._deferred.drop(ticket) is not None:  # not recorded
+            return
         now = self._clock()
         self._executor.drop(session, ticket, answer, now)
         self._record(DropRecord(now, session, seq))
@@ -283,8 +280,7 @@ class QueueServer:
         self._ended[session] = reason
         if len(self._ended) > MOST_REASONS:
             del self._ended[next(iter(self._ended))]
-        for request in self._deferred.drop_session(session):
-            request.release()
+        self._deferred.drop_session(session)
         self._executor.close_session(session, reason, now, blame=blame)
         self._record(SessionEndRecord(now, session, reason, blame))
 
@@ -298,9 +294,8 @@ class QueueServer:
         if due is not None and due <= now:
             self._executor.tick(now)
             self._record(TickRecord(now))
-        if self._deferred.due(now):
-            self._try_deferred(now)
-        self._expire_deferred(now)
+        for request in self._deferred.take_expired(now):
+            self._reply(request.ticket, request.timeout_error(now), request.call)
         self._end_silent_units(now)
         deadlines = [self._ledger.next_deadline(), self._deferred.next_due(), self._next_sign]
         if self._units:
@@ -376,10 +371,7 @@ class QueueServer:
             if isinstance(call.command, cmd.AddCheckpoint) and self._listeners.finals:
                 self._hold_checkpoint(request, call.command.covers)
                 return
-            self._deferred.check_turn(request)
             self._execute(request)
-        except MemoryFull as full:
-            self._defer(request, full, now)
         except (WireError, ConfigError) as refused:
             self._reply(ticket, refused)
 
@@ -389,12 +381,8 @@ class QueueServer:
 
         def execute() -> None:
             """Called in this thread, unless the request was dropped or has expired."""
-            now = self._clock()
             if self._deferred.drop(request.ticket) is not None:
-                try:
-                    self._execute(request.restarted(now))
-                except MemoryFull as full:
-                    self._defer(request, full, now)
+                self._execute(msgspec.structs.replace(request, since=self._clock()))
 
         def call() -> None:
             self._listeners.final(covers)
@@ -404,9 +392,14 @@ class QueueServer:
         threading.Thread(target=call, name="final", daemon=True).start()
 
     def _execute(self, request: DeferredRequest) -> None:
-        """Execute and record a request. Raises MemoryFull, with no effect, if the disk is full."""
+        """Execute and record a request. Refuse it, with no effect, if the disk is full."""
         session, call, body = request.session, request.call, request.body
-        self._durability.reserve(len(body), new_rows=request.puts_rows)
+        try:
+            self._durability.reserve(len(body), call.command)
+        except MemoryFull as full:
+            request.release()
+            self._reply(request.ticket, full, request.call)
+            return
         if request.payload is not None or call.payload is not None:
             try:
                 call = self._payloads.remote.store(call, request.payload)
@@ -472,40 +465,6 @@ class QueueServer:
             raise WireError(
                 "the server of this run is short of file descriptors: close clients, or raise its limit (ulimit -n)"
             )
-
-    # ---- deferred requests
-
-    def _defer(self, request: DeferredRequest, full: MemoryFull, now: float) -> None:
-        """Let a request wait for disk space, up to its deadline."""
-        if not request.may_wait:
-            request.release()
-            self._reply(request.ticket, full, request.call)
-            return
-        if not self._deferred:
-            self._note(f"{full}; new rows wait until the disk has room", "warning")
-        self._deferred.add(request, full, now)
-        self._expire_deferred(now)
-
-    def _try_deferred(self, now: float) -> None:
-        """Execute the deferred requests that fit on the disk now. Puts keep their order."""
-        puts_wait = False
-        for request in self._deferred.requests:
-            if request.held or (puts_wait and request.puts_rows):
-                continue
-            try:
-                if request.session in self._clients:
-                    self._execute(request.restarted(now))
-            except MemoryFull:
-                puts_wait |= request.puts_rows
-            else:
-                self._deferred.drop(request.ticket)
-        if not self._deferred:
-            self._note("the disk has room again; all waiting requests were executed", "info")
-
-    def _expire_deferred(self, now: float) -> None:
-        for request in self._deferred.take_expired(now):
-            request.release()
-            self._reply(request.ticket, request.timeout_error(now), request.call)
 
     # ---- read-only requests
 

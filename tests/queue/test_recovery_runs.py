@@ -14,7 +14,7 @@ from queue_runs import ClientProcess, Durable, RawClient, serve, values_of
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, Ended, LeaseLost
+from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, Ended, LeaseLost, MemoryFull
 from asyncflow_sdk.ledger import commands as cmd
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -228,9 +228,7 @@ def test_nothing_is_acknowledged_that_the_disk_did_not_take(run: Durable) -> Non
         waiting = in_thread(one.queue.put, {"x": [2.0]})
         until(lambda: two.queue.audit().put == 2, "the put")
         # then it is not acknowledged, and further ones may not begin
-        with pytest.raises(
-            DeadlineExceeded, match=r"has no room for this request: File too large\. Nothing was stored"
-        ):
+        with pytest.raises(MemoryFull, match=r"has no room for this request: File too large\. Nothing was stored"):
             two.queue.put({"x": [3.0]}, timeout_s=0.0)
         # and when the disk takes it again, all goes on
         resource.prlimit(run.server.pid, resource.RLIMIT_FSIZE, most)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from echo_runs import echo_workflow
+from small_disk import SmallDisk, small_disk
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import MemoryFull, WorkerFailed
+from asyncflow_sdk.errors import MemoryFull, SchemaError, WorkerFailed
 from asyncflow_sdk.testing import EchoTrain
 
 FULL = "/dev/full"
@@ -46,6 +47,38 @@ def test_why_a_run_failed_is_told_also_where_nothing_can_be_written(tmp_path: Pa
 
     with pytest.raises(WorkerFailed, match="told to fail at step 1"):
         echo_workflow(train={"fail_at": 1, "launcher": "process"}).run(tmp_path / "run")
+
+
+def uses_up_the_journal(response_ids: Any) -> list[float]:
+    """A function that meets a full disk in a call of its own, once."""
+    while disks:
+        disk = disks.pop()
+        disk.fill()
+        with af.connect(disk.path / "run") as run:
+            while True:
+                with pytest.raises(SchemaError, match="no put with key"):
+                    run.queue.cancel(key=300_000 * "k")
+    return [1.0] * len(response_ids)
+
+
+disks: list[SmallDisk] = []
+
+
+def test_a_function_that_meets_a_full_disk_ends_the_run_and_blames_no_row(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 64) as disk:
+        disks[:] = [disk]
+        reward = af.Stage(uses_up_the_journal, task="reward", gives=["reward"], launcher="thread")
+
+        with pytest.raises(
+            WorkerFailed, match=r"(?s)MemoryFull: the journal .* has no room .*free space there"
+        ) as ended:
+            echo_workflow(reward=reward, checkpoint=af.Checkpoint(every=2)).run(disk.path / "run")
+
+        disk.free()
+        assert (ended.value.worker, "restart" in str(ended.value)) == ("reward-0", False)
+        # and the same run goes on where there is room
+        summary = af.resume(disk.path / "run").summary
+        assert (summary["status"], summary["rows"]["failed"]) == ("completed", 0)
 
 
 class FullExport(EchoTrain):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from ...errors import MemoryFull
 from ...queue.error_text import error_text, plain_text
 from ..work import is_coroutine
 from ..workers.user_code import SERVICE_S, ServiceWatch, frames_of, is_away, settle, user_error_text
@@ -46,7 +47,7 @@ class AgentRunner:
                 returned = await (self._await(turns, columns) if self._awaits else self._call(turns, columns))
             except _LoopLost:
                 continue
-            except AgentFailed:
+            except (AgentFailed, MemoryFull):
                 raise
             except Exception as error:
                 if turns.failure is not None:

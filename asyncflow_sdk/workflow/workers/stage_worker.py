@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...algorithms import GRPO
-from ...errors import DeadlineExceeded, Ended, EngineError, LeaseLost, SchemaError
+from ...errors import DeadlineExceeded, Ended, EngineError, LeaseLost, MemoryFull, SchemaError
 from ...interfaces import SAMPLING_MASK, LeasedBatch, RolloutEngine, TrainEngine
 from ...plugins import import_name
 from ...queue import AsyncLeasedBatch, QueueClient
@@ -323,7 +323,7 @@ class _UserFunction:
     def _errors(self, rows: Batch) -> Iterator[None]:
         try:
             yield
-        except ServiceAway:
+        except (ServiceAway, MemoryFull):  # no row is the cause
             raise
         except (Exception, SystemExit) as error:
             raise _FunctionFailed(self._failure(None, error, rows)) from None
@@ -395,10 +395,7 @@ class _UserFunction:
         return kept
 
     def _invalid(self, column: str, what: str, rows: Batch, row: int) -> str:
-        return (
-            f"{self._name}() returned, as column {column!r}, {what}\nrow {rows.ids[row]} was given"
-            f" {_arguments_of(rows, row)}"
-        )
+        return f"{self._name}() returned, as column {column!r}, {what}\n{_given(rows, row)}"
 
 
 class _RewardFunctions:
@@ -432,8 +429,7 @@ class _RewardFunctions:
         failed = {row: reason for each in scored for row, reason in each.failed.items()}
         total = self._rewards.total(columns)
         for row in np.flatnonzero(np.isnan(total)).tolist():
-            text = f"row {rows.ids[row]} was given {_arguments_of(rows, row)}"
-            failed.setdefault(row, f"no reward function scored a row: each returned None\n{text}")
+            failed.setdefault(row, f"no reward function scored a row: each returned None\n{_given(rows, row)}")
         return _Outcome(columns | {"reward": total.astype(np.float32)}, failed)
 
 
@@ -442,5 +438,5 @@ def _named(rows: Batch) -> str:
     return f"with {', '.join(rows)} of {ids}"
 
 
-def _arguments_of(rows: Batch, row: int) -> str:
-    return repr({name: rows[name][row] for name in rows})
+def _given(rows: Batch, row: int) -> str:
+    return f"row {rows.ids[row]} was given { {name: rows[name][row] for name in rows} }"

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from ...algorithms import make_algorithm
-from ...errors import AsyncFlowError, ConfigError, PluginError, SchemaError, ServerLost, WeightMismatch
+from ...errors import AsyncFlowError, ConfigError, MemoryFull, PluginError, SchemaError, ServerLost, WeightMismatch
 from ...interfaces import FATAL_STATUS, WorkerExit, WorkerSettings, WorkerSpec
 from ...ledger import commands as cmd
 from ...memory import directory_at
@@ -42,7 +42,7 @@ from .rank_communicator import RankCommunicator
 from .ranks import join_ranks
 from .train_worker import train
 
-FATAL = (ConfigError, PluginError, SchemaError, WeightMismatch, ModuleNotFoundError)
+FATAL = (ConfigError, MemoryFull, PluginError, SchemaError, WeightMismatch, ModuleNotFoundError)
 PATIENCE_S, TRAIN_PATIENCE_S = 3600.0, 86400.0
 """A worker without progress keeps its leases this long (seconds)."""
 TRACEBACK_BYTES = 8 << 10
@@ -82,7 +82,8 @@ class WorkerRuntime:
         try:
             ending = self._work(queue, connection)
             try:
-                queue.flush()
+                with contextlib.suppress(MemoryFull):  # its events are delivered all the same
+                    queue.flush()
             except ServerLost:
                 if not (ending.status or connection.wire.server_closed):
                     raise
