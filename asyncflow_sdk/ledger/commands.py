@@ -3,6 +3,7 @@
 Row ids travel as packed little-endian int64, positions in a lease as packed little-endian int32.
 ``timeout_s`` of a command: how long to wait before DeadlineExceeded. Fields of lengths are response
 lengths in tokens, for statistics only. The server sets ``nbytes`` and ``measures``, never a client.
+``block``: the location of the columns' values; the ledger passes it on, as ``Effects.placed``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..types import ColumnSpec
+from ..types.blocks import Block
 from ..types.defaults import LISTENER_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.reports import Reply as Reply
@@ -187,6 +189,7 @@ class AddRows(Command, frozen=True, tag="put"):
     digest: bytes = b""
     version: int = -1
     keep: int = -1
+    block: Block | None = None
 
 
 class PutDone(Reply, frozen=True, tag="put_done"):
@@ -216,6 +219,8 @@ class LeaseRows(Command, frozen=True, tag="lease"):
     ``parts``: lease one step in parts, also the open one: whole groups selected for it so far, at least ``at_least``
     rows or the rest of a full step. ``token``: of the lease whose next part is wanted; 0 begins a step. The ranks of
     a group get each part together. The lease does not expire while all its holders wait for a part.
+
+    ``inline``: send the columns beside the answer, if all are in the server's memory.
     """
 
     task: str
@@ -231,6 +236,7 @@ class LeaseRows(Command, frozen=True, tag="lease"):
     most: int = 0
     parts: bool = False
     token: int = 0
+    inline: bool = False
 
 
 class Leased(Reply, frozen=True, tag="leased"):
@@ -289,6 +295,7 @@ class Complete(Command, frozen=True, tag="complete"):
     measures: dict[str, bytes] = msgspec.field(default_factory=dict)
     rank: int = 0
     lengths: bytes = b""
+    block: Block | None = None
 
 
 class Completed(Reply, frozen=True, tag="completed"):

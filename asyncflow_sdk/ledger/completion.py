@@ -9,6 +9,7 @@ from . import commands as cmd
 from .assembly import StepAssembly
 from .commands import Ids, pack_ids
 from .state import LedgerState
+from .state.context import Placed, Trained
 from .state.leases import positions
 from .state.rows import LIVE, NONE
 from .state.sessions import Grant
@@ -47,6 +48,12 @@ class RowCompletion:
             if command.lengths:
                 self._state.metrics.note_lengths(mine, command.lengths, pick, grant.since)
             self._state.budget.charge(mine, command.nbytes * len(mine) // len(ids))
+            if command.block is not None:
+                placed = Placed(mine, command.block, np.arange(len(ids))[pick])
+                self._state.context.effects.placed.append(placed)
+        if grant.step != NONE:
+            trained = Trained(grant.step, mine, rows.first[at], rows.current[at])
+            self._state.context.effects.trained.append(trained)
         task.done(mine)
         if task.spec.admits:
             self._state.versions.completed(mine, grant.newest)
@@ -150,6 +157,8 @@ class RowCompletion:
         """Raise SchemaError for wrong or missing columns. Return the mask of rows to drop."""
         if grant.step != NONE and self._state.limits.checkpoints and command.columns:
             raise SchemaError("a step that may be trained again is acknowledged without columns; write them before")
+        if command.block is not None and command.block.rows != len(ids):
+            raise SchemaError(f"{len(ids)} rows are completed with {command.block.rows} values")
         missing = [name for name in task.spec.gives if name not in command.columns]
         filtered = None
         if command.filtered is not None:

@@ -146,8 +146,11 @@ class Ledger:
 
     # ---- inputs
 
-    def apply(self, session: int, command: cmd.Command, now: float, ticket: int) -> None:
-        """Carry out a command. The answer, now or later, is in the effects under ``ticket``.
+    def apply(
+        self, session: int, command: cmd.Command, now: float, ticket: int, first: cmd.Reply | None = None
+    ) -> None:
+        """Carry out a command. The answer, now or later, is in the effects under ``ticket``. ``first``: see
+        ``ParkedRequest``.
 
         A failing command changes nothing. Client errors are answers; nothing is raised.
         """
@@ -169,7 +172,7 @@ class Ledger:
             self.state.context.answer(ticket, reply)
         else:
             until = now + command.timeout_s  # type: ignore[attr-defined]
-            request = ParkedRequest(ticket, session, command, place_of(command), now, until)
+            request = ParkedRequest(ticket, session, command, place_of(command), now, until, first)
             if not until > now:  # NaN is no deadline
                 self.state.context.answer(ticket, DeadlineExceeded(self._reporter.explain(request)))
             else:
@@ -202,8 +205,7 @@ class Ledger:
     def next_deadline(self) -> float | None:
         """Return the time of the next ``tick`` with work to do; None for none."""
         timers = (self.state.leases.deadlines, self.state.parked.deadlines, self.state.homes.deadlines)
-        times = [each.next() for each in timers]
-        return min((time for time in times if time is not None), default=None)
+        return min([time for each in timers if (time := each.next()) is not None], default=None)
 
     def session_died(self, session: int, now: float, reason: str, *, blame: bool = True) -> None:
         """Close a session and return its rows. ``blame``: count it as an attempt of the rows."""

@@ -11,6 +11,7 @@ from .commands import Ids, pack_ids, unpack_ids
 from .configuration import check_groups_fill
 from .pins import VersionPins
 from .state import LedgerState
+from .state.context import Placed
 from .state.idempotency import DIGEST_BYTES
 from .state.rows import LIVE
 from .state.tasks import Task
@@ -50,6 +51,8 @@ class Puts:
             self._state.keys.add(command, first, self._state.rows)
         if command.key:
             self._state.context.wake_puts()  # a parked put with the same key need not wait
+        if command.block is not None:
+            self._state.context.effects.placed.append(Placed(ids, command.block, groups.repeat(command.group_size)))
         self._assembly.make_ready_alike(takers, ids, self._state.columns.mask(command.columns), 0)
         self._pins.add(command)
         return cmd.PutDone(first=first, count=count, again=False, groups=pack_ids(groups) if again else b"")
@@ -118,6 +121,8 @@ class Puts:
             raise SchemaError('"*" is no partition: a task names it to take all of them; put rows in one')
         if command.groups < 1 or command.group_size < 1:
             raise SchemaError(f"a put needs rows; this one has {command.groups} groups of {command.group_size}")
+        if command.block is not None and command.block.rows != command.groups:
+            raise SchemaError(f"{command.groups} groups are put with {command.block.rows} values")
         if count > limits.capacity_rows:
             raise SchemaError(
                 f"{count} rows in one put are more than the whole queue holds (capacity_rows="

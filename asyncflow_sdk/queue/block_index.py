@@ -7,7 +7,7 @@ one for each property of blocks; no loop over rows or blocks. It never reads sha
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,7 +28,6 @@ BlockCheck: TypeAlias = Callable[[str, Ids, Ids, Ids], npt.NDArray[np.bool_]]
 class FreedBlocks(NamedTuple):
     """Blocks that no row needs, all in one segment."""
 
-    owner: str
     segment: str
     serials: bytes  # packed int64
 
@@ -49,28 +48,14 @@ class BlockIndex:
         self.live_bytes = 0  # of blocks in use, each counted once
         self.written_bytes = 0  # of all blocks so far
 
-    def put(self, first: int, block: Block, owner: str, group_size: int) -> None:
-        """Assign ``block`` to rows from ``first`` on, ``group_size`` rows for each entry."""
-        count = block.rows * group_size
-        self._reserve(first, first + count - 1)
-        place = self._enter(block, owner, count) << _SHIFT
-        at = first - self._base
-        if count == 1:
-            self._families[block.columns][at] = place
-        else:
-            entries = np.arange(place, place + block.rows)
-            self._families[block.columns][at : at + count] = (
-                entries if group_size == 1 else entries.repeat(group_size)
-            )
-
-    def add(self, ids: Ids, block: Block, owner: str, entries: npt.NDArray[np.int64]) -> None:
+    def add(self, ids: Ids, block: Block, entries: npt.NDArray[np.int64]) -> None:
         """Assign entry entries[i] of ``block`` to row ids[i]."""
         if len(ids):
             self._reserve(int(ids.min()), int(ids.max()))
-            place = self._enter(block, owner, len(ids)) << _SHIFT
+            place = self._enter(block, len(ids)) << _SHIFT
             self._families[block.columns][ids - self._base] = place + entries
 
-    def _enter(self, block: Block, owner: str, rows: int) -> int:
+    def _enter(self, block: Block, rows: int) -> int:
         """Add a block needed by ``rows`` rows, and return its slot."""
         family = block.columns
         if family not in self._families:
@@ -83,7 +68,7 @@ class BlockIndex:
             self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
             self._free = list(range(2 * count - 1, count - 1, -1))
         slot = self._free.pop()
-        segment = self._segments.enter(owner, block.segment)
+        segment = self._segments.enter(block.segment)
         self._blocks[slot] = segment, block.start, block.serial, block.rows, block.nbytes, rows
         self.live_bytes += block.nbytes
         self.written_bytes += block.nbytes
@@ -201,7 +186,7 @@ class BlockIndex:
 
     def segments(self) -> set[str]:
         """Return the segments that rows need."""
-        return self._segments.of()
+        return {name for _, name in self._segments.used()}
 
     def _retire_one(self, at: int) -> list[FreedBlocks]:
         freed: list[FreedBlocks] = []
@@ -220,13 +205,9 @@ class BlockIndex:
             return []
         self._free.append(slot)
         self.live_bytes -= nbytes
-        freed = FreedBlocks(self._segments.owners[segment], self._segments.names[segment], _SERIAL.pack(serial))
+        freed = FreedBlocks(self._segments.names[segment], _SERIAL.pack(serial))
         self._segments.leave(segment, 1)
         return [freed]
-
-    def segments_of(self, owner: str) -> Collection[str]:
-        """Return the segments of an owner that rows need."""
-        return self._segments.of(owner)
 
     def _plan(self, columns: tuple[str, ...]) -> list[tuple[Family, tuple[str, ...], bytes]]:
         """Return for each family with some of these columns: the columns and their positions in it."""
@@ -295,7 +276,7 @@ class BlockIndex:
         out = []
         for number, segment in enumerate(segments):
             mine = serials[which == number]
-            out.append(FreedBlocks(self._segments.owners[segment], self._segments.names[segment], mine.tobytes()))
+            out.append(FreedBlocks(self._segments.names[segment], mine.tobytes()))
             self._segments.leave(segment, len(mine))
         return out
 
@@ -326,30 +307,24 @@ class _Segments:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.owners: list[str] = []
         self._blocks: list[int] = []
-        self._number: dict[tuple[str, str], int] = {}
+        self._number: dict[str, int] = {}
         self._free: list[int] = []
-
-    def of(self, owner: str | None = None) -> set[str]:
-        """Return the segments of an owner; None: of all."""
-        return {name for each, name in self._number if owner in (None, each)}
 
     def used(self) -> list[tuple[int, str]]:
         """Return the numbers and names of the segments in use."""
-        return [(number, name) for (_, name), number in self._number.items()]
+        return [(number, name) for name, number in self._number.items()]
 
-    def enter(self, owner: str, name: str) -> int:
+    def enter(self, name: str) -> int:
         """Count one block more in a segment, and return its number."""
-        number = self._number.get((owner, name))
+        number = self._number.get(name)
         if number is None:
             if not self._free:
                 self._free.append(len(self.names))
                 self.names.append("")
-                self.owners.append("")
                 self._blocks.append(0)
-            number = self._number[owner, name] = self._free.pop()
-            self.names[number], self.owners[number] = name, owner
+            number = self._number[name] = self._free.pop()
+            self.names[number] = name
         self._blocks[number] += 1
         return number
 
@@ -357,7 +332,7 @@ class _Segments:
         """Count ``blocks`` blocks fewer in a segment."""
         self._blocks[number] -= blocks
         if not self._blocks[number]:
-            del self._number[self.owners[number], self.names[number]]
+            del self._number[self.names[number]]
             self._free.append(number)
 
 

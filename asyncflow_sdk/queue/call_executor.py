@@ -10,29 +10,39 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import xxhash
 
 from .._version import __version__
-from ..errors import AsyncFlowError, ProtocolError, error_from_name
+from ..errors import AsyncFlowError, ProtocolError
 from ..ledger import Ledger, pack_ids, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.payload_loss import LOST_REASON
-from ..ledger.state.context import HomeLoss
-from ..ledger.state.sessions import Grant
-from ..types import ColumnSpec, Event
-from ..types.blocks import Block, BlockSlices
+from ..ledger.state.context import HomeLoss, Trained
+from ..ledger.state.sessions import ParkedRequest
+from ..types import Event
 from . import remote_payload
-from .checks import check_call, completed, owns
+from .checks import check_call, owns
 from .clients import ClientProcess, ClientTable
 from .listeners import Listeners
 from .measures import Measures
-from .payload_manager import CallPayload, PayloadManager
-from .protocol import UNRECORDED, Call, CallResult, ClientHello, Unrecorded, Welcome, decode_result, encode, failure
+from .payload import Payload
+from .protocol import (
+    UNRECORDED,
+    WRITING,
+    Call,
+    CallResult,
+    ClientHello,
+    Unrecorded,
+    Welcome,
+    decode_result,
+    encode,
+    failure,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -64,28 +74,13 @@ class Clock:
         return shifted
 
 
-class PendingCall(NamedTuple):
-    """A call without a reply from the ledger yet.
+class ExecutedRequest(NamedTuple):
+    """A command being executed, with the names of a ``ParkedRequest``. ``session``: the ledger's number."""
 
-    ``ids``: rows that it completes, in the order of its block's entries. ``inline``: send payload
-    beside the answer. ``then``: a lease to request next. ``first``: the reply before it.
-    """
-
-    session: str
-    command: cmd.AnyCommand
-    ids: Ids | None
-    inline: bool
-    then: cmd.LeaseRows | None = None
+    ticket: int
+    session: int
+    command: Any
     first: cmd.Reply | None = None
-
-
-class TrainedStep(NamedTuple):
-    """A step being acknowledged: rows, groups, and the version current when each row was completed."""
-
-    number: int
-    ids: Ids
-    groups: Ids
-    completed_at: Ids
 
 
 class CallExecutor:
@@ -93,24 +88,23 @@ class CallExecutor:
     its last argument is True if ``QueueServer.make`` completes it. ``forget``: called when a
     session has ended. Not thread-safe: only the server's thread uses it."""
 
-    KEPT = ("_pending",)
+    KEPT = ()
 
     def __init__(
         self,
         ledger: Ledger,
-        payloads: PayloadManager,
+        payload: Payload,
         clock: Clock,
         listeners: Listeners,
         welcome: Welcome,
         send: Callable[[int, bytes, bool], None],
         forget: Callable[[str], None],
     ) -> None:
-        self.ledger, self.payloads, self.clock, self._welcome = ledger, payloads, clock, welcome
+        self.ledger, self.payload, self.clock, self._welcome = ledger, payload, clock, welcome
         self.clients = ClientTable()
         self._state, self._record = ledger.state, ledger.state.context.log
         self._listeners, self._send, self._forget = listeners, send, forget
-        self._measures = Measures(ledger, payloads.index, payloads.reader)
-        self._pending: dict[int, PendingCall] = {}
+        self._measures = Measures(ledger, payload.index, payload.reader)
         self._digest = 0
 
     def take_digest(self) -> int:
@@ -124,7 +118,7 @@ class CallExecutor:
         """Execute a call. It is answered now, or by a later input."""
         try:
             if call.command is None:
-                self._answer(ticket, session, CallResult(cmd.Done()))
+                self._answer(ticket, self.clients.number(session), CallResult(cmd.Done()))
             elif isinstance(call.command, ClientHello):
                 self._open_session(session, ticket, call.command, now)
             elif isinstance(call.command, UNRECORDED):
@@ -132,11 +126,11 @@ class CallExecutor:
             else:
                 self._execute(session, ticket, call, now)
         except AsyncFlowError as error:
-            self._answer(ticket, session, CallResult(error=failure(error)))
+            self._answer(ticket, self.clients.known(session), CallResult(error=failure(error)))
         except Exception as error:  # a call that the checks should have rejected
             _log.exception("a call failed in the queue server")
             error = ProtocolError(f"the call failed in the server: {error!r}")
-            self._answer(ticket, session, CallResult(error=failure(error)))
+            self._answer(ticket, self.clients.known(session), CallResult(error=failure(error)))
         if session not in self.clients:  # it would never be closed
             self._forget(session)
 
@@ -145,10 +139,8 @@ class CallExecutor:
         if session not in self.clients:
             return
         if answer := self._record.record(lambda: answer or b""):
-            self._undo(session, decode_result(answer), now)
+            self._undo(self.clients.number(session), decode_result(answer), now)
         elif ticket:
-            self._pending.pop(ticket, None)
-            self.payloads.discard(ticket)
             self.ledger.forget(ticket, now)
         self._flush()
 
@@ -156,7 +148,7 @@ class CallExecutor:
         """Close the session of a dead process. ``blame``: its rows count an attempt."""
         client = self.clients.close(session)
         homes = [home for home in self._state.homes.by_number.values() if home.unit == client.number]
-        self.payloads.end_session(session)
+        self.payload.end_session(client.number)
         self.ledger.session_died(client.number, now, reason, blame=blame)
         if not blame:
             self.clients.silence(client, {home.number: home.absent_since for home in homes})
@@ -187,7 +179,7 @@ class CallExecutor:
         rows = self._state.rows
         for step, ids in self._state.steps.acknowledged() if self._listeners.steps else ():
             at = rows.at(ids)
-            self._report_step(TrainedStep(step, ids, rows.first[at], rows.current[at]))
+            self._report_step(Trained(step, ids, rows.first[at], rows.current[at]))
 
     # ---- calls
 
@@ -200,48 +192,34 @@ class CallExecutor:
         (_, joined), *_rest = self.ledger.drain().answers
         assert isinstance(joined, cmd.SessionOpened)
         self.clients.open(session, ClientProcess(joined.session, hello.pid, hello.pid_key, hello.host, hello.public))
-        self.payloads.open_session(session)
+        self.payload.open_session(joined.session)
         welcome = msgspec.structs.replace(self._welcome, session=joined.session)
-        self._answer(ticket, session, CallResult(welcome), completed_by_make=True)
+        self._answer(ticket, joined.session, CallResult(welcome), made=True)
 
     def _execute(self, session: str, ticket: int, call: Call, now: float) -> None:
-        command, block = call.command, call.block
+        command, number = call.command, self.clients.number(session)
         assert command is not None
         assert not isinstance(command, ClientHello | Unrecorded)
         if isinstance(command, cmd.OpenSession):
             raise ProtocolError("sessions are opened by hello, not by join")
-        number = self.clients.number(session)
-        owner, writer = session, number
-        if call.payload is not None:  # the block was sent beside the call
-            owner, writer = remote_payload.OWNER, remote_payload.NUMBER
-        held = False
+        block = call.block
+        writer = number if call.payload is None else remote_payload.NUMBER  # the block was sent beside the call
         try:
-            ids, step = self._check(writer, command, block)
-            if isinstance(command, (cmd.AddRows, cmd.Complete)):
-                command = msgspec.structs.replace(command, nbytes=block.nbytes if block else 0)
-            command = self._measures.fill(command, block)
-            lease: Grant | None = None
-            if step >= 0 and isinstance(command, cmd.Complete):
-                lease = self._state.leases.by_token.get(command.token)
-            unread, trained = self._unread(command), self._trained(lease, ids)
+            self._check(writer, command)
+            command, unread = self._measures.fill(command), self._unread(command)
             if call.then is not None and not isinstance(command, (cmd.Complete, cmd.GiveBack)):
                 raise ProtocolError("`then` needs a completion or a return of rows")
-            self._pending[ticket] = PendingCall(session, command, ids, call.inline, call.then)
-            if block is not None:
-                self.payloads.hold(ticket, CallPayload(owner, block))
-                held = True
-            self.ledger.apply(number, command, now, ticket)
-            if len(unread):
-                self._find_lost(unread, now)
         except Exception:
-            self._pending.pop(ticket, None)
-            self.payloads.discard(ticket)
-            if not held and block is not None and owns(writer, block.segment):
-                self.payloads.free(CallPayload(owner, block))
+            if block is not None and owns(writer, block.segment):
+                self.payload.release(block)
             raise
-        if lease is not None and lease.shards is not None and len(lease.shards.done) < lease.shards.size:
-            trained = None  # other ranks have to acknowledge it, too
-        self._flush(trained)
+        self.ledger.apply(number, command, now, ticket)
+        if len(unread):
+            self._find_lost(unread, now)
+        first = self._flush(ExecutedRequest(ticket, number, command), leases=call.then is not None)
+        if first is not None and call.then is not None:
+            self.ledger.apply(number, call.then, self.ledger.now, ticket, first)
+            self._flush(ExecutedRequest(ticket, number, call.then, first))
         if isinstance(command, (cmd.CloseSession, cmd.Dismiss)):
             self._close_left()
 
@@ -251,44 +229,25 @@ class CallExecutor:
         for session, client in list(self.clients.by_session.items()):
             if client.number not in known:
                 self.clients.close(session)
-                self.payloads.end_session(session)
+                self.payload.end_session(client.number)
                 self._clean_up(session, client.number)
 
     def _clean_up(self, session: str, number: int) -> None:
         self._forget(session)
-        for ticket in [ticket for ticket, pending in self._pending.items() if pending.session == session]:
-            del self._pending[ticket]
-            self.payloads.forget(ticket)
-        self.payloads.remove_segments(session, number)
+        self.payload.remove_segments(number)
 
-    def _check(self, number: int, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
-        """Return the rows that a call completes, and their step. Raises SchemaError, PayloadLost
-        for invalid payload.
+    def _check(self, number: int, command: cmd.AnyCommand) -> None:
+        """Check a call's payload. Raises SchemaError, PayloadLost. The result depends on files, so it is recorded."""
 
-        The result depends on files, so it is recorded.
-        """
-        if not self._record.active:
-            return check_call(self.ledger, self.payloads.rows, number, command, block)
-        found: list[tuple[Ids | None, int]] = []
-
-        def look() -> bytes:
-            """Check the call and return its encoded error, if any."""
-            try:
-                found.append(check_call(self.ledger, self.payloads.rows, number, command, block))
-            except AsyncFlowError as error:
-                return encode(failure(error))
+        def check() -> bytes:
+            """Check the payload; there is nothing to record but an error."""
+            check_call(self.ledger, self.payload.rows, number, command)
             return b""
 
-        if refused := self._record.record(look):
-            raise error_from_name(*msgspec.msgpack.decode(refused, type=tuple[str, str]))
-        return found[0] if found else completed(self.ledger, command, block)
-
-    def _trained(self, lease: Grant | None, ids: Ids | None) -> TrainedStep | None:
-        if lease is None or ids is None:
-            return None
-        ids = ids if lease.shards is None else lease.ids
-        rows, at = self._state.rows, self._state.rows.at(ids)
-        return TrainedStep(lease.step, ids, rows.first[at], rows.current[at])
+        if self._record.active:
+            self._record.record_or_raise(check)
+        else:
+            check()
 
     def _unread(self, command: cmd.AnyCommand) -> Ids:
         """Return the rows that their holder gives back as unreadable."""
@@ -302,7 +261,7 @@ class CallExecutor:
 
         def look() -> bytes:
             """Return the encoded ids of lost rows and tickets of lost puts."""
-            lost, waiting = self.payloads.find_lost(self.payloads.blocks_exist, among=unread)
+            lost, waiting = self.payload.find_lost(self.payload.blocks_exist, among=unread)
             return msgspec.msgpack.encode((pack_ids(lost), waiting)) if len(lost) else b""
 
         if found := self._record.record(look):
@@ -311,91 +270,85 @@ class CallExecutor:
 
     # ---- effects
 
-    def _flush(self, trained: TrainedStep | None = None) -> None:
-        """Send answers, call listeners, and free memory. ``trained``: the acknowledged step."""
-        effects = self.ledger.drain()
-        following: list[tuple[int, PendingCall, cmd.LeaseRows]] = []
+    def _flush(self, request: ExecutedRequest | None = None, *, leases: bool = False) -> cmd.Reply | None:
+        """Send answers, call listeners, and free memory. ``request``: the one being executed. ``leases``: a
+        lease follows it; then its reply is returned instead of sent, unless it is an error."""
+        effects, first = self.ledger.drain(), None
+        for placed in effects.placed:
+            self.payload.index.add(*placed)
+        over: dict[int, Any] = effects.over
+        if request is not None and request.ticket not in self._state.parked.by_ticket:
+            over[request.ticket] = request
+        for each in over.values():
+            block = each.command.block if isinstance(each.command, WRITING) else None
+            if block is not None and all(placed.block is not block for placed in effects.placed):
+                self.payload.release(block)
         for ticket, reply in effects.answers:
-            pending = self._pending.pop(ticket, None)
-            if pending is None:
+            if (asked := over.get(ticket)) is None:
                 continue
-            answer = self._apply_reply(ticket, pending, reply)
-            if pending.then is not None and answer.error is None:
-                assert not isinstance(reply, AsyncFlowError)
-                call = PendingCall(pending.session, pending.then, None, pending.inline, first=reply)
-                following.append((ticket, call, pending.then))
+            if leases and asked is request and not isinstance(reply, AsyncFlowError):
+                first = reply
             else:
-                self._answer(
-                    ticket, pending.session, answer, completed_by_make=pending.inline and bool(answer.slices)
-                )
-        done = any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
-        if trained is not None and done and self._listeners.steps:
+                self._reply(asked, reply)
+        for trained in effects.trained if self._listeners.steps else ():
             self._report_step(trained)
         for event in effects.events:
             self._listeners.event(self.clock.to_host_time(event))
         for ids in effects.retired:
-            self.payloads.retire(ids)
+            self.payload.retire(ids)
         if effects.homes_lost:
             self._lose_homes(effects.homes_lost)
-        for ticket, call, lease in following:
-            self._pending[ticket] = call
-            self.ledger.apply(self.clients.number(call.session), lease, self.ledger.now, ticket)
-        if following or effects.homes_lost:
             self._flush()
+        return first
 
     def _lose_homes(self, lost: list[HomeLoss]) -> None:
         """Report the columns in lost homes and blocks to the ledger: rows fail."""
         losses, tickets = [], []
         for each in lost:
-            columns, waiting = self.payloads.drop_lost(each)
+            columns, waiting = self.payload.drop_lost(each)
             losses.append((each, columns))
             tickets += waiting
         self.ledger.lose_homes(losses, self.ledger.now, tickets)
 
-    def _apply_reply(self, ticket: int, pending: PendingCall, reply: cmd.Reply | AsyncFlowError) -> CallResult:
-        """Place or free the payload of a call, and return its result."""
+    def _reply(self, request: ExecutedRequest | ParkedRequest, reply: cmd.Reply | AsyncFlowError) -> None:
+        """Answer a request, with the location of leased rows."""
+        ticket, session, command, first = request.ticket, request.session, request.command, request.first
         if isinstance(reply, AsyncFlowError):
-            self.payloads.discard(ticket)
-            return CallResult(error=failure(reply), first=pending.first)  # type: ignore[arg-type]
-        slices: tuple[BlockSlices, ...] = ()
-        schema: dict[str, ColumnSpec] = {}
-        if isinstance(reply, cmd.PutDone):
-            assert isinstance(pending.command, cmd.AddRows)
-            self.payloads.put(ticket, pending.command, reply, unpack_ids(reply.groups))
-        elif isinstance(reply, cmd.Completed) and pending.ids is not None:
-            self.payloads.complete(ticket, pending.ids, unpack_ids(reply.revoked + reply.again))
-        elif isinstance(reply, (cmd.PublishReply, cmd.RollbackDone)):
-            self.payloads.remove_old_weights()
+            self._answer(ticket, session, CallResult(error=failure(reply), first=first))  # type: ignore[arg-type]
         elif isinstance(reply, cmd.Leased):
-            needs = self._state.tasks[reply.task].spec.needs
-            if isinstance(pending.command, cmd.LeaseRows) and pending.command.columns is not None:
-                needs = pending.command.columns
-            slices, schema = self.payloads.locate(unpack_ids(reply.ids), needs)
-        return CallResult(reply, None, slices, schema, first=pending.first)  # type: ignore[arg-type]
+            needs = self._state.tasks[reply.task].spec.needs if command.columns is None else command.columns
+            slices, schema = self.payload.locate(unpack_ids(reply.ids), needs)
+            result = CallResult(reply, None, slices, schema, first=first)  # type: ignore[arg-type]
+            self._answer(ticket, session, result, made=command.inline and bool(slices))
+        else:
+            if isinstance(reply, (cmd.PublishReply, cmd.RollbackDone)):
+                self.payload.remove_old_weights()
+            self._answer(ticket, session, CallResult(reply, first=first))  # type: ignore[arg-type]
 
-    def _undo(self, session: str, unread: CallResult, now: float) -> None:
+    def _undo(self, session: int, unread: CallResult, now: float) -> None:
         """Undo the effects of a result that its client will never read."""
         if unread.freed:
-            self.payloads.free_later(session, unread.freed)
+            self.payload.free_later(session, unread.freed)
         if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self._state.leases.by_token:
             lease, rank = self._state.leases.by_token[unread.reply.token], unread.reply.rank
             back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled", rank=rank)
             self.ledger.apply(lease.session_of(rank), back, now, 0)
         elif isinstance(unread.reply, cmd.Permitted):
-            self.ledger.reply_undelivered(self.clients.number(session), unread.reply.version, now)
+            self.ledger.reply_undelivered(session, unread.reply.version, now)
 
-    def _answer(self, ticket: int, session: str, answer: CallResult, *, completed_by_make: bool = False) -> None:
-        if freed := self.payloads.take_freed(session):
-            answer = msgspec.structs.replace(answer, freed=freed)
-        body = encode(answer)
+    def _answer(self, ticket: int, session: int, result: CallResult, *, made: bool = False) -> None:
+        """Send a result. ``made``: ``QueueServer.make`` completes it."""
+        if freed := self.payload.take_freed(session):
+            result = msgspec.structs.replace(result, freed=freed)
+        body = encode(result)
         if self._record.active:
             self._digest = xxhash.xxh3_64_intdigest(body, self._digest)
-        self._send(ticket, body, completed_by_make)
+        self._send(ticket, body, made)
 
-    def _report_step(self, step: TrainedStep) -> None:
+    def _report_step(self, step: Trained) -> None:
         try:
-            rows = self.payloads.read_step(step.ids, step.groups, step.completed_at)
+            rows = self.payload.read_step(step.ids, step.groups, step.completed_at)
         except Exception:  # later effects must still be executed
-            _log.exception("the rows of step %d cannot be read for the listener", step.number)
+            _log.exception("the rows of step %d cannot be read for the listener", step.step)
         else:
-            self._listeners.step(step.number, rows)
+            self._listeners.step(step.step, rows)

@@ -21,7 +21,6 @@ import numpy as np
 from ..errors import PayloadLost, SchemaError
 from ..ledger import Ledger
 from ..ledger import commands as cmd
-from ..ledger.commands import Ids
 from ..types import ColumnSpec, check_column_name
 from ..types.blocks import Block
 from .stores.blocks import ALIGN, kind_of
@@ -116,63 +115,33 @@ def owns(session: int, segment: str) -> bool:
     return segment.startswith(segment_prefix(home_of(segment), session)) and "/" not in segment
 
 
-def check_call(
-    ledger: Ledger, directory: Path, session: int, command: cmd.AnyCommand, block: Block | None
-) -> tuple[Ids | None, int]:
-    """Return a completion's rows, as in its block, and step. Raises SchemaError, PayloadLost."""
+def check_call(ledger: Ledger, directory: Path, session: int, command: cmd.AnyCommand) -> None:
+    """Check the location of a call's payload. Raises SchemaError, PayloadLost."""
     if not isinstance(command, (cmd.AddRows, cmd.Complete)):
-        if block is not None:
-            raise SchemaError("this command takes no payload")
-        return None, -1
+        return
+    block = command.block
     if (block is None) != (not command.columns):
         raise SchemaError("a call has columns without payload, or payload without columns")
-    if block is not None:
-        _check_block(block, command.columns)
-    if block is not None and (where := home_of(block.segment)) != SERVER_MEMORY:
-        if not owns(session, block.segment):
-            raise SchemaError(f"this session has no such payload in segment {block.segment!r}")
-        if not ledger.state.homes.is_live(*where):
-            raise PayloadLost(
-                f"epoch {where.epoch} of home {where.home} is lost, with segment {block.segment}; the call had no effect"
-            )
-    elif block is not None:
-        size = _size(f"{directory}/{block.segment}") if owns(session, block.segment) else 0
-        if size is None:
-            raise PayloadLost(
-                f"segment {block.segment} is missing in {directory}: it was removed; the call had no effect"
-            )
-        if block.start + block.nbytes > size:
-            raise SchemaError(f"this session has no such payload in segment {block.segment!r}")
-    if isinstance(command, cmd.AddRows):
-        if block is not None and block.rows != command.groups:
-            raise SchemaError(f"{command.groups} groups are put with {block.rows} values")
-        if command.groups * command.group_size > MAX_PUT_ROWS:
-            raise SchemaError(
-                f"{command.groups} groups of {command.group_size} rows exceed the largest put, {MAX_PUT_ROWS:,} rows;"
-                " put fewer at a time"
-            )
-        return None, -1
-    return completed(ledger, command, block)
-
-
-def completed(ledger: Ledger, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
-    """Return a completion's rows and their step; (None, -1) if the ledger will reject the call."""
-    if not isinstance(command, cmd.Complete):
-        return None, -1
-    lease = ledger.state.leases.by_token.get(command.token)
-    if lease is None:
-        return None, -1
-    if lease.shards is not None and not 0 <= command.rank < lease.shards.size:
-        return None, -1
-    ids = lease.part(command.rank)
-    if command.index is not None:
-        at = np.frombuffer(command.index[: len(command.index) // 4 * 4], "<i4")
-        if len(at) and not 0 <= at.min() <= at.max() < len(ids):
-            return None, -1
-        ids = ids[at]
-    if block is not None and block.rows != len(ids):
-        raise SchemaError(f"{len(ids)} rows are completed with {block.rows} values")
-    return ids, lease.step
+    if isinstance(command, cmd.AddRows) and command.groups * command.group_size > MAX_PUT_ROWS:
+        raise SchemaError(
+            f"{command.groups} groups of {command.group_size} rows exceed the largest put, {MAX_PUT_ROWS:,} rows;"
+            " put fewer at a time"
+        )
+    if block is None:
+        return
+    _check_block(block, command.columns)
+    where, owned = home_of(block.segment), owns(session, block.segment)
+    if owned and where != SERVER_MEMORY and not ledger.state.homes.is_live(*where):
+        raise PayloadLost(
+            f"epoch {where.epoch} of home {where.home} is lost, with segment {block.segment}; the call had no effect"
+        )
+    size = _size(f"{directory}/{block.segment}") if owned and where == SERVER_MEMORY else 0
+    if size is None:
+        raise PayloadLost(
+            f"segment {block.segment} is missing in {directory}: it was removed; the call had no effect"
+        )
+    if not owned or (where == SERVER_MEMORY and block.start + block.nbytes > size):
+        raise SchemaError(f"this session has no such payload in segment {block.segment!r}")
 
 
 def _check_block(block: Block, columns: cmd.Columns) -> None:

@@ -51,6 +51,10 @@ class ClientTable:
         """Return the ledger's number of an open session."""
         return self.by_session[session].number
 
+    def known(self, session: str) -> int:
+        """Return the ledger's number of a session; 0 if it is not open."""
+        return self.by_session[session].number if session in self.by_session else 0
+
     def numbers(self) -> dict[str, int]:
         """Return the ledger's numbers of all open sessions."""
         return {session: client.number for session, client in self.by_session.items()}

@@ -40,7 +40,6 @@ from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import GrowthNeeded
 from ..types import Column, Event, digest_of
-from ..types.blocks import Block
 from ..types.config import LOCAL
 from ..types.defaults import CALL_S
 from ..wire import Client, Member, RunKey, WireReply, await_key, own_address, own_key, process_key, same_host
@@ -256,7 +255,6 @@ class Connection:
     def encode_call(
         self,
         command: cmd.AnyCommand | None,
-        block: Block | None = None,
         then: cmd.LeaseRows | None = None,
         payload: int | None = None,
     ) -> bytes:
@@ -264,9 +262,12 @@ class Connection:
         for each in (command, then):
             if each is not None:
                 check_arguments(each)
+        if self.store.inline and isinstance(command, cmd.LeaseRows):
+            command = msgspec.structs.replace(command, inline=True)
+        if self.store.inline and then is not None:
+            then = msgspec.structs.replace(then, inline=True)
         with self._lock:
-            events, inline = tuple(self._events), self.store.inline
-            body = encode(Call(command, block, events, then, payload, inline))
+            body = encode(Call(command, tuple(self._events), then, payload))
             self._events.clear()
         return body
 
@@ -376,7 +377,7 @@ class Port(ABC):
                 raise lost from None
         if stored.block is not None and home_of(stored.block.segment) != SERVER_MEMORY:
             command = msgspec.structs.replace(command, measures=measures_of(columns))
-        return PendingWrite(msgspec.structs.replace(command, columns=specs), stored)
+        return PendingWrite(msgspec.structs.replace(command, columns=specs, block=stored.block), stored)
 
     async def submit(self, pending: PendingWrite, then: cmd.LeaseRows | None = None) -> CallResult:
         """Send a write, with a lease request if ``then`` is given. The result may be an error.
@@ -390,9 +391,7 @@ class Port(ABC):
             try:
                 stored = pending.stored
                 image = stored.image
-                body = self.connection.encode_call(
-                    pending.command, stored.block, then, None if image is None else image.rows
-                )
+                body = self.connection.encode_call(pending.command, then, None if image is None else image.rows)
             except BaseException:
                 self.discard(pending)
                 raise
@@ -403,7 +402,7 @@ class Port(ABC):
             again = stored if stored.block is None else self.connection.store.rewrite(stored)
             if again is None:
                 break
-            command = pending.command
+            command = msgspec.structs.replace(pending.command, block=again.block)
             if isinstance(command, cmd.AddRows):
                 waited_s = time.monotonic() - began
                 command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))

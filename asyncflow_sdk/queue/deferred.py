@@ -76,9 +76,9 @@ class DeferredRequests:
             del self._waiting[each.ticket]
         return taken
 
-    def next_due(self) -> float | None:
-        """Return the ledger time of the next deadline; None without requests."""
-        return min((each.deadline for each in self._waiting.values()), default=None)
+    def waiting(self) -> list[DeferredRequest]:
+        """Return the requests."""
+        return list(self._waiting.values())
 
     def status(self, report: StatusReport, sessions: dict[str, int], now: float) -> StatusReport:
         """Add these requests to the waiting requests of a status report."""

@@ -8,16 +8,65 @@ import queue
 import threading
 from collections.abc import Callable
 
-from ..types import Event
+import numpy as np
+
+from ..errors import AsyncFlowError
+from ..ledger.commands import Ids
+from ..types import Batch, Event
 from ..types import events as ev
 from .error_text import error_text, user_trace
-from .payload_manager import StepRows
 
 _log = logging.getLogger(__name__)
 _run_log = logging.getLogger("asyncflow")
 _LEVELS = {"warning": logging.WARNING, "error": logging.ERROR}
+GROUPS_PER_SAMPLE = 16
+"""One group in so many is sampled for the record of a step, if columns are on other hosts."""
 LOG_S = 5.0
 """Longest wait at the end for a handler of the log that blocks, as on a held terminal."""
+
+
+def sampled(groups: Ids) -> Ids:
+    """Return the positions of a sample of a step's rows: every GROUPS_PER_SAMPLE-th group, whole, and
+    at least one. ``groups``: int64 (rows,), the group of each row."""
+    known = np.unique(groups)
+    return np.flatnonzero(np.isin(groups, known[::GROUPS_PER_SAMPLE]))
+
+
+class StepRows:
+    """A step's rows, read once, at the first call. Thread-safe. ``unread``: True until then. ``sample``:
+    reads some of them, if columns are on other hosts; then both reads may wait for these hosts, and
+    must not run in the server's thread."""
+
+    def __init__(self, read: Callable[[], Batch], sample: Callable[[], Batch] | None = None) -> None:
+        self.unread, self.sample = True, sample
+        self._read: Callable[[], Batch] | None = read
+        self._lock = threading.Lock()
+
+    def __call__(self) -> Batch:
+        """Return the rows. Raises LeaseLost, SchemaError, OSError if they cannot be read."""
+        with self._lock:
+            read, self._read = self._read, None
+            assert read is not None, "the rows of a step are read once"
+            self.unread = False
+            return read()
+
+    def now(self) -> None:
+        """Read the rows, if unread, before their memory is freed. A later call raises its error."""
+        with self._lock:
+            if not self.unread or self._read is None:
+                return
+            self.unread = False
+            try:
+                batch = self._read()
+            except (AsyncFlowError, OSError) as error:
+                failure = error
+
+                def fail() -> Batch:
+                    raise failure
+
+                self._read = fail
+            else:
+                self._read = lambda: batch
 
 
 class Listeners:

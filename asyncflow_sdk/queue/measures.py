@@ -50,19 +50,19 @@ class Measures:
     def __init__(self, ledger: Ledger, index: BlockIndex, reader: ColumnReader) -> None:
         self._ledger, self._index, self._reader = ledger, index, reader
 
-    def fill(self, command: cmd.AnyCommand, block: Block | None) -> cmd.AnyCommand:
-        """Return the command with its measures. Those sent by a client are dropped, except of a block
-        in another home: its writer has measured it. Raises SchemaError."""
+    def fill(self, command: cmd.AnyCommand) -> cmd.AnyCommand:
+        """Return the command with its bytes and its measures. Those sent by a client are dropped, except of a
+        block in another home: its writer has measured it. Raises SchemaError."""
         if isinstance(command, (cmd.AddRows, cmd.Complete)):
             known = self._ledger.state.rows.measures
             names = [n for n, s in command.columns.items() if n in known and s.measurable] if known else []
+            block, measures = command.block, dict[str, bytes]()
             if block is not None and names:
                 if home_of(block.segment) != SERVER_MEMORY:
                     measures = {name: _checked(command.measures.get(name, b""), name, block.rows) for name in names}
                 else:
                     measures = {name: self._of_block(block, name, command.columns[name]) for name in names}
-                return msgspec.structs.replace(command, measures=measures)
-            return msgspec.structs.replace(command, measures={}) if command.measures else command
+            return msgspec.structs.replace(command, measures=measures, nbytes=0 if block is None else block.nbytes)
         if isinstance(command, cmd.Declare):
             return self._measure_existing_rows(command)
         return command

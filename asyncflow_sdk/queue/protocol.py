@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, error_from_name
-from ..ledger.commands import AnyCommand, AnyReply, LeaseRows
+from ..ledger.commands import AddRows, AnyCommand, AnyReply, Complete, LeaseRows
 from ..types import ColumnSpec, Event
 from ..types.blocks import Block, BlockSlices
 from ..wire import MAX_BYTES, RunKey
@@ -89,24 +89,27 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 Unrecorded: TypeAlias = FetchRequest | NeededRequest | MemberQuery | KeyRequest | RotateKey
 """Requests answered by the server itself, and not recorded as requests."""
 UNRECORDED = get_args(Unrecorded)
+WRITING = (AddRows, Complete)
+"""Commands with columns."""
 CallCommand: TypeAlias = AnyCommand | ClientHello | Unrecorded
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
     """A request. ``command`` None only delivers ``events``.
 
-    ``block``: payload of a put or a completion. ``then``: a lease to request once ``command`` (a
-    completion or a return of rows) has succeeded; if it fails, nothing is leased. ``payload``:
-    number of rows whose columns are sent beside the call, as a block. ``inline``: send the columns
-    of the answer beside it, too, if all are in the server's memory.
+    ``then``: a lease to request once ``command`` (a completion or a return of rows) has succeeded; if it
+    fails, nothing is leased. ``payload``: number of rows whose columns are sent beside the call, as a block.
     """
 
     command: CallCommand | None
-    block: Block | None = None
     events: tuple[Event, ...] = ()
     then: LeaseRows | None = None
     payload: int | None = None
-    inline: bool = False
+
+    @property
+    def block(self) -> Block | None:
+        """The location of the payload of a put or a completion."""
+        return self.command.block if isinstance(self.command, WRITING) else None
 
     @property
     def client_serials(self) -> bytes:

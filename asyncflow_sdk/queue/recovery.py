@@ -95,7 +95,7 @@ class RecoverableState:
         executor = self.executor
         log, differing = executor.ledger.state.context.log, 0
         self._listeners.mute(True)
-        executor.payloads.files.replay(True)
+        executor.payload.files.replay(True)
         try:
             for entry in recorded.entries():
                 now = entry.record.now
@@ -108,7 +108,7 @@ class RecoverableState:
                     after(entry.record)
         finally:
             self._listeners.mute(False)
-            executor.payloads.files.replay(False)
+            executor.payload.files.replay(False)
             self._wire.finish_replay()
         return differing, now
 
@@ -148,9 +148,9 @@ class RecoverableState:
         return {
             "calls": executor,
             "clients": executor.clients,
-            "payloads": executor.payloads,
-            "index": executor.payloads.index,
-            "files": executor.payloads.files,
+            "payload": executor.payload,
+            "index": executor.payload.index,
+            "files": executor.payload.files,
             **{f"ledger.{name}": part for name, part in executor.ledger.parts().items()},
             "requests": self._wire.requests,
         }
@@ -194,12 +194,12 @@ def recover(directory: JournalDirectory, recoverable: RecoverableState) -> Resum
     def exist(segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
         """Return True for each readable block that survived."""
         survived = not gone or home_of(segment) != SERVER_MEMORY
-        return executor.payloads.blocks_exist(segment, starts, serials, sizes) & survived
+        return executor.payload.blocks_exist(segment, starts, serials, sizes) & survived
 
-    lost, waiting = executor.payloads.find_lost(exist)
+    lost, waiting = executor.payload.find_lost(exist)
     restart = RestartRecord(executor.clock(), lost.tobytes(), boot(), recorded.boot, tuple(waiting))
     recoverable.apply_restart(restart)
-    executor.payloads.reconcile(set(executor.clients.numbers().values()))
+    executor.payload.reconcile(set(executor.clients.numbers().values()))
     live, sessions = executor.ledger.audit().live, len(executor.clients)
     found = Recovered(recorded.records, live, sessions, len(lost), torn, valid_behind, damaged, differing)
     return Resumption(found, restart, recorded)

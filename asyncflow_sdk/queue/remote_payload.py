@@ -16,18 +16,17 @@ import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, ProtocolError, SchemaError
-from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena
 from ..types import Column, ColumnSpec
 from ..types.blocks import Block, BlockSlices
-from .protocol import Call, CallResult, decode_call, encode, failure
+from .protocol import WRITING, Call, CallResult, decode_call, encode, failure
 from .stores.blocks import to_image
 from .stores.fetch import FetchRequest, check_parts, read_parts
 from .stores.homes import SERVER_MEMORY, home_of
 from .stores.reader import ColumnReader, from_image
 
-OWNER, NUMBER = "", 0
+NUMBER = 0
 """Who owns blocks that the server wrote: no session."""
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions raised by decoding an invalid call."""
@@ -87,8 +86,7 @@ class RemotePayload:
         """Return a sink for the payload of a call."""
         try:
             call = decode_call(body)
-            uploads = isinstance(call.command, (cmd.AddRows, cmd.Complete)) and call.block is None
-            if call.payload is None or not uploads:
+            if call.payload is None or call.block is not None or not isinstance(call.command, WRITING):
                 raise SchemaError("this command takes no payload")
             return IncomingBlock(self.arena, nbytes)
         except AsyncFlowError as error:
@@ -105,7 +103,7 @@ class RemotePayload:
             raise SchemaError("the call's payload is missing")
         if isinstance(incoming, RefusedUpload):
             raise incoming.error
-        assert isinstance(call.command, (cmd.AddRows, cmd.Complete))
+        assert isinstance(call.command, WRITING)
         assert call.payload is not None
         space = incoming.space
         try:
@@ -116,7 +114,8 @@ class RemotePayload:
         if self._synced:
             self.arena.sync(space)
         block = Block(space.segment, space.start, space.serial, call.payload, space.nbytes, tuple(columns))
-        return msgspec.structs.replace(call, block=block)
+        command = msgspec.structs.replace(call.command, block=block)
+        return msgspec.structs.replace(call, command=command)
 
     def free(self, segment: str, serials: bytes) -> bool:
         """Free blocks at the next ``free_pending``. False for a segment of an earlier server."""

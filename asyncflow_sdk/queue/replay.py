@@ -23,7 +23,7 @@ from . import snapshot
 from .call_executor import CallExecutor, Clock
 from .journal import JournalHead, JournalReader, Record, RequestRecord, SessionEndRecord, decode_head
 from .listeners import Listeners
-from .payload_manager import PayloadManager
+from .payload import Payload
 from .protocol import ClientHello, Welcome, decode_call
 from .recovery import RecoverableState
 
@@ -78,10 +78,10 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
     listeners, ledger = Listeners(None, None, None), Ledger()
     memory = Path(first.directory)
     rows = Path(first.rows) if first.rows else memory
-    payloads = PayloadManager(ledger.state, rows, memory, synced=False)
+    payload = Payload(ledger.state, rows, memory, synced=False)
     wire = Server([], SimpleNamespace(sink=None))  # never started, so it handles nothing
     welcome = Welcome(0, first.directory, first.sdk, first.durability, first.rows)
-    executor = CallExecutor(ledger, payloads, Clock(), listeners, welcome, wire.answer, wire.forget)
+    executor = CallExecutor(ledger, payload, Clock(), listeners, welcome, wire.answer, wire.forget)
     recoverable, watch = RecoverableState(executor, wire, listeners), _Watch(ledger, on_milestone)
     records = differing = torn = 0
     try:
@@ -99,7 +99,7 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
         return Replayed(records, differing, torn, tuple(watch.milestones), ledger.audit(), digest_of(ledger))
     finally:
         wire.stop()
-        payloads.close()
+        payload.close()
 
 
 def digest_of(ledger: Ledger) -> str:

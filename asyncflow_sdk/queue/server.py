@@ -32,8 +32,8 @@ from .deferred import DeferredRequest, DeferredRequests
 from .durability import Durability
 from .home_catalog import ServerCatalog
 from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
-from .listeners import Listeners
-from .payload_manager import PayloadManager, StepRows
+from .listeners import Listeners, StepRows
+from .payload import Payload
 from .protocol import (
     UNRECORDED,
     Call,
@@ -138,10 +138,10 @@ class QueueServer:
             make_policy=functools.partial(make_policy, own=policies),
         )
         path, rows = self.directory.path, self.rows
-        self._payloads = PayloadManager(self._ledger.state, rows, path, synced=self.durability == "host")
+        self._payload = Payload(self._ledger.state, rows, path, synced=self.durability == "host")
         welcome = Welcome(0, str(path), __version__, self.durability, "" if rows == path else str(rows))
         self._executor = CallExecutor(
-            self._ledger, self._payloads, self._clock, self._listeners, welcome, self._wire.answer, self._wire.forget
+            self._ledger, self._payload, self._clock, self._listeners, welcome, self._wire.answer, self._wire.forget
         )
         self._clients = self._executor.clients
         self._recoverable = RecoverableState(self._executor, self._wire, self._listeners)
@@ -158,7 +158,7 @@ class QueueServer:
                 )
         except BaseException:
             self._wire.stop()
-            self._payloads.close()
+            self._payload.close()
             self._durability.close(over=False)
             raise
         if self.recovered is not None:
@@ -170,7 +170,7 @@ class QueueServer:
                 self._wire.watch(session, client.pid, client.pid_key)
                 self._wire.bind(session, *(() if keys is None else keys.server.clients), "", client.public)
         if store != LOCAL:
-            self._payloads.read_homes_by(self._open_home_reader(store, self._store_options))
+            self._payload.read_homes_by(self._open_home_reader(store, self._store_options))
         self._units = dict.fromkeys(self._unit_sessions(), self._clock())  # last sign of life
         self._executor.report_steps_again()
         self._wire.start()
@@ -210,7 +210,7 @@ class QueueServer:
         stream and all rows have ended. Views of other processes stay valid."""
         journal = self._durability.path
         self._wire.stop(for_good=lambda: journal is None or self._is_over())
-        self._payloads.close()
+        self._payload.close()
         over = self._is_over()
         if journal is not None and not over:
             live = self._ledger.audit().live
@@ -229,7 +229,7 @@ class QueueServer:
         if session not in self._clients:
             return RefusedUpload(ProtocolError("unknown session: send hello first"))
         self._keep_directory()
-        return self._payloads.remote.sink(body, nbytes)
+        return self._payload.remote.sink(body, nbytes)
 
     def request(self, session: str, ticket: int, body: bytes, payload: IncomingBlock | RefusedUpload | None) -> None:
         """Handle a call."""
@@ -247,7 +247,7 @@ class QueueServer:
         columns."""
         answer = decode_result(body)
         if not isinstance(answer.reply, Welcome):
-            return self._payloads.remote.inline(answer)
+            return self._payload.remote.inline(answer)
         owner = os.stat(self.directory.path / "owner")
         pid = os.getpid()
         reply = msgspec.structs.replace(
@@ -290,25 +290,28 @@ class QueueServer:
         if now >= self._next_sign:
             self._next_sign = now + SIGN_S
             self._keep_directory()
+        if self._units:
+            self._end_silent_units(now)
         due = self._ledger.next_deadline()
         if due is not None and due <= now:
             self._executor.tick(now)
             self._record(TickRecord(now))
-        for request in self._deferred.take_expired(now):
-            self._reply(request.ticket, request.timeout_error(now), request.call)
-        self._end_silent_units(now)
-        deadlines = [self._ledger.next_deadline(), self._deferred.next_due(), self._next_sign]
+            due = self._ledger.next_deadline()
+        waits = [self._next_sign] if due is None else [self._next_sign, due]
+        if self._deferred:
+            for request in self._deferred.take_expired(now):
+                self._reply(request.ticket, request.timeout_error(now), request.call)
+            waits += [each.deadline for each in self._deferred.waiting()]
         if self._units:
-            deadlines.append(min(self._units.values()) + UNIT_SILENCE_S)
+            waits.append(min(self._units.values()) + UNIT_SILENCE_S)
         if self._listeners.events:
             if now >= self._next_status:
                 self._next_status = now + STATUS_EVERY_S
                 self._emit_status(now)
-            deadlines.append(self._next_status)
+            waits.append(self._next_status)
         if self._durability.try_again_s is not None:
-            deadlines.append(now + self._durability.try_again_s)
-        known = [each for each in deadlines if each is not None]
-        return min(known) - now
+            waits.append(now + self._durability.try_again_s)
+        return min(waits) - now
 
     def _keep_directory(self) -> None:
         """Make the directory of shared memory again if somebody removed it: clients go on there."""
@@ -344,7 +347,7 @@ class QueueServer:
         """Commit this round's records. Return True if its answers may be sent."""
         if not self._durability.settle(self._listeners.event):
             return False
-        self._payloads.settle()
+        self._payload.settle()
         if not self._deferred:  # a snapshot would contain them, and their clients would not resend them
             self._durability.compact(self._recoverable)
         return True
@@ -402,7 +405,7 @@ class QueueServer:
             return
         if request.payload is not None or call.payload is not None:
             try:
-                call = self._payloads.remote.store(call, request.payload)
+                call = self._payload.remote.store(call, request.payload)
                 body = encode(call)
             except AsyncFlowError as error:
                 self._reply(request.ticket, error, request.call)
@@ -472,11 +475,11 @@ class QueueServer:
         """True if a call changes nothing and is not recorded. Its answer lists no freed blocks."""
         if isinstance(call.command, ClientHello):
             return False
-        if call.command is None:
-            return not self._payloads.has_freed(session)
-        if isinstance(call.command, UNRECORDED):
+        if session not in self._clients or isinstance(call.command, UNRECORDED):
             return True
-        return session not in self._clients or (isinstance(call.command, READ_ONLY) and call.then is None)
+        if call.command is None:
+            return not self._payload.has_freed(self._clients.number(session))
+        return isinstance(call.command, READ_ONLY) and call.then is None
 
     def _answer_read_only(self, session: str, ticket: int, command: CallCommand | None) -> None:
         if session not in self._clients:
@@ -495,10 +498,10 @@ class QueueServer:
             except ConfigError as error:
                 self._reply(ticket, error)
         elif isinstance(command, NeededRequest):
-            segments = self._payloads.needed(HomeId(command.home, command.epoch))
+            segments = self._payload.needed(HomeId(command.home, command.epoch))
             self._reply(ticket, Needed(segments, tuple(self._clients.numbers().values())))
         elif isinstance(command, FetchRequest):
-            make = functools.partial(self._payloads.remote.fetch, command)
+            make = functools.partial(self._payload.remote.fetch, command)
             self._wire.answer(ticket, b"", at_once=True, recorded=False, make=make)
         else:
             self._ledger.apply(self._clients.number(session), command, self._clock(), ticket)  # type: ignore[arg-type]
@@ -524,18 +527,18 @@ class QueueServer:
     def _fill(self, reply: Any) -> Any:
         """Add bytes to an audit, and to a status report the deferred requests and processes, too."""
         if isinstance(reply, Audit):
-            return self._payloads.fill_homes(reply)
+            return self._payload.fill_homes(reply)
         return self._fill_status(reply) if isinstance(reply, StatusReport) else reply
 
     def _fill_status(self, report: StatusReport) -> StatusReport:
         report = self._deferred.status(report, self._clients.numbers(), self._clock())
-        report = self._payloads.fill(self._clients.fill(report))
+        report = self._payload.fill(self._clients.fill(report))
         garbage, pid, host = self._wire.garbage, os.getpid(), socket.gethostname()
         return msgspec.structs.replace(report, garbage=garbage, pid=pid, host=host, sdk=__version__)
 
     def _emit_status(self, now: float) -> None:
         status = self._deferred.status(self._ledger.status(), self._clients.numbers(), now)
-        held = self._payloads.held_bytes()
+        held = self._payload.held_bytes()
         self._listeners.event(
             ev.Status(
                 time_s=time.monotonic(), rows=status.rows, ended=status.ended, waiting=status.waiting, bytes=held

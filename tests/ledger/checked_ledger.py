@@ -14,7 +14,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -833,6 +833,7 @@ def _lacks(row: Row, task: TaskSpec) -> bool:
 
 def _plain(effects: Effects) -> bytes:
     """Effects in a form that can be compared."""
+    effects = replace(effects, over=dict.fromkeys(effects.over))  # a snapshot gives numbers of commands other types
     return msgspec.msgpack.encode(
         effects, enc_hook=lambda each: each.tolist() if isinstance(each, np.ndarray) else repr(each)
     )

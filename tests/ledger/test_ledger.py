@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from ledger_queue import (
     LAST,
@@ -27,10 +28,11 @@ from asyncflow_sdk.errors import (
     SchemaError,
     WriteOnceError,
 )
-from asyncflow_sdk.ledger import TaskSpec, unpack_ids
+from asyncflow_sdk.ledger import Ledger, TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import ColumnSpec
 from asyncflow_sdk.types import events as ev
+from asyncflow_sdk.types.blocks import Block
 
 pytestmark = pytest.mark.fast
 
@@ -370,3 +372,26 @@ def test_a_task_declared_late_leaves_no_group_waiting_for_rows_that_have_ended(l
     assert queue.live.keys() == {2, 3, 4}
     reason = f"other rows of their group had ended before task {late.name!r} was declared"
     assert queue.audit().reasons == {f"cancelled: {reason}": 1}
+
+
+def test_a_block_is_placed_with_its_rows_and_one_of_a_dropped_request_is_not() -> None:
+    # given room for two rows, and two puts in line behind one that fills it
+    ledger, columns = Ledger(), {"prompt": TEXT}
+    ledger.apply(0, cmd.OpenSession(name="one"), 0.0, 1)
+    ledger.apply(1, cmd.Configure(capacity_rows=2), 0.0, 2)
+    blocks = [Block("s1-1", 64 * number, number + 1, 2, 64, ("prompt",)) for number in range(3)]
+    for number, block in enumerate(blocks):
+        ledger.apply(
+            1, cmd.AddRows(groups=2, group_size=1, columns=columns, timeout_s=9.0, block=block), 0.0, 10 + number
+        )
+    (first,) = (effects := ledger.drain()).placed
+    assert (first.block, first.ids.tolist(), first.entries.tolist(), effects.over) == (blocks[0], [0, 1], [0, 1], {})
+    # when the second is dropped, then its block is nowhere
+    ledger.forget(11, 1.0)
+    dropped = ledger.drain()
+    assert (dropped.placed, dropped.answers, list(dropped.over)) == ([], [], [11])
+    assert dropped.over[11].command.block is blocks[1]
+    # and when there is room, the third is placed
+    ledger.apply(1, cmd.Cancel(ids=cmd.pack_ids(np.arange(2))), 2.0, 20)
+    (third,) = (effects := ledger.drain()).placed
+    assert (third.block, third.ids.tolist(), list(effects.over)) == (blocks[2], [2, 3], [12])

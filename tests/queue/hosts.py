@@ -119,10 +119,9 @@ class Cluster:
         """Write columns, and place them as the server does: as new rows, or as columns of rows ``ids``."""
         stored = store.write(pack_columns(columns), copy=False)
         if ids is None:
-            self.index.put(self._rows, stored.block, "owner", 1)
+            ids = range(self._rows, self._rows + stored.block.rows)
             self._rows += stored.block.rows
-        else:
-            self.index.add(np.array(ids), stored.block, "owner", np.arange(stored.block.rows))
+        self.index.add(np.array(ids), stored.block, np.arange(stored.block.rows))
         return stored
 
     def locate(self, ids: Sequence[int], *columns: str) -> tuple[BlockSlices, ...]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from children import Child, answer, hear, say
 from flaky_proxy import WHOLE, FlakyProxy
+from msgspec.structs import replace
 from waiting import in_thread
 
 import asyncflow_sdk as af
@@ -138,11 +139,11 @@ class RawClient:
     def send(self, command: Any, *block: Any, **more: Any) -> Any:
         """The reply to a command, of which the payload lies in a ``block``: segment, start, serial, rows, bytes, columns.
         Raises what the server reports."""
-        return self.send_bytes(encode(Call(command, Block(*block) if block else None, **more)))
+        return self.send_bytes(encode(Call(replace(command, block=Block(*block)) if block else command, **more)))
 
     def send_inline(self, command: Any, rows: int, image: bytes) -> Any:
         """The same for payload that comes beside its command: ``rows`` rows as an ``image`` of a block."""
-        return self.send_bytes(encode(Call(command, payload=rows, inline=True)), [image])
+        return self.send_bytes(encode(Call(command, payload=rows)), [image])
 
     def send_bytes(self, body: bytes, payload: Any = ()) -> Any:
         """The reply to a call as it lies on the wire. ``payload``: what comes beside it."""

@@ -240,7 +240,7 @@ def test_a_lost_epoch_is_never_read_and_its_writes_go_to_the_next(cluster: Clust
     assert again is not None
     assert again.block is not None
     assert home_of(again.block.segment) == HomeId(1, 2)
-    cluster.index.add(np.array([100]), again.block, "owner", np.arange(1))
+    cluster.index.add(np.array([100]), again.block, np.arange(1))
     schema = specs({"x": np.zeros(1)})
     for store in (near, far):
         assert store.read(cluster.locate([100], "x"), schema)["x"].values.tolist() == [0]

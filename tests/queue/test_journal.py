@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import re
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -138,14 +139,14 @@ def a_byte_of_the_snapshot(data: bytes) -> bytes:
 
 
 def another_format(data: bytes) -> bytes:
-    return data.replace(b"snapsh3", b"snapsh2")
+    return re.sub(rb"snapsh\d", b"snapsh2", data)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (a_byte_of_the_snapshot, "cannot be read: .*is damaged. Move it away"),
-        (another_format, "has snapshot format '2'; this asyncflow-sdk reads format '3': use the ver"),
+        (another_format, "has snapshot format '2'; this asyncflow-sdk reads format '[0-9]': use the ver"),
     ],
 )
 def test_a_snapshot_that_cannot_be_read_is_no_run_and_not_silently_a_new_one(

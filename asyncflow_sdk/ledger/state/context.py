@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ...errors import AsyncFlowError, error_from_name
 from ...types import events as ev
+from ...types.blocks import Block
 from .. import commands as cmd
 from ..commands import Ids
 
@@ -31,10 +32,29 @@ class LostColumns(NamedTuple):
     columns: tuple[str, ...]
 
 
+class Placed(NamedTuple):
+    """Rows with new columns: ids[i] has entry entries[i] of a command's block."""
+
+    ids: Ids
+    block: Block
+    entries: Ids
+
+
+class Trained(NamedTuple):
+    """Rows of an acknowledged step: their groups, and the version current when each was completed."""
+
+    step: int
+    ids: Ids
+    groups: Ids
+    completed_at: Ids
+
+
 @dataclass
 class Effects:
     """Results of inputs: answers by ticket in order, events, and rows with freed memory.
 
+    ``over``: requests no longer waiting, by ticket; one without an answer was dropped. A block not
+    ``placed`` by the end of its request is free again.
     ``homes_lost``: answer them with one ``Ledger.lose_homes`` before the next input, after all other
     effects are carried out."""
 
@@ -42,6 +62,9 @@ class Effects:
     events: list[ev.Event] = field(default_factory=list)
     retired: list[Ids] = field(default_factory=list)
     homes_lost: list[HomeLoss] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
+    trained: list[Trained] = field(default_factory=list)
+    over: dict[int, Any] = field(default_factory=dict)
 
 
 class NondeterminismLog:

@@ -352,7 +352,8 @@ PLACES = {
 
 @dataclass
 class ParkedRequest:
-    """``place``: where it waits. ``since``, ``expires``: ledger seconds."""
+    """``place``: where it waits. ``since``, ``expires``: ledger seconds. ``first``: the reply to the command
+    before it in its call."""
 
     ticket: int
     session: int
@@ -360,6 +361,7 @@ class ParkedRequest:
     place: str
     since: float
     expires: float
+    first: cmd.Reply | None = None
 
 
 def place_of(command: cmd.Command) -> str:
@@ -440,6 +442,7 @@ class ParkedRequests:
                 del ranks[request.command.rank]
             if not ranks:
                 del self._by_rank[key]
+        self._context.effects.over.setdefault(request.ticket, request)
         self._context.wake("put")  # the next in line may go
 
     def wake_all(self) -> None:

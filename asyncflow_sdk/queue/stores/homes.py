@@ -47,6 +47,7 @@ def home_of(segment: str) -> HomeId:
     return SERVER_MEMORY if found is None else HomeId(int(found[1]), int(found[2]))
 
 
+@functools.lru_cache(4096)
 def session_of(segment: str) -> int:
     """Return the session that writes to a segment of rows; -1 for any other name."""
     found = _SESSION.fullmatch(segment)

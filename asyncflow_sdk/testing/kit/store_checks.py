@@ -428,7 +428,7 @@ def _is_there(store: PayloadStore, home: StorageHome, block: Block) -> bool:
     if (segments := Path(home.directory)).is_dir():
         return (segments / block.segment).exists()
     index = BlockIndex()
-    index.put(0, block, "", 1)
+    index.add(np.arange(block.rows), block, np.arange(block.rows))
     try:
         store.read(index.locate(np.zeros(1, np.int64), ("x",)), {"x": pack_columns({"x": np.zeros(1)})["x"].spec})
     except LeaseLost:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ...queue.payload_manager import StepRows
+from ...queue.listeners import StepRows
 from ...types import Event
 from ...types import events as ev
 

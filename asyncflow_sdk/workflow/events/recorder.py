@@ -25,7 +25,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...memory import make_private_directory, private_opener
-from ...queue.payload_manager import GROUPS_PER_SAMPLE, StepRows
+from ...queue.listeners import GROUPS_PER_SAMPLE, StepRows
 from ...types import LOSS_MASK, VERSION_SPANS, Event
 from ...types import events as ev
 from .event_file import EVENTS, LASTING

@@ -77,7 +77,7 @@ class Place:
     def put(self, columns: Mapping[str, Any]) -> StoredBlock:
         stored = self.store.write(pack_columns(columns), copy=False)
         assert stored.block is not None
-        self.index.put(self._rows, stored.block, "owner", 1)
+        self.index.add(self._rows + (rows := np.arange(stored.block.rows)), stored.block, rows)
         self._rows += stored.block.rows
         return stored
 
@@ -197,7 +197,7 @@ def test_contents_that_are_lost_are_another_epoch(place: Place, tmp_path: Path) 
     again = place.store.rewrite(stored)
     assert again is not None and again.block is not None
     assert home_of(again.block.segment) == (1, 2)
-    place.index.put(100, again.block, "owner", 1)
+    place.index.add(np.arange(100, 100 + again.block.rows), again.block, np.arange(again.block.rows))
     assert place.read(range(100, 105), {"x": np.arange(5)})["x"].values.tolist() == list(range(5))
     assert place.store.rewrite(again) is None
 

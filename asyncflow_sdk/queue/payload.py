@@ -1,17 +1,17 @@
 """The payload of a queue server: the blocks of its rows, and the memory free for reuse.
 
-A block belongs to its writing session, or to the server if it was uploaded. Once no row needs it,
-its owner learns this from its next answer. The segments of an ended session are removed.
+A block belongs to the session in its segment's name: its writer, or the server (session 0) if it was
+uploaded. Once no row needs it, its owner learns this from its next answer. The segments of an ended
+session are removed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -20,7 +20,6 @@ import numpy.typing as npt
 from ..errors import AsyncFlowError
 from ..interfaces.store import PayloadStore
 from ..ledger import Audit, StatusReport
-from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.state import LedgerState
 from ..ledger.state.context import HomeLoss, LostColumns
@@ -29,41 +28,37 @@ from ..types import Batch, Column, ColumnSpec
 from ..types.blocks import Block, BlockSlices
 from . import remote_payload
 from .block_index import BlockCheck, BlockIndex
+from .listeners import StepRows, sampled
 from .remote_payload import RemotePayload
-from .stores.homes import SERVER_MEMORY, HomeId, home_of
+from .stores.homes import SERVER_MEMORY, HomeId, home_of, session_of
 from .stores.reader import ColumnReader
 
 Report = TypeVar("Report", Audit, StatusReport)
 MOST_UNREAD = 16
 """Steps that may hold descriptors of their segments until read. Further steps are read at once."""
-GROUPS_PER_SAMPLE = 16
-"""One group in so many is sampled for the record of a step, if columns are on other hosts."""
 
 
-class CallPayload(NamedTuple):
-    """The payload of a call being executed, and the owner of its block."""
-
-    owner: str
-    block: Block
-
-
-class PayloadManager:
+class Payload:
     """``rows``: directory of the row segments. ``weights``: of the weight segments. ``synced``:
     uploads are synced to the disk before they count. ``remote``: payload of clients without shared
     memory. Not thread-safe: only the server's thread uses it."""
 
-    KEPT = ("_freed", "_pending_blocks")
+    KEPT = ("_freed",)
 
     def __init__(self, state: LedgerState, rows: Path, weights: Path, *, synced: bool) -> None:
         self.rows, self._weights = rows, weights
         self.index = BlockIndex()
         self.files = SegmentFiles(rows, weights)
-        self._rows, self._columns, self._versions = state.rows, state.columns, state.versions
+        self._rows, self._columns, self._versions, self._parked = (
+            state.rows,
+            state.columns,
+            state.versions,
+            state.parked,
+        )
         self._mapper = Mapper(rows)
         self.reader = ColumnReader(self._mapper)
         self.remote = RemotePayload(rows, self.reader, synced=synced)
-        self._freed: dict[str, bytes] = {}  # by open session: serials of its freed blocks, for its next answer
-        self._pending_blocks: dict[int, CallPayload] = {}  # by ticket of a waiting call
+        self._freed: dict[int, bytes] = {}  # by open session: serials of its freed blocks, for its next answer
         # by wanted columns, and the bit mask of common columns
         self._schemas: dict[tuple[tuple[str, ...], int], dict[str, ColumnSpec]] = {}
         self._homes: PayloadStore | None = None
@@ -71,101 +66,60 @@ class PayloadManager:
 
     # ---- sessions
 
-    def open_session(self, session: str) -> None:
+    def open_session(self, session: int) -> None:
         """Register a session as an owner of blocks."""
         self._freed[session] = b""
 
-    def end_session(self, session: str) -> None:
+    def end_session(self, session: int) -> None:
         """Unregister a session, which writes no further blocks."""
         self._freed.pop(session, None)
 
-    def remove_segments(self, session: str, number: int) -> None:
+    def remove_segments(self, session: int) -> None:
         """Remove the segments of an ended session, except those needed by rows or kept versions."""
-        self.files.end_session(number, self.index.segments_of(session), self._versions.sessions())
+        self.files.end_session(session, self.index.segments(), self._versions.sessions())
 
-    def take_freed(self, session: str) -> bytes:
+    def take_freed(self, session: int) -> bytes:
         """Return the serials (packed int64) of the session's blocks freed since the last call."""
         freed = self._freed.get(session, b"")
         if freed:
             self._freed[session] = b""
         return freed
 
-    def has_freed(self, session: str) -> bool:
+    def free_later(self, session: int, serials: bytes) -> None:
+        """Free blocks with the session's next answer."""
+        self._freed[session] += serials
+
+    def has_freed(self, session: int) -> bool:
         """True if blocks of the session were freed since ``take_freed``."""
         return bool(self._freed.get(session))
 
-    def free_later(self, owner: str, serials: bytes) -> None:
-        """Free blocks with the owner's next answer."""
-        self._freed[owner] += serials
+    # ---- blocks
 
-    # ---- blocks of calls
-
-    def hold(self, ticket: int, payload: CallPayload) -> None:
-        """Hold the payload of a call being executed."""
-        self._pending_blocks[ticket] = payload
-
-    def put(self, ticket: int, command: cmd.AddRows, done: cmd.PutDone, groups: Ids) -> None:
-        """Place the rows of a put. ``groups``: the block's groups that a repeated put adds."""
-        if ticket not in self._pending_blocks:
-            return
-        payload = self._pending_blocks.pop(ticket)
-        owner, block = payload
-        if done.again:
-            self.free(payload)
-        elif done.groups:
-            ids = np.arange(done.first, done.first + done.count)
-            self.index.add(ids, block, owner, groups.repeat(command.group_size))
-        else:
-            self.index.put(done.first, block, owner, command.group_size)
-
-    def complete(self, ticket: int, ids: Ids, revoked: Ids) -> None:
-        """Place columns of rows, in the order of the block's entries, except for revoked rows."""
-        if ticket not in self._pending_blocks:
-            return
-        payload = self._pending_blocks.pop(ticket)
-        owner, block = payload
-        entries = np.arange(block.rows)
-        if not len(revoked):
-            self.index.add(ids, block, owner, entries)
-            return
-        kept = ~np.isin(ids, revoked)
-        self.index.add(ids[kept], block, owner, entries[kept])
-        if not kept.any():
-            self.free(payload)
-
-    def discard(self, ticket: int) -> None:
-        """Free the payload, if any, of a call that failed or was cancelled."""
-        if ticket in self._pending_blocks:
-            self.free(self._pending_blocks.pop(ticket))
-
-    def forget(self, ticket: int) -> None:
-        """Forget the call of an ended session. Only uploads are freed: others go with its segments."""
-        if ticket in self._pending_blocks:
-            payload = self._pending_blocks.pop(ticket)
-            if payload.owner == remote_payload.OWNER:
-                self.free(payload)
-
-    def free(self, payload: CallPayload) -> None:
-        """Free the block of a call."""
-        self._free(payload.owner, payload.block.segment, payload.block.packed_serial)
+    def release(self, block: Block) -> None:
+        """Free a block without rows."""
+        self.free(block.segment, block.packed_serial)
 
     def retire(self, ids: Ids) -> None:
         """Free the blocks that no row needs once these rows have ended."""
-        for owner, segment, serials in self.index.retire(ids):
-            self._free(owner, segment, serials)
+        for each in self.index.retire(ids):
+            self.free(*each)
 
-    def _free(self, owner: str, segment: str, serials: bytes) -> None:
-        if owner == remote_payload.OWNER and self.remote.free(segment, serials):
-            return
+    def free(self, segment: str, serials: bytes) -> None:
+        """Free blocks with the owner's next answer, or remove the segment of an ended session with its last one."""
+        owner = session_of(segment)
         if owner in self._freed:
             self.free_later(owner, serials)
-        elif segment not in {*self.index.segments_of(owner), *self._pending_segments()}:
+        elif not self.remote.free(segment, serials) and segment not in self._needed():
             self.files.remove(segment)
 
-    def _pending_segments(self) -> Iterator[str]:
-        """Yield the segments of waiting calls."""
-        for payload in self._pending_blocks.values():
-            yield payload.block.segment
+    def _waiting(self) -> dict[int, Block]:
+        """Return the blocks of waiting puts, by ticket."""
+        parked = self._parked.at("put")
+        return {each.ticket: each.command.block for each in parked if each.command.block is not None}
+
+    def _needed(self) -> set[str]:
+        """Return the segments needed by rows or waiting puts."""
+        return self.index.segments() | {block.segment for block in self._waiting().values()}
 
     def remove_old_weights(self) -> None:
         """Remove weights of versions that cannot be fetched any more."""
@@ -187,14 +141,13 @@ class PayloadManager:
         """Forget the blocks in a lost home. Return the lost columns of rows, and the
         tickets of waiting puts with lost payload."""
         where = HomeId(lost.home, lost.epoch)
-        waiting = [ticket for ticket, (_, block) in self._pending_blocks.items() if home_of(block.segment) == where]
+        waiting = [ticket for ticket, block in self._waiting().items() if home_of(block.segment) == where]
         dropped = self.index.drop(lambda segment: home_of(segment) == where)
         return [LostColumns(ids, columns) for ids, columns in dropped], waiting
 
     def needed(self, where: HomeId) -> tuple[str, ...]:
         """Return the segments of a home that rows or calls need."""
-        segments = {*self.index.segments(), *self._pending_segments()}
-        return tuple(sorted(segment for segment in segments if home_of(segment) == where))
+        return tuple(sorted(segment for segment in self._needed() if home_of(segment) == where))
 
     # ---- reading rows
 
@@ -272,13 +225,12 @@ class PayloadManager:
         """
         if among is not None and not len(self.index.find_lost(exist, among)):
             return np.empty(0, np.int64), []
-        waiting = [ticket for ticket, payload in self._pending_blocks.items() if not _exists(payload, exist)]
+        waiting = [ticket for ticket, block in self._waiting().items() if not _exists(block, exist)]
         return self.index.find_lost(exist), waiting
 
     def reconcile(self, sessions: Collection[int]) -> None:
         """After a crash, remove segments needed neither by these sessions nor by rows."""
-        needed = {*self.index.segments(), *self._pending_segments()}
-        self.files.reconcile(sessions, needed)
+        self.files.reconcile(sessions, self._needed())
 
     # ---- status and end
 
@@ -318,8 +270,7 @@ class PayloadManager:
         self._mapper.close()
 
 
-def _exists(payload: CallPayload, exist: BlockCheck) -> bool:
-    block = payload.block
+def _exists(block: Block, exist: BlockCheck) -> bool:
     return bool(exist(block.segment, *np.array([[block.start], [block.serial], [block.nbytes]])).all())
 
 
@@ -379,47 +330,3 @@ class SegmentFiles:
         doomed, self._pending = self._pending, []
         for path in doomed:
             path.unlink(missing_ok=True)
-
-
-def sampled(groups: Ids) -> Ids:
-    """Return the positions of a sample of a step's rows: every GROUPS_PER_SAMPLE-th group, whole, and
-    at least one. ``groups``: int64 (rows,), the group of each row."""
-    known = np.unique(groups)
-    return np.flatnonzero(np.isin(groups, known[::GROUPS_PER_SAMPLE]))
-
-
-class StepRows:
-    """A step's rows, read once, at the first call. Thread-safe. ``unread``: True until then. ``sample``:
-    reads some of them, if columns are on other hosts; then both reads may wait for these hosts, and
-    must not run in the server's thread."""
-
-    def __init__(self, read: Callable[[], Batch], sample: Callable[[], Batch] | None = None) -> None:
-        self.unread, self.sample = True, sample
-        self._read: Callable[[], Batch] | None = read
-        self._lock = threading.Lock()
-
-    def __call__(self) -> Batch:
-        """Return the rows. Raises LeaseLost, SchemaError, OSError if they cannot be read."""
-        with self._lock:
-            read, self._read = self._read, None
-            assert read is not None, "the rows of a step are read once"
-            self.unread = False
-            return read()
-
-    def now(self) -> None:
-        """Read the rows, if unread, before their memory is freed. A later call raises its error."""
-        with self._lock:
-            if not self.unread or self._read is None:
-                return
-            self.unread = False
-            try:
-                batch = self._read()
-            except (AsyncFlowError, OSError) as error:
-                failure = error
-
-                def fail() -> Batch:
-                    raise failure
-
-                self._read = fail
-            else:
-                self._read = lambda: batch
