@@ -43,7 +43,8 @@ class Puts:
         self._pins.check(command)
         if not self._fits(command, count, trained=trained):
             return None
-        ids = self._add(command, groups, takers, trained=trained)
+        of_group = groups.repeat(command.group_size)
+        ids = self._add(command, of_group, takers, trained=trained)
         first, again = int(ids[0]), lacking is not None
         if again:
             self._state.keys.add_again(command.key, first, groups)
@@ -52,7 +53,7 @@ class Puts:
         if command.key:
             self._state.context.wake_puts()  # a parked put with the same key need not wait
         if command.block is not None:
-            self._state.context.effects.placed.append(Placed(ids, command.block, groups.repeat(command.group_size)))
+            self._state.context.effects.placed.append(Placed(ids, command.block, of_group))
         self._assembly.make_ready_alike(takers, ids, self._state.columns.mask(command.columns), 0)
         self._pins.add(command)
         return cmd.PutDone(first=first, count=count, again=False, groups=pack_ids(groups) if again else b"")
@@ -165,15 +166,14 @@ class Puts:
         # otherwise no row could ever end and free bytes for this put
         return not budget.charged or (trained and self._state.steps.unselected < self._state.steps.window.free)
 
-    def _add(self, command: cmd.AddRows, groups: Ids, takers: list[Task], *, trained: bool) -> Ids:
-        rows, count = self._state.rows, len(groups) * command.group_size
+    def _add(self, command: cmd.AddRows, of_group: Ids, takers: list[Task], *, trained: bool) -> Ids:
+        rows, count = self._state.rows, len(of_group)
         partition = self._state.partitions.add(command.partition, command.group_size)
-        ids = rows.add(len(groups), command.group_size, partition, command.priority)
+        ids = rows.add(count // command.group_size, command.group_size, partition, command.priority)
         new = slice(rows.count - count, rows.count)
         self._state.columns.put(new, count, partition, command.columns)
         self._state.versions.put(new)
         self._state.budget.charge_new(new, count, command.nbytes)
-        of_group = np.repeat(groups, command.group_size)
         if command.measures:
             self._state.columns.measure(ids, command.measures, of_group)
         if command.lengths:

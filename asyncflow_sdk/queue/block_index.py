@@ -51,7 +51,7 @@ class BlockIndex:
     def add(self, ids: Ids, block: Block, entries: npt.NDArray[np.int64]) -> None:
         """Assign entry entries[i] of ``block`` to row ids[i]."""
         if len(ids):
-            self._reserve(int(ids.min()), int(ids.max()))
+            self._reserve(int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids)))
             place = self._enter(block, len(ids)) << _SHIFT
             self._families[block.columns][ids - self._base] = place + entries
 
@@ -83,7 +83,7 @@ class BlockIndex:
         covered = 0
         for family, names, fields in self._plan(columns):
             places = self._families[family][at]
-            if (int(places[0]) if len(at) == 1 else places.min()) >= 0:
+            if (int(places[0]) if len(at) == 1 else np.minimum.reduce(places)) >= 0:
                 out.append(self._slices(names, fields, places))
                 covered += len(names)
         if covered < len(columns):
@@ -239,7 +239,9 @@ class BlockIndex:
         """Return the slices at places. ``fields``: packed, for all blocks; or an array, by row."""
         first = int(places[0])
         count = len(places)
-        if count == 1 or (int(places[-1]) - first == count - 1 and (places[1:] - places[:-1] == 1).all()):
+        if count == 1 or (
+            int(places[-1]) - first == count - 1 and np.logical_and.reduce(places[1:] - places[:-1] == 1)
+        ):
             segment, *block, _ = self._blocks[first >> _SHIFT].tolist()
             return BlockSlices(
                 names,

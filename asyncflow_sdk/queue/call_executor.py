@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, cast
 
 import msgspec
-import numpy as np
 import xxhash
 
 from .._version import __version__
 from ..errors import AsyncFlowError, ProtocolError
-from ..ledger import Ledger, pack_ids, unpack_ids
+from ..ledger import Ledger, StatusReport, pack_ids, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.payload_loss import LOST_REASON
@@ -26,10 +26,8 @@ from ..ledger.state.context import HomeLoss, Trained
 from ..ledger.state.sessions import ParkedRequest
 from ..types import Event
 from . import remote_payload
-from .checks import check_call, owns
-from .clients import ClientProcess, ClientTable
+from .checks import Measures, check_payload
 from .listeners import Listeners
-from .measures import Measures
 from .payload import Payload
 from .protocol import (
     UNRECORDED,
@@ -37,12 +35,12 @@ from .protocol import (
     Call,
     CallResult,
     ClientHello,
-    Unrecorded,
     Welcome,
     decode_result,
     encode,
     failure,
 )
+from .stores.homes import session_of
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +72,66 @@ class Clock:
         return shifted
 
 
-class ExecutedRequest(NamedTuple):
+class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
+    """``number``: its ledger session. ``pid_key``, ``host``, ``public``: see ``ClientHello``."""
+
+    number: int
+    pid: int
+    pid_key: str
+    host: str
+    public: str = ""
+
+
+class ClientTable:
+    """Open sessions by their wire name. ``silent``: by home, the key of its unit's last session if it
+    ended by silence, and since when. Not thread-safe: only the server's thread uses it."""
+
+    def __init__(self) -> None:
+        self.by_session: dict[str, ClientProcess] = {}
+        self.silent: dict[int, tuple[str, float]] = {}
+
+    def __contains__(self, session: str) -> bool:
+        return session in self.by_session
+
+    def __len__(self) -> int:
+        return len(self.by_session)
+
+    def open(self, session: str, client: ClientProcess) -> None:
+        """Add a session."""
+        self.by_session[session] = client
+
+    def close(self, session: str) -> ClientProcess:
+        """Remove a session."""
+        return self.by_session.pop(session)
+
+    def silence(self, client: ClientProcess, homes: dict[int, float]) -> None:
+        """Note that the unit of these homes ended by silence. ``homes``: since when each is absent."""
+        self.silent |= {home: (client.public, since) for home, since in homes.items()}
+
+    def public_keys(self) -> set[str]:
+        """Return the public keys of open sessions."""
+        return {client.public for client in self.by_session.values()}
+
+    def number(self, session: str) -> int:
+        """Return the ledger's number of an open session."""
+        return self.by_session[session].number
+
+    def numbers(self) -> dict[str, int]:
+        """Return the ledger's numbers of all open sessions."""
+        return {session: client.number for session, client in self.by_session.items()}
+
+    def fill(self, report: StatusReport) -> StatusReport:
+        """Return the report with the process and host of each session."""
+        clients = {client.number: client for client in self.by_session.values()}
+        sessions = []
+        for session in report.sessions:
+            client = clients.get(session.id)
+            pid, host = (0, "") if client is None else (client.pid, client.host)
+            sessions.append(msgspec.structs.replace(session, pid=pid, host=host))
+        return msgspec.structs.replace(report, sessions=tuple(sessions))
+
+
+class ExecutedRequest(msgspec.Struct, frozen=True):
     """A command being executed, with the names of a ``ParkedRequest``. ``session``: the ledger's number."""
 
     ticket: int
@@ -87,8 +144,6 @@ class CallExecutor:
     """``welcome``: the reply to a hello, without the session. ``send``: sends an answer by ticket;
     its last argument is True if ``QueueServer.make`` completes it. ``forget``: called when a
     session has ended. Not thread-safe: only the server's thread uses it."""
-
-    KEPT = ()
 
     def __init__(
         self,
@@ -105,7 +160,7 @@ class CallExecutor:
         self._state, self._record = ledger.state, ledger.state.context.log
         self._listeners, self._send, self._forget = listeners, send, forget
         self._measures = Measures(ledger, payload.index, payload.reader)
-        self._digest = 0
+        self._rows, self._digest = str(payload.rows), 0
 
     def take_digest(self) -> int:
         """Return a digest of the answers since the last call; 0 if nothing is recorded."""
@@ -116,23 +171,25 @@ class CallExecutor:
 
     def execute(self, session: str, ticket: int, call: Call, now: float) -> None:
         """Execute a call. It is answered now, or by a later input."""
+        client, command = self.clients.by_session.get(session), cast("Any", call.command)
+        kind, number = type(command), 0 if client is None else client.number
         try:
-            if call.command is None:
-                self._answer(ticket, self.clients.number(session), CallResult(cmd.Done()))
-            elif isinstance(call.command, ClientHello):
-                self._open_session(session, ticket, call.command, now)
-            elif isinstance(call.command, UNRECORDED):
+            if kind is ClientHello:
+                self._open_session(session, ticket, command, now)
+            elif kind in UNRECORDED:
                 raise ProtocolError("a request that changes nothing is not executed")
+            elif kind is cmd.OpenSession:
+                raise ProtocolError("sessions are opened by hello, not by join")
+            elif command is None:
+                self._answer(ticket, number, CallResult(cmd.Done()))
             else:
-                self._execute(session, ticket, call, now)
+                self._execute(number, ticket, call, now)
         except AsyncFlowError as error:
-            self._answer(ticket, self.clients.known(session), CallResult(error=failure(error)))
+            self._answer(ticket, number, CallResult(error=failure(error)))
         except Exception as error:  # a call that the checks should have rejected
             _log.exception("a call failed in the queue server")
             error = ProtocolError(f"the call failed in the server: {error!r}")
-            self._answer(ticket, self.clients.known(session), CallResult(error=failure(error)))
-        if session not in self.clients:  # it would never be closed
-            self._forget(session)
+            self._answer(ticket, number, CallResult(error=failure(error)))
 
     def drop(self, session: str, ticket: int, answer: bytes | None, now: float) -> None:
         """Undo a cancelled call. ``answer``: its unread answer; None if there is none yet."""
@@ -196,31 +253,30 @@ class CallExecutor:
         welcome = msgspec.structs.replace(self._welcome, session=joined.session)
         self._answer(ticket, joined.session, CallResult(welcome), made=True)
 
-    def _execute(self, session: str, ticket: int, call: Call, now: float) -> None:
-        command, number = call.command, self.clients.number(session)
-        assert command is not None
-        assert not isinstance(command, ClientHello | Unrecorded)
-        if isinstance(command, cmd.OpenSession):
-            raise ProtocolError("sessions are opened by hello, not by join")
-        block = call.block
+    def _execute(self, number: int, ticket: int, call: Call, now: float) -> None:
+        command: Any = call.command
+        kind = type(command)
         writer = number if call.payload is None else remote_payload.NUMBER  # the block was sent beside the call
         try:
-            self._check(writer, command)
-            command, unread = self._measures.fill(command), self._unread(command)
-            if call.then is not None and not isinstance(command, (cmd.Complete, cmd.GiveBack)):
+            if kind in WRITING:
+                check = partial(check_payload, self.ledger, self._rows, writer, command)
+                self._record.record_or_raise(check) if self._record.active else check()
+            command = self._measures.fill(command)
+            if call.then is not None and kind not in (cmd.Complete, cmd.GiveBack):
                 raise ProtocolError("`then` needs a completion or a return of rows")
         except Exception:
-            if block is not None and owns(writer, block.segment):
+            if (block := call.block) is not None and session_of(block.segment) == writer:
                 self.payload.release(block)
             raise
+        unread = self._unread(command) if kind is cmd.GiveBack and command.unread else None
         self.ledger.apply(number, command, now, ticket)
-        if len(unread):
+        if unread is not None:
             self._find_lost(unread, now)
         first = self._flush(ExecutedRequest(ticket, number, command), leases=call.then is not None)
         if first is not None and call.then is not None:
             self.ledger.apply(number, call.then, self.ledger.now, ticket, first)
             self._flush(ExecutedRequest(ticket, number, call.then, first))
-        if isinstance(command, (cmd.CloseSession, cmd.Dismiss)):
+        if kind in (cmd.CloseSession, cmd.Dismiss):
             self._close_left()
 
     def _close_left(self) -> None:
@@ -236,25 +292,10 @@ class CallExecutor:
         self._forget(session)
         self.payload.remove_segments(number)
 
-    def _check(self, number: int, command: cmd.AnyCommand) -> None:
-        """Check a call's payload. Raises SchemaError, PayloadLost. The result depends on files, so it is recorded."""
-
-        def check() -> bytes:
-            """Check the payload; there is nothing to record but an error."""
-            check_call(self.ledger, self.payload.rows, number, command)
-            return b""
-
-        if self._record.active:
-            self._record.record_or_raise(check)
-        else:
-            check()
-
-    def _unread(self, command: cmd.AnyCommand) -> Ids:
+    def _unread(self, command: cmd.GiveBack) -> Ids | None:
         """Return the rows that their holder gives back as unreadable."""
-        if not isinstance(command, cmd.GiveBack) or not command.unread:
-            return np.empty(0, np.int64)
         lease = self._state.leases.by_token.get(command.token)
-        return np.empty(0, np.int64) if lease is None else lease.ids
+        return None if lease is None else lease.ids
 
     def _find_lost(self, unread: Ids, now: float) -> None:
         """If payload of unreadable rows is lost, fail all rows with lost payload."""
@@ -273,16 +314,21 @@ class CallExecutor:
     def _flush(self, request: ExecutedRequest | None = None, *, leases: bool = False) -> cmd.Reply | None:
         """Send answers, call listeners, and free memory. ``request``: the one being executed. ``leases``: a
         lease follows it; then its reply is returned instead of sent, unless it is an error."""
-        effects, first = self.ledger.drain(), None
+        effects, first = self._state.context.drain(), None
         for placed in effects.placed:
-            self.payload.index.add(*placed)
+            self.payload.index.add(placed.ids, placed.block, placed.entries)
         over: dict[int, Any] = effects.over
         if request is not None and request.ticket not in self._state.parked.by_ticket:
             over[request.ticket] = request
-        for each in over.values():
-            block = each.command.block if isinstance(each.command, WRITING) else None
-            if block is not None and all(placed.block is not block for placed in effects.placed):
-                self.payload.release(block)
+        for ticket in over:
+            command = over[ticket].command
+            if type(command) not in WRITING or command.block is None:
+                continue
+            for placed in effects.placed:
+                if placed.block is command.block:
+                    break
+            else:
+                self.payload.release(command.block)
         for ticket, reply in effects.answers:
             if (asked := over.get(ticket)) is None:
                 continue
@@ -290,8 +336,9 @@ class CallExecutor:
                 first = reply
             else:
                 self._reply(asked, reply)
-        for trained in effects.trained if self._listeners.steps else ():
-            self._report_step(trained)
+        if effects.trained and self._listeners.steps:
+            for trained in effects.trained:
+                self._report_step(trained)
         for event in effects.events:
             self._listeners.event(self.clock.to_host_time(event))
         for ids in effects.retired:
@@ -315,13 +362,13 @@ class CallExecutor:
         ticket, session, command, first = request.ticket, request.session, request.command, request.first
         if isinstance(reply, AsyncFlowError):
             self._answer(ticket, session, CallResult(error=failure(reply), first=first))  # type: ignore[arg-type]
-        elif isinstance(reply, cmd.Leased):
+        elif type(reply) is cmd.Leased or type(reply) is cmd.LeasedPart:
             needs = self._state.tasks[reply.task].spec.needs if command.columns is None else command.columns
             slices, schema = self.payload.locate(unpack_ids(reply.ids), needs)
             result = CallResult(reply, None, slices, schema, first=first)  # type: ignore[arg-type]
             self._answer(ticket, session, result, made=command.inline and bool(slices))
         else:
-            if isinstance(reply, (cmd.PublishReply, cmd.RollbackDone)):
+            if type(reply) is cmd.PublishReply or type(reply) is cmd.RollbackDone:
                 self.payload.remove_old_weights()
             self._answer(ticket, session, CallResult(reply, first=first))  # type: ignore[arg-type]
 

@@ -8,23 +8,28 @@ others. The payload's bytes are checked when they are read.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import re
 import types
 import typing
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from ..errors import PayloadLost, SchemaError
+from ..errors import ConfigError, PayloadLost, SchemaError
 from ..ledger import Ledger
 from ..ledger import commands as cmd
-from ..types import ColumnSpec, check_column_name
-from ..types.blocks import Block
-from .stores.blocks import ALIGN, kind_of
-from .stores.homes import SERVER_MEMORY, home_of, segment_prefix
+from ..types import Column, ColumnSpec, check_column_name
+from ..types.blocks import Block, BlockSlices
+from ..types.columns import unpack
+from .block_index import BlockIndex
+from .stores.blocks import ALIGN, BLOCK, RUN, kind_of
+from .stores.homes import SERVER_MEMORY, home_of, session_of
+from .stores.reader import ColumnReader
 
 _LARGEST = 1 << 63
 _EXACT: dict[Any, tuple[type, ...]] = {
@@ -35,15 +40,15 @@ _EXACT: dict[Any, tuple[type, ...]] = {
 def check_arguments(command: msgspec.Struct) -> None:
     """Raises TypeError if an argument of a command has the wrong type; SchemaError for NaN, for
     integers beyond 64 bits, and for text with invalid Unicode."""
-    for name, allowed in _fields(type(command)):
-        value = getattr(command, name)
+    values_of, fields = _fields(type(command))
+    for value, (name, allowed) in zip(values_of(command), fields, strict=True):
         kind = type(value)
         if kind in allowed:
             if kind is int and not -_LARGEST <= value < _LARGEST:
                 raise SchemaError(f"{name} is beyond 64 bits: the largest number is 2**63 - 1")
             if kind is float and value != value:
                 raise SchemaError(f"{name} is not a number")
-            if kind is str and not value.isascii():
+            if kind is str and value and not value.isascii():
                 _check_text(name, value)
         elif not (isinstance(value, np.generic) and type(value.item()) in allowed):
             words = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
@@ -95,42 +100,39 @@ def _check_text(name: str, value: str) -> None:
 
 
 @functools.cache
-def _fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, tuple[type, ...]], ...]:
-    """Return the plain fields of a command with their allowed types."""
+def _fields(kind: type[msgspec.Struct]) -> tuple[Callable[[Any], Any], tuple[tuple[str, tuple[type, ...]], ...]]:
+    """Return a function for the values of a command's plain fields; and these fields with their allowed types."""
     found = []
     for field in msgspec.structs.fields(kind):
         is_union = typing.get_origin(field.type) in (typing.Union, types.UnionType)
         parts = typing.get_args(field.type) if is_union else (field.type,)
         if all(part in _EXACT for part in parts):
             found.append((field.name, tuple(kind for part in parts for kind in _EXACT[part])))
-    return tuple(found)
+    names = [name for name, _ in found]
+    if len(names) < 2:  # an attrgetter of one name gives no tuple
+        return lambda command: tuple(getattr(command, name) for name in names), tuple(found)
+    return operator.attrgetter(*names), tuple(found)
 
 
 MAX_PUT_ROWS = 1 << 22
 """Most rows of one put. The ledger keeps about 100 bytes for each row, whatever its payload."""
 
 
-def owns(session: int, segment: str) -> bool:
-    """Return True if a session writes rows into this segment, in any home."""
-    return segment.startswith(segment_prefix(home_of(segment), session)) and "/" not in segment
-
-
-def check_call(ledger: Ledger, directory: Path, session: int, command: cmd.AnyCommand) -> None:
-    """Check the location of a call's payload. Raises SchemaError, PayloadLost."""
-    if not isinstance(command, (cmd.AddRows, cmd.Complete)):
-        return
+def check_payload(ledger: Ledger, directory: str, session: int, command: cmd.AddRows | cmd.Complete) -> bytes:
+    """Check the location of a call's payload. Raises SchemaError, PayloadLost. The result depends on files;
+    to be recorded, it is b""."""
     block = command.block
     if (block is None) != (not command.columns):
         raise SchemaError("a call has columns without payload, or payload without columns")
-    if isinstance(command, cmd.AddRows) and command.groups * command.group_size > MAX_PUT_ROWS:
+    if type(command) is cmd.AddRows and command.groups * command.group_size > MAX_PUT_ROWS:
         raise SchemaError(
             f"{command.groups} groups of {command.group_size} rows exceed the largest put, {MAX_PUT_ROWS:,} rows;"
             " put fewer at a time"
         )
     if block is None:
-        return
+        return b""
     _check_block(block, command.columns)
-    where, owned = home_of(block.segment), owns(session, block.segment)
+    where, owned = home_of(block.segment), session_of(block.segment) == session
     if owned and where != SERVER_MEMORY and not ledger.state.homes.is_live(*where):
         raise PayloadLost(
             f"epoch {where.epoch} of home {where.home} is lost, with segment {block.segment}; the call had no effect"
@@ -142,6 +144,7 @@ def check_call(ledger: Ledger, directory: Path, session: int, command: cmd.AnyCo
         )
     if not owned or (where == SERVER_MEMORY and block.start + block.nbytes > size):
         raise SchemaError(f"this session has no such payload in segment {block.segment!r}")
+    return b""
 
 
 def _check_block(block: Block, columns: cmd.Columns) -> None:
@@ -181,3 +184,91 @@ def _size(path: str) -> int | None:
         return None
     except (OSError, ValueError):
         return -1
+
+
+# ---- measures: numbers that samplers choose by, read from payload once, when a column is written
+
+CHUNK_ROWS = 4096  # rows read at a time
+
+
+def measure(column: Column) -> npt.NDArray[np.float64]:
+    """Return a number for each row: the length of a ragged value, or a scalar's value."""
+    if column.offsets is not None:
+        return np.diff(column.offsets).astype(np.float64)
+    return np.asarray(unpack(column)).astype(np.float64)
+
+
+def measures_of(columns: Mapping[str, Column]) -> dict[str, bytes]:
+    """Return the measures of all columns that have one: float64 for each row."""
+    return {name: measure(column).tobytes() for name, column in columns.items() if column.spec.measurable}
+
+
+def _checked(sent: bytes, name: str, rows: int) -> bytes:
+    """Return the measures sent for a column. Raises SchemaError."""
+    if len(sent) != 8 * rows:
+        raise SchemaError(f"column {name!r} lies on another host, and {rows} measures must be sent with it")
+    return sent
+
+
+class Measures:
+    """Adds measures to commands. Not thread-safe: only the server's thread uses it."""
+
+    def __init__(self, ledger: Ledger, index: BlockIndex, reader: ColumnReader) -> None:
+        self._ledger, self._index, self._reader = ledger, index, reader
+
+    def fill(self, command: cmd.AnyCommand) -> cmd.AnyCommand:
+        """Return the command with its bytes and its measures. Those sent by a client are dropped, except of a
+        block in another home: its writer has measured it. Raises SchemaError."""
+        if type(command) is cmd.AddRows or type(command) is cmd.Complete:
+            known, block, measures = self._ledger.state.rows.measures, command.block, dict[str, bytes]()
+            nbytes = 0 if block is None else block.nbytes
+            for name, spec in command.columns.items() if known else ():
+                if block is None or name not in known or not spec.measurable:
+                    continue
+                if home_of(block.segment) != SERVER_MEMORY:
+                    measures[name] = _checked(command.measures.get(name, b""), name, block.rows)
+                else:
+                    measures[name] = self._of_block(block, name, spec)
+            if command.nbytes != nbytes or command.measures != measures:
+                return msgspec.structs.replace(command, measures=measures, nbytes=nbytes)
+        elif type(command) is cmd.Declare:
+            return self._measure_existing_rows(command)
+        return command
+
+    def _of_block(self, block: Block, name: str, spec: ColumnSpec) -> bytes:
+        whole = BlockSlices(
+            (name,),
+            RUN.pack(block.columns.index(name)),
+            (block.segment,),
+            BLOCK.pack(0, block.start, block.serial, block.rows, block.nbytes, 1),
+            RUN.pack(0),
+            RUN.pack(block.rows),
+        )
+        return self._ledger.state.context.log.record_or_raise(lambda: self._read(whole, name, spec))
+
+    def _read(self, slices: BlockSlices, name: str, spec: ColumnSpec) -> bytes:
+        return measure(self._reader.read(slices, {name: spec})[name]).tobytes()
+
+    def _measure_existing_rows(self, command: cmd.Declare) -> cmd.Declare:
+        ledger, spec = self._ledger, command.task
+        name = ledger.samplers.describe(spec).measure if spec.name not in ledger.state.tasks else ""
+        known = ledger.state.columns.specs.get(name)
+        if known is None or not known.measurable or name in ledger.state.rows.measures:
+            return msgspec.structs.replace(command, measures=b"") if command.measures else command
+        there = ledger.state.columns.having(name)
+        if any(
+            home_of(segment) != SERVER_MEMORY
+            for part in (self._index.locate(there, (name,)) if len(there) else ())
+            for segment in part.segments
+        ):
+            raise ConfigError(
+                f"task {spec.name!r} chooses rows by column {name!r}, and some rows have it on other hosts: declare the"
+                " task before rows are put"
+            )
+
+        def read() -> bytes:
+            """Read the measures of all rows with the column."""
+            parts = [there[start : start + CHUNK_ROWS] for start in range(0, len(there), CHUNK_ROWS)]
+            return b"".join(self._read(self._index.locate(ids, (name,))[0], name, known) for ids in parts)
+
+        return msgspec.structs.replace(command, measures=ledger.state.context.log.record_or_raise(read))

@@ -99,7 +99,7 @@ class QueueVerbs(Generic[B]):
         timeout_s: float = TIMEOUT_S,
     ) -> PutRows:
         packed = blocks.pack_columns(columns)
-        count = len(next(iter(packed.values()))) if packed else 0
+        count = max(map(len, packed.values()), default=0)
         command = cmd.AddRows(
             groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s, partition=partition,
             priority=priority, version=-1 if version is None else version,
@@ -117,7 +117,7 @@ class QueueVerbs(Generic[B]):
         **options: Any,
     ) -> B:
         """See ``TransferQueue.get``."""
-        if not isinstance(ack, BatchVerbs | None):
+        if ack is not None and not isinstance(ack, BatchVerbs):
             raise TypeError(f"ack must be a batch that this queue leased, not {type(ack).__name__}")
         return await self._lease(_lease_request(task, count, **options), ack)
 
@@ -153,7 +153,8 @@ class QueueVerbs(Generic[B]):
             if answer is None:
                 await self._return_leases(request.timeout_s)
                 answer = await self._port.call(request)
-            answer.raise_error()
+            else:
+                answer.raise_error()
             lease = answer.reply
             if isinstance(lease, cmd.LoadFirst):
                 raise VersionNeeded(

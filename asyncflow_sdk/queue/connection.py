@@ -43,9 +43,8 @@ from ..types import Column, Event, digest_of
 from ..types.config import LOCAL
 from ..types.defaults import CALL_S
 from ..wire import Client, Member, RunKey, WireReply, await_key, own_address, own_key, process_key, same_host
-from .checks import check_arguments
+from .checks import check_arguments, measures_of
 from .home_catalog import LedgerCatalog
-from .measures import measures_of
 from .protocol import (
     Call,
     CallCommand,
@@ -63,9 +62,9 @@ from .protocol import (
 )
 from .stores.factory import make_store
 from .stores.fetch import FetchReply, FetchRequest
-from .stores.home_clients import open_unit
+from .stores.home_fetcher import open_unit
 from .stores.homes import SERVER_MEMORY, KnownHomes, home_of
-from .stores.inline import InlineStore
+from .stores.local import InlineStore
 from .stores.reader import from_image
 from .unit_start import UnitConfig, ensure_unit
 
@@ -268,7 +267,8 @@ class Connection:
             then = msgspec.structs.replace(then, inline=True)
         with self._lock:
             body = encode(Call(command, tuple(self._events), then, payload))
-            self._events.clear()
+            if self._events:
+                self._events.clear()
         return body
 
     def unpack(self, reply: WireReply) -> CallResult:
@@ -377,7 +377,10 @@ class Port(ABC):
                 raise lost from None
         if stored.block is not None and home_of(stored.block.segment) != SERVER_MEMORY:
             command = msgspec.structs.replace(command, measures=measures_of(columns))
-        return PendingWrite(msgspec.structs.replace(command, columns=specs, block=stored.block), stored)
+        nbytes = 0 if stored.block is None else stored.block.nbytes
+        return PendingWrite(
+            msgspec.structs.replace(command, columns=specs, block=stored.block, nbytes=nbytes), stored
+        )
 
     async def submit(self, pending: PendingWrite, then: cmd.LeaseRows | None = None) -> CallResult:
         """Send a write, with a lease request if ``then`` is given. The result may be an error.
@@ -415,25 +418,22 @@ class Port(ABC):
             self.connection.store.discard(pending.stored)
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
-        """Write and send columns; return the reply or raise the server's error."""
-        size = sum(column.values.nbytes for column in columns.values())
-        if size >= LARGE_BYTES and isinstance(command, cmd.AddRows):
+        """Write and send columns; return the reply or raise the server's error. Raises MemoryFull."""
+        is_put = type(command) is cmd.AddRows
+        if is_put and (size := sum(column.values.nbytes for column in columns.values())) >= LARGE_BYTES:
             room = (await self.send(cmd.GetStatus())).capacity_bytes
             if size > room:  # checked before it is written
                 raise SchemaError(f"a put of {size} bytes exceeds capacity_bytes={room}; put fewer rows at a time")
-        answer = await self.submit(await self._write_or_wait(command, columns))
+        try:
+            pending = self.write(command, columns, keep=False, grow=False)
+        except GrowthNeeded:  # ended rows may have left room: get the blocks freed since
+            check_arguments(command)
+            timeout_s: float = getattr(command, "timeout_s", CALL_S)
+            self.connection.unpack_or_raise(await self.request(self.connection.encode_call(None), timeout_s))
+            pending = self.write(command, columns, keep=False)
+        answer = await self.submit(pending)
         answer.raise_error()
         return answer.reply
-
-    async def _write_or_wait(self, command: WritingCommand, columns: Mapping[str, Column]) -> PendingWrite:
-        """Write columns; if memory is full, get freed blocks first. Raises MemoryFull."""
-        try:
-            return self.write(command, columns, keep=False, grow=False)
-        except GrowthNeeded:  # ended rows may have left room
-            check_arguments(command)
-        timeout_s: float = getattr(command, "timeout_s", CALL_S)
-        self.connection.unpack_or_raise(await self.request(self.connection.encode_call(None), timeout_s))
-        return self.write(command, columns, keep=False)
 
 
 class BlockingPort(Port):

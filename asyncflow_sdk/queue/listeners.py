@@ -79,6 +79,8 @@ class Listeners:
         on_final: Callable[[int], None] | None,
     ) -> None:
         self._on_event, self._on_step, self._on_final = on_event, on_step, on_final
+        self.events = on_event is not None
+        """True if there is a listener for events."""
         self._muted = False
         self._lines: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._logging: threading.Thread | None = None
@@ -86,11 +88,6 @@ class Listeners:
     def mute(self, muted: bool) -> None:
         """Call no listener from now on, as in a replay; or call them again."""
         self._muted = muted
-
-    @property
-    def events(self) -> bool:
-        """True if there is a listener for events."""
-        return self._on_event is not None
 
     @property
     def steps(self) -> bool:

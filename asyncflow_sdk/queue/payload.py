@@ -278,15 +278,15 @@ class SegmentFiles:
     """The segment files of sessions. Not thread-safe: only the server's thread uses it.
 
     Session 7 writes rows into ``s7-*`` and, as rank 0 of a publisher, weights into ``w0.7-*``.
-    After it has ended, each file is removed once no live row and no kept version needs it, at the
-    next ``remove_pending``.
+    After it has ended, each file is removed once no live row and no kept version needs it: it is
+    ``pending`` until ``remove_pending``.
     """
 
-    TRANSIENT = frozenset({"_rows", "_weights", "_pending", "_replaying"})
+    TRANSIENT = frozenset({"_rows", "_weights", "pending", "_replaying"})
 
     def __init__(self, rows: Path, weights: Path) -> None:
         self._rows, self._weights = rows, weights
-        self._pending: list[Path] = []
+        self.pending: list[Path] = []
         self._replaying = False
         self._publishers: set[int] = set()  # sessions that published the versions kept
         self._ended: set[int] = set()  # ended sessions whose weights are not removed yet
@@ -298,12 +298,12 @@ class SegmentFiles:
     def remove(self, segment: str) -> None:
         """Remove a segment of an ended session: its last row has ended."""
         if not self._replaying:
-            self._pending.append(self._rows / segment)
+            self.pending.append(self._rows / segment)
 
     def end_session(self, session: int, needed: Collection[str], publishers: Collection[int]) -> None:
         """Remove an ended session's segments but those ``needed`` or written by ``publishers``."""
         if not self._replaying:
-            self._pending += [path for path in self._rows.glob(f"s{session}-*") if path.name not in needed]
+            self.pending += [path for path in self._rows.glob(f"s{session}-*") if path.name not in needed]
         self._ended.add(session)
         self.set_publishers(publishers)
 
@@ -313,20 +313,20 @@ class SegmentFiles:
         for session in self._ended - self._publishers:
             self._ended.discard(session)
             if not self._replaying:
-                self._pending += self._weights.glob(f"w[0-9]*.{session}-*")
+                self.pending += self._weights.glob(f"w[0-9]*.{session}-*")
 
     def reconcile(self, sessions: Collection[int], needed: Collection[str]) -> None:
         """After a crash, remove segments of sessions other than these, unless ``needed``."""
         for path in self._rows.glob("s[0-9]*-*"):
             if int(path.name[1:].split("-")[0]) not in sessions and path.name not in needed:
-                self._pending.append(path)
+                self.pending.append(path)
         publishers = {*sessions, *self._publishers}
         for path in self._weights.glob("w[0-9]*.[0-9]*-*"):  # w<rank>.<session>-...
             if int(path.name.split(".")[1].split("-")[0]) not in publishers:
-                self._pending.append(path)
+                self.pending.append(path)
 
     def remove_pending(self) -> None:
         """Remove the files; call it once the records that allow it are committed."""
-        doomed, self._pending = self._pending, []
+        doomed, self.pending = self.pending, []
         for path in doomed:
             path.unlink(missing_ok=True)

@@ -88,8 +88,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 Unrecorded: TypeAlias = FetchRequest | NeededRequest | MemberQuery | KeyRequest | RotateKey
 """Requests answered by the server itself, and not recorded as requests."""
-UNRECORDED = get_args(Unrecorded)
-WRITING = (AddRows, Complete)
+UNRECORDED = frozenset(get_args(Unrecorded))
+WRITING = frozenset({AddRows, Complete})
 """Commands with columns."""
 CallCommand: TypeAlias = AnyCommand | ClientHello | Unrecorded
 
@@ -109,7 +109,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     @property
     def block(self) -> Block | None:
         """The location of the payload of a put or a completion."""
-        return self.command.block if isinstance(self.command, WRITING) else None
+        return self.command.block if isinstance(self.command, AddRows | Complete) else None
 
     @property
     def client_serials(self) -> bytes:

@@ -1,23 +1,41 @@
-"""Recovery: restore an earlier queue server from its newest snapshot and the journal after it."""
+"""Recovery: restore an earlier queue server from its newest snapshot and the journal after it. Durability:
+record a server's inputs, and recover from them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError, MemoryFull
+from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..ledger.commands import Ids
+from ..memory import SharedDirectory
+from ..types import events as ev
 from ..wire import Server
 from . import snapshot
 from .call_executor import CallExecutor
-from .journal import DropRecord, Journal, JournalReader, Record, RequestRecord, RestartRecord, SessionEndRecord
+from .journal import (
+    DISK_RETRY_S,
+    FOR_ENDS,
+    FOR_PROGRESS,
+    DropRecord,
+    Journal,
+    JournalReader,
+    Record,
+    RequestRecord,
+    RestartRecord,
+    SessionEndRecord,
+)
 from .journal_directory import JournalDirectory, boot
 from .listeners import Listeners
-from .protocol import decode_call
+from .protocol import CallCommand, decode_call
 from .stores.homes import SERVER_MEMORY, home_of
 
 
@@ -115,6 +133,8 @@ class RecoverableState:
     def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
         """Execute a recorded call; called by the wire."""
         self.executor.execute(session, ticket, decode_call(body), self.executor.clock())
+        if session not in self.executor.clients:  # it would never be closed
+            self._wire.forget(session)
 
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
         """Undo a recorded cancelled call; called by the wire."""
@@ -146,7 +166,6 @@ class RecoverableState:
     def _parts(self) -> dict[str, Any]:
         executor = self.executor
         return {
-            "calls": executor,
             "clients": executor.clients,
             "payload": executor.payload,
             "index": executor.payload.index,
@@ -203,3 +222,111 @@ def recover(directory: JournalDirectory, recoverable: RecoverableState) -> Resum
     live, sessions = executor.ledger.audit().live, len(executor.clients)
     found = Recovered(recorded.records, live, sessions, len(lost), torn, valid_behind, damaged, differing)
     return Resumption(found, restart, recorded)
+
+
+class Durability:
+    """Nothing without a journal. ``recording``: True with one. ``path``: the journal's directory, or None. ``level``: "process" or "host"; "" without a
+    journal. ``directory``: of the run's shared memory. ``rows``: directory of the row segments. Not
+    thread-safe: only the server's thread uses it. Raises ConfigError."""
+
+    def __init__(self, path: Path | None, level: str | None, history: bool = False) -> None:
+        self._files = JournalDirectory(path.absolute(), level, history) if path is not None else None
+        self._journal: Journal | None = None
+        self.level = self._files.durability if self._files is not None else ""
+        self.recording = self._files is not None
+        try:
+            self.directory = SharedDirectory() if self._files is None else self._files.shared_directory()
+        except BaseException:
+            if self._files is not None:
+                self._files.close(over=False)
+            raise
+        self.rows = self.directory.path
+        if self._files is not None and self._files.rows is not None:
+            self.rows = self._files.rows
+
+    @property
+    def path(self) -> Path | None:
+        """The current journal file; None without one."""
+        return None if self._journal is None else self._journal.path
+
+    # ---- the life of a server
+
+    def listen(self, addresses: list[str], make: Callable[[list[str], bool], Server]) -> Server:
+        """Bind to the addresses of the run's earlier server if they are free, else to new ones.
+
+        ``make``: makes the server from addresses, and from True if answers wait for ``settle``.
+        """
+        if self._files is None:
+            return make(addresses, False)
+        try:
+            wire = make([self._files.addresses.get(address, address) for address in addresses], True)
+        except ConfigError:  # another process has its port now
+            wire = make(addresses, True)
+        self._files.save_addresses(dict(zip(addresses, wire.addresses, strict=True)))
+        return wire
+
+    def recover(self, recoverable: RecoverableState) -> Recovered | None:
+        """Restore the state of the last server, and begin to record. Return None for a new run."""
+        if self._files is None:
+            return None
+        executor = recoverable.executor
+        log = executor.ledger.state.context.log
+        resumption = recover(self._files, recoverable)
+        found = None if resumption is None else resumption.found
+        try:
+            self._journal = self._files.begin(recoverable.encode(), self.directory.path, executor.clock())
+        except MemoryFull as full:
+            if resumption is None or resumption.found.damaged:
+                raise
+            self._journal = resumption.journal(self._files, log.take(), executor.take_digest())
+            found = replace(resumption.found, full=str(full))
+        log.take()
+        executor.take_digest()
+        log.begin()
+        return found
+
+    def close(self, *, over: bool) -> None:
+        """Close the journal. ``over``: remove the run's memory and journal."""
+        if self._journal is not None:
+            self._journal.close(keep_room=not over)
+        keep = self._files is not None and self._files.head is not None and not over
+        self.directory.close(keep=keep)
+        if self._files is not None:
+            self._files.close(over=over)
+
+    # ---- records
+
+    def reserve(self, nbytes: int, command: CallCommand | None) -> None:
+        """Reserve room to record a call of ``nbytes``. Raises MemoryFull."""
+        if self._journal is not None:
+            keep = FOR_PROGRESS if isinstance(command, cmd.AddRows) else FOR_ENDS
+            self._journal.reserve(nbytes, 0 if isinstance(command, cmd.CloseSession) else keep)  # anyone may leave
+
+    def record(self, record: Record, recoverable: RecoverableState) -> None:
+        """Record an executed input, with the nondeterministic results it used."""
+        if self._journal is not None:
+            executor = recoverable.executor
+            self._journal.append(record, executor.ledger.state.context.log.take(), executor.take_digest())
+
+    @property
+    def try_again_s(self) -> float | None:
+        """Seconds until the next try to write rejected records; None if all are written."""
+        return DISK_RETRY_S if self._journal is not None and self._journal.failure is not None else None
+
+    def settle(self, emit: Callable[[ev.Event], None]) -> bool:
+        """Commit this round's records. Return True if all are committed."""
+        if self._journal is None:
+            return True
+        failed, kept = self._journal.failure, self._journal.commit()
+        if not kept and failed is None:
+            text = f"{self._journal.path} cannot be written: {self._journal.failure}; answers wait"
+            emit(ev.Note(time_s=time.monotonic(), text=text, level="error"))
+        if kept and failed is not None:
+            emit(ev.Note(time_s=time.monotonic(), text=f"{self._journal.path} can be written again"))
+        return kept
+
+    def compact(self, recoverable: RecoverableState) -> None:
+        """Replace a long journal by a snapshot and a new journal."""
+        if self._journal is not None and self._files is not None:
+            now = recoverable.executor.clock()
+            self._journal = self._files.compact(self._journal, recoverable.encode, self.directory.path, now)

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import AsyncFlowError, ProtocolError, SchemaError
 from ..ledger import unpack_ids
+from ..ledger.commands import AddRows, Complete
 from ..memory import HEADER_BYTES, Allocation, Arena
 from ..types import Column, ColumnSpec
 from ..types.blocks import Block, BlockSlices
@@ -73,7 +74,7 @@ class RemotePayload:
         self._directory, self._reader, self._synced = directory, reader, synced
         self._prefix = f"s{NUMBER}-{secrets.token_hex(4)}-"
         self._arena: Arena | None = None
-        self._freed: list[int] = []
+        self.freed: list[int] = []
 
     @property
     def arena(self) -> Arena:
@@ -86,7 +87,7 @@ class RemotePayload:
         """Return a sink for the payload of a call."""
         try:
             call = decode_call(body)
-            if call.payload is None or call.block is not None or not isinstance(call.command, WRITING):
+            if call.payload is None or call.block is not None or type(call.command) not in WRITING:
                 raise SchemaError("this command takes no payload")
             return IncomingBlock(self.arena, nbytes)
         except AsyncFlowError as error:
@@ -103,7 +104,7 @@ class RemotePayload:
             raise SchemaError("the call's payload is missing")
         if isinstance(incoming, RefusedUpload):
             raise incoming.error
-        assert isinstance(call.command, WRITING)
+        assert isinstance(call.command, AddRows | Complete)
         assert call.payload is not None
         space = incoming.space
         try:
@@ -121,13 +122,13 @@ class RemotePayload:
         """Free blocks at the next ``free_pending``. False for a segment of an earlier server."""
         if not segment.startswith(self._prefix):
             return False
-        self._freed += unpack_ids(serials).tolist()
+        self.freed += unpack_ids(serials).tolist()
         return True
 
     def free_pending(self) -> None:
         """Free the blocks passed to ``free``, once the records of their rows' end are committed."""
-        if self._freed:
-            freed, self._freed = self._freed, []
+        if self.freed:
+            freed, self.freed = self.freed, []
             self.arena.free(freed)
 
     def inline(self, answer: CallResult) -> tuple[bytes, Sequence[Any]]:

@@ -10,26 +10,26 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from .._version import __version__
-from ..errors import AccessDenied, AsyncFlowError, ConfigError, MemoryFull, ProtocolError, WireError
+from ..errors import AccessDenied, AsyncFlowError, ConfigError, DeadlineExceeded, MemoryFull, ProtocolError, WireError
 from ..interfaces import Sampler, StalenessPolicy
 from ..interfaces.store import PayloadStore, StoreContext
 from ..ledger import Audit, Ledger, StatusReport
 from ..ledger import commands as cmd
 from ..ledger.samplers import make_sampler
 from ..ledger.staleness import make_policy
+from ..ledger.status import verb_of
 from ..memory import SIGN_S
 from ..types import Event
 from ..types import events as ev
 from ..types.config import LOCAL
+from ..types.reports import ParkedStatus
 from ..wire import MAX_BYTES, KeyPair, PayloadSink, Server, has_ended, offer_key, own_key, process_key, rotated
 from .call_executor import CallExecutor, Clock
-from .deferred import DeferredRequest, DeferredRequests
-from .durability import Durability
 from .home_catalog import ServerCatalog
 from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
 from .listeners import Listeners, StepRows
@@ -51,20 +51,42 @@ from .protocol import (
     encode,
     failure,
 )
-from .recovery import RecoverableState, Recovered
+from .recovery import Durability, RecoverableState, Recovered
 from .remote_payload import DECODE_ERRORS, IncomingBlock, RefusedUpload
 from .stores.factory import make_store
 from .stores.fetch import FetchRequest, Needed, NeededRequest
 from .stores.homes import HomeId
 
 STATUS_EVERY_S = 1.0
+GUARDED = frozenset({ClientHello, cmd.OpenHome, cmd.AddCheckpoint})
+"""Commands to be refused, or held, before they are recorded."""
 MOST_REASONS = 1024
-READ_ONLY = (
+READ_ONLY = UNRECORDED | {
     cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetTrainingPosition, cmd.GetPut, cmd.GetRestoreTarget, cmd.GetHomes,
-)  # fmt: skip
+}  # fmt: skip
 """Commands that change nothing. They are not recorded."""
+MOST_WAITING = 100
+"""The number of waiting requests listed in a status."""
 UNIT_SILENCE_S = 20.0
 """The session of a storage unit ends after this long without a sign of life. Its home is then absent."""
+
+
+class HeldCheckpoint(NamedTuple):
+    """A checkpoint waiting for a listener. It is neither recorded nor executed, so its client resends it to
+    a restarted server."""
+
+    request: RequestRecord
+    command: cmd.AddCheckpoint
+
+    @property
+    def deadline(self) -> float:
+        """The ledger time at which it fails."""
+        return self.request.now + self.command.timeout_s
+
+    @property
+    def why(self) -> str:
+        """The reason of its wait."""
+        return f"the steps before {self.command.covers} are still read by a listener, as by the recorder"
 
 
 class QueueServer:
@@ -128,7 +150,7 @@ class QueueServer:
             raise
         self.addresses = self._wire.addresses
         self._listeners = Listeners(on_event, on_step, on_final)
-        self._deferred = DeferredRequests()
+        self._held: dict[int, HeldCheckpoint] = {}  # by ticket
         self._clock = Clock()
         self._next_status = 0.0
         self._next_sign, self._renewing, self._directory_error = 0.0, False, ""
@@ -238,8 +260,21 @@ class QueueServer:
         except DECODE_ERRORS as error:
             self._reply(ticket, ProtocolError(f"the server cannot read this call: {error}"))
         else:
-            self._handle(session, ticket, call, body, payload)
-        if session not in self._clients:  # it would never be closed
+            client, kind = self._clients.by_session.get(session), type(call.command)
+            if client is not None:  # a call of any other session is rejected below
+                for event in call.events:
+                    self._listeners.event(event)
+            reads = kind in READ_ONLY and call.then is None
+            if kind is not ClientHello and (
+                client is None or reads or (call.command is None and not self._payload.has_freed(client.number))
+            ):
+                self._answer_read_only(session, ticket, call.command)
+            else:
+                seq, done = self._wire.requests.numbers(ticket) if self._durability.recording else (0, 0)
+                request = RequestRecord(self._clock(), session, seq, done, ticket, body)
+                if kind not in GUARDED or self._admit(request, call):
+                    self._execute(request, call, payload)
+        if session not in self._clients.by_session:  # it would never be closed
             self._wire.forget(session)
 
     def make(self, body: bytes) -> tuple[bytes, Sequence[Any]]:
@@ -266,7 +301,7 @@ class QueueServer:
         """Undo a cancelled call. ``answer``: its unread answer; None if there is none yet."""
         if session not in self._clients:
             return
-        if self._deferred.drop(ticket) is not None:  # not recorded
+        if self._held.pop(ticket, None) is not None:  # not recorded
             return
         now = self._clock()
         self._executor.drop(session, ticket, answer, now)
@@ -280,7 +315,7 @@ class QueueServer:
         self._ended[session] = reason
         if len(self._ended) > MOST_REASONS:
             del self._ended[next(iter(self._ended))]
-        self._deferred.drop_session(session)
+        self._held = {ticket: each for ticket, each in self._held.items() if each.request.session != session}
         self._executor.close_session(session, reason, now, blame=blame)
         self._record(SessionEndRecord(now, session, reason, blame))
 
@@ -298,10 +333,12 @@ class QueueServer:
             self._record(TickRecord(now))
             due = self._ledger.next_deadline()
         waits = [self._next_sign] if due is None else [self._next_sign, due]
-        if self._deferred:
-            for request in self._deferred.take_expired(now):
-                self._reply(request.ticket, request.timeout_error(now), request.call)
-            waits += [each.deadline for each in self._deferred.waiting()]
+        if self._held:
+            for ticket, held in list(self._held.items()):
+                if held.deadline <= now:
+                    del self._held[ticket]
+                    self._reply(ticket, DeadlineExceeded(f"after {now - held.request.now:.1f} s: {held.why}"))
+            waits += [held.deadline for held in self._held.values()]
         if self._units:
             waits.append(min(self._units.values()) + UNIT_SILENCE_S)
         if self._listeners.events:
@@ -309,7 +346,7 @@ class QueueServer:
                 self._next_status = now + STATUS_EVERY_S
                 self._emit_status(now)
             waits.append(self._next_status)
-        if self._durability.try_again_s is not None:
+        if self._durability.recording and self._durability.try_again_s is not None:
             waits.append(now + self._durability.try_again_s)
         return min(waits) - now
 
@@ -345,79 +382,77 @@ class QueueServer:
 
     def settle(self) -> bool:
         """Commit this round's records. Return True if its answers may be sent."""
-        if not self._durability.settle(self._listeners.event):
+        recording = self._durability.recording
+        if recording and not self._durability.settle(self._listeners.event):
             return False
-        self._payload.settle()
-        if not self._deferred:  # a snapshot would contain them, and their clients would not resend them
+        if self._payload.files.pending or self._payload.remote.freed:
+            self._payload.settle()
+        if recording and not self._held:  # a snapshot would contain them, and their clients would not resend them
             self._durability.compact(self._recoverable)
         return True
 
     # ---- requests
 
-    def _handle(
-        self, session: str, ticket: int, call: Call, body: bytes, payload: IncomingBlock | RefusedUpload | None
-    ) -> None:
-        if session in self._clients:  # a call of any other session is rejected below
-            for event in call.events:
-                self._listeners.event(event)
-        if self._is_read_only(session, call):
-            self._answer_read_only(session, ticket, call.command)
-            return
-        now = self._clock()
-        request = DeferredRequest(session, ticket, *self._wire.requests.numbers(ticket), call, body, payload, now)
+    def _admit(self, request: RequestRecord, call: Call) -> bool:
+        """Return False for a call refused or held by this server."""
+        command, session = call.command, request.session
         try:
-            if isinstance(call.command, ClientHello):
+            if isinstance(command, ClientHello):
                 self._check_session_limit(session)
                 self._check_key(session)
-            if isinstance(call.command, cmd.OpenHome) and call.command.store != self._store:
-                raise ConfigError(f"this run has the store {self._store!r}, and no home of {call.command.store!r}")
-            if isinstance(call.command, cmd.AddCheckpoint) and self._listeners.finals:
-                self._hold_checkpoint(request, call.command.covers)
-                return
-            self._execute(request)
+            elif isinstance(command, cmd.OpenHome):
+                if command.store != self._store:
+                    raise ConfigError(f"this run has the store {self._store!r}, and no home of {command.store!r}")
+                self._units[session] = request.now
+            elif self._listeners.finals:
+                self._hold_checkpoint(request, call)
+                return False
         except (WireError, ConfigError) as refused:
-            self._reply(ticket, refused)
+            self._reply(request.ticket, refused)
+            return False
+        return True
 
-    def _hold_checkpoint(self, request: DeferredRequest, covers: int) -> None:
+    def _hold_checkpoint(self, request: RequestRecord, call: Call) -> None:
         """Execute a checkpoint once ``on_final`` has returned. It may read rows of other hosts, for which
         this thread must not wait."""
+        command = call.command
+        assert isinstance(command, cmd.AddCheckpoint)
 
         def execute() -> None:
             """Called in this thread, unless the request was dropped or has expired."""
-            if self._deferred.drop(request.ticket) is not None:
-                self._execute(msgspec.structs.replace(request, since=self._clock()))
+            if self._held.pop(request.ticket, None) is not None:
+                self._execute(msgspec.structs.replace(request, now=self._clock()), call)
 
-        def call() -> None:
-            self._listeners.final(covers)
+        def call_listener() -> None:
+            """Called in a thread of its own."""
+            self._listeners.final(command.covers)
             self._wire.call(execute)
 
-        self._deferred.hold(request, f"the steps before {covers} are still read by a listener, as by the recorder")
-        threading.Thread(target=call, name="final", daemon=True).start()
+        self._held[request.ticket] = HeldCheckpoint(request, command)
+        threading.Thread(target=call_listener, name="final", daemon=True).start()
 
-    def _execute(self, request: DeferredRequest) -> None:
+    def _execute(
+        self, request: RequestRecord, call: Call, payload: IncomingBlock | RefusedUpload | None = None
+    ) -> None:
         """Execute and record a request. Refuse it, with no effect, if the disk is full."""
-        session, call, body = request.session, request.call, request.body
+        session, ticket = request.session, request.ticket
         try:
-            self._durability.reserve(len(body), call.command)
-        except MemoryFull as full:
-            request.release()
-            self._reply(request.ticket, full, request.call)
+            if self._durability.recording:
+                self._durability.reserve(len(request.body), call.command)
+            if payload is not None or call.payload is not None:
+                call = self._payload.remote.store(call, payload)
+                request = msgspec.structs.replace(request, body=encode(call))
+        except AsyncFlowError as error:
+            if payload is not None and isinstance(error, MemoryFull):
+                payload.release()
+            self._reply(ticket, error, call)
             return
-        if request.payload is not None or call.payload is not None:
-            try:
-                call = self._payload.remote.store(call, request.payload)
-                body = encode(call)
-            except AsyncFlowError as error:
-                self._reply(request.ticket, error, request.call)
-                return
-        if isinstance(call.command, cmd.OpenHome):
-            self._units[session] = request.since
-        new = session not in self._clients
-        self._executor.execute(session, request.ticket, call, request.since)
-        if new and (client := self._clients.by_session.get(session)) is not None:
+        self._executor.execute(session, ticket, call, request.now)
+        if type(call.command) is ClientHello and (client := self._clients.by_session.get(session)) is not None:
             self._wire.watch(session, client.pid, client.pid_key)
             self._wire.bind(session, client.public)
-        self._record(RequestRecord(request.since, session, request.seq, request.done, request.ticket, body))
+        if self._durability.recording:
+            self._record(request)
 
     def _record(self, record: Record) -> None:
         self._durability.record(record, self._recoverable)
@@ -471,16 +506,6 @@ class QueueServer:
 
     # ---- read-only requests
 
-    def _is_read_only(self, session: str, call: Call) -> bool:
-        """True if a call changes nothing and is not recorded. Its answer lists no freed blocks."""
-        if isinstance(call.command, ClientHello):
-            return False
-        if session not in self._clients or isinstance(call.command, UNRECORDED):
-            return True
-        if call.command is None:
-            return not self._payload.has_freed(self._clients.number(session))
-        return isinstance(call.command, READ_ONLY) and call.then is None
-
     def _answer_read_only(self, session: str, ticket: int, command: CallCommand | None) -> None:
         if session not in self._clients:
             why = self._ended.get(session) or "its process has ended"
@@ -530,14 +555,31 @@ class QueueServer:
             return self._payload.fill_homes(reply)
         return self._fill_status(reply) if isinstance(reply, StatusReport) else reply
 
+    def _add_held(self, report: StatusReport) -> StatusReport:
+        """Return the report with the checkpoints waiting for a listener."""
+        now, names = self._clock(), {session.id: session.name for session in report.sessions}
+        parked = []
+        for held in self._held.values():
+            number, since_s = self._clients.number(held.request.session), now - held.request.now
+            parked.append(
+                ParkedStatus(
+                    session=number, name=names.get(number, ""), verb=verb_of(held.command), why=held.why,
+                    since_s=since_s, left_s=held.deadline - now,
+                )
+            )  # fmt: skip
+        return msgspec.structs.replace(
+            report, waiting=report.waiting | {each.name: each.why for each in parked},
+            parked=(*parked, *report.parked)[:MOST_WAITING], parked_count=report.parked_count + len(parked),
+        )  # fmt: skip
+
     def _fill_status(self, report: StatusReport) -> StatusReport:
-        report = self._deferred.status(report, self._clients.numbers(), self._clock())
+        report = self._add_held(report)
         report = self._payload.fill(self._clients.fill(report))
         garbage, pid, host = self._wire.garbage, os.getpid(), socket.gethostname()
         return msgspec.structs.replace(report, garbage=garbage, pid=pid, host=host, sdk=__version__)
 
     def _emit_status(self, now: float) -> None:
-        status = self._deferred.status(self._ledger.status(), self._clients.numbers(), now)
+        status = self._add_held(self._ledger.status())
         held = self._payload.held_bytes()
         self._listeners.event(
             ev.Status(

@@ -8,7 +8,7 @@ import pytest
 from queue_runs import Served, running, runs_over
 
 from asyncflow_sdk.errors import StoreUnavailable
-from asyncflow_sdk.queue.stores.shared import SharedStore
+from asyncflow_sdk.queue.stores.local import SharedStore
 from asyncflow_sdk.testing.stored_run import connection_of
 from asyncflow_sdk.types import Column, ColumnSpec
 from asyncflow_sdk.types.blocks import BlockSlices

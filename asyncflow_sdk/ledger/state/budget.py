@@ -68,7 +68,7 @@ class Budget:
         before = charges[at]
         after = np.maximum(sizes[at], before)
         charges[at] = after
-        self.charged += int(after.sum()) - int(before.sum())
+        self.charged += int((after - before).sum())
 
     def charge_new(self, new: slice, count: int, nbytes: int) -> None:
         """Count new rows, and charge them with their share of ``nbytes``, or with the reserve if that is more."""

@@ -32,7 +32,7 @@ class LostColumns(NamedTuple):
     columns: tuple[str, ...]
 
 
-class Placed(NamedTuple):
+class Placed(msgspec.Struct, frozen=True):
     """Rows with new columns: ids[i] has entry entries[i] of a command's block."""
 
     ids: Ids
@@ -40,7 +40,7 @@ class Placed(NamedTuple):
     entries: Ids
 
 
-class Trained(NamedTuple):
+class Trained(msgspec.Struct, frozen=True):
     """Rows of an acknowledged step: their groups, and the version current when each was completed."""
 
     step: int
@@ -76,14 +76,11 @@ class NondeterminismLog:
     calls nothing. All other decisions of a ledger follow from its inputs and times. Owned by the ledger's thread."""
 
     def __init__(self) -> None:
+        self.active = False
+        """True if results are recorded or replayed. Otherwise a caller need not compute them."""
         self._keep = False
         self._results: list[bytes] = []
         self._replay: deque[bytes] | None = None
-
-    @property
-    def active(self) -> bool:
-        """True if results are recorded or replayed. Otherwise a caller need not compute them."""
-        return self._keep or self._replay is not None
 
     def record(self, produce: Callable[[], bytes]) -> bytes:
         """Call ``produce`` and record its result, but no error; or return the recorded one."""
@@ -110,7 +107,7 @@ class NondeterminismLog:
 
     def begin(self) -> None:
         """Keep results for ``take`` from now on."""
-        self._keep = True
+        self._keep = self.active = True
 
     def take(self) -> tuple[bytes, ...]:
         """Return the results recorded since the last call."""
@@ -121,6 +118,7 @@ class NondeterminismLog:
         """Return these results from now on; None ends the replay. True if all before were used."""
         used = not self._replay
         self._replay = None if results is None else deque(results)
+        self.active = self._keep or results is not None
         return used
 
 

@@ -37,7 +37,7 @@ _PADDING: Any = np.zeros(ALIGN, np.uint8)
 
 def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
     """Pack a caller's columns. Raises SchemaError if they differ in rows, or are no mapping."""
-    if not isinstance(columns, Mapping):
+    if type(columns) is not dict and not isinstance(columns, Mapping):
         raise SchemaError(f"columns must be a dict of columns by name, not a {type(columns).__name__}")
     for name in columns:
         check_column_name(name)

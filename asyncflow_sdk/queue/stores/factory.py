@@ -11,8 +11,7 @@ from ...plugins import registry
 from ...types.config import LOCAL
 from .homes import SERVER_MEMORY, segment_prefix
 from .hosts import HostsStore
-from .inline import InlineStore
-from .shared import SharedStore
+from .local import InlineStore, SharedStore
 
 
 def local_store(context: StoreContext) -> SharedStore | InlineStore:

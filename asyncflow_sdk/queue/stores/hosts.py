@@ -28,9 +28,8 @@ from ...types.ragged import Array
 from .fetch import FetchPart, SlicesOfHome, merge, split
 from .home_fetcher import FETCH_S, HomeFetcher
 from .homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
-from .inline import InlineStore
+from .local import InlineStore, SharedStore
 from .reader import ColumnReader
-from .shared import SharedStore
 
 LOOK_AGAIN_S = 30.0
 """A client without visible memory looks for a storage unit, or starts one, at this interval."""

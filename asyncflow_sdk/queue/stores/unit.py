@@ -26,7 +26,7 @@ from ...interfaces.store import HomeCatalog, HomeOffer, HomeUnit
 from ...memory import HomeDirectory, Mapper
 from ...wire import Frames, Member, Service
 from .fetch import FetchReply, FetchRequest, check_parts, encode, read_parts
-from .home_clients import MAX_REQUEST_BYTES
+from .home_fetcher import MAX_REQUEST_BYTES
 from .homes import HomeId, home_of, owner_of, session_of
 from .reader import ColumnReader
 

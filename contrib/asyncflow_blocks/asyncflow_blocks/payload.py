@@ -21,7 +21,7 @@ from asyncflow_sdk.queue.stores.factory import local_store
 from asyncflow_sdk.queue.stores.fetch import FetchPart, merge, split
 from asyncflow_sdk.queue.stores.home_fetcher import HomeFetcher
 from asyncflow_sdk.queue.stores.homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
-from asyncflow_sdk.queue.stores.shared import SharedStore
+from asyncflow_sdk.queue.stores.local import SharedStore
 from asyncflow_sdk.types import Column, ColumnSpec
 from asyncflow_sdk.types.blocks import Block, BlockSlices
 from asyncflow_sdk.types.ragged import Array
