@@ -29,11 +29,11 @@ RELATIVE = re.compile(r"\b(that|which|what|whatever|who|whom|whose|whoever|those
 NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|on)\b", re.IGNORECASE)
 """A parameter's note without a noun."""
 MAX_SIZE = {  # lines, files
-    "core": (34_021, 194), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
-    "asyncflow_sdk/cli": (5_682, 45), "asyncflow_sdk/interfaces": (2_343, 16), "asyncflow_sdk/ledger": (8_038, 33),
-    "asyncflow_sdk/memory": (1_630, 13), "asyncflow_sdk/plugins": (855, 9), "asyncflow_sdk/queue": (8_062, 42),
+    "core": (33_716, 188), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
+    "asyncflow_sdk/cli": (5_682, 45), "asyncflow_sdk/interfaces": (2_349, 16), "asyncflow_sdk/ledger": (8_085, 33),
+    "asyncflow_sdk/memory": (1_630, 13), "asyncflow_sdk/plugins": (855, 9), "asyncflow_sdk/queue": (7_700, 36),
     "asyncflow_sdk/testing": (9_806, 57), "asyncflow_sdk/types": (2_455, 19), "asyncflow_sdk/weights": (5_429, 29),
-    "asyncflow_sdk/wire": (3_747, 18), "asyncflow_sdk/workflow": (13_659, 75),
+    "asyncflow_sdk/wire": (3_751, 18), "asyncflow_sdk/workflow": (13_657, 75),
     "adapters/asyncflow_deepspeed": (817, 8), "adapters/asyncflow_fsdp": (405, 6),
     "adapters/asyncflow_http": (500, 6), "adapters/asyncflow_sglang": (1_506, 17),
     "adapters/asyncflow_torch": (7_196, 52), "adapters/asyncflow_vllm": (1_536, 15),
@@ -42,17 +42,17 @@ MAX_SIZE = {  # lines, files
     "contrib/asyncflow_otel": (237, 4), "contrib/asyncflow_prometheus": (401, 4), "contrib/asyncflow_ray": (712, 9),
     "contrib/asyncflow_sandbox": (782, 7), "contrib/asyncflow_slurm": (455, 6), "contrib/asyncflow_tensorboard": (160, 4),
     "contrib/asyncflow_trackio": (110, 4), "contrib/asyncflow_wandb": (169, 4), "benchmarks": (7_181, 77),
-    "tests, shared": (7_729, 63),
+    "tests, shared": (7_730, 63),
 }  # fmt: skip
 """By package. The core is the packages of CORE and the files of asyncflow_sdk itself."""
 MAX_COUNT = {
     "public names": 97,
     "functions with more than ten parameters": 20,
-    "assignments into other objects": 144,
-    "assignments into other objects, of the core": 6,
+    "assignments into other objects": 140,
+    "assignments into other objects, of the core": 2,
     "comments that stop the formatter": 299,
-    "notes of parameters without a noun": 307,
-    "public functions without a docstring": 78,
+    "notes of parameters without a noun": 306,
+    "public functions without a docstring": 77,
     "relative words in 100 of the code": 1.04,
     "relative words in 100 of the tests": 4.77,
 }

@@ -13,7 +13,9 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from ..types import Batch
@@ -31,6 +33,10 @@ class StepPart(Batch):
     version: int = -1
     part: int = 0
     last: bool = False
+
+    def _place(self, lease: Any, completed_at: npt.NDArray[np.int64]) -> None:
+        self.index, self.version, self.part, self.last = lease.step, lease.version, lease.part, lease.last
+        self.version_step_offsets, self.completed_at = lease.version_step_offsets, completed_at
 
 
 class LeasedStep(AbstractContextManager["LeasedStep"], abc.ABC):

@@ -165,6 +165,9 @@ class BatchVerbs(Batch):
         if not self.rows or now - self._since < after_s:
             return
         await self._port.send(cmd.Renew(token=self.token, rank=self.rank))
+        self._renewed(now)
+
+    def _renewed(self, now: float) -> None:
         self._since = now
 
     async def _ack(self, *, filtered: npt.ArrayLike | None = None) -> None:

@@ -132,8 +132,7 @@ class QueueVerbs(Generic[B]):
         """Send the request for a part of a step; return it. ``until``: when the whole wait for it ends."""
         part, lease = await self._lease_rows(request, None, StepPart, until)
         assert isinstance(lease, cmd.LeasedPart)
-        part.index, part.version, part.part, part.last = lease.step, lease.version, lease.part, lease.last
-        part.version_step_offsets, part.completed_at = lease.version_step_offsets, unpack_ids(lease.completed_at)
+        part._place(lease, unpack_ids(lease.completed_at))
         return part, lease
 
     async def _lease_rows(

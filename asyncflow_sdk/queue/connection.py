@@ -132,7 +132,7 @@ class Connection:
         except BaseException:
             self.wire.close()
             raise
-        self.wire.max_bytes = welcome.max_bytes
+        self.wire.limit(welcome.max_bytes)
         if not welcome.durability:
             self.wire.watch(welcome.pid, welcome.pid_key)
         self.run, self.session = Path(welcome.directory).name, welcome.session

@@ -42,6 +42,9 @@ class UnreadLease:
         """Note that the server says that it is lost."""
         self.lost = True
 
+    def _renewed(self, now: float) -> None:
+        self._since = now
+
 
 class LeaseRenewer:
     """Renews every lease of a connection, in its own thread, until closed or the server is gone. With
@@ -115,7 +118,7 @@ class LeaseRenewer:
                     continue
                 due = [lease for lease in held if lease._since + lease.lease_s / _PARTS <= now]
                 for lease in due:
-                    lease._since = now
+                    lease._renewed(now)
                 if now - self._progress_at < self._patience_s:
                     return [(lease.token, lease.rank) for lease in due]
             del held, due, lease

@@ -101,6 +101,9 @@ class StepVerbs:
             return
         with self._losing():
             await self._port.send(cmd.Renew(token=self.token, rank=self.rank))
+        self._renewed(now)
+
+    def _renewed(self, now: float) -> None:
         self._since = now
 
     async def _give_back(self, *, reason: str = "", blame: bool = False) -> None:

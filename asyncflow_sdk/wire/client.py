@@ -117,6 +117,10 @@ class Client:
         if self._server.closed:
             raise self._server.goodbye_error()
 
+    def limit(self, max_bytes: int) -> None:
+        """Set the server's limit of a request."""
+        self.max_bytes = max_bytes
+
     def check_size(self, nbytes: int) -> None:
         """Raises ProtocolError for a request above ``max_bytes``, the server's limit."""
         size = nbytes + _ENVELOPE_BYTES
