@@ -29,11 +29,11 @@ RELATIVE = re.compile(r"\b(that|which|what|whatever|who|whom|whose|whoever|those
 NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|on)\b", re.IGNORECASE)
 """A parameter's note without a noun."""
 MAX_SIZE = {  # lines, files
-    "core": (33_716, 188), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
-    "asyncflow_sdk/cli": (5_682, 45), "asyncflow_sdk/interfaces": (2_349, 16), "asyncflow_sdk/ledger": (8_085, 33),
+    "core": (33_731, 188), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
+    "asyncflow_sdk/cli": (5_682, 45), "asyncflow_sdk/interfaces": (2_349, 16), "asyncflow_sdk/ledger": (8_100, 33),
     "asyncflow_sdk/memory": (1_630, 13), "asyncflow_sdk/plugins": (855, 9), "asyncflow_sdk/queue": (7_700, 36),
     "asyncflow_sdk/testing": (9_806, 57), "asyncflow_sdk/types": (2_455, 19), "asyncflow_sdk/weights": (5_429, 29),
-    "asyncflow_sdk/wire": (3_751, 18), "asyncflow_sdk/workflow": (13_657, 75),
+    "asyncflow_sdk/wire": (3_751, 18), "asyncflow_sdk/workflow": (13_660, 75),
     "adapters/asyncflow_deepspeed": (817, 8), "adapters/asyncflow_fsdp": (405, 6),
     "adapters/asyncflow_http": (500, 6), "adapters/asyncflow_sglang": (1_506, 17),
     "adapters/asyncflow_torch": (7_196, 52), "adapters/asyncflow_vllm": (1_536, 15),

@@ -85,7 +85,7 @@ class StepAssembly:
     def can_lose(self) -> bool:
         """True if rows of steps may be lost with a home: then their feeder puts them again."""
         steps = self._state.steps
-        if not (steps.declared and self._state.homes.by_number):
+        if not (steps.declared and self._state.homes.expected):
             return False
         batch_rows = steps.window.batch_rows
         last = steps.unselected + batch_rows - steps.window.free  # outside full steps

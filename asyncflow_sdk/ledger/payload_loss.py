@@ -112,6 +112,9 @@ class PayloadLoss:
         if steps.declared:
             groups = groups[steps.not_closed(rows.at(groups))]
         gone = np.union1d(groups, overtaken)
+        if steps.declared and steps.task.closed and (count := int(steps.takes(rows.at(gone)).sum())):
+            text = f"{count} rows for steps were lost, and no more come: training ends with fewer steps"
+            self._state.context.publish(ev.Note(time_s=self._state.context.now, text=text, level="warning"))
         self._state.keys.lose(self._untrained(gone))
         self._terminations.end_groups(groups, FAILED, reason)
         if len(overtaken):
@@ -183,7 +186,4 @@ class PayloadLoss:
         for grant in self._state.leases.of_step(first):
             self._terminations.give_back_step(grant, f"payload of step {grant.step} is lost")
         steps.reopen(first)
-        if steps.task.closed:
-            text = f"step {first} has lost rows, and no more come for steps: training ends with fewer steps"
-            self._state.context.publish(ev.Note(time_s=self._state.context.now, text=text, level="warning"))
         self._state.parked.wake_all()

@@ -214,7 +214,11 @@ class StatusReporter:
         if task.spec.admits and not steps.declared:
             return "no task with batch_rows (train) is declared, so the staleness rule cannot admit anything"
         failed = sum(home.rows_failed for home in self._state.homes.by_number.values())
-        lost = f"; {failed} rows were lost with their hosts: put them again with their keys" if failed else ""
+        lost = (
+            f"; {failed} rows were lost with their hosts: put them again with their keys"
+            if failed and not self._state.parked.feeders
+            else ""
+        )
         if not any(task.unfinished.values()):
             return f"every row put has been through it; put more, or end the stream{lost}"
         where = command.partition

@@ -639,8 +639,11 @@ class Feeder:
     ) -> None:
         self._ends, self._begin = ends, begin
         self._queue, self._group_size, self._chunk = queue, group_size, chunk
-        self._data, self._seed, self._epochs = data, seed, epochs
-        self._prompts = self._order(self._warn)
+        self._prompts = (
+            StreamedPrompts(data, epochs, self._warn)
+            if isinstance(data, PromptStream)
+            else ShuffledPrompts(data, seed, epochs)
+        )
         self._on_failure, self._prefix = on_failure, f"{key}-"
         self._next: tuple[int, Batch] | None = None  # position and prompts, read and not put yet
         self.fed = 0
@@ -658,12 +661,6 @@ class Feeder:
     def left_out(self) -> int:
         """The number of unusable prompts so far, with those of feeders before it."""
         return self._prompts.left_out
-
-    def _order(self, note: Callable[[str], None]) -> PromptOrder:
-        """Return the prompts from the beginning."""
-        if isinstance(self._data, PromptStream):
-            return StreamedPrompts(self._data, self._epochs, note)
-        return ShuffledPrompts(self._data, self._seed, self._epochs)
 
     def _warn(self, text: str) -> None:
         connection = self._queue.connection
@@ -723,14 +720,17 @@ class Feeder:
         return True
 
     def _put_again(self, lost: dict[str, int]) -> None:
-        """Repeat puts, of which the queue adds the lost groups. ``lost``: numbers of prompts, by key."""
-        prompts = self._order(lambda text: None)
-        for position, count in sorted((int(key[len(self._prefix) :]), count) for key, count in lost.items()):
-            prompts.skip(position - prompts.position)
-            try:
+        """Repeat puts, of which the queue adds the lost groups, and go back. ``lost``: numbers of prompts, by key."""
+        prompts, back = self._prompts, self._prompts.position
+        try:
+            prompts.seek(0)
+            for position, count in sorted((int(key[len(self._prefix) :]), count) for key, count in lost.items()):
+                prompts.skip(position - prompts.position)
                 self._put(prompts.next(count), position)
-            except SchemaError as error:
-                raise ConfigError(f"prompts whose payload was lost are not read as before: {error}") from error
+        except SchemaError as error:
+            raise ConfigError(f"prompts whose payload was lost are not read as before: {error}") from error
+        finally:
+            prompts.seek(back)
 
     def _put(self, rows: Batch, position: int) -> None:
         self._queue.put(dict(rows), group_size=self._group_size, key=f"{self._prefix}{position}", timeout_s=FEED_S)

@@ -159,7 +159,8 @@ def serve(
             run.queue.configure(
                 max_staleness=max_staleness, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, steps=steps,
                 keep_versions=keep_versions, max_swapping=max_swapping, quorum=quorum,
-                staleness_policy=policy, checkpoints=checkpoints or None, home_silence_s=store.silence_s,
+                staleness_policy=policy, checkpoints=checkpoints or None,
+                home_silence_s=None if store.kind == LOCAL else store.silence_s,
             )  # fmt: skip
         if path is not None:
             try:

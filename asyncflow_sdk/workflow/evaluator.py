@@ -129,13 +129,15 @@ class Evaluator:
                 score = batch.array("reward").astype(np.float64).mean()
                 then = f"the others' score, {score:.4g}, counts for nothing; the last one: {last}"
             self._note(f"{failed} of {rows} rows of an evaluation failed, and {then}", "warning")
-        if lost or (letters and batch is None):
-            self._failed = self._queue.send(cmd.GetTrainingPosition()).version
         if batch is None:
+            if letters:
+                self._failed = self._queue.send(cmd.GetTrainingPosition()).version
             return
+        version = int(batch.ragged(VERSION_SPANS).values[0, 0])
+        if lost:
+            self._failed = version
         try:
             if not lost:
-                version = int(batch.ragged(VERSION_SPANS).values[0, 0])
                 known = next((each for each in self.results if each.version == version), None)
                 self._act(known or self._record(batch, version, time.monotonic() - began))
             batch.complete()

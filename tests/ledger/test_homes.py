@@ -450,6 +450,14 @@ def test_a_feeder_whose_last_prompts_were_lost_before_it_asked_puts_them_again()
     assert queue.put(2, 2, key="k-0").count == 4
 
 
+def test_a_feeder_without_more_prompts_does_not_end_before_the_first_host_comes() -> None:
+    # given a run that expects homes, and has none yet
+    queue = Queue(ROLLOUT, REWARD, TRAIN, home_silence_s=20.0)
+    queue.put(2, 2, key="k-0")
+    # when its feeder has put all prompts, then it waits for what may be lost
+    assert feeder(queue, more=False) not in queue.answers
+
+
 def test_an_overtaken_step_is_put_again_after_the_last_prompt() -> None:
     # given two leased steps with the last prompts, of which the later is acknowledged
     queue, worker = trained(max_staleness=2)
@@ -545,8 +553,8 @@ def test_a_loss_after_the_end_makes_fewer_steps_and_says_so(checkpoints: bool) -
         again = queue.do(queue.admin, cmd.Resume(step=0))
         queue.publish(again.version)
     # then what is left is trained, and nobody waits for more
-    (note,) = [each.text for each in queue.events if isinstance(each, ev.Note) and "lost rows" in each.text]
-    assert note == "step 1 has lost rows, and no more come for steps: training ends with fewer steps"
+    (note,) = [each.text for each in queue.events if isinstance(each, ev.Note) and "fewer steps" in each.text]
+    assert note.endswith("rows for steps were lost, and no more come: training ends with fewer steps")
     queue.complete(worker, queue.lease(worker, "train", 1))
     for task in ("train", "rollout"):
         with pytest.raises(Ended):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from waiting import until
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import Ended
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.workflow.data import Feeder, PromptStream, Selection, prompt_source
+from asyncflow_sdk.workflow.data import Feeder, Selection, prompt_source
 
 pytestmark = pytest.mark.fast
 
@@ -94,38 +96,45 @@ class Script:
         self.ends += 1
 
 
-@pytest.mark.parametrize("streamed", [True, False])
-def test_a_feeder_repeats_refused_and_lost_puts_and_reads_a_stream_no_further(
-    streamed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[str] = []
-    row = PromptStream.row
-    monkeypatch.setattr(PromptStream, "row", lambda self, record: (looked.append(record), row(self, record))[1])
-    more, over = cmd.RowsWanted(count=4), cmd.RowsWanted(count=0)
+class OpenFile:
+    """A stream that reads one open file: a second reader moves the first one."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.file = io.StringIO("".join(f"{line}\n" for line in lines))
+
+    def __iter__(self) -> Iterator[str]:
+        self.file.seek(0)
+        while line := self.file.readline():
+            yield line.strip()
+
+
+@pytest.mark.parametrize("kind", ["memory", "function", "open file"])
+def test_a_feeder_repeats_refused_and_lost_puts_and_goes_on_where_it_was(kind: str) -> None:
+    texts = PROMPTS[:5]
+    prompts = {"memory": texts, "function": lambda: iter(texts), "open file": OpenFile(texts)}[kind]
+    more, over, first = (
+        cmd.RowsWanted(count=4),
+        cmd.RowsWanted(count=0),
+        cmd.RowsWanted(count=0, lost={"prompts-0": 2}),
+    )
     lost = cmd.RowsWanted(count=0, lost={"prompts-4": 1, "prompts-2": 2})
-    queue = Script(more, Ended, more, more, more, lost, more, lost, over)
+    queue = Script(more, Ended, more, more, first, more, lost, more, lost, over)
     # when a put is refused once, and others are lost, also after the last prompt
-    reads: list[int] = []
-    prompts = (lambda: (reads.append(1), iter(PROMPTS[:5]))[1]) if streamed else PROMPTS[:5]
-    source = prompt_source(prompts, Selection())
-    before, failures = len(reads), list[BaseException]()
+    source, failures = prompt_source(prompts, Selection()), list[BaseException]()
     feeder = Feeder(queue, source, group_size=2, chunk=2, seed=0, on_failure=failures.append, epochs=1)  # type: ignore[arg-type]
     feeder.start()
     feeder.join(60)
     # then each put has the same prompts as before
     assert (failures, queue.answers) == ([], [])
-    assert [key for key, _ in queue.puts] == [
-        *("prompts-0", "prompts-2", "prompts-4"), *("prompts-2", "prompts-4"), *("prompts-2", "prompts-4"),
-    ]  # fmt: skip
-    assert queue.puts[1:3] == queue.puts[3:5] == queue.puts[5:]
-    assert sorted(text for _, texts in queue.puts[:3] for text in texts) == PROMPTS[:5]
+    numbers = [int(key.removeprefix("prompts-")) for key, _ in queue.puts]
+    assert numbers == [0, 2, 0, 4, 2, 4, 2, 4]
+    first_time = dict(queue.puts[at] for at in (0, 1, 3))
+    assert queue.puts == [(key, first_time[key]) for key, _ in queue.puts]
+    assert sorted(text for put in first_time.values() for text in put) == texts
     assert feeder.fed == 5
     # and it ends the stream once nothing can be lost
-    assert queue.more == [True] * 6 + [False] * 2
+    assert queue.more == [True] * 7 + [False] * 2
     assert queue.ends == 1
-    if streamed:  # once for the run, and from the beginning for each loss, without a look at skipped records
-        assert len(reads) - before == 3
-        assert looked == [*PROMPTS[:5], *PROMPTS[2:5], *PROMPTS[2:5]]
 
 
 def test_data_without_the_column_and_a_key_used_twice_are_refused_at_once() -> None:

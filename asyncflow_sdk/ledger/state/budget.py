@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...types.defaults import HOME_SILENCE_S, KEEP_VERSIONS, MAX_STALENESS
+from ...types.defaults import KEEP_VERSIONS, MAX_STALENESS
 from ..commands import Ids
 from .rows import Rows
 
@@ -16,7 +16,7 @@ MAX_NUMBER = 1 << 61
 
 @dataclass
 class QueueLimits:
-    """See ``Configure``. ``steps`` None: no last step. ``max_swapping``, ``quorum`` 0: off."""
+    """See ``Configure``. ``steps`` None: no last step. ``max_swapping``, ``quorum`` 0: off. ``home_silence_s`` None: no homes expected."""
 
     capacity_rows: int = 1 << 40
     capacity_bytes: int = MAX_NUMBER
@@ -28,7 +28,7 @@ class QueueLimits:
     keep_versions: int = KEEP_VERSIONS
     max_swapping: int = 0
     quorum: int = 0
-    home_silence_s: float = HOME_SILENCE_S
+    home_silence_s: float | None = None
 
 
 LEAST = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...types.defaults import HOME_SILENCE_S
 from .budget import QueueLimits
 from .context import HomeLoss
 from .rows import NONE
@@ -95,9 +96,19 @@ class Homes:
         """Add a home."""
         self.by_number[home.number] = home
 
+    @property
+    def expected(self) -> bool:
+        """True if there are homes, or may be some: the limit of their silence is set."""
+        return bool(self.by_number) or self._limits.home_silence_s is not None
+
+    @property
+    def _silence_s(self) -> float:
+        set_s = self._limits.home_silence_s
+        return HOME_SILENCE_S if set_s is None else set_s
+
     def leave(self, home: Home, now: float) -> None:
         """Note that the unit of a home is gone."""
-        home.leave(now, self._limits.home_silence_s)
+        home.leave(now, self._silence_s)
         self.absent[home.number] = home
         self.deadlines.add(home.number)
 
@@ -115,5 +126,5 @@ class Homes:
     def set_silence(self) -> None:
         """Apply the limit of silence to absent homes."""
         for number, home in self.absent.items():
-            home.leave(home.absent_since, self._limits.home_silence_s)
+            home.leave(home.absent_since, self._silence_s)
             self.deadlines.add(number)
