@@ -36,7 +36,7 @@ DISK_RETRY_S = 0.5
 ROOM_BYTES = 4 << 20
 """Allocated ahead. On a full disk, parts of it are reserved as follows."""
 FOR_ENDS = ROOM_BYTES // 4
-"""Reserved for records without a request: dead sessions, deadlines, cancellations."""
+"""Reserved for dead sessions, deadlines, cancellations, and commands of ``recovery.KEPT``."""
 FOR_PROGRESS = ROOM_BYTES // 2
 """Reserved against puts: for ``FOR_ENDS`` and for work on existing rows."""
 _FRAME = struct.Struct("<IQQ")

@@ -13,6 +13,7 @@ from small_disk import SmallDisk, small_disk
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import MemoryFull, SchemaError
 from asyncflow_sdk.interfaces import TransferQueue
+from asyncflow_sdk.ledger import commands as cmd
 
 pytestmark = pytest.mark.usefixtures("soon")
 KEY = "k" * 300_000  # a put with a key so long takes as much of the journal
@@ -84,10 +85,15 @@ def test_rows_of_one_who_meets_a_full_disk_lose_no_attempt(disk: SmallDisk) -> N
             all(put(other.queue, number) for number in range(1000))
         batch = other.queue.get("work", 3)
         assert batch.ids.tolist() == [0, 1, 2]
-        # and when not even a completion finds room, their holder can still leave
+        # and when not even a completion finds room, their holder can renew them, and give them back
         use_up_the_journal(other.queue)
         with pytest.raises(MemoryFull):
-            all(batch.renew() is None for _ in range(10_000))
+            batch.complete({"y": batch.array("x")})
+        batch.renew()
+        # and one that renews for ever uses up neither the driver's room to dismiss others, nor its own to leave
+        with pytest.raises(MemoryFull):
+            all(batch.renew() is None for _ in range(50_000))
+        assert client.queue.send(cmd.Dismiss(name="nobody")).count == 0
         other.close()
         assert "other" not in {session.name for session in client.queue.status().sessions}
         assert client.queue.audit().failed == 0
