@@ -28,6 +28,8 @@ class Puts:
 
     def put(self, command: cmd.AddRows) -> cmd.Reply | None:
         """Add rows. None if there is no room yet."""
+        if command.groups < 1 or command.group_size < 1:
+            raise SchemaError(f"a put needs rows; this one has {command.groups} groups of {command.group_size}")
         if command.digest and len(command.digest) != DIGEST_BYTES * len(command.columns):
             raise SchemaError(f"the digest of {len(command.columns)} columns is not {len(command.digest)} bytes")
         lacking = self._state.keys.lacking(command)
@@ -120,8 +122,6 @@ class Puts:
             raise Ended("every step is filled; nothing more can be put for them")
         if command.partition == "*":
             raise SchemaError('"*" is no partition: a task names it to take all of them; put rows in one')
-        if command.groups < 1 or command.group_size < 1:
-            raise SchemaError(f"a put needs rows; this one has {command.groups} groups of {command.group_size}")
         if command.block is not None and command.block.rows != command.groups:
             raise SchemaError(f"{command.groups} groups are put with {command.block.rows} values")
         if count > limits.capacity_rows:

@@ -153,7 +153,7 @@ def _check_block(block: Block, columns: cmd.Columns) -> None:
         raise SchemaError("the block's columns differ from the command's columns")
     if (
         not 0 < block.rows < 1 << 31
-        or block.start < 0
+        or not 0 <= block.start < _LARGEST - block.nbytes
         or block.start % ALIGN
         or block.nbytes % ALIGN
         or not 0 < block.serial < 1 << 63

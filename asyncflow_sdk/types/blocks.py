@@ -4,6 +4,7 @@ to send. ``queue.stores.blocks`` has their layout in memory."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 class Block(msgspec.Struct, frozen=True, array_like=True):
     """``rows`` entries of all ``columns``: bytes ``start`` to ``start + nbytes`` of a segment."""
 
-    segment: str
+    segment: Annotated[str, msgspec.Meta(max_length=120)]
     start: int
     serial: int
     rows: int
@@ -29,10 +30,9 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 class BlockSlices(msgspec.Struct, frozen=True, array_like=True):
     """The location of some columns for the rows of a batch: runs of block entries, in order.
 
-    Run i has entries ``entries[i]`` to ``entries[i] + counts[i]`` (both int32) of a block.
-    ``blocks``: int64 (n, 6), number in ``segments``, start, serial, rows, nbytes, and number of
-    runs. ``fields``: int32, for each column its number in a block's table; one set for all blocks,
-    or one for each.
+    Run i has entries ``entries[i]`` to ``entries[i] + counts[i]`` (both int32) of a block. ``blocks``: int64
+    (n, 6), number in ``segments``, start, serial, rows, nbytes, and number of runs. ``fields``: int32, for each
+    column its number in a block's table; one set for all blocks, or one for each.
     """
 
     columns: tuple[str, ...]

@@ -65,6 +65,8 @@ def unharmed(victim: TransferQueue) -> None:
         ("../../etc/passwd", 0, 1, 1, 128, ("x",)),
         ("s3-/../s2-1", 0, 1, 1, 128, ("x",)),
         ("s3-\0", 0, 1, 1, 128, ("x",)),
+        ("s03-2", 0, 1, 1, 128, ("x",)),  # a name that is not removed with the session
+        ("h0.1!s3-2", 0, 1, 1, 128, ("x",)),
         ("s3-2", 0, 1, 1, 0, ("x",)),  # fewer bytes than rows
         ("s3-2", 0, 1, 1, 1 << 60, ("x",)),  # more than there are
         ("s3-2", 1 << 62, 1, 1, 128, ("x",)),
@@ -103,6 +105,7 @@ def test_payload_that_is_not_there_or_not_ones_own(
         cmd.Complete(token=-(2**63), columns={}, index=b"abc"),
         cmd.GiveBack(token=2**62, index=b"\xff" * 4),
         cmd.AddRows(groups=2**61, group_size=2**61, columns={}),
+        cmd.AddRows(groups=2**61, group_size=0, columns={}),
         cmd.Configure(capacity_rows=-1),
         cmd.OpenPublisher(rank=-1),
         cmd.OpenPublisher(rank=2, world_size=2),
@@ -133,6 +136,33 @@ def test_commands_that_make_no_sense_are_refused(
         hostile.send(command)
     unharmed(victim)
     assert caplog.records == []  # each by a check, none by an accident
+
+
+@pytest.mark.parametrize("place", [(1 << 63, 64), (0, 1 << 63), (1 << 62, 1 << 62)])
+def test_rows_of_another_home_have_a_place(place: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    with running(store="hosts") as run:
+        queue = run.queue("good")
+        queue.declare("work", needs=["x"])
+        hostile = RawClient(run.address)
+        hostile.send(cmd.OpenHome(store="hosts", name="x", identity="x"))
+        (own,) = (session.id for session in queue.status().sessions if session.name == "raw")
+        start, nbytes = place
+        # when a member puts rows of its home at a place that no memory has
+        with pytest.raises(SchemaError, match="the payload's location is invalid"):
+            hostile.send(
+                cmd.AddRows(groups=1, group_size=1, columns=X), f"h1.1!s{own}-a", start, 1, 1, nbytes, ("x",)
+            )
+        # then none was added, and others get theirs
+        queue.put({"x": [2.0]})
+        assert queue.get("work", 5, at_least=1).array("x").tolist() == [2.0]
+        assert caplog.records == []
+        hostile.close()
+
+
+def test_a_name_that_no_segment_has_is_not_even_read(hostile: RawClient, victim: TransferQueue) -> None:
+    with pytest.raises(ProtocolError, match="cannot read this call"):
+        hostile.send(cmd.AddRows(groups=1, group_size=1, columns=X), "s3-" + 200 * "a", 0, 1, 1, 128, ("x",))
+    unharmed(victim)
 
 
 def test_another_session_cannot_use_a_lease(hostile: RawClient, victim: TransferQueue) -> None:

@@ -20,9 +20,9 @@ from ...errors import LeaseLost
 from ...interfaces.store import HomeCatalog, StorageHome
 from ...wire import boot_id
 
-_ROWS = re.compile(r"(h[0-9]+\.[0-9]+!)?s[0-9]+-[0-9a-f-]{1,60}")
-_SESSION = re.compile(r"(?:h[0-9]+\.[0-9]+!)?s([0-9]{1,18})-[0-9a-f-]{1,60}")
-_NAME = re.compile(r"h([1-9][0-9]{0,17})\.([1-9][0-9]{0,17})!s[0-9]")
+_HOME = r"h([1-9][0-9]{0,17})\.([1-9][0-9]{0,17})!"
+_NAME = re.compile(_HOME + "s[0-9]")
+_ROWS = re.compile(f"(?:{_HOME})?s(0|[1-9][0-9]{{0,17}})-[0-9a-f-]{{1,60}}")
 
 
 class HomeId(NamedTuple):
@@ -50,8 +50,8 @@ def home_of(segment: str) -> HomeId:
 @functools.lru_cache(4096)
 def session_of(segment: str) -> int:
     """Return the session that writes to a segment of rows; -1 for any other name."""
-    found = _SESSION.fullmatch(segment)
-    return -1 if found is None else int(found[1])
+    found = _ROWS.fullmatch(segment)
+    return -1 if found is None else int(found[3])
 
 
 def is_row_segment(segment: str) -> bool:
