@@ -163,7 +163,7 @@ class QueueServer:
         self._payload = Payload(self._ledger.state, rows, path, synced=self.durability == "host")
         welcome = Welcome(0, str(path), __version__, self.durability, "" if rows == path else str(rows))
         self._executor = CallExecutor(
-            self._ledger, self._payload, self._clock, self._listeners, welcome, self._wire.answer, self._wire.forget
+            self._ledger, self._payload, self._clock, self._listeners, welcome, self._wire.answer, self._forget
         )
         self._clients = self._executor.clients
         self._recoverable = RecoverableState(self._executor, self._wire, self._listeners)
@@ -315,9 +315,13 @@ class QueueServer:
         self._ended[session] = reason
         if len(self._ended) > MOST_REASONS:
             del self._ended[next(iter(self._ended))]
-        self._held = {ticket: each for ticket, each in self._held.items() if each.request.session != session}
         self._executor.close_session(session, reason, now, blame=blame)
         self._record(SessionEndRecord(now, session, reason, blame))
+
+    def _forget(self, session: str) -> None:
+        """Drop what a session left: it has ended, by whatever cause."""
+        self._held = {ticket: each for ticket, each in self._held.items() if each.request.session != session}
+        self._wire.forget(session)
 
     def idle(self) -> float:
         """Run what is due. Return the seconds until the next call."""
@@ -447,8 +451,9 @@ class QueueServer:
                 payload.release()
             self._reply(ticket, error, call)
             return
+        new = session not in self._clients
         self._executor.execute(session, ticket, call, request.now)
-        if type(call.command) is ClientHello and (client := self._clients.by_session.get(session)) is not None:
+        if new and (client := self._clients.by_session.get(session)) is not None:
             self._wire.watch(session, client.pid, client.pid_key)
             self._wire.bind(session, client.public)
         if self._durability.recording:
@@ -550,7 +555,7 @@ class QueueServer:
     # ---- status
 
     def _fill(self, reply: Any) -> Any:
-        """Add bytes to an audit, and to a status report the deferred requests and processes, too."""
+        """Add bytes to an audit, and to a status report the held checkpoints and processes, too."""
         if isinstance(reply, Audit):
             return self._payload.fill_homes(reply)
         return self._fill_status(reply) if isinstance(reply, StatusReport) else reply

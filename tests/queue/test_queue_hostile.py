@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 from queue_runs import RawClient, Served, running
+from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import AsyncFlowError, LeaseLost, PayloadLost, ProtocolError, SchemaError
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.queue.protocol import ClientHello
 from asyncflow_sdk.types import ColumnSpec
 from asyncflow_sdk.types.events import Note
 
@@ -163,6 +166,32 @@ def test_a_name_that_no_segment_has_is_not_even_read(hostile: RawClient, victim:
     with pytest.raises(ProtocolError, match="cannot read this call"):
         hostile.send(cmd.AddRows(groups=1, group_size=1, columns=X), "s3-" + 200 * "a", 0, 1, 1, 128, ("x",))
     unharmed(victim)
+
+
+def test_a_second_hello_changes_nothing(run: Served, hostile: RawClient, victim: TransferQueue) -> None:
+    sessions = vars(vars(vars(run.run)["_server"])["_wire"])["requests"].sessions.values()
+    before = [len(each.keys) for each in sessions]
+    with pytest.raises(ProtocolError, match="is open already"):
+        hostile.send(ClientHello("raw", 0, "", af.__version__))
+    assert [len(each.keys) for each in sessions] == before
+    unharmed(victim)
+
+
+def test_a_checkpoint_that_waits_goes_with_its_session(caplog: pytest.LogCaptureFixture) -> None:
+    # given a checkpoint that a listener holds
+    go, covered = threading.Event(), list[int]()
+    with running(on_final=lambda step: (covered.append(step), go.wait(200)), checkpoints=True) as run:
+        queue, trainer = run.queue(), RawClient(run.address, "trainer")
+        in_thread(trainer.send, cmd.AddCheckpoint(step=0, covers=0, version=0, timeout_s=100.0))
+        until(lambda: queue.status().parked_count == 1 and covered, "a checkpoint that waits")
+        # when the driver dismisses its trainer, which has died elsewhere
+        queue.send(cmd.Dismiss(name="trainer", ended="its host is gone"))
+        # then it waits no more, and others are answered
+        assert queue.status().parked_count == 0
+        go.set()
+        assert "trainer" not in {session.name for session in queue.status().sessions}
+        assert caplog.records == []
+        trainer.close()
 
 
 def test_another_session_cannot_use_a_lease(hostile: RawClient, victim: TransferQueue) -> None:
