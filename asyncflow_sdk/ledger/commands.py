@@ -2,7 +2,7 @@
 
 Row ids travel as packed little-endian int64, positions in a lease as packed little-endian int32.
 ``timeout_s`` of a command: how long to wait before DeadlineExceeded. Fields of lengths are response
-lengths in tokens, for statistics only. The server sets ``nbytes`` and ``measures``, never a client.
+lengths in tokens, for statistics only. The server corrects ``nbytes`` and ``measures`` of a client.
 ``block``: the location of the columns' values; the ledger passes it on, as ``Effects.placed``.
 """
 

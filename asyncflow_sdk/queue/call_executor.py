@@ -320,14 +320,10 @@ class CallExecutor:
         over: dict[int, Any] = effects.over
         if request is not None and request.ticket not in self._state.parked.by_ticket:
             over[request.ticket] = request
+        used = {id(placed.block) for placed in effects.placed}
         for ticket in over:
             command = over[ticket].command
-            if type(command) not in WRITING or command.block is None:
-                continue
-            for placed in effects.placed:
-                if placed.block is command.block:
-                    break
-            else:
+            if type(command) in WRITING and command.block is not None and id(command.block) not in used:
                 self.payload.release(command.block)
         for ticket, reply in effects.answers:
             if (asked := over.get(ticket)) is None:
