@@ -36,6 +36,8 @@ RESUME_S = 0.1
 """Interval between attempts to resume paused listeners, or to admit peers after a failure."""
 _SOON_S = 0.001
 """Interval between looks at libzmq's progress with local peers."""
+_ACCEPT_S = 1.0
+"""libzmq accepts local peers within this time, or is given up: the peers try again."""
 _EXPIRED_S = GIVE_UP_MS / 1000 + 5.0
 """A peer that connected this long ago has authenticated or disconnected."""
 _MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_LISTENING
@@ -69,6 +71,7 @@ class ConnectionLimiter:
         self._monitors: list[tuple[zmq.Socket[Any], zmq.Socket[Any]]] = []  # each router with its monitor
         self._ready = select.epoll()
         self._accepting: socket.socket | None = None  # duplicate of a socket passed to libzmq
+        self._accept_until_s = 0.0
         self._paused = self._refusing = self._holding = False
         self.wait_s: float | None = None
         """Limit of the wait for the next ``update``."""
@@ -128,7 +131,7 @@ class ConnectionLimiter:
                 self._unauthenticated.popitem()  # the event does not identify the peer: guess the newest
         self._update_tcp(now)
         for listener in self._ipc:
-            listener.count(events)
+            listener.count(events, unbind=self._accepting is None)
         self.wait_s = self._update_ipc() or (RESUME_S if self._paused else None)
 
     def close(self) -> None:
@@ -196,11 +199,11 @@ class ConnectionLimiter:
         free. No tcp listener of the process takes one between the count and the last accept. Return
         the limit of the wait for the next call."""
         if self._accepting is not None:
-            if has_waiting(self._accepting):
-                return _SOON_S
-            self._accepting.close()
-            self._accepting = None
-            self._hold(False)
+            if not has_waiting(self._accepting) or time.monotonic() > self._accept_until_s:
+                self._accepting.close()
+                self._accepting = None
+                self._hold(False)
+            return _SOON_S  # other servers of this process have their turn before the next peers
         waiting = next((listener for listener in self._ipc if has_waiting(listener.socket)), None)
         if waiting is None:
             self._hold(False)
@@ -215,6 +218,7 @@ class ConnectionLimiter:
         try:
             if free >= self._for_ipc:
                 self._accepting, self._refusing = waiting.admit(), False
+                self._accept_until_s = time.monotonic() + _ACCEPT_S
                 return _SOON_S
             waiting.refuse()
             if not self._refusing:

@@ -75,14 +75,14 @@ class IpcListener:
             for _ in range(IPC_BACKLOG):
                 self.socket.accept()[0].close()
 
-    def count(self, events: list[tuple[int, int, str]]) -> None:
-        """Count joined and left peers. Close sockets passed to libzmq once all their peers have
-        left: libzmq closes the connections accepted at a socket together with it."""
+    def count(self, events: list[tuple[int, int, str]], unbind: bool) -> None:
+        """Count joined and left peers. ``unbind``: no peer waits for libzmq. Then close sockets passed
+        to it once all their peers have left: it closes the connections accepted at a socket together with it."""
         for event, _, endpoint in events:
             if endpoint in self._admitted:
                 self._admitted[endpoint][event] += 1
         for endpoint, seen in list(self._admitted.items()):
-            if 0 < seen[zmq.EVENT_ACCEPTED] <= seen[zmq.EVENT_DISCONNECTED]:
+            if unbind and 0 < seen[zmq.EVENT_ACCEPTED] <= seen[zmq.EVENT_DISCONNECTED]:
                 del self._admitted[endpoint]
                 self._router.unbind(endpoint)
 

@@ -12,6 +12,7 @@ from waiting import until
 from wire_handlers import client_of, serving
 
 from asyncflow_sdk.wire import connection_limiter, router_sockets, sockets
+from asyncflow_sdk.wire.ipc_listener import IpcListener
 
 pytestmark = pytest.mark.fast
 
@@ -54,6 +55,7 @@ def test_local_peers_that_libzmq_has_yet_to_accept_hold_up_only_remote_ones(
         # when libzmq is slow to accept a client of this host
         with monkeypatch.context() as slow:
             slow.setattr(connection_limiter, "has_waiting", lambda each: each.family == socket.AF_UNIX)
+            slow.setattr(connection_limiter, "_ACCEPT_S", float("inf"))
             late = client_of(local)
             assert late.request(b"y", 60) == b"y 2"
             # then those that are in go on, and a remote peer waits
@@ -63,6 +65,73 @@ def test_local_peers_that_libzmq_has_yet_to_accept_hold_up_only_remote_ones(
         until(lambda: connected(peer), "the peer to be let in")
         for each in (peer, early, there, late):
             each.close()
+
+
+def knock_local(path: Path, peers: list[socket.socket]) -> socket.socket:
+    """Connect to a socket file, unless too many wait there already."""
+    peers.append(peer := socket.socket(socket.AF_UNIX))
+    peer.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        peer.connect(str(path))
+    return peer
+
+
+def test_local_peers_that_leave_at_once_keep_nobody_out(tmp_path: Path) -> None:
+    with serving(f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0", insecure=True) as parrot:
+        # when many peers connect and leave, some while libzmq has yet to accept others
+        for _ in range(400):
+            peers: list[socket.socket] = []
+            for _ in range(20):
+                knock_local(tmp_path / "s", peers)
+            for peer in peers:
+                peer.close()
+        # then a local and a remote client are let in
+        for number, address in enumerate(parrot.server.addresses):
+            client = client_of(address)
+            assert client.request(b"x", 60) == b"x %d" % number
+            client.close()
+
+
+def test_a_socket_that_libzmq_never_accepts_from_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given sockets passed to libzmq that have a waiting peer for ever
+    stuck, other = socket.socketpair()
+    admit = IpcListener.admit
+
+    def admit_all_but_one(listener: IpcListener) -> socket.socket:
+        admit(listener).close()
+        return stuck.dup()
+
+    with stuck, other, serving(f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0", insecure=True) as parrot:
+        other.send(b"x")
+        monkeypatch.setattr(IpcListener, "admit", admit_all_but_one)
+        # then one local client after the other is let in, and a remote one
+        local, tcp = parrot.server.addresses
+        for number, address in enumerate((local, local, tcp)):
+            client = client_of(address)
+            assert client.request(b"x", 60) == b"x %d" % number
+            client.close()
+
+
+def test_a_crowd_at_one_server_of_a_process_leaves_turns_to_another(tmp_path: Path) -> None:
+    # given two servers, of which one always has a local peer waiting
+    servers = [router_sockets.RouterSockets([f"ipc://{tmp_path}/{name}"], None) for name in "ab"]
+    crowd: list[socket.socket] = []
+    late = knock_local(tmp_path / "b", [])
+
+    def greeted() -> bool:
+        knock_local(tmp_path / "a", crowd)
+        for server in servers:
+            server.limiter.update()
+        with contextlib.suppress(BlockingIOError):
+            return bool(late.recv(1))
+        return False
+
+    # then the other one's turn comes
+    until(greeted, "the peer of the other server to be accepted")
+    for each in (late, *crowd, *servers):
+        each.close()
 
 
 def test_silent_peers_shut_the_tcp_door_until_they_are_gone(monkeypatch: pytest.MonkeyPatch, filters: None) -> None:
