@@ -63,7 +63,8 @@ class ConnectionLimiter:
         limit = descriptor_limit()
         self._note: Callable[[str, str], None] = lambda text, level: getattr(_log, level)(text)
         # free descriptors below which no more peers are admitted
-        self._for_tcp, self._for_ipc = min(256, limit // 4), min(3 * IPC_BACKLOG, limit * 3 // 16)
+        self._for_tcp = min(256, limit // 4)
+        self._for_ipc = max(IPC_BACKLOG + 16, min(3 * IPC_BACKLOG, limit * 3 // 16))
         self._to_reserve, self._reserve = min(128, limit // 8), list[int]()
         self._listeners: dict[str, socket.socket] = {}  # by tcp endpoint
         self._unauthenticated: dict[int, float] = {}  # descriptor → time of its connection
@@ -210,11 +211,11 @@ class ConnectionLimiter:
             return None
         if not self._hold(True):
             return _SOON_S  # another server of this process admits peers
-        free = free_descriptors()
-        if free >= self._for_ipc:
+        if free_descriptors() >= self._for_ipc:
             with _lock:
                 if any(map(has_waiting, _tcp)):
                     return _SOON_S  # libzmq is accepting these
+        free = free_descriptors()  # libzmq takes no more of them
         try:
             if free >= self._for_ipc:
                 self._accepting, self._refusing = waiting.admit(), False

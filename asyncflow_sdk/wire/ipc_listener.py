@@ -105,9 +105,9 @@ class IpcListener:
             new.bind(f"/proc/self/fd/{at}/{made}")  # short, however long the path is
             new.listen(IPC_BACKLOG)
             new.setblocking(False)
+            self._ready.register(new, select.EPOLLIN | select.EPOLLET)
             self._inode = os.stat(made, dir_fd=at).st_ino
             os.rename(made, name, src_dir_fd=at, dst_dir_fd=at)
-            self._ready.register(new, select.EPOLLIN | select.EPOLLET)
         except BaseException:
             new.close()
             with contextlib.suppress(OSError):

@@ -6,13 +6,16 @@ import errno
 import socket
 import struct
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from waiting import until
+import zmq
+from waiting import in_thread, until
 from wire_handlers import client_of, serving
 
 from asyncflow_sdk.wire import connection_limiter, router_sockets, sockets
-from asyncflow_sdk.wire.ipc_listener import IpcListener
+from asyncflow_sdk.wire.ipc_listener import IPC_BACKLOG, IpcListener
 
 pytestmark = pytest.mark.fast
 
@@ -132,6 +135,60 @@ def test_a_crowd_at_one_server_of_a_process_leaves_turns_to_another(tmp_path: Pa
     until(greeted, "the peer of the other server to be accepted")
     for each in (late, *crowd, *servers):
         each.close()
+
+
+@pytest.mark.parametrize("taken", ["before the round", "while tcp peers are accepted"])
+def test_local_peers_are_admitted_only_with_a_descriptor_for_each(
+    taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a server with few descriptors, and too few free ones for all peers that one round may admit
+    free, has_waiting = [IPC_BACKLOG if taken == "before the round" else 200], connection_limiter.has_waiting
+
+    def accept_others(listening: socket.socket) -> bool:
+        if listening.family == socket.AF_INET:
+            free[:] = [min(free[0], IPC_BACKLOG)]
+        return has_waiting(listening)
+
+    notes: list[str] = []
+    with monkeypatch.context() as small:
+        small.setattr(connection_limiter, "descriptor_limit", lambda: 256)
+        small.setattr(connection_limiter, "free_descriptors", lambda: free[0])
+        small.setattr(connection_limiter, "has_waiting", accept_others)
+        with serving(f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0", insecure=True) as parrot:
+            parrot.server.on_note(lambda text, level: notes.append(text))
+            # when a local client comes
+            client = client_of(parrot.server.addresses[0])
+            answer = in_thread(client.request, b"x", 60)
+            # then it is refused, until others have left
+            until(
+                lambda: any("clients of this host are refused" in note for note in notes), "word that it is refused"
+            )
+            assert not parrot.carried_out
+            small.setattr(connection_limiter, "has_waiting", has_waiting)
+            free[:] = [200]
+            assert answer() == b"x 0"
+            client.close()
+
+
+def test_a_socket_that_cannot_be_watched_takes_no_place_of_another(tmp_path: Path) -> None:
+    # given a listener
+    watched: list[socket.socket] = []
+
+    def watch(new: socket.socket, events: int) -> None:
+        if watched:
+            raise OSError(errno.ENOSPC, "the kernel watches no more")
+        watched.append(new)
+
+    ready: Any = SimpleNamespace(register=watch, unregister=watched.remove)
+    with zmq.Context.instance().socket(zmq.ROUTER) as router, socket.socket(socket.AF_UNIX) as peer:
+        listener = IpcListener(router, str(tmp_path / "s"), ready)
+        # when its next socket cannot be watched
+        with pytest.raises(OSError, match="watches no more"):
+            listener.renew()
+        # then the former one takes the next peer
+        peer.connect(str(tmp_path / "s"))
+        until(lambda: sockets.has_waiting(listener.socket), "the peer")
+        listener.close()
 
 
 def test_silent_peers_shut_the_tcp_door_until_they_are_gone(monkeypatch: pytest.MonkeyPatch, filters: None) -> None:
