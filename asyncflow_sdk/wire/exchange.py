@@ -82,8 +82,8 @@ class RequestExchange:
             answer, before = self._answer, getattr(part, "number", 0)
         if isinstance(part, Offer):
             return self._ask(answer.ask_again(before, self._questions))
-        if answer.add(part.start, b"" if data is None else data):
-            at = part.start - part.sizes[0]
+        at = part.start - part.sizes[0]
+        if answer.add(part.start, b"" if data is None else data) and at >= 0:
             self._memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
         if answer.complete:
             self.reply = WireReply(answer.body.tobytes(), self._memory if part.sizes[1] else None)

@@ -92,7 +92,7 @@ class Incoming:
         return lost
 
     def add(self, start: int, data: Any) -> bool:
-        """Receive a piece. Return True if it is new payload. Raises ProtocolError if it is none."""
+        """Receive a piece. Return True if it is an expected one. Raises ProtocolError if it is none."""
         end = piece_end(start, self.sizes)
         if len(data) != end - start:
             raise ProtocolError(f"a piece of {len(data)} bytes, where {end - start} are expected")
@@ -100,4 +100,4 @@ class Incoming:
             return False  # a repeated one
         if start < self.sizes[0]:
             self.body[start:end] = np.frombuffer(data, np.uint8)
-        return start >= self.sizes[0]
+        return True

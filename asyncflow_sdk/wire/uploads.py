@@ -1,9 +1,9 @@
 """Large requests and answers on the server's side, in pieces.
 
-The client offers a request. Within the limits, in the order of the offers, the server asks for the
-pieces of its body, then of its payload, which goes straight to the handler's PayloadSink, and executes
-it. An upload is released with its session, when its request is cancelled, or after SILENCE_S; the
-client then offers it again under the same request number.
+The client offers a request. Within the limits, in the order of its session's offers, the server asks for
+the pieces of its body, then of its payload, which goes straight to the handler's PayloadSink, and executes
+it. An upload is released with its session, when its request is cancelled, or after SILENCE_S; the client
+then offers it again under the same request number.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from .pieces import MOST_ASKED, Incoming, Outgoing, piece_end
 from .router_sockets import Route
 
 SILENCE_S = 60.0
-"""An upload or download without a message for this long is released."""
+"""An upload without a requested piece for this long, or while it waits without an offer, is released; and a
+download without a message."""
 BODY_BYTES = 64 << 20
 """The largest body, and the limit for all bodies of one session's unfinished uploads together."""
+SESSION_BYTES = 128 << 20
+"""The limit for all unfinished uploads of one session together, but for a single one."""
 SESSION_UPLOADS = 256
 """The most unfinished uploads of one session."""
 
@@ -70,9 +73,11 @@ class Upload:
 
     def hear(self, route: Route, number: int | None = None) -> None:
         """Record a message of the client, of its question ``number`` if it is an offer."""
-        self.route, self.active_s = route, time.monotonic()
+        self.route = route
         if number is not None:
             self._number = number
+        if self.incoming is None:
+            self.active_s = time.monotonic()
 
     def begin(self) -> None:
         """Make room for the body."""
@@ -84,8 +89,10 @@ class Upload:
         if self.incoming is None:
             return False
         if self.incoming.add(start, data):
-            assert self.sink is not None
-            self.sink.write(start - self.sizes[0], data)
+            self.active_s = time.monotonic()
+            if start >= self.sizes[0]:
+                assert self.sink is not None
+                self.sink.write(start - self.sizes[0], data)
         if self.sizes[1] and self.sink is None and self.incoming.has_body:
             self.sink = make_sink(self.session, self.incoming.body.tobytes(), self.sizes[1])
         return self.incoming.complete or (self.sink is not None and self.sink.error is not None)
@@ -105,8 +112,8 @@ class Upload:
 
 
 class Uploads:
-    """All unfinished uploads of a server. Not thread-safe. Above ``max_bytes`` in total, or BODY_BYTES of
-    bodies of their session, they wait until others are complete."""
+    """All unfinished uploads of a server. Not thread-safe. Above ``max_bytes`` in total, or above SESSION_BYTES
+    or BODY_BYTES of bodies in their session, they wait until others are complete."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -136,15 +143,17 @@ class Uploads:
         return upload
 
     def admit(self) -> Iterator[Upload]:
-        """Begin waiting uploads, in order, within the limits. Yield each."""
+        """Begin waiting uploads, in order, within the limits and this process's memory. Yield each."""
         while self._waiting:
             nbytes = sum(self._waiting[0].sizes)
             if self._begun_bytes and self._begun_bytes + nbytes > self._max_bytes:
                 return
-            upload = self._waiting.popleft()
-            upload.begin()
+            try:
+                self._waiting[0].begin()
+            except MemoryError:
+                return
             self._begun_bytes += nbytes
-            yield upload
+            yield self._waiting.popleft()
 
     def remove(self, upload: Upload) -> None:
         """Remove an upload. Its sink now belongs to the caller."""
@@ -160,11 +169,12 @@ class Uploads:
         self._line_up(upload.session)
 
     def _line_up(self, session: str) -> None:
-        """Let the uploads of a session wait for admission, in order, within BODY_BYTES."""
-        bodies = 0
+        """Let the uploads of a session wait for admission, in order, within its limits."""
+        bodies = total = 0
         for upload in self._uploads.get(session, {}).values():
-            bodies += upload.sizes[0]
-            if bodies > BODY_BYTES:
+            nbytes = sum(upload.sizes)
+            bodies, total = bodies + upload.sizes[0], total + nbytes
+            if bodies > BODY_BYTES or nbytes < total > SESSION_BYTES:
                 return
             if upload not in self._in_line:
                 self._in_line.add(upload)

@@ -17,7 +17,15 @@ from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue.protocol import Call, CallResult, ClientHello, decode_result, encode
 from asyncflow_sdk.wire import RunKey, own_key
 from asyncflow_sdk.wire.client_sockets import connect
-from asyncflow_sdk.wire.envelope import PROTOCOL, Offer, Piece, RequestEnvelope, ResponseEnvelope, decode_response
+from asyncflow_sdk.wire.envelope import (
+    PROTOCOL,
+    Offer,
+    Piece,
+    Read,
+    RequestEnvelope,
+    ResponseEnvelope,
+    decode_response,
+)
 
 
 class Member:
@@ -150,3 +158,32 @@ def test_uploads_that_never_end_are_bounded(tmp_path: Path) -> None:
         with af.connect(address, shared_memory=False) as remote:
             remote.queue.put({"x": np.zeros((3, 1 << 20), np.uint8)})
         assert resident(server.pid) - before < 100 << 20
+
+
+def test_payload_that_never_ends_is_bounded(tmp_path: Path) -> None:
+    with served_elsewhere(tmp_path) as (server, _, address), Member(address, run_key(tmp_path)) as member:
+        member.hello()
+        member.hear()
+        before = resident(server.pid)
+        # when a member begins puts with payload of 40 MB, and leaves out the last piece of each
+        body = encode(Call(cmd.AddRows(1, 1, {}), payload=1))
+        sizes = (len(body), 40 << 20)
+        last = sum(sizes) - (1 << 20)
+        for seq in range(2, 26):
+            member.send_body(seq, b"", part=Offer(sizes))
+        seq, asked = 26, True
+        while asked:  # for a piece before the last answer of the server
+            asked = False
+            member.send(seq, None)
+            while not (message := member.hear_message()).body:
+                assert isinstance(message.part, Read)
+                for start in message.part.starts:
+                    asked = True
+                    data = body if start == 0 else bytes(1 << 20)
+                    if start < last:
+                        member.send_body(message.seq, b"", part=Piece(start, sizes), data=data)
+            seq += 1
+        # then few of them lie in the server's memory, and others are not held up
+        with af.connect(address, shared_memory=False) as remote:
+            remote.queue.put({"x": np.zeros((3, 1 << 20), np.uint8)})
+        assert resident(server.pid) - before < 250 << 20

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from flaky_proxy import FlakyProxy
 from waiting import in_thread, until
 from wire_handlers import Parrot, Raw, client_of, frame, serving
 
-from asyncflow_sdk.wire import Client
+from asyncflow_sdk.wire import Client, uploads
 
 pytestmark = pytest.mark.fast
 MB = 1 << 20
@@ -90,6 +93,48 @@ def test_a_silence_costs_a_question_and_no_piece(parrot: Parrot) -> None:
     assert parrot.server.garbage == asked == 0
     client.close()
     proxy.close()
+
+
+def test_an_upload_lives_by_its_pieces_and_not_by_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given an upload that waited, and has begun
+    now, route, all_uploads = [0.0], (Any, b""), uploads.Uploads(100 * MB)
+    monkeypatch.setattr(uploads, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    upload = all_uploads.offer("s", 1, (MB, MB))
+    for now[0] in (50.0, 100.0):
+        upload.hear(route, 0)
+        all_uploads.sweep(now[0])
+    assert list(all_uploads.admit()) == [upload]
+    upload.ask()
+    # when one piece arrives, and after it only offers, and the same piece again
+    for now[0] in (150.0, 200.0):
+        upload.hear(route, 1)
+        upload.add(0, bytes(MB), lambda *call: uploads.MemorySink(MB))
+        all_uploads.sweep(now[0])
+        assert len(all_uploads) == 1
+    # then it is released a while after the first of these
+    all_uploads.sweep(150.0 + uploads.SILENCE_S + 1)
+    assert len(all_uploads) == 0
+
+
+def test_an_upload_waits_for_the_memory_of_its_body(parrot: Parrot, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a server without memory for a body
+    tried = threading.Event()
+
+    def fail(upload: uploads.Upload) -> None:
+        tried.set()
+        raise MemoryError
+
+    address = parrot.server.addresses[0]
+    client, other = joined(address), client_of(address)
+    with monkeypatch.context() as short:
+        short.setattr(uploads.Upload, "begin", fail)
+        answer = in_thread(client.exchange, bytes(3 * MB), 60)
+        assert tried.wait(60)
+        # then others go on, and it is executed once there is memory
+        assert other.request(b"x", 60) == b"x 1"
+    assert bytes(answer().body) == bytes(3 * MB) + b" 2"
+    for each in (client, other):
+        each.close()
 
 
 @pytest.mark.parametrize("start", [-MB, 1, 20, MB, 2 * MB, 1 << 40])
