@@ -82,11 +82,11 @@ class Handler(RequestHandler, Protocol):
 
 
 class _Outgoing(NamedTuple):
-    """A queued answer. ``starts``: requested pieces; empty for the first ones."""
+    """A queued answer. ``part``: the message that asked for it, None for the first time."""
 
     session: SessionState
     seq: int
-    starts: tuple[int, ...] = ()
+    part: RequestPart | None = None
     recorded: bool = True
 
 
@@ -97,7 +97,7 @@ class Server:
     A tcp address needs ``keys``, and serves clients with one of them; or ``insecure``: everyone.
     ``ask`` decides about clients with other keys: see RouterSockets.
     ``bulk``: most traffic is payload. ``max_bytes``: the largest request with its payload, and the
-    limit for the payload of all unfinished uploads together. ``hold``: send answers at the end of a
+    limit for all unfinished uploads together. ``hold``: send answers at the end of a
     round, so the handler settles once for all of them. ``garbage``: invalid messages dropped so far.
     """
 
@@ -213,7 +213,7 @@ class Server:
         if at_once:
             self._send(session, seq)
         else:
-            self._answers.append(_Outgoing(session, seq, (), recorded))
+            self._answers.append(_Outgoing(session, seq, None, recorded))
 
     def finish_replay(self) -> None:
         """Call after a replay, before ``start``: only clients that ask again get its answers."""
@@ -359,7 +359,7 @@ class Server:
         if session is None:
             if isinstance(part, Piece) and part.start == 0 and data is not None:
                 # a body in pieces from an unknown session: the handler rejects it
-                request = RequestEnvelope(PROTOCOL, request.session, seq, 1, (), (), bytes(data))
+                request, data = RequestEnvelope(PROTOCOL, request.session, seq, 1, (), (), bytes(data)), None
             if isinstance(part, Ask | Offer):
                 self._send_part(route, seq, Read((0,), part.number) if isinstance(part, Offer) else Read(()))
             if not request.body:  # a confirmation from a session that has ended
@@ -397,15 +397,8 @@ class Server:
     def _repeat(self, route: Route, session: SessionState, seq: int, part: RequestPart | None) -> None:
         """Process another message about a request in execution, or already answered."""
         session.reroute(seq, route)
-        if seq not in session.answers or isinstance(part, Piece):
-            return
-        download = session.downloads.get(seq)
-        if isinstance(part, Read):
-            self._answers.append(_Outgoing(session, seq, part.starts))
-        elif download is None or download.sizes is None:
-            self._answers.append(_Outgoing(session, seq))
-        else:
-            self._send_part(route, seq, Offer(download.sizes, getattr(part, "number", 0)))
+        if seq in session.answers and not isinstance(part, Piece):
+            self._answers.append(_Outgoing(session, seq, part))
 
     # ---- uploads
 
@@ -451,15 +444,17 @@ class Server:
         queued, self._answers = self._answers, [each for each in self._answers if each.recorded and not settled]
         for each in queued:
             if (settled or not each.recorded) and each.seq in each.session.answers:
-                self._send(each.session, each.seq, each.starts)
+                self._send(each.session, each.seq, each.part)
 
-    def _send(self, session: SessionState, seq: int, starts: tuple[int, ...] = ()) -> None:
-        """Send an answer, or pieces of it, over the connection of its request's last message. Do
-        nothing if that reached an earlier server: the client will repeat it."""
+    def _send(self, session: SessionState, seq: int, part: RequestPart | None = None) -> None:
+        """Send an answer, or pieces of it, over the connection of its request's last message; offer it
+        if its first pieces were sent before. Do nothing if that message reached an earlier server: the
+        client will repeat it."""
         route, answer = session.routes[seq], session.answers[seq]
         if route is None:
             return
         download = session.downloads.get(seq)
+        again = (download is not None or isinstance(part, Ask)) and not isinstance(part, Read)
         if download is None:
             body: bytes = answer
             payload: Sequence[Any] = ()
@@ -474,6 +469,10 @@ class Server:
                 self._post(route, encode(ResponseEnvelope(PROTOCOL, seq, body)))
                 return
             download = session.download(seq, body, payload)
+        if again and download.sizes is not None:
+            self._send_part(route, seq, Offer(download.sizes, getattr(part, "number", 0)))
+            return
+        starts = part.starts if isinstance(part, Read) else ()
         with contextlib.suppress(ProtocolError):  # the answer was made again, and has other pieces
             for start, body, piece, data in download.messages(starts):
                 envelope = encode(ResponseEnvelope(PROTOCOL, seq, body, piece))

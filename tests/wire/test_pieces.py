@@ -137,6 +137,32 @@ def test_an_upload_waits_for_the_memory_of_its_body(parrot: Parrot, monkeypatch:
         each.close()
 
 
+def test_for_an_answer_sent_before_a_question_gets_its_offer(parrot: Parrot) -> None:
+    with Raw(parrot.server.addresses[0]) as raw:
+        # given an answer of three pieces that the server has sent and released
+        raw.send(frame(1, b"join"))
+        raw.hear()
+        raw.send(frame(2, b"large %d" % (3 * MB)))
+        for _ in range(3):
+            assert raw.hear() == (2, b"")
+        released = threading.Event()
+
+        def release() -> None:
+            parrot.server.requests.sessions["s"].release_downloads(float("inf"))
+            released.set()
+
+        parrot.server.call(release)
+        assert released.wait(60)
+        # when the client asks after a silence
+        raw.send(frame(2, b"", part=(4, 7)))
+        # then it is told the sizes, and gets the pieces that it asks for, and no others
+        assert raw.hear_part() == [1, [3 * MB, 0], 7]
+        raw.send(frame(2, b"", part=(3, (2 * MB,))))
+        raw.send(frame(3, b"after"))
+        assert raw.hear_part() == [2, 2 * MB, [3 * MB, 0]]
+        assert raw.hear() == (3, b"after 2")
+
+
 @pytest.mark.parametrize("start", [-MB, 1, 20, MB, 2 * MB, 1 << 40])
 def test_there_is_no_piece_anywhere_else(parrot: Parrot, start: int) -> None:
     sizes = (10, MB + 10)  # of a body of one piece, and a payload of two

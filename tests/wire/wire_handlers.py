@@ -32,8 +32,8 @@ class Parrot:
         self.payloads.append(b"" if payload is None else payload.memory.tobytes())
         if body.startswith(b"park"):
             self.parked[body] = ticket
-        elif body == b"large":
-            self.server.answer(ticket, bytes(100_000))
+        elif body.startswith(b"large"):
+            self.server.answer(ticket, bytes(int(body[5:] or 100_000)))
         else:
             self.server.answer(ticket, body + b" %d" % (len(self.carried_out) - 1))
 
@@ -85,10 +85,16 @@ class Raw:
         self.socket.send_multipart(frames)
 
     def hear(self) -> tuple[int, bytes]:
+        return self._hear()[0]
+
+    def hear_part(self) -> Any:
+        return self._hear()[1][0]
+
+    def _hear(self) -> tuple[tuple[int, bytes], list[Any]]:
         assert self.socket.poll(30_000), "the server said nothing"
-        protocol, seq, body, *_ = msgspec.msgpack.decode(self.socket.recv())
+        protocol, seq, body, *part = msgspec.msgpack.decode(self.socket.recv_multipart()[0])
         assert protocol == PROTOCOL
-        return seq, body
+        return (seq, body), part
 
     def silent(self, milliseconds: int = 100) -> bool:
         return not self.socket.poll(milliseconds)
