@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -346,7 +347,7 @@ class ServiceClient:
         self.address = found.address
         self._client.watch(found.pid, found.pid_key)
         self._lock = threading.Lock()
-        self._introduced = False
+        self._called_s = -math.inf
 
     def call(
         self,
@@ -367,9 +368,9 @@ class ServiceClient:
         """
         until = time.monotonic() + timeout_s
         with self._lock:
-            if not self._introduced:
+            if time.monotonic() - self._called_s > FORGET_S / 2:  # the service may not know this client
                 self.greet(timeout_s, what, since)
-                self._introduced = True
+            self._called_s = time.monotonic()
         request = CallRequest(body, _sizes(frames))
         return self._exchange(request, until - time.monotonic(), what, frames, since, most_bytes)
 
@@ -389,7 +390,7 @@ class ServiceClient:
 
     def close(self) -> None:
         """Close the connections. Calls in other threads raise ServerLost. Idempotent."""
-        if self._introduced and not self._client.closed:
+        if self._called_s > 0 and not self._client.closed:
             with contextlib.suppress(WireError):  # best effort: the service also watches the process
                 self._client.send(_encode(PeerBye()))
         self._client.close()
