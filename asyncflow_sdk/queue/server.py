@@ -101,7 +101,7 @@ class QueueServer:
 
     ``keys``: required for tcp addresses unless ``insecure``; this user's clients on this host find
     them. ``save_keys``: stores replaced ones. ``max_call_bytes``: the largest call, with a payload
-    sent over the socket; also the limit for the payload of all incomplete calls together.
+    sent over the socket; also the limit for all incomplete calls together, with their payload.
 
     ``journal``: a directory for the recorded inputs. Every input is recorded before its answer is
     sent, so a later server on the same directory continues the run (``recovered``: what it found).

@@ -74,8 +74,8 @@ def serve(
     ``server.key`` and ``run.key`` in ``directory``, made unless present. Clients of the same user on
     the same host find the key by themselves; others need a copy of ``run.key``. ``key``: another path
     for ``server.key``. ``insecure``: no keys; every process that reaches the address may read and
-    change the run. ``max_call_bytes``: limit of one put or completion from there, and of the payload
-    of all incomplete calls together.
+    change the run. ``max_call_bytes``: limit of one put or completion from there, and of all
+    incomplete calls together, with their payload.
 
     ``capacity_rows``, ``capacity_bytes``: limits of live rows and of their payload; default: half of
     the free bytes of the segments' file system. ``max_staleness``: limit of a trained token's
