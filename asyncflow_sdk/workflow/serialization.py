@@ -99,6 +99,8 @@ def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, 
     """Yield (dotted name, old value, new value) of each value that differs in two results of ``to_json``; None for a
     missing one."""
     if isinstance(old, dict) and isinstance(new, dict) and old.get(TYPE) == new.get(TYPE) and NAME not in old:
+        if TYPE in old and old.keys() < new.keys() and dataclasses.is_dataclass(import_name(old[TYPE])):
+            old = to_json(from_json(old), name)  # with fields that its version of the SDK lacked
         for key in dict.fromkeys((*old, *new)):
             inner = name if key == MAP else f"{name}.{key}".lstrip(".")
             yield from differences(old.get(key), new.get(key), inner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.workflow.events.step_files import read_batch
 from asyncflow_sdk.workflow.run_directory import RunDirectory
+from asyncflow_sdk.workflow.serialization import MAP, differences, to_json
 
 
 class Rated(EchoTrain):
@@ -158,3 +160,13 @@ def test_what_cannot_change_is_refused_by_name(tmp_path: Path) -> None:
         workflow(steps=9, prompts={"prompt_ids": [[1], [2]]}).resume_in(tmp_path / "run")
 
     assert (tmp_path / "run" / "workflow.json").read_bytes() == before
+
+
+def test_a_field_that_an_earlier_sdk_lacked_had_its_default() -> None:
+    new = to_json({"sampling": af.Sampling(top_k=5)}, "")
+    old = copy.deepcopy(new)
+    del old[MAP]["sampling"]["sampling_mask"]
+
+    assert not [*differences(old, new)]
+    masked = to_json({"sampling": af.Sampling(top_k=5, sampling_mask=True)}, "")
+    assert [*differences(old, masked)] == [("sampling.sampling_mask", False, True)]
