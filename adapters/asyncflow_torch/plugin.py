@@ -11,6 +11,7 @@ TRAINS = {
     "dtype": ["option", "bfloat16", "float32", "float64"],
     "frozen": "option",
     "steps": ["whole", "parts"],
+    "has": "sampling_mask",
 }
 """Capabilities of all train engines on torch."""
 _TESTED = ["torch==2.13.*", "transformers==5.24.*"]

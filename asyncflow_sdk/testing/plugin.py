@@ -21,5 +21,5 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             factory="asyncflow_sdk.testing.timed:TimedRollout",
             can={"swap": ["drain", "in_flight"]},
         ),
-        AdapterSpec(kind="train", name="timed", factory="asyncflow_sdk.testing.timed:TimedTrain"),
+        AdapterSpec(kind="train", name="timed", factory="asyncflow_sdk.testing.timed:TimedTrain", can={"has": []}),
     ]

@@ -108,7 +108,7 @@ class Sampling(UserConfig):
     @property
     def restrictions(self) -> dict[str, float]:
         """The parameters that change draws and not log-probs, with their values."""
-        return {name: value for name in tuple(_OFF)[:4] if (value := getattr(self, name)) != _OFF[name]}
+        return {name: value for name, off in _OFF.items() if off != () and (value := getattr(self, name)) != off}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,19 +79,21 @@ class Evaluation(Serializable):
 
     def sampling_of(self, trained: Rollout) -> Sampling:
         """Return the sampling of its responses. ``trained``: the rollout of training."""
-        if self.sampling is not None and self.sampling.seed is None:
-            return dataclasses.replace(self.sampling, seed=trained.sampling.seed)
-        if self.sampling is not None or self.samples > 1:
-            return self.sampling or trained.sampling
-        return dataclasses.replace(trained.sampling, temperature=0.0, top_p=1.0, top_k=0)
+        given = self.sampling or self.samples > 1
+        greedy: dict[str, Any] = {} if given else {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+        sampling = dataclasses.replace(self.sampling or trained.sampling, **greedy)
+        seed = trained.sampling.seed if sampling.seed is None else sampling.seed
+        masked = trained.sampling.sampling_mask and self.rollout is None  # nothing is trained by one set aside
+        return dataclasses.replace(sampling, seed=seed, sampling_mask=masked)
 
-    def rollouts(self, trained: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    def rollouts(self, trained: Sequence[Rollout], stages: Sequence[Stage]) -> tuple[Rollout, ...]:
         """Return the rollouts of a run: training's, taking the evaluation's rows, too, or beside the one
-        set aside."""
+        set aside, with a sampling mask if one of ``stages`` needs it."""
         if self.rollout is None:
             both = (*TRAINED, EVALUATION)
             return tuple(each.changed(partitions=both) if each.admits else each for each in trained)
         first = next(each for each in trained if each.admits)
         own = {"task": EVALUATION, "partitions": (EVALUATION,), "prompt": first.prompt, "group_size": self.samples}
-        sampling = dataclasses.replace(self.sampling_of(first), sampling_mask=False)  # nothing is trained by it
+        masked = any(each.masks and {EVALUATION, "*"}.intersection(each.partitions) for each in stages)
+        sampling = dataclasses.replace(self.sampling_of(first), sampling_mask=masked)
         return (*trained, self.rollout.changed(**own, sampling=sampling))

@@ -385,6 +385,11 @@ class Stage(Serializable):
         more = set.intersection(*taken) - ({"groups"} if self.whole_groups else set())
         return type(self)(**{**self.init_args, "needs": tuple(dict.fromkeys((*self.needs, *sorted(more))))})
 
+    @property
+    def masks(self) -> bool:
+        """True if it computes log-probs over kept tokens."""
+        return isinstance(self.work, Logprobs) and len(self.needs) == 4
+
     def masked(self, rollouts: Sequence[Rollout]) -> Stage:
         """Return the stage with log-probs over the kept tokens of the draws of ``rollouts``."""
         for each in rollouts if isinstance(self.work, Logprobs) else ():

@@ -205,7 +205,7 @@ class Workflow(Serializable):
         ahead = batch_size * (staleness.max_staleness + AHEAD_STEPS)
         held_out = None
         if evaluate is not None:
-            rollouts = evaluate.rollouts(rollouts)
+            rollouts = evaluate.rollouts(rollouts, stages)
         train = functools.reduce(Train.needing, (FINISH_REASON, *([LOSS_MASK] if masked else []), *kept), train)
         columns = _select(first.prompt, rollouts, (*scoring, *stages), train, rename)
         source = prompt_source(prompts, columns)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError, PluginError, SchemaError
-from ...interfaces import Capabilities, Placement
+from ...interfaces import SAMPLING_MASK, Capabilities, Placement
 from ...ledger.state.rows import MAX_COLUMNS
 from ...plugins import registry
 from ...types import Batch, Ragged, Sampling
@@ -26,7 +27,7 @@ from ..rollout.chat import PromptEncoder
 from ..rollout.tokenizer import Tokenizer, token_ids, with_stop_ids
 from ..specs import Rollout, Stage, Train, takes_trained
 from ..work import Generate, Logprobs
-from ..workers.engines import frozen_options, odd_options, whole_step_text
+from ..workers.engines import check_mask, frozen_options, odd_options, whole_step_text
 from ..workers.ranks import check_ranks
 from .dataflow import same_name
 from .folders import check_folders, needs_trust
@@ -69,6 +70,11 @@ def _find(plan: Plan, problems: Problems) -> None:
             if isinstance(stage.work, Generate):
                 _check_sampling(stage.work, stage.work.sampling)
         _check_here(stage, problems, *key)
+        with problems.collect(*key, "work", "engine"):
+            if isinstance(stage.work, Logprobs) and stage.masks:
+                check_mask(f"engine {stage.work.engine!r}", _masks("train", stage.work.engine), SAMPLING_MASK)
+    with problems.collect("train", "engine"):
+        check_mask(f"engine {plan.train.engine!r}", _masks("train", plan.train.engine), plan.train.needs)
     _check_place("train", plan.train.place, problems, "train", world_size=plan.train.world_size)
     if is_checked_here(plan.train.task):
         _check_engine("train", plan.train, plan.train.place, problems, "train")
@@ -410,6 +416,12 @@ def _check_temperature(rollout: Rollout, train: Train) -> None:
         )
 
 
+def _masks(kind: Literal["rollout", "train"], engine: str) -> bool:
+    """True unless its adapter declares what an engine has, and that without sampling masks."""
+    declared = registry().declared(kind, engine, "has")
+    return declared is None or "sampling_mask" in declared
+
+
 def _check_sampling(spec: Rollout | Generate, sampling: Sampling) -> None:
     """Check that stop texts have a tokenizer, and what the engine's adapter declares of draws. A worker asks the engine."""
     adapter = registry().find("rollout", spec.engine)
@@ -418,7 +430,7 @@ def _check_sampling(spec: Rollout | Generate, sampling: Sampling) -> None:
         can = Capabilities(
             restrictions=tuple(sampling.restrictions) if able is None else able,
             extra=adapter.spec.declared("extra") or (),
-            sampling_mask="sampling_mask" in (adapter.spec.declared("has") or ("sampling_mask",)),
+            sampling_mask=_masks("rollout", spec.engine),
         )
         can.check(f"engine {spec.engine!r}", sampling)
     with contextlib.suppress(PluginError):  # this environment has no tokenizers: the worker checks

@@ -145,7 +145,7 @@ class Plan:
                     f"rollouts of engines that share task {spec.name!r} must need and give the same columns of the"
                     f" same partitions: one needs {', '.join(known.needs)} and gives {', '.join(known.gives)}, the"
                     f" other needs {', '.join(node.needs)} and gives {', '.join(node.gives)}: name a tokenizer for"
-                    " both, let both engines give the same columns, or give one another task="
+                    " both, let both engines give the same columns (sampling_mask), or give one another task="
                 )
         listed += [Node(stage.task, stage.needs, stage.gives, stage.partitions) for stage in self.stages]
         if self.evaluation is not None:

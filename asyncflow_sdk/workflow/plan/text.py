@@ -195,16 +195,20 @@ def choices(plan: Plan) -> dict[str, str]:
     if plan.warnings:
         found["warnings"] = "; ".join(plan.warnings)
     for rollout in plan.rollouts:
-        if rollout.admits and (cuts := rollout.sampling.restrictions):
-            masked = rollout.sampling.sampling_mask and {*cuts} != {"repetition_penalty"}
-            text = f"{', '.join(cuts)} cut them, and log-probs are of "
-            text += "the tokens kept by each draw, in training, too" if masked else "the whole vocabulary"
-            if not masked or "repetition_penalty" in cuts:
-                text += (
-                    ": the gradient differs from the right one, by 8 to 27 % measured for responses of 2 to 6 tokens;"
-                    " sampling_mask=True makes it right for top_p, top_k and min_p"
-                )
-            found[f"draws of {rollout.task}"] = text
+        cuts, masked = rollout.sampling.restrictions, rollout.sampling.sampling_mask
+        truncated, text = cuts.keys() - {"repetition_penalty"}, f"{', '.join(cuts)} cut them, and log-probs are of "
+        text += "the tokens kept by each draw, in training, too" if masked and truncated else "the whole vocabulary"
+        if truncated and not masked:
+            text += (
+                ": the gradient differs from the right one, by 8 to 27 % measured for responses of 2 to 6 tokens;"
+                " sampling_mask=True makes it right for top_p, top_k and min_p"
+            )
+        if "repetition_penalty" in cuts:
+            text += "; repetition_penalty is in no log-prob: the gradient is not that of the draws"
+        if rollout.admits and (cuts or masked):
+            found[f"draws of {rollout.task}"] = (
+                text if cuts else "sampling_mask=True has no effect: nothing cuts them"
+            )
     if plan.train.stream:
         found["steps"] = (
             f"trained in parts of at least {plan.train.part_rows} rows, while the rest is being generated; the gradient is"

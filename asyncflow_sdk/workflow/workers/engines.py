@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from ...errors import ConfigError
-from ...interfaces import SAMPLING_MASK, TrainEngine
+from ...interfaces import SAMPLING_MASK
 from ...ledger import commands as cmd
 from ...plugins import registry
 from ...queue import QueueClient
@@ -78,12 +78,12 @@ def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) ->
     return factory(**options)
 
 
-def check_mask(engine: TrainEngine, needs: Collection[str]) -> None:
-    """Raise ConfigError for an engine without sampling masks, if it needs them."""
-    if not SAMPLING_MASK.keys().isdisjoint(needs) and not engine.sampling_mask:
+def check_mask(engine: str, able: bool, needs: Collection[str]) -> None:
+    """Raise ConfigError for a train engine without sampling masks (``able``), if it needs them."""
+    if not SAMPLING_MASK.keys().isdisjoint(needs) and not able:
         raise ConfigError(
-            f"{type(engine).__name__} computes log-probs over the whole vocabulary, and the draws are over their kept"
-            " tokens (TrainEngine.sampling_mask): leave sampling_mask=True out"
+            f"{engine} computes log-probs over the whole vocabulary, and the draws are over their kept tokens"
+            " (TrainEngine.sampling_mask): leave sampling_mask=True out"
         )
 
 

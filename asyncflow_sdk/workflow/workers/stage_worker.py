@@ -223,8 +223,6 @@ def _scoring(stage: _Stage, work: Logprobs, needs: tuple[str, ...]) -> Iterator[
     with loading_model(stage.queue, stage.task):
         engine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **options)
 
-    check_mask(engine, ("prompt_ids", "response_ids", *SAMPLING_MASK)[: len(needs)])
-
     def score(rows: LeasedBatch) -> _Outcome:
         names = zip(("prompt_ids", "response_ids", *SAMPLING_MASK), needs, strict=False)
         batch = Batch(rows.ids, rows.groups, {name: rows.columns[column] for name, column in names})
@@ -235,6 +233,7 @@ def _scoring(stage: _Stage, work: Logprobs, needs: tuple[str, ...]) -> Iterator[
         return _Outcome({stage.gives[0]: Ragged(scores.values.astype(np.float32), scores.offsets)})
 
     with contextlib.closing(engine):
+        check_mask(type(engine).__name__, engine.sampling_mask, [*SAMPLING_MASK][: len(needs) - 2])
         yield score
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from ...algorithms import make_algorithm
 from ...errors import AsyncFlowError, ConfigError, MemoryFull, PluginError, SchemaError, ServerLost, WeightMismatch
-from ...interfaces import FATAL_STATUS, WorkerExit, WorkerSettings, WorkerSpec
+from ...interfaces import FATAL_STATUS, SAMPLING_MASK, WorkerExit, WorkerSettings, WorkerSpec
 from ...ledger import commands as cmd
 from ...memory import directory_at
 from ...queue import Connection, LeaseRenewer, QueueClient, open_queue
@@ -152,7 +152,7 @@ async def _generate(rollout: Rollout, settings: WorkerSettings, queue: QueueClie
     if gives_of(engine, rollout.sampling).keys() != set(rollout.columns):
         raise ConfigError(
             f"engine {rollout.engine!r} gives columns {sorted(engine.gives)}, and its adapter declares"
-            f" {sorted(rollout.columns)}: say AdapterSpec(..., can={{'gives': {sorted(engine.gives)}}})"
+            f" {sorted({*rollout.columns} - {*SAMPLING_MASK})}: say AdapterSpec(..., can={{'gives': {sorted(engine.gives)}}})"
         )
     ends = [*end_tokens(rollout.model or "-"), *rollout.sampling.stop_ids] if rollout.keep_special else None
     text = Tokenizer(rollout.tokenizer, ends) if rollout.tokenizer else None
@@ -186,7 +186,7 @@ def _train(role: Train, spec: WorkerSpec, queue: QueueClient, ranks: RankCommuni
             f"algorithm {name!r} asks its engine for {', '.join(unknown)}, which engine {role.engine!r} does"
             f" not compute; it computes {', '.join(engine.computes) or 'nothing for algorithms'}"
         )
-    check_mask(engine, spec.role["needs"])
+    check_mask(type(engine).__name__, engine.sampling_mask, spec.role["needs"])
     if role.stream and engine.whole_step:
         raise ConfigError(whole_step_text(role.engine, engine.whole_step))
     saved = settings.checkpoint
