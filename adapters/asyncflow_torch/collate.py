@@ -44,8 +44,7 @@ class KeptTokens:
         first target."""
         ends = self.ends[first : first + len(logits) + 1]
         at = torch.repeat_interleave(torch.arange(len(logits), device=logits.device), ends.diff())
-        outside = torch.zeros_like(logits, dtype=torch.bool)
-        outside[at] = True
+        outside = (ends.diff() > 0)[:, None].expand_as(logits).clone()
         outside[at, self.ids[ends[0] : ends[-1]]] = False
         return logits.masked_fill_(outside, _CUT)
 
@@ -159,24 +158,27 @@ def check_tokens(batch: Batch, *, vocabulary: int, context: int | None) -> None:
     if context is not None:
         longer = prompts.lengths + responses.lengths > context
         _refuse(batch, longer, f"are longer than the model's context of {context} tokens")
-    if KEPT_IDS in batch:
+    if not SAMPLING_MASK.keys().isdisjoint(batch):
         _check_kept(batch, responses, vocabulary)
 
 
 def _check_kept(batch: Batch, responses: Ragged, vocabulary: int) -> None:
     counts, kept = batch.ragged(KEPT_COUNTS), batch.ragged(KEPT_IDS)
     _refuse(batch, counts.lengths != responses.lengths, f"do not have one of {KEPT_COUNTS} for each response token")
-    _refuse(batch, any_in_row(counts.values < 0, counts), f"have {KEPT_COUNTS} below 0")
-    ends = np.concatenate([[0], np.cumsum(counts.values, dtype=np.int64)])
+    for name, column, most in ((KEPT_COUNTS, counts, vocabulary), (KEPT_IDS, kept, vocabulary - 1)):
+        if column.values.dtype.kind not in "iu" or column.values.ndim > 1:
+            raise SchemaError(f"column {name!r} is {batch.spec(name)}; a sampling mask has whole numbers")
+        outside = (column.values < 0) | (column.values > most)
+        _refuse(batch, any_in_row(outside, column), f"have {name} outside the vocabulary of {vocabulary}")
+    numbers = counts.values.astype(np.int64)
+    ends = np.concatenate([[0], np.cumsum(numbers)])
     _refuse(
         batch, np.diff(ends[counts.offsets]) != kept.lengths, f"have other {KEPT_IDS} than their {KEPT_COUNTS} say"
     )
-    outside = (kept.values < 0) | (kept.values >= vocabulary)
-    _refuse(batch, any_in_row(outside, kept), f"have {KEPT_IDS} outside the vocabulary of {vocabulary}")
-    found = np.concatenate([[0], np.cumsum(kept.values == np.repeat(responses.values, counts.values))])[ends]
+    found = np.concatenate([[0], np.cumsum(kept.values == np.repeat(responses.values, numbers))])[ends]
     _refuse(
         batch,
-        any_in_row((np.diff(found) == 0) & (counts.values > 0), counts),
+        any_in_row((np.diff(found) == 0) & (numbers > 0), counts),
         f"have a response token missing from its {KEPT_IDS}",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from asyncflow_sdk.testing import EchoRollout, EchoTrain
 from asyncflow_sdk.types import Batch
 from asyncflow_sdk.types.events import StepTrained
 from asyncflow_sdk.workflow.rollout.engine_gateway import EngineGateway
+from asyncflow_torch.collate import KeptTokens
+from asyncflow_torch.generation.sampler import draw
 from asyncflow_torch.train import TorchEngine
 
 Make = Callable[..., Any]
@@ -186,14 +189,73 @@ def test_a_mask_that_does_not_fit_its_tokens_is_refused(endless: str, trainer: M
     engine, good = trainer(endless), {"kept_ids": [[7, 8, 9]], "kept_ids_counts": [[2, 0, 1]]}
     for change, message in (
         ({"kept_ids_counts": [[2, 1]]}, "do not have one of kept_ids_counts for each response token"),
-        ({"kept_ids_counts": [[3, 1, -1]]}, "have kept_ids_counts below 0"),
+        ({"kept_ids_counts": [[3, 1, -1]]}, "have kept_ids_counts outside the vocabulary of 43"),
+        ({"kept_ids_counts": [[2**62] * 4], "kept_ids": [[]]}, "do not have one of kept_ids_counts"),
+        ({"kept_ids_counts": [[2**62, 2**62, 2**63 - 2**62]], "kept_ids": [[]]}, "have kept_ids_counts outside the"),
+        (
+            {"kept_ids_counts": [[2.0, 0.0, 1.0]]},
+            "column 'kept_ids_counts' is .*float64.*; a sampling mask has whole",
+        ),
+        ({"kept_ids": [[7.0, np.nan, 9.0]]}, "column 'kept_ids' is .*float64.*; a sampling mask has whole numbers"),
         ({"kept_ids_counts": [[2, 0, 2]]}, "have other kept_ids than their kept_ids_counts say"),
         ({"kept_ids": [[7, 43, 9]]}, "have kept_ids outside the vocabulary of 43"),
         ({"kept_ids": [[7, 8, 10]]}, "have a response token missing from its kept_ids"),
     ):
-        mask = {name: af.Ragged.of(rows, np.int32) for name, rows in {**good, **change}.items()}
+        mask = {
+            name: af.Ragged.of([np.array(row)]) if row else af.Ragged.of([row], np.int64)
+            for name, (row,) in {**good, **change}.items()
+        }
         with pytest.raises(SchemaError, match=message):
             engine.logprobs(Batch.of({"prompt_ids": [[1]], "response_ids": [[7, 4, 9]], **mask}))
+    for name, rows in good.items():
+        with pytest.raises(SchemaError, match="kept_ids"):
+            engine.logprobs(Batch.of({"prompt_ids": [[1]], "response_ids": [[7, 4, 9]], name: rows}))
+
+
+class Writes(torch.utils._python_dispatch.TorchDispatchMode):  # noqa: SLF001
+    """Counts the elements that indexed writes touch."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index_put_.default:
+            shape = torch.broadcast_shapes(*(each.shape for each in args[1]))
+            self.elements += math.prod(shape) * math.prod(args[0].shape[len(args[1]) :])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_cut_writes_each_kept_token_once() -> None:
+    """Not a row of the vocabulary for each."""
+    ids = torch.cat([torch.arange(first, first + 50) for first in range(8)])
+    kept, logits = KeptTokens(torch.tensor([0, 50, 50, *range(100, 450, 50)]), ids), torch.zeros(9, 1000)
+    with Writes() as writes:
+        kept.cut_(logits)
+
+    assert writes.elements == 400
+    assert (logits > -1).sum(1).tolist() == [50, 1000, *[50] * 7]
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 9}, {"top_k": 7}, {"top_p": 1 - 1e-9}])
+def test_a_draw_that_keeps_all_tokens_counts_none(cut: dict[str, float]) -> None:
+    logits, ones = torch.randn(4, 7, generator=torch.Generator().manual_seed(1)), torch.ones(4)
+    cuts = {"top_k": ones.long() * cut.get("top_k", 0), "top_p": ones * cut.get("top_p", 1.0), "min_p": ones * 0}
+    token, logprob, kept = draw(logits, ones, ones / 2, masked=ones.bool(), **cuts)
+
+    assert not kept.any()
+    torch.testing.assert_close(logprob, logits.log_softmax(-1).gather(1, token[:, None])[:, 0])
+
+
+def test_tokens_left_by_a_penalty_alone_have_log_probs() -> None:
+    """Their share of the whole vocabulary may be 0 in float32."""
+    logits, seen = torch.tensor([[200.0, 1.0, 0.0]]), torch.tensor([[True, False, False]])
+    one, on = torch.ones(1), torch.ones(1, dtype=torch.bool)
+    cuts = {"top_k": one.long(), "top_p": one, "min_p": one * 0, "seen": seen, "penalty": one * 1e4}
+
+    assert [each.tolist() for each in draw(logits, one, one / 2, masked=on, **cuts)] == [
+        [1],
+        [0.0],
+        [[False, True, False]],
+    ]
 
 
 def lengths(response_ids: af.Ragged) -> list[float]:
@@ -244,7 +306,45 @@ def test_engines_without_masks_are_refused_at_start(endless: str, tmp_path: Path
     with pytest.raises(af.ConfigError, match="EchoRollout gives no sampling mask"):
         EchoRollout().capabilities.check("EchoRollout", sampling)
     assert not EchoTrain.sampling_mask
+    with pytest.raises(af.ConfigError, match="engine 'timed' computes log-probs over the whole vocabulary"):
+        workflow(endless, train=af.Train("timed", launcher="thread"), stages=[])
+    scored = af.Stage(af.Logprobs("timed", model=endless), gives=["ref_logprobs"], launcher="thread")
+    with pytest.raises(af.ConfigError, match="engine 'timed' computes log-probs over the whole vocabulary"):
+        workflow(endless, stages=[scored])
     with pytest.raises(
         af.WorkerFailed, match="EchoTrain computes log-probs over the whole vocabulary, and the draws"
     ):
         workflow(endless, train=af.Train("echo", launcher="thread"), stages=[], steps=1).run(tmp_path / "run")
+
+
+def test_a_set_aside_evaluation_has_a_mask_only_for_a_stage_that_needs_it(endless: str) -> None:
+    aside = af.Rollout("transformers", model=endless, launcher="thread")
+    evaluation = af.Evaluation(
+        prompts={"prompt_ids": af.Ragged.of([[5, 6]])}, every=1, reward=lengths, rollout=aside,
+        sampling=af.Sampling(max_tokens=8, sampling_mask=True, top_k=3),
+    )  # fmt: skip
+    both = af.Stage(
+        af.Logprobs("torch", model=endless), gives=["ref_logprobs"], launcher="thread", partitions=("", "evaluation")
+    )
+
+    assert not workflow(endless, evaluate=evaluation).plan.rollouts[-1].sampling.sampling_mask
+    assert not evaluation.sampling_of(aside.changed(sampling=af.Sampling(sampling_mask=True))).sampling_mask
+    assert workflow(endless, evaluate=evaluation, stages=[both]).plan.rollouts[-1].sampling.sampling_mask
+
+
+@pytest.mark.parametrize(
+    ("cut", "said", "unsaid"),
+    [
+        (
+            {"top_k": 4, "repetition_penalty": 1.2},
+            "in training, too; repetition_penalty is in no log-prob",
+            "8 to 27",
+        ),
+        ({"repetition_penalty": 1.2}, "the whole vocabulary; repetition_penalty is in no log-prob", "8 to 27"),
+        ({}, "sampling_mask=True has no effect: nothing cuts them", "cut them, and"),
+    ],
+)
+def test_what_a_mask_does_is_said(cut: dict[str, Any], said: str, unsaid: str, endless: str) -> None:
+    text = str(workflow(endless, rollout={"sampling": af.Sampling(max_tokens=8, sampling_mask=True, **cut)}))
+    assert said in text
+    assert unsaid not in text

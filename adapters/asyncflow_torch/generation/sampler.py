@@ -56,7 +56,7 @@ def draw(
     float32 (rows,); ``top_k``: int64 (rows,), 0 is off; None for all cuts skips their sort.
     ``min_p``, ``penalty``: float32 (rows,). ``seen``: bool (rows, vocabulary), the tokens with a
     penalty (Keskar et al. 2019, CTRL, section 4.1; on logits of either sign as in transformers).
-    ``masked``: bool (rows,), rows with a sampling mask; the others have no kept tokens. None: no mask.
+    ``masked``: bool (rows,), rows with a sampling mask; others, and those that keep all, have no kept tokens. None: no mask.
     """
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)[:, None]
@@ -75,9 +75,10 @@ def draw(
         token = torch.where(greedy, weights.argmax(-1), token)
     kept = None
     if masked is not None:
-        kept = (weights > 0) & masked[:, None]
-        inside = torch.where(kept, probs, 0)
-        probs = torch.where(masked[:, None], inside / inside.sum(-1, keepdim=True), probs)
+        kept = weights > 0
+        cut = (masked & ~kept.all(-1))[:, None]
+        kept &= cut
+        probs = torch.where(cut, (logits / scale).masked_fill(~kept, -torch.inf).softmax(-1), probs)
     return token, probs.gather(-1, token[:, None])[:, 0].log(), kept
 
 
