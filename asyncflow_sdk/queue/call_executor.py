@@ -315,16 +315,18 @@ class CallExecutor:
         """Send answers, call listeners, and free memory. ``request``: the one being executed. ``leases``: a
         lease follows it; then its reply is returned instead of sent, unless it is an error."""
         effects, first = self._state.context.drain(), None
+        used: dict[tuple[str, int], Any] = {}
         for placed in effects.placed:
             self.payload.index.add(placed.ids, placed.block, placed.entries)
+            used[placed.block.segment, placed.block.serial] = placed
         over: dict[int, Any] = effects.over
         if request is not None and request.ticket not in self._state.parked.by_ticket:
             over[request.ticket] = request
-        used = {id(placed.block) for placed in effects.placed}
         for ticket in over:
             command = over[ticket].command
-            if type(command) in WRITING and command.block is not None and id(command.block) not in used:
-                self.payload.release(command.block)
+            block = command.block if type(command) in WRITING else None
+            if block is not None and (block.segment, block.serial) not in used:
+                self.payload.release(block)
         for ticket, reply in effects.answers:
             if (asked := over.get(ticket)) is None:
                 continue

@@ -454,7 +454,7 @@ class Server:
         if route is None:
             return
         download = session.downloads.get(seq)
-        again = (download is not None or isinstance(part, Ask)) and not isinstance(part, Read)
+        again = download is not None
         if download is None:
             body: bytes = answer
             payload: Sequence[Any] = ()
@@ -469,7 +469,7 @@ class Server:
                 self._post(route, encode(ResponseEnvelope(PROTOCOL, seq, body)))
                 return
             download = session.download(seq, body, payload)
-        if again and download.sizes is not None:
+        if (again or isinstance(part, Ask)) and not isinstance(part, Read) and download.sizes is not None:
             self._send_part(route, seq, Offer(download.sizes, getattr(part, "number", 0)))
             return
         starts = part.starts if isinstance(part, Read) else ()
