@@ -328,15 +328,13 @@ class CallExecutor:
             if block is not None and (block.segment, block.serial) not in used:
                 self.payload.release(block)
         for ticket, reply in effects.answers:
-            if (asked := over.get(ticket)) is None:
-                continue
+            asked = over.get(ticket)
             if leases and asked is request and not isinstance(reply, AsyncFlowError):
                 first = reply
-            else:
+            elif asked is not None:
                 self._reply(asked, reply)
-        if effects.trained and self._listeners.steps:
-            for trained in effects.trained:
-                self._report_step(trained)
+        for trained in effects.trained if self._listeners.steps else ():
+            self._report_step(trained)
         for event in effects.events:
             self._listeners.event(self.clock.to_host_time(event))
         for ids in effects.retired:
