@@ -29,9 +29,9 @@ RELATIVE = re.compile(r"\b(that|which|what|whatever|who|whom|whose|whoever|those
 NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|on)\b", re.IGNORECASE)
 """A parameter's note without a noun."""
 MAX_SIZE = {  # lines, files
-    "core": (33_747, 188), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
+    "core": (33_755, 188), "asyncflow_sdk": (670, 5), "asyncflow_sdk/algorithms": (792, 10),
     "asyncflow_sdk/cli": (5_682, 45), "asyncflow_sdk/interfaces": (2_349, 16), "asyncflow_sdk/ledger": (8_100, 33),
-    "asyncflow_sdk/memory": (1_630, 13), "asyncflow_sdk/plugins": (854, 9), "asyncflow_sdk/queue": (7_702, 36),
+    "asyncflow_sdk/memory": (1_630, 13), "asyncflow_sdk/plugins": (854, 9), "asyncflow_sdk/queue": (7_710, 36),
     "asyncflow_sdk/testing": (9_806, 57), "asyncflow_sdk/types": (2_455, 19), "asyncflow_sdk/weights": (5_429, 29),
     "asyncflow_sdk/wire": (3_766, 18), "asyncflow_sdk/workflow": (13_684, 75),
     "adapters/asyncflow_deepspeed": (817, 8), "adapters/asyncflow_fsdp": (405, 6),
@@ -50,10 +50,10 @@ MAX_COUNT = {
     "functions with more than ten parameters": 20,
     "assignments into other objects": 140,
     "assignments into other objects, of the core": 2,
-    "comments that stop the formatter": 299,
+    "comments that stop the formatter": 300,
     "notes of parameters without a noun": 306,
     "public functions without a docstring": 77,
-    "relative words in 100 of the code": 1.05,
+    "relative words in 100 of the code": 1.04,
     "relative words in 100 of the tests": 4.77,
 }
 

@@ -328,13 +328,15 @@ class CallExecutor:
             if block is not None and (block.segment, block.serial) not in used:
                 self.payload.release(block)
         for ticket, reply in effects.answers:
-            asked = over.get(ticket)
+            if (asked := over.get(ticket)) is None:
+                continue
             if leases and asked is request and not isinstance(reply, AsyncFlowError):
                 first = reply
-            elif asked is not None:
+            else:
                 self._reply(asked, reply)
-        for trained in effects.trained if self._listeners.steps else ():
-            self._report_step(trained)
+        if effects.trained and self._listeners.steps:
+            for trained in effects.trained:
+                self._report_step(trained)
         for event in effects.events:
             self._listeners.event(self.clock.to_host_time(event))
         for ids in effects.retired:

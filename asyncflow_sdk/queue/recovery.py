@@ -38,8 +38,10 @@ from .listeners import Listeners
 from .protocol import CallCommand, decode_call
 from .stores.homes import SERVER_MEMORY, home_of
 
-KEPT: dict[object, int] = {cmd.AddRows: FOR_PROGRESS, cmd.Dismiss: FOR_ENDS // 4, cmd.CloseSession: 0}
-KEPT |= dict.fromkeys((cmd.Renew, cmd.GiveBack), FOR_ENDS // 2)
+KEPT: dict[object, int] = {
+    cmd.AddRows: FOR_PROGRESS, cmd.Renew: FOR_ENDS // 2, cmd.GiveBack: FOR_ENDS // 2, cmd.Dismiss: FOR_ENDS // 4,
+    cmd.CloseSession: 0,
+}  # fmt: skip
 """Bytes of a full journal that a command leaves to others; FOR_ENDS by default. Holders keep their rows, and leave."""
 
 
@@ -229,9 +231,10 @@ def recover(directory: JournalDirectory, recoverable: RecoverableState) -> Resum
 
 
 class Durability:
-    """Nothing without a journal. ``recording``: True with one. ``path``: the journal's directory, or None.
-    ``level``: "process" or "host"; "" without a journal. ``directory``: of the run's shared memory. ``rows``:
-    of the row segments. Not thread-safe: only the server's thread uses it. Raises ConfigError."""
+    """Nothing without a journal. ``recording``: True with one. ``path``: the journal's directory, or
+    None. ``level``: "process" or "host"; "" without a journal. ``directory``: of the run's shared
+    memory. ``rows``: directory of the row segments. Not thread-safe: only the server's thread uses it.
+    Raises ConfigError."""
 
     def __init__(self, path: Path | None, level: str | None, history: bool = False) -> None:
         self._files = JournalDirectory(path.absolute(), level, history) if path is not None else None

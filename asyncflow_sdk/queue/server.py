@@ -337,11 +337,12 @@ class QueueServer:
             self._record(TickRecord(now))
             due = self._ledger.next_deadline()
         waits = [self._next_sign] if due is None else [self._next_sign, due]
-        for ticket, held in list(self._held.items()):
-            if held.deadline <= now:
-                del self._held[ticket]
-                self._reply(ticket, DeadlineExceeded(f"after {now - held.request.now:.1f} s: {held.why}"))
-        waits += [held.deadline for held in self._held.values()]
+        if self._held:
+            for ticket, held in list(self._held.items()):
+                if held.deadline <= now:
+                    del self._held[ticket]
+                    self._reply(ticket, DeadlineExceeded(f"after {now - held.request.now:.1f} s: {held.why}"))
+            waits += [held.deadline for held in self._held.values()]
         if self._units:
             waits.append(min(self._units.values()) + UNIT_SILENCE_S)
         if self._listeners.events:
@@ -565,11 +566,12 @@ class QueueServer:
         parked = []
         for held in self._held.values():
             number, since_s = self._clients.number(held.request.session), now - held.request.now
-            status = ParkedStatus(
-                session=number, name=names.get(number, ""), verb=verb_of(held.command), why=held.why,
-                since_s=since_s, left_s=held.deadline - now,
+            parked.append(
+                ParkedStatus(
+                    session=number, name=names.get(number, ""), verb=verb_of(held.command), why=held.why,
+                    since_s=since_s, left_s=held.deadline - now,
+                )
             )  # fmt: skip
-            parked.append(status)
         return msgspec.structs.replace(
             report, waiting=report.waiting | {each.name: each.why for each in parked},
             parked=(*parked, *report.parked)[:MOST_WAITING], parked_count=report.parked_count + len(parked),

@@ -72,8 +72,9 @@ class SharedStore(PayloadStore):
 
 
 class InlineStore(PayloadStore):
-    """Columns sent beside each call, as blocks; the server stores them in its own segments. For a client on
-    another host, or with its own /dev/shm. ``check_size`` raises ProtocolError for calls that are too large."""
+    """Columns sent beside each call, as blocks; the server stores them in its own segments. For a client
+    on another host, or in a container with its own /dev/shm. ``check_size``: raises ProtocolError for a
+    call of too many bytes. See ``PayloadStore``."""
 
     inline = True
 
