@@ -130,23 +130,25 @@ def test_a_whole_run_and_a_master_that_forgets_all(master: Master) -> None:
         assert (audit.live, audit.balanced) == (0, True)
 
 
-def test_columns_made_in_lost_memory_are_made_again(master: Master) -> None:
+def test_rows_with_columns_in_lost_memory_are_put_again(master: Master) -> None:
     with run_with(master) as stored:
         run = stored.run
         run.queue.declare("square", needs=["x"], gives=["y"])
         run.queue.declare("use", needs=["x", "y"])
-        run.queue.put({"x": np.arange(6.0)})  # without a unit: in the server's memory
+        rows = {"x": np.arange(6.0)}
+        run.queue.put(rows, key="rows")  # without a unit: in the server's memory
         stored.start_unit()
         stored.process("square", 4)
         # when the master forgets the squares
         master.kill()
         master.start()
-        until(lambda: run.audit().expired == 4, "the loss of the home", 90)
-        # then their rows pass the stage again
+        until(lambda: run.audit().failed == 4, "the loss of the home", 90)
+        # then the same put adds their rows again
+        run.queue.put(rows, key="rows")
         stored.process("square", 6)
         stored.process("use", 6)
         audit = run.audit()
-        assert (audit.put, audit.expired, audit.consumed, audit.live, audit.balanced) == (10, 4, 6, 0, True)
+        assert (audit.put, audit.failed, audit.consumed, audit.live, audit.balanced) == (10, 4, 6, 0, True)
 
 
 @pytest.mark.starts(
