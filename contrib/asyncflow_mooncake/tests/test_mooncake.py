@@ -135,16 +135,14 @@ def test_rows_with_columns_in_lost_memory_are_put_again(master: Master) -> None:
         run = stored.run
         run.queue.declare("square", needs=["x"], gives=["y"])
         run.queue.declare("use", needs=["x", "y"])
-        rows = {"x": np.arange(6.0)}
-        run.queue.put(rows, key="rows")  # without a unit: in the server's memory
+        run.queue.put(rows := {"x": np.arange(6.0)}, key="rows")  # without a unit: in the server's memory
         stored.start_unit()
         stored.process("square", 4)
         # when the master forgets the squares
         master.kill()
         master.start()
         until(lambda: run.audit().failed == 4, "the loss of the home", 90)
-        # then the same put adds their rows again
-        run.queue.put(rows, key="rows")
+        run.queue.put(rows, key="rows")  # then the same put adds their rows again
         stored.process("square", 6)
         stored.process("use", 6)
         audit = run.audit()
