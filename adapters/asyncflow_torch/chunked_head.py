@@ -130,8 +130,8 @@ def _plain(model: Any) -> Any:
 
 
 def _scaled(logits: Any, temperature: float, kept: KeptTokens | None, first: int) -> Any:
-    """Return the logits at a temperature, in float32 or float64, of the kept tokens, possibly in place. ``first``: number
-    of the first target."""
+    """Return the logits at a temperature, in float32 or float64, of the kept tokens, possibly in place.
+    ``first``: number of the first target."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits if temperature == 1.0 else logits.div_(temperature)
     return logits if kept is None else kept.cut_(logits, first)

@@ -33,15 +33,15 @@ _CUT = -1e30
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The kept tokens of each target's draw. ``ends``: int64 (targets + 1,), the ends of its ids among ``ids``, int64,
-    both on the device; a target without ids is not restricted."""
+    """The kept tokens of each target's draw. ``ends``: int64 (targets + 1,), the ends of its ids among ``ids``,
+    int64, both on the device; a target without ids is not restricted."""
 
     ends: Any
     ids: Any
 
     def cut_(self, logits: Any, first: int = 0) -> Any:
-        """Set the logits (targets, vocabulary) of the other tokens to a very low number, in place. ``first``: number of the
-        first target."""
+        """Set the logits (targets, vocabulary) of the other tokens to a very low number, in place.
+        ``first``: number of the first target."""
         ends = self.ends[first : first + len(logits) + 1]
         at = torch.repeat_interleave(torch.arange(len(logits), device=logits.device), ends.diff())
         outside = (ends.diff() > 0)[:, None].expand_as(logits).clone()

@@ -16,7 +16,7 @@ MAX_NUMBER = 1 << 61
 
 @dataclass
 class QueueLimits:
-    """See ``Configure``. ``steps`` None: no last step. ``max_swapping``, ``quorum`` 0: off. ``home_silence_s`` None: no homes expected."""
+    """See ``Configure``. None: no last step, no homes expected. ``max_swapping``, ``quorum`` 0: off."""
 
     capacity_rows: int = 1 << 40
     capacity_bytes: int = MAX_NUMBER
