@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from ..types import Ragged
 
+Floats = npt.NDArray[np.float64]
+
 
 def group_advantages(
     rewards: npt.ArrayLike, groups: npt.NDArray[np.int64], *, epsilon: float | None = 1e-4
@@ -35,10 +37,7 @@ def group_advantages(
     return np.where(spread[group], centred, 0.0).astype(np.float32)
 
 
-def gae(
-    rewards: npt.NDArray[np.float64], values: npt.NDArray[np.float64], lengths: npt.NDArray[np.int64], *,
-    discount: float, decay: float,
-) -> npt.NDArray[np.float64]:  # fmt: skip
+def gae(rewards: Floats, values: Floats, lengths: npt.NDArray[np.int64], *, discount: float, decay: float) -> Floats:
     """Return generalised advantage estimates of tokens packed row after row: (tokens,).
 
     A_t = δ_t + γλ A_{t+1}, with δ_t = r_t + γ V_{t+1} - V_t (arXiv 1506.02438, eq. 16); A and V are
@@ -66,7 +65,7 @@ class Moments:
     squares: float
 
     @classmethod
-    def of(cls, values: npt.NDArray[np.float64]) -> Moments:
+    def of(cls, values: Floats) -> Moments:
         """Compute the moments of ``values``."""
         if not len(values):
             return cls(0, 0.0, 0.0)
@@ -87,16 +86,14 @@ class Moments:
         return math.sqrt(self.squares / max(self.count, 1))
 
 
-def standardise(
-    values: npt.NDArray[np.float64], *, epsilon: float, moments: Moments | None = None
-) -> npt.NDArray[np.float64]:
+def standardise(values: Floats, *, epsilon: float, moments: Moments | None = None) -> Floats:
     """Return (values - mean) / (spread + ``epsilon``) by ``moments``, default of ``values``."""
     if moments is None:
         moments = Moments.of(values)
     return np.asarray((values - moments.mean) / (moments.spread + epsilon))
 
 
-def row_sums(values: npt.NDArray[np.float64], column: Ragged) -> npt.NDArray[np.float64]:
+def row_sums(values: Floats, column: Ragged) -> Floats:
     """Sum token values by row of ``column``: (rows,)."""
     rows = np.repeat(np.arange(len(column)), column.lengths)
     return np.bincount(rows, values, len(column)).astype(np.float64)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import AsyncFlowError, ConfigError
 from ..memory.directory import SMALL_BYTES
-from ..memory.free_space import SHM, free_memory
+from ..memory.segment import SHM, free_memory
 from .findings import FAILS, FINE, NOTE, WARNING, Finding
 from .formats import size
 

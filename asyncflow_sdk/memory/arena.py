@@ -5,13 +5,12 @@ reused, without new page faults, after its block is freed and all readers have r
     view = mapper.view(block.segment, block.start, block.serial, block.nbytes)  # readers, any process
     arena.free([block.serial])                              # writer, when no reader may request it any more
 
-While a reader has views of a block, it holds a shared lock on the block's first byte; the kernel
-releases the lock when the reader dies. To reuse a freed range, the writer takes the exclusive lock,
-clears the serials of the blocks in it, and unlocks. While a reader holds a lock, the range waits
-and occupies its own bytes. A late reader finds no serial, and never another block's data.
+While a reader has views of a block, it holds a shared lock on the block's first byte. To reuse a freed range, the
+writer takes the exclusive lock, clears the serials of the blocks in it, and unlocks; while a reader holds a lock, the
+range waits. A late reader finds no serial, and never another block's data.
 
-The files may be deleted while the writer runs, by a cleaner of temporary directories or a restarted
-container. Each allocation checks its segment's file; no block is allocated in a lost segment.
+The files may be deleted while the writer runs, by a cleaner of temporary directories or a restarted container. Each
+allocation checks its segment's file; no block is allocated in a lost segment.
 """
 
 from __future__ import annotations
@@ -59,13 +58,9 @@ class Allocation:
         found = np.frombuffer(data, np.uint8)
         self.memory[start : start + len(found)] = found
 
-    def cut(self, nbytes: int) -> None:
-        """Keep the first bytes. For its arena."""
-        self.memory = self.memory[:nbytes]
-
-    def renumber(self, serial: int) -> None:
-        """Set another serial. For its arena."""
-        self.serial = serial
+    def change(self, serial: int, nbytes: int) -> None:
+        """Set another serial, and keep the first bytes. For its arena."""
+        self.serial, self.memory = serial, self.memory[:nbytes]
 
 
 class GrowthNeeded(Exception):
@@ -82,12 +77,9 @@ class _Range(NamedTuple):
 
 
 class Arena:
-    """The segments written by one session. Thread-safe; unusable in a child made by fork(), which
-    would write to its parent's memory. Files are named ``prefix`` and a number, never reused.
-
-    It holds at most the recent maximum of live bytes plus one segment. Free memory above that is
-    returned to the system, whole segments first.
-    """
+    """The segments written by one session. Thread-safe; unusable in a child made by fork(), which would write to its
+    parent's memory. Files are named ``prefix`` and a number, never reused. It holds at most the recent maximum of live
+    bytes plus one segment, and returns free memory above that to the system, whole segments first."""
 
     def __init__(self, directory: Path, prefix: str, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._directory, self._prefix, self._segment_bytes = directory, prefix, segment_bytes
@@ -115,16 +107,14 @@ class Arena:
         return len(self._blocks)
 
     def allocate(self, nbytes: int, *, grow: bool = True) -> Allocation:
-        """Return a block of ``nbytes``, its header of 16 bytes included, at a multiple of 64.
-
-        ``grow`` False: raise GrowthNeeded instead of using new memory or exceeding the live bytes known so far, so
-        that the caller can first free blocks; not if there are no blocks. Raises MemoryFull.
-        """
+        """Return a block of ``nbytes``, its header of 16 bytes included, at a multiple of 64. Raises MemoryFull.
+        ``grow`` False: raise GrowthNeeded instead of using new memory or exceeding the live bytes known so far, for
+        the caller to free blocks first; not if there are no blocks."""
         if os.getpid() != self._pid:
             raise AsyncFlowError(
                 "shared memory cannot be written in a child made by fork(); connect again in the child"
             )
-        size = _aligned(nbytes)
+        size = _up(nbytes, ALIGN)
         with self._lock:
             if self._waiting:
                 self._retry_oldest()
@@ -146,17 +136,17 @@ class Arena:
 
     def trim(self, block: Allocation, nbytes: int) -> None:
         """Shorten a block that is not announced yet to ``nbytes``, and free the rest."""
-        size = _aligned(nbytes)
         with self._lock:
             segment, start, stop, heads = self._blocks[block.serial]
-            if start + size < stop:
-                self._blocks[block.serial] = _Range(segment, start, start + size, heads)
+            end = start + _up(nbytes, ALIGN)
+            if end < stop:
+                self._blocks[block.serial] = _Range(segment, start, end, heads)
                 if not segment.lost:
-                    self._ranges.add(segment.number, start + size, stop)
+                    self._ranges.add(segment.number, end, stop)
                 if self._peak == self._live:
-                    self._peak -= stop - start - size  # never filled
-                self._live -= stop - start - size
-        block.cut(nbytes)
+                    self._peak -= stop - end  # never filled
+                self._live -= stop - end
+        block.change(block.serial, nbytes)
 
     def renew(self, block: Allocation) -> bool:
         """Replace a block by a new one in the same place, with the same bytes and another serial.
@@ -168,7 +158,7 @@ class Arena:
             self._serial += 1
             self._blocks[self._serial] = self._blocks.pop(block.serial)
             segment.write_header(start, self._serial)
-            block.renumber(self._serial)
+            block.change(self._serial, block.nbytes)
         return True
 
     def free(self, serials: Iterable[int]) -> None:
@@ -224,13 +214,6 @@ class Arena:
             if len(freed.heads) == 1 or not self._reclaim(single):
                 self._waiting.append(single)
 
-    def _lose(self, segment: Segment) -> None:
-        """Stop allocating in a segment without a file. It is unmapped with its last block."""
-        segment.lose()
-        self._ranges.forget(segment.number)
-        self._retry_all()
-        self._close_unused(segment)
-
     def _close_unused(self, segment: Segment) -> None:
         if all(block.segment is not segment for block in self._blocks.values()):
             self._segments.pop(segment.number, None)
@@ -263,7 +246,10 @@ class Arena:
             segment, start = self._cut(nbytes, grow)
             if not segment.gone:
                 return segment, start
-            self._lose(segment)
+            segment.lose()  # it is unmapped with its last block
+            self._ranges.forget(segment.number)
+            self._retry_all()
+            self._close_unused(segment)
 
     def _cut(self, nbytes: int, grow: bool) -> tuple[Segment, int]:
         found = self._find(nbytes)
@@ -277,9 +263,9 @@ class Arena:
             found = self._find(nbytes)
             assert found is not None
         segment, start = self._segments[found[0]], found[1]
-        if segment.missing:
+        if segment.missing and segment.lacks(start, start + nbytes):
             try:
-                if not grow and segment.lacks(start, start + nbytes):
+                if not grow:
                     raise GrowthNeeded
                 self._fill(segment, start, start + nbytes)
             except BaseException:
@@ -295,8 +281,8 @@ class Arena:
     def _grow(self, nbytes: int) -> None:
         """Add a segment. Only pages within the limit are allocated at once."""
         usual = max(self._segment_bytes, self.nbytes // MAX_SEGMENTS)
-        size = _pages(max(usual // nbytes, 1) * nbytes if nbytes * MAX_WASTE > usual else usual)
-        least = _pages(nbytes)
+        size = _up(max(usual // nbytes, 1) * nbytes if nbytes * MAX_WASTE > usual else usual, PAGE)
+        least = _up(nbytes, PAGE)
         self._shrink_to(self._limit(nbytes) - least)
         self._made += 1
         path = self._directory / f"{self._prefix}{self._made}"
@@ -313,8 +299,6 @@ class Arena:
 
     def _fill(self, segment: Segment, start: int, stop: int) -> None:
         """Allocate the missing pages of a range."""
-        if not segment.lacks(start, stop):
-            return
         more = min(max(stop, start + FILL_BYTES), segment.size)  # not page by page
         limit = self._limit(stop - start)
         self._shrink_to(limit - segment.lacks(start, more))
@@ -344,10 +328,7 @@ class Arena:
                 if excess <= 0:
                     return
         for number, start, stop in self._ranges.largest_first():
-            segment = self._segments[number]
-            before = segment.held
-            segment.punch(start, stop, excess)
-            excess -= before - segment.held
+            excess -= self._segments[number].punch(start, stop, excess)
             if excess <= 0:
                 return
 
@@ -367,12 +348,9 @@ class Arena:
             self._shrink_to(self._limit())
 
 
-def _aligned(nbytes: int) -> int:
-    return max(-(-nbytes // ALIGN), 1) * ALIGN
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
+def _up(nbytes: int, unit: int) -> int:
+    """Return the next multiple of ``unit``, at least one."""
+    return max(-(-nbytes // unit), 1) * unit
 
 
 def _joined(freed: list[_Range]) -> list[_Range]:

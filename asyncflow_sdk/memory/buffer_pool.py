@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import MemoryFull
-from .free_space import free_memory
+from .segment import free_memory
 
 
 class BufferPool:

@@ -1,14 +1,16 @@
 """The shared-memory directory of a run, made and removed by its server; after a kill -9, removed by the next one.
 
-All segments of a run are files of one directory below /dev/shm, or below the temporary directory if
-/dev/shm is small. The server holds a lock on the file ``owner``. A directory with a free lock
-belongs to a dead run, and the next server removes it.
+All segments of a run are files of one directory below /dev/shm, or below the temporary directory if /dev/shm is small.
+The server holds a lock on the file ``owner``. A directory with a free lock belongs to a dead run, and the next server
+removes it.
 
 The file ``journal`` names the journal that owns a directory, and ``owner`` the device and inode of the folder of the
 run's directory: another container may have another journal of this path. While this journal exists, the rows may
 still be needed, and only a server that continues it removes the directory. A process unable to see the journal, for
-example in another container, removes the directory UNSEEN_S after the last sign of life of its server. The file
-``home`` does the same for the directory of a storage unit: see ``home_directory``.
+example in another container, removes the directory UNSEEN_S after the last sign of life of its server.
+
+The file ``home`` names the run of a storage unit, which touches it while it lives. Its directory outlives the unit's
+process: the next unit of the run on this host finds it again, or it is removed KEEP_S after the last touch.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -31,7 +34,6 @@ MARK = "journal"
 HOME = "home"
 PREFIX = "asyncflow-"
 KEEP_S = 3600.0
-"""A storage unit's directory outlives its process for this long."""
 SMALL_BYTES = 256 << 20
 LEFTOVER_S = 60.0
 UNSEEN_S = 7 * 24 * 3600.0
@@ -42,11 +44,9 @@ SIGN_S = 5.0
 
 
 class SharedDirectory:
-    """Makes and owns a directory for segments. ``warning``: why it is not below /dev/shm, else "".
-
-    ``journal``: path of the journal that owns it. ``path``: the journal's earlier directory,
-    reused, or made again. Raises ConfigError if ``path`` belongs to another user, or stays locked. Not thread-safe.
-    """
+    """Makes and owns a directory for segments. ``warning``: why it is not below /dev/shm, else "". ``journal``: path of
+    the journal that owns it. ``path``: the journal's earlier directory, reused, or made again. Raises ConfigError if
+    ``path`` belongs to another user, or stays locked. Not thread-safe."""
 
     def __init__(self, base: Path | None = None, *, journal: Path | None = None, path: Path | None = None) -> None:
         self.warning = ""
@@ -65,7 +65,11 @@ class SharedDirectory:
         self._next_sign_s = 0.0
         if self._mark is not None:
             self._write_mark(*self._mark)
-            _remove_abandoned(base, self._mark, self.path)
+            for other in user_directories(base):  # left by servers of this journal that failed to start
+                with contextlib.suppress(OSError):
+                    mark = (other / MARK).read_text(), (other / "owner").read_text()
+                    if other != self.path and mark == self._mark:
+                        shutil.rmtree(other, ignore_errors=True)
 
     def keep(self) -> bool:
         """Give a sign of life, and make the directory again if it was removed. Return True if it was.
@@ -141,34 +145,16 @@ def _take(lock: int, kind: int, wait_s: float) -> None:
     until = time.monotonic() + wait_s
     while True:
         try:
-            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            return fcntl.flock(lock, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= until:
                 raise
             time.sleep(0.01)
-        else:
-            return
-
-
-def _remove_abandoned(base: Path, mark: tuple[str, str], but: Path) -> None:
-    """Remove other directories of this journal, left by servers that failed to start."""
-    for path in user_directories(base):
-        with contextlib.suppress(OSError):
-            if path != but and ((path / MARK).read_text(), (path / "owner").read_text()) == mark:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _identity(folder: Path) -> str:
     found = os.stat(folder)
     return f"{found.st_dev} {found.st_ino}"
-
-
-class HomeMark(msgspec.Struct, frozen=True):
-    """Content of the file ``home``: the run, the name of the host, and an identity of the contents."""
-
-    run: str
-    host: str
-    contents: str
 
 
 def is_kept_home(path: Path) -> bool:
@@ -212,22 +198,16 @@ def user_directories(base: Path) -> list[Path]:
 
 def own_directories() -> list[Path]:
     """Return the directories of this user's runs on this host, also of ended servers."""
-    bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    return [path for base in bases for path in user_directories(base)]
+    return [path for base in {Path("/dev/shm"), Path(tempfile.gettempdir())} for path in user_directories(base)]
 
 
 def is_served(path: Path) -> bool:
     """True if a server holds the lock of a run's directory."""
-    try:
-        lock = os.open(path / "owner", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
+    with contextlib.suppress(OSError), open(path / "owner", "r+b") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
     return False
 
 
@@ -276,3 +256,85 @@ def _choose_base() -> tuple[Path, str]:
             " container, start it with a larger --shm-size"
         )
     return files, f"there is no /dev/shm here; segments go to files in {files}, which is slower"
+
+
+class HomeMark(msgspec.Struct, frozen=True):
+    """Content of the file ``home``: the run, the name of the host, and an identity of the contents."""
+
+    run: str
+    host: str
+    contents: str
+
+
+class HomeDirectory:
+    """Makes or finds the directory of a run's home on this host, and owns it. ``path``: the directory. ``contents``: an
+    identity of its files. ``base``: the folder where it is made, and looked for; default: as for a server's. Raises
+    ConfigError if another process owns it, or if ``base`` cannot be used."""
+
+    def __init__(self, run: str, base: Path | None = None) -> None:
+        self._run = run
+        earlier = find_home_directory(run, base)
+        if earlier is not None and is_served(earlier):
+            raise ConfigError(f"a storage unit of run {run} serves {earlier} already")
+        try:
+            if earlier is not None:
+                os.utime(earlier / HOME)  # now nobody removes it meanwhile
+            self._directory = SharedDirectory(base, path=earlier)
+            self.path, self.warning = self._directory.path, self._directory.warning
+            if earlier is None:
+                self.begin_anew()
+            else:
+                self.contents = _read_mark(self.path).contents
+        except OSError as error:
+            raise ConfigError(f"a storage unit cannot keep columns in {base or 'memory'}: {error}") from None
+
+    def begin_anew(self) -> None:
+        """Give the contents another identity: some of them are lost."""
+        self.contents = secrets.token_hex(8)
+        mark = HomeMark(self._run, socket.gethostname(), self.contents)
+        (self.path / HOME).write_bytes(msgspec.json.encode(mark))
+
+    def touch(self) -> None:
+        """Give a sign of life. Raises FileNotFoundError if the directory is gone."""
+        os.utime(self.path / HOME)
+
+    def segments(self) -> list[Path]:
+        """Return the segments of all epochs."""
+        with contextlib.suppress(OSError):
+            return list(self.path.glob("h*!s*-*"))
+        return []
+
+    def close(self, *, keep: bool) -> None:
+        """Give it up to the next unit, or remove it. Views stay valid. Idempotent."""
+        self._directory.close(keep=keep)
+
+
+def find_home_directory(run: str, base: Path | None = None) -> Path | None:
+    """Return the directory of a run's home on this host; None if there is none."""
+    for path in own_directories() if base is None else user_directories(base):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            mark = _read_mark(path)
+            if (mark.run, mark.host) == (run, socket.gethostname()):
+                return path
+    return None
+
+
+def _read_mark(path: Path) -> HomeMark:
+    return msgspec.json.decode((path / HOME).read_bytes(), type=HomeMark)
+
+
+def make_private_directory(path: Path) -> None:
+    """Make a directory of mode 0700, and missing parents by the umask. An existing directory keeps
+    its mode. Raises OSError."""
+    try:
+        path.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    else:
+        path.chmod(0o700)  # the umask may restrict the owner, too
+
+
+def private_opener(path: str, flags: int) -> int:
+    """An ``opener`` for ``open``: new files get mode 0600, existing ones keep theirs."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)

@@ -1,13 +1,19 @@
-"""Segment: a shared-memory file, mapped once by its writer; and the headers of its blocks.
+"""Segment: a shared-memory file, mapped once by its writer; the headers of its blocks, and its locks.
 
 A block is bytes ``start`` to ``start + n`` of a segment. Its header of 16 bytes holds a magic number and the block's
 serial, unique among all arenas. A header with another serial means that the block was freed.
+
+A reader locks the first byte of each block that it has views of. ``COPYING`` is a byte beyond the end of every file.
+A reader locks it to copy from a segment without a view, and the writer to return pages of free ranges to the system:
+reading such a page would allocate it again, and kill the reader if no memory is left. The locks are of an open file
+description: the kernel releases them when it is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import struct
@@ -18,17 +24,64 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import MemoryFull, ServerLost
-from .free_space import free_bytes
-from .locks import COPYING, try_lock, unlock
 
 ALIGN = 64
 HEADER_BYTES = 16
 PAGE = mmap.PAGESIZE
 MAGIC = int.from_bytes(b"asyncflw", "little")
 HEADER = struct.Struct("<qq")
+COPYING = 1 << 62
+SHM = Path("/dev/shm")
+MEMINFO = Path("/proc/meminfo")
+CGROUPS = Path("/sys/fs/cgroup")
 Sizes: TypeAlias = npt.NDArray[np.int64]
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 _POPULATE_WRITE = 23  # madvise advice, unnamed in Python
+_flock = struct.Struct("hhqqi4x").pack
+
+
+def try_lock(fd: int, start: int, stop: int, *, exclusive: bool) -> bool:
+    """Lock a byte range without waiting. Return False if another owner's lock conflicts."""
+    try:
+        fcntl.fcntl(
+            fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, 0, start, stop - start, 0)
+        )
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def unlock(fd: int, start: int, stop: int) -> None:
+    """Unlock bytes ``start`` to ``stop``."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, 0, start, stop - start, 0))
+
+
+def free_memory() -> int:
+    """Return the bytes that processes may still take before the kernel kills one: of the machine, and below this
+    container's limit, reclaimable page cache included."""
+    free = 1 << 62
+    with contextlib.suppress(OSError):
+        lines = (line.split() for line in MEMINFO.read_text().splitlines())
+        free = next((int(line[1]) << 10 for line in lines if line[:1] == ["MemAvailable:"]), free)
+    for limit, usage, stat, caches in (
+        ("memory.max", "memory.current", "memory.stat", ("inactive_file", "active_file")),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
+         ("total_inactive_file", "total_active_file")),
+    ):  # fmt: skip
+        with contextlib.suppress(OSError, ValueError):
+            most, used = int((CGROUPS / limit).read_text()), int((CGROUPS / usage).read_text())
+            lines = (line.split() for line in (CGROUPS / stat).read_text().splitlines())
+            cached = sum(int(count) for name, count in lines if name in caches)
+            return min(free, max(most - used + cached, 0))
+    return free
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the free bytes for files in a directory. Below /dev/shm, at most the free memory: beyond it, as in a
+    container with a lower limit, the kernel kills a process instead of refusing."""
+    found = os.statvfs(directory)
+    free = found.f_bavail * found.f_frsize
+    return min(free, free_memory()) if SHM in directory.parents else free
 
 
 def block_header(serial: int) -> bytes:
@@ -75,7 +128,6 @@ class Segment:
         except OSError as error:
             raise self._failure(error, filled) from None
         try:
-            self._check_room(filled)
             self._present = bytearray(size // PAGE)
             os.ftruncate(self.fd, size)
             self.map = mmap.mmap(self.fd, size, mmap.MAP_SHARED)
@@ -115,8 +167,6 @@ class Segment:
         Raises MemoryFull, ServerLost."""
         low, high = start // PAGE, -(-stop // PAGE)
         lacking = self.lacks(start, stop)
-        if not lacking:
-            return
         try:
             self._check_room(lacking)
             os.posix_fallocate(self.fd, low * PAGE, (high - low) * PAGE)
@@ -135,24 +185,25 @@ class Segment:
         if free_bytes(self.path.parent) < nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def punch(self, start: int, stop: int, most: int) -> None:
-        """Return whole pages of a free range to the system, the last first, until ``most`` bytes
-        are returned. Does nothing while a reader copies from the segment."""
+    def punch(self, start: int, stop: int, most: int) -> int:
+        """Return whole pages of a free range to the system, the last first, until ``most`` bytes are returned. Return
+        their bytes: 0 while a reader copies from the segment."""
         low, high = -(-start // PAGE), stop // PAGE
         present = self._present.count(1, low, high)
-        if not present:
-            return
         if present * PAGE > most:
             low = high - int(np.flatnonzero(np.frombuffer(self._present, np.uint8)[low:high][::-1])[most // PAGE]) - 1
-        if not try_lock(self.fd, COPYING, COPYING + 1, exclusive=True):
-            return
+            present = self._present.count(1, low, high)
+        if not present or not try_lock(self.fd, COPYING, COPYING + 1, exclusive=True):
+            return 0
         try:
-            with contextlib.suppress(OSError):  # not supported by the file system
-                self.map.madvise(mmap.MADV_REMOVE, low * PAGE, (high - low) * PAGE)
-                self.missing += self._present.count(1, low, high) * PAGE
-                self._present[low:high] = bytes(high - low)
+            self.map.madvise(mmap.MADV_REMOVE, low * PAGE, (high - low) * PAGE)
+            self.missing += present * PAGE
+            self._present[low:high] = bytes(high - low)
+        except OSError:  # not supported by the file system
+            return 0
         finally:
             unlock(self.fd, COPYING, COPYING + 1)
+        return present * PAGE
 
     def write_header(self, start: int, serial: int) -> None:
         """Begin a block."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_disk import on_disk
 
 from asyncflow_sdk.errors import MemoryFull, ServerLost
-from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory, free_space, segment
+from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory, segment
 
 pytestmark = pytest.mark.fast
 
@@ -35,7 +35,7 @@ def test_a_container_with_less_memory_than_its_file_system_is_full_before_it_is_
     (tmp_path / files[0]).write_text(f"{10 * MB}\n")
     (tmp_path / files[1]).write_text(f"{9 * MB}\n")
     (tmp_path / files[2]).write_text(f"anon 5\n{files[3]}inactive_file {2 * MB}\n{files[3]}active_file {MB}\n")
-    monkeypatch.setattr(free_space, "CGROUPS", tmp_path)
+    monkeypatch.setattr(segment, "CGROUPS", tmp_path)
     arena = Arena(directory, "w", MB)
     # when / then
     with pytest.raises(MemoryFull, match="no room for"):
@@ -46,7 +46,7 @@ def test_a_container_with_less_memory_than_its_file_system_is_full_before_it_is_
     assert len(arena.allocate(20 * MB).memory) == 20 * MB
     # and where the machine has less
     (tmp_path / "meminfo").write_text("MemTotal: 99999999 kB\nMemAvailable: 2048 kB\n")
-    monkeypatch.setattr(free_space, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(segment, "MEMINFO", tmp_path / "meminfo")
     with pytest.raises(MemoryFull, match="no room for"):
         arena.allocate(5 * MB)
 

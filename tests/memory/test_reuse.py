@@ -13,7 +13,7 @@ from children import Child, hear, say
 
 from asyncflow_sdk.errors import AsyncFlowError, LeaseLost
 from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper
-from asyncflow_sdk.memory.locks import try_lock
+from asyncflow_sdk.memory.segment import try_lock
 
 SEGMENT = 1 << 16
 

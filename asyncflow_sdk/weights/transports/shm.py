@@ -130,13 +130,11 @@ class ShmReceiver(WeightReceiver):
 
     def _fetch(self, manifest: Manifest, places: Sequence[ChunkPlace], until: float) -> Fetched:
         self._maps.prune()
-        if manifest.digested:  # digests detect written pages, too; the check costs a tenth of a copy
-            chunks = self._map(manifest, places, check_unwritten=False)
-            try:
-                return self._verify(manifest, chunks, places, until)
-            except DigestMismatch:
-                del chunks  # later maps are checked for written pages
-        return self._verify(manifest, self._map(manifest, places, check_unwritten=True), places, until)
+        if manifest.digested:  # digests detect pages written through a mapping that is used again
+            with contextlib.suppress(DigestMismatch):
+                return self._verify(manifest, self._map(manifest, places), places, until)
+        self._maps.clear()
+        return self._verify(manifest, self._map(manifest, places), places, until)
 
     def _verify(
         self, manifest: Manifest, chunks: Sequence[Bytes], places: Sequence[ChunkPlace], until: float
@@ -151,12 +149,9 @@ class ShmReceiver(WeightReceiver):
         files = [FilePlace(str(self.directory / place.segment), place.start + HEADER_BYTES) for place in places]
         return Fetched(manifest, chunks, encoding="mapped", places=files)
 
-    def _map(self, manifest: Manifest, places: Sequence[ChunkPlace], *, check_unwritten: bool) -> list[Bytes]:
+    def _map(self, manifest: Manifest, places: Sequence[ChunkPlace]) -> list[Bytes]:
         try:
-            return [
-                self._mapper.private_view(*place, skip=HEADER_BYTES, maps=self._maps, unwritten=check_unwritten)
-                for place in places
-            ]
+            return [self._mapper.private_view(*place, skip=HEADER_BYTES, maps=self._maps) for place in places]
         except LeaseLost as error:
             raise VersionGone(f"version {manifest.version} is no longer kept ({error}); take the newest") from None
 

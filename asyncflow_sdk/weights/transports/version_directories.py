@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ...errors import ConfigError
 from ...memory import make_private_directory
-from ...memory.locks import try_lock
+from ...memory.segment import try_lock
 from .file_layout import INDEX
 
 MANIFEST = "manifest.msgpack"
