@@ -22,7 +22,7 @@ import numpy as np
 from asyncflow_sdk.errors import MemoryFull
 from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.types.safetensors import plan
-from asyncflow_sdk.weights.handover import announced_arrays
+from asyncflow_sdk.weights import announced_arrays
 from asyncflow_sdk.weights.transports import VersionMemory
 
 _ALIGN = 64

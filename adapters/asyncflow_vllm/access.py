@@ -86,7 +86,7 @@ class Access(abc.ABC):
 
     @abc.abstractmethod
     async def load(self, handed: str) -> list[tuple[str, list[str]]]:
-        """Load the version described by `asyncflow_sdk.weights.Handover`. Return for each worker
+        """Load the version described by `asyncflow_vllm.handover.Handover`. Return for each worker
         its failure, "" for none, and the loaded names."""
 
     @abc.abstractmethod

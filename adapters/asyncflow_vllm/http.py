@@ -15,9 +15,9 @@ from asyncflow_http.limits import interval
 from asyncflow_http.server import HttpServer
 from asyncflow_sdk.errors import AsyncFlowError, EngineError, EngineGone, WeightError
 from asyncflow_sdk.interfaces import StopWatch, WeightUpdate
-from asyncflow_sdk.weights import Handover
 
 from .access import Access, VllmAnswer
+from .handover import Handover
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 GENERATE = "/inference/v1/generate"

@@ -1,8 +1,7 @@
 """HandedWeightEngine: loads a version in a worker of vLLM, the process that holds the model.
 
-It implements vLLM's ``WeightTransferEngine``. The message describes the place of the weights
-(`asyncflow_sdk.weights.map_handover`): each worker maps the bytes, and the loaders of its model
-copy this rank's shard.
+It implements vLLM's ``WeightTransferEngine``. The message describes the place of the weights (`map_handover`):
+each worker maps the bytes, and the loaders of its model copy this rank's shard.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from vllm.platforms import current_platform
 
 from asyncflow_sdk.errors import WeightMismatch
 from asyncflow_sdk.types import to_torch
-from asyncflow_sdk.weights import map_handover
+
+from .handover import map_handover
 
 
 @dataclass
@@ -36,7 +36,7 @@ class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class HandedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """``handed``: description of a version by `asyncflow_sdk.weights.Handover`."""
+    """``handed``: description of a version by `Handover`."""
 
     handed: str = ""
 

@@ -15,33 +15,29 @@ from .choices import (
     choose_transport,
     make_transport,
 )
-from .engine_loader import EngineLoader
+from .engine_loader import EngineLoader, check_held, check_names, check_probe
 from .fetcher import StagedVersion
-from .handover import Handover, decode_handover, map_handover
 from .host import host_of
-from .proof import check_held, check_names, check_probe
-from .publication import TransportPublication
-from .publisher import TransportPublisher
-from .replica import ReplicaSubscriber, SubscriberState
+from .publisher import TransportPublication, TransportPublisher
+from .replica import ReplicaSubscriber
 from .restoration import Restoration, fetch_version, get_restoration, pack_restoration, report_restored
 from .subscriber import StagedUpdate, TransportSubscriber
-from .update import Update
+from .update import Update, announced_arrays
 
 __all__ = [
     "AUTO",
     "BufferPool",
     "Choice",
     "EngineLoader",
-    "Handover",
     "ReplicaSubscriber",
     "Restoration",
     "StagedUpdate",
     "StagedVersion",
-    "SubscriberState",
     "TransportPublication",
     "TransportPublisher",
     "TransportSubscriber",
     "Update",
+    "announced_arrays",
     "check_fetching",
     "check_held",
     "check_names",
@@ -50,12 +46,10 @@ __all__ = [
     "choose_encoding",
     "choose_swap",
     "choose_transport",
-    "decode_handover",
     "fetch_version",
     "get_restoration",
     "host_of",
     "make_transport",
-    "map_handover",
     "pack_restoration",
     "report_restored",
 ]

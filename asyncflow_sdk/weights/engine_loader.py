@@ -1,21 +1,26 @@
-"""EngineLoader: load a version into a rollout engine, and prove that the engine holds it."""
+"""EngineLoader: load a version into a rollout engine, and prove that the engine holds it: by names, log-probs of a
+probe, and held bytes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Iterable, Sequence, Set
+from typing import Any, TypeVar
 
-from ..errors import ConfigError, DeadlineExceeded
-from ..interfaces import RolloutEngine
+import numpy as np
+
+from ..errors import ConfigError, DeadlineExceeded, WeightError, WeightMismatch
+from ..interfaces import RolloutEngine, TensorType, WeightUpdate
+from ..types import Probe, dtype_name, from_torch
+from ..types.dtypes import is_torch
+from ..types.manifest import digest
 from .choices import check_verify
-from .fetcher import StagedVersion
-from .proof import check_held, check_names, check_probe
-from .threads import run_in_thread
+from .fetcher import StagedVersion, run_in_thread
 
 LOAD_S = 3600.0
 """Default limit of one load, and of scoring one probe (seconds)."""
 T = TypeVar("T")
+_SHOWN = 10
 
 
 class EngineLoader:
@@ -80,3 +85,84 @@ class EngineLoader:
                 if not task.cancelled():
                     task.exception()  # too late to be raised
         raise DeadlineExceeded(f"{late} in {self._timeout_s:g} s")
+
+
+def check_names(update: WeightUpdate, names: Iterable[str]) -> None:
+    """Raise WeightMismatch with names unless the engine took exactly the tensors of the update."""
+    published, taken = set(update.tensors), names_taken(update.version, names)
+    _check_empty(update, published - taken, "were not taken by the engine")
+    _check_empty(update, taken - published, "were never published")
+
+
+def names_taken(version: int, names: Any, source: str = "load_weights returned", verb: str = "return") -> Set[str]:
+    """Return an engine's names as a set. Raises WeightMismatch for values that are no names."""
+    if isinstance(names, Iterable) and not isinstance(names, (str, bytes)):
+        names = list(names)
+        if all(isinstance(name, str) for name in names):
+            return set(names)
+    raise WeightMismatch(f"version {version}: {source} {repr(names)[:80]}; {verb} the set of names it took")
+
+
+def check_probe(update: WeightUpdate, probe: Probe, logprobs: Sequence[Sequence[float]]) -> None:
+    """Raise WeightError unless the engine's ``logprobs`` of the probe's responses equal the trainer's within
+    its tolerance. The error names the worst token: sequence, position, and both values."""
+    whole = len(logprobs) == len(probe.logprobs)
+    worst, where = -1.0, (0, 0, 0.0, 0.0)
+    for number, (mine, theirs) in enumerate(zip(logprobs, probe.logprobs, strict=False)):
+        whole = whole and len(mine) == len(theirs)
+        if not whole or not len(theirs):
+            continue
+        one, other = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+        apart = np.where(np.isfinite(one) & np.isfinite(other), np.abs(one - other), np.inf)
+        at = int(apart.argmax())
+        if apart[at] > worst:
+            worst, where = float(apart[at]), (number, at, float(one[at]), float(other[at]))
+    if not whole:
+        lengths = [len(mine) for mine in logprobs]
+        wanted = [len(theirs) for theirs in probe.logprobs]
+        raise WeightMismatch(
+            f"version {update.version}: the engine gave log-probs of lengths {lengths} for a probe of {wanted} tokens"
+        )
+    if worst > probe.tolerance:
+        number, at, mine_at, theirs_at = where
+        raise WeightError(
+            f"version {update.version}: the engine does not compute what the trainer does: sequence {number} of the"
+            f" probe, token {at}: log-prob {mine_at:.6g}, the trainer's {theirs_at:.6g}, {worst:.3g} apart where"
+            f" {probe.tolerance:g} is allowed. Either weights were not taken, or tolerance is too small for its dtype:"
+            " weights=af.Weights(probe=af.Probe(..., tolerance=...)) allows another, probe=False compares none"
+        )
+
+
+def check_held(update: WeightUpdate, held: Iterable[tuple[str, Any]]) -> None:
+    """Raise unless the engine holds the update byte for byte: WeightMismatch for names and types, WeightError for
+    bytes, each with the first tensor that differs. One tensor at a time is read, in any order."""
+    wanted = {name: _digest(array) for name, array in update.arrays()}
+    seen = set()
+    for name, tensor in held:
+        if name not in wanted:
+            _check_empty(update, {name}, "were never published, and are held by the engine")
+        array = from_torch(tensor) if is_torch(tensor) else np.asarray(tensor)
+        mine, theirs = TensorType(dtype_name(array.dtype), array.shape), update.tensors[name]
+        if mine != theirs:
+            raise WeightMismatch(
+                f"version {update.version}: the engine holds {name!r} as {mine.dtype}{list(mine.shape)}, and it was"
+                f" published as {theirs.dtype}{list(theirs.shape)}"
+            )
+        if _digest(array) != wanted[name]:
+            raise WeightError(f"version {update.version}: the bytes of {name!r} that the engine holds are other ones")
+        seen.add(name)
+    _check_empty(update, wanted.keys() - seen, "are not held by the engine")
+
+
+def _digest(array: np.ndarray[Any, Any]) -> bytes:
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return digest(memoryview(raw))  # type: ignore[arg-type]
+
+
+def _check_empty(update: WeightUpdate, odd: Set[str], what: str) -> None:
+    if odd:
+        listed = ", ".join(sorted(odd)[:_SHOWN])
+        more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+        raise WeightMismatch(
+            f"version {update.version}: {len(odd)} of {len(update.tensors)} tensors {what}: {listed}{more}"
+        )

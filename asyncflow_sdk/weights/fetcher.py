@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -18,12 +21,12 @@ from ..types import events as ev
 from ..types.probe import validate_probe
 from .choices import make_transport
 from .host import host_of
-from .threads import run_in_thread
 from .update import Update
 
 CLOSE_S = 5.0
 """Longest wait for an interrupted fetch (seconds)."""
 _host_numbers = itertools.count()
+T = TypeVar("T")
 
 
 class StagedVersion(Update):
@@ -172,3 +175,31 @@ def _release_result(work: asyncio.Future[Fetched]) -> None:
     """Release a part that arrived after its fetch was cancelled."""
     if not work.cancelled() and work.exception() is None:
         work.result().release()
+
+
+def run_in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
+    """Run ``function`` in a new daemon thread, and return a future of its result.
+
+    The default executor would delay the end of the process until the call returns.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def resolve(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        try:
+            outcome: tuple[T | None, BaseException | None] = function(), None
+        except BaseException as error:
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(resolve, *outcome)
+
+    threading.Thread(target=work, name=f"asyncflow-{name}", daemon=True).start()
+    return future

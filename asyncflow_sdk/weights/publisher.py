@@ -12,13 +12,17 @@ of its delivery is raised by ``wait`` or by the next ``publish``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
+import operator
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
 from typing import Any
 
@@ -33,7 +37,7 @@ from ..errors import (
     WeightError,
     WeightMismatch,
 )
-from ..interfaces import RollbackResult, WeightPublisher
+from ..interfaces import Publication, RollbackResult, WeightPublisher
 from ..interfaces.weights import NamedWeights
 from ..ledger import commands as cmd
 from ..queue import QueueClient
@@ -45,14 +49,15 @@ from ..types.defaults import FETCH_S
 from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES
 from ..types.probe import validate_probe
-from .arguments import is_stable, iterate_pairs, version_number
 from .choices import AUTO, choose_transport, make_transport
 from .chunk_copier import BucketDigests, has_spare_core
 from .host import host_of
-from .publication import TransportPublication
 from .writer import DtypePolicy, Rename, VersionWriter
 
 _publishers = itertools.count()  # a session may open several, one after another
+_STABLE = {dict, OrderedDict, list, tuple, type({}.items()), type(OrderedDict().items())}
+"""Types whose tensors all exist; exact types only: a subclass may create tensors while it is iterated."""
+_WANTED = "weights are a mapping of names to tensors, such as a state_dict(), or an iterable of such pairs"
 
 
 def check_publisher(transport: str, options: Mapping[str, Any]) -> None:
@@ -65,6 +70,84 @@ def check_publisher(transport: str, options: Mapping[str, Any]) -> None:
             f"{', '.join(map(repr, elsewhere))} is no option of a transport; give it beside the options"
         )
     make_transport(transport, **{name: value for name, value in options.items() if name not in own}).check()
+
+
+class TransportPublication(Publication):
+    """A version on its way from the trainer: hashed, sent, and made current. ``reported``: True once the server was
+    asked to make it current. ``raised``: True once its error was raised by ``wait``."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self._stage = "being hashed"
+        self.reported = self.raised = False
+        self._result: Future[Manifest] = Future()
+        self._lost = ""
+        self._lock = threading.RLock()
+
+    @property
+    def done(self) -> bool:
+        """True once the version is current, or has failed."""
+        return self._result.done()
+
+    def wait(self, timeout_s: float = FETCH_S) -> Manifest:
+        """Return the manifest once the version is published; see ``Publication.wait``."""
+        try:
+            manifest = self._result.result(timeout_s)
+        except FutureTimeout:
+            if self._result.done():  # a timeout inside the transport
+                self.raised = True
+                raise
+            raise DeadlineExceeded(
+                f"version {self.version} is not published after {timeout_s:g} s: it is {self._stage}"
+            ) from None
+        except BaseException:
+            self.raised = self._result.done()
+            raise
+        if self._lost:
+            raise WeightError(self._lost)
+        return manifest
+
+    # ---- called by the publisher
+
+    def enter(self, stage: str) -> None:
+        """Note what is done with the version now, for errors."""
+        self._stage = stage
+
+    def succeed(self, manifest: Manifest) -> None:
+        """Set the result: the version is current."""
+        self._result.set_result(manifest)
+
+    def fail(self, error: BaseException) -> None:
+        """Set ``error`` as the result. No effect once there is one."""
+        what = f"version {self.version} failed while it was {self._stage}"
+        try:
+            if not isinstance(error, AsyncFlowError):
+                raise WeightError(f"{what}: {type(error).__name__}: {error}") from error
+            if f"version {self.version}" not in str(error):
+                raise type(error)(f"{what}: {error}") from error
+            explained: BaseException = error
+        except AsyncFlowError as named:
+            explained = named
+        with self._lock:
+            if not self.done:
+                self._result.set_exception(explained)
+
+    def lose(self, reason: str) -> None:
+        """Note that another rank withdrew the version. ``reason`` names the rank."""
+        self._lost = reason
+
+    def start_report(self) -> None:
+        """Note that only the server's reply decides now. Raises WeightError after ``give_up``."""
+        with self._lock:
+            if self.done:
+                raise WeightError(f"version {self.version} was given up")
+            self.reported = True
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail, unless the server was asked already: that request has its own deadline."""
+        with self._lock:
+            if not self.reported:
+                self.fail(error)
 
 
 class TransportPublisher(WeightPublisher):
@@ -118,20 +201,15 @@ class TransportPublisher(WeightPublisher):
         opened = run_blocking(
             self._port.send(cmd.OpenPublisher(rank=rank, world_size=world_size, no_rollback=no_rollback))
         )
-        try:  # only the live publisher may change its transport's versions
+        with contextlib.ExitStack() as undo:  # only the live publisher may change its transport's versions
+            undo.callback(self._retire)
             self._sender = made.sender(host)
-            try:
-                kept = [part for _, part in opened.kept if part.transport == transport]
-                self._sender.adopt(
-                    [(manifest, p.where) for p in kept if (manifest := _decode_or_none(p.manifest)) is not None]
-                )
-            except BaseException:
-                self._sender.close()
-                raise
-        except BaseException:
-            with contextlib.suppress(AsyncFlowError):
-                run_blocking(self._port.send(cmd.ClosePublisher()))
-            raise
+            undo.callback(self._sender.close)
+            kept = [part for _, part in opened.kept if part.transport == transport]
+            self._sender.adopt(
+                [(manifest, p.where) for p in kept if (manifest := _decode_or_none(p.manifest)) is not None]
+            )
+            undo.pop_all()
         self.current: int = opened.version
         """The newest version known here; of several ranks, the newest of this rank's parts."""
         self._background = ThreadPoolExecutor(1, thread_name_prefix="asyncflow-publish")
@@ -145,8 +223,8 @@ class TransportPublisher(WeightPublisher):
         self, version: int, weights: NamedWeights, *, probe: Probe | None = None, untrained: Sequence[str] = ()
     ) -> TransportPublication:
         """Make ``weights`` the current version; see ``WeightPublisher.publish``."""
-        version, stable = version_number(version), is_stable(weights)
-        pairs = iterate_pairs(version, weights)
+        version, stable = version_number(version), type(weights) in _STABLE
+        pairs = _pairs(version, weights)
         if probe is not None:
             probe = validate_probe(probe, scored=True)
         self._wait_for_delivery(f"version {version} cannot be published yet", self.timeout_s)
@@ -159,15 +237,12 @@ class TransportPublisher(WeightPublisher):
             version, self._sender.room, digests, helper=self._background if has_spare_core() else None, dtype=self._dtype,
             rename=self._rename, sizes=self._sizes,
         )  # fmt: skip
-        is_announced = True
+        self._delivery = None
         try:
-            try:
-                announced = run_blocking(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s)))
-            except AsyncFlowError:
-                is_announced = False
-                raise
-            finally:
-                self._resolve_unconfirmed()
+            announced = run_blocking(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s)))
+        finally:
+            self._resolve_unconfirmed()
+        try:
             if announced.lost and self._newest is not None:
                 self._newest.lose(announced.lost)
             self._free_all_but(announced.keep)
@@ -180,17 +255,12 @@ class TransportPublisher(WeightPublisher):
             self._background.submit(self._deliver, self._delivery, draft, digests, probe)
         except BaseException as error:
             self._delivery = None
-            if is_announced:
-                if digests is not None:
-                    digests.cancel()
-                with contextlib.suppress(Exception):
-                    self._sender.abandon()
-                self._withdraw(version, error)
+            if digests is not None:
+                digests.cancel()
+            self._withdraw(version, error)
             raise
-        took = time.monotonic() - began
-        self._connection.report(
-            ev.Span(time_s=began, worker=self._connection.name, kind="publish", seconds=took, version=version)
-        )
+        worker, took = self._connection.name, time.monotonic() - began
+        self._connection.report(ev.Span(time_s=began, worker=worker, kind="publish", seconds=took, version=version))
         return self._delivery
 
     def rollback(self, version: int, reason: str = "") -> RollbackResult:
@@ -217,17 +287,13 @@ class TransportPublisher(WeightPublisher):
                 delivery.give_up(WeightError("the publisher was closed"))
             self._stop_preparation()
             self._background.shutdown(wait=False, cancel_futures=True)
-            with contextlib.suppress(AsyncFlowError):
-                run_blocking(self._port.send(cmd.ClosePublisher()))
+            self._retire()
             self._sender.close()
-
-    def __enter__(self) -> TransportPublisher:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # ---- behind
+    # ---- in the background
 
     def _deliver(
         self, publication: TransportPublication, draft: Manifest, digests: BucketDigests | None, probe: Probe | None
@@ -254,8 +320,6 @@ class TransportPublisher(WeightPublisher):
                 self._unconfirmed = version
                 error = ServerLost(f"{error}. Nobody knows whether it is current; the next publish finds out")
             else:
-                with contextlib.suppress(Exception):
-                    self._sender.abandon()
                 self._withdraw(version, error)
             publication.fail(error)
         else:
@@ -295,12 +359,18 @@ class TransportPublisher(WeightPublisher):
                 if self._memory_needed.is_set():
                     return
 
+    def _retire(self) -> None:
+        with contextlib.suppress(AsyncFlowError):
+            run_blocking(self._port.send(cmd.ClosePublisher()))
+
     def _stop_preparation(self) -> None:
         self._memory_needed.set()
         if self._preparation is not None:
             wait_for([self._preparation])  # one step at most
 
     def _withdraw(self, version: int, error: BaseException) -> None:
+        with contextlib.suppress(Exception):
+            self._sender.abandon()
         reason = f"{type(error).__name__}: {error}"
         with contextlib.suppress(AsyncFlowError):
             run_blocking(self._port.send(cmd.Withdraw(version=version, reason=reason[:1000])))
@@ -323,3 +393,35 @@ def _decode_or_none(manifest: bytes) -> Manifest | None:
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.msgpack.decode(manifest, type=Manifest)
     return None
+
+
+def version_number(version: Any) -> int:
+    """Return ``version`` as an int. Raises ConfigError unless it is a whole number of 0 or more."""
+    try:
+        number = -1 if isinstance(version, bool) else operator.index(version)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 63:
+        raise ConfigError(f"the number of a version is an int of 0 or more, not {version!r}")
+    return number
+
+
+def _pairs(version: int, weights: Any) -> Iterator[tuple[str, Any]]:
+    """Return pairs of name and tensor. No tensor is referenced here while the next is requested. Raises
+    ConfigError for values that are neither a mapping nor pairs."""
+    found = weights.items() if isinstance(weights, Mapping) else weights
+    if not isinstance(found, Iterable) or isinstance(found, (str, bytes)):
+        raise ConfigError(f"version {version}: {_WANTED}, not {_describe(weights)}")
+    return map(functools.partial(_pair, version), itertools.count(), found)
+
+
+def _pair(version: int, number: int, item: Any) -> tuple[str, Any]:
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        raise ConfigError(f"version {version}: {_WANTED}; item {number} is {_describe(item)}")
+    return item[0], item[1]
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"{value!r}"[:80] if isinstance(value, str) else f"a {type(value).__name__}"

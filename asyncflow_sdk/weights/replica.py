@@ -1,17 +1,16 @@
-"""ReplicaSubscriber: the state machine of one replica's weights, from an announced version to a loaded one.
+"""ReplicaSubscriber: one replica's weights, from an announced version to a loaded one.
 
-    WAITING ──announced──▶ FETCHING ──verified──▶ STAGED ──request──▶ AWAITING_PERMISSION ──▶ PERMITTED ──take──▶ LOADING
-                            │    ▲                  ▲ └── a newer version replaces it ───────────┘               │
-                            ▼    │ later            └────────────── next version ──────────── LOADED ◀──commit───┤
-                            FAILED ◀────────────────────────────────────────────────────────── give_up, recover ─┘
+    announced ──▶ fetched, verified ──▶ staged ──request──▶ permitted ──take──▶ loading ──commit──▶ loaded
+                    │       ▲             └── a newer version replaces it          │
+                    └ later ┘◀───────────────────────────── give_up, recover ──────┘
 
-Fetching goes on in the background while an older version is staged or loading. The state is that of
-the version nearest to the engine. Everything runs on one event loop and never blocks it.
+Fetching goes on in the background while an older version is staged or loading. Everything runs on one event loop and
+never blocks it.
 
     subscriber = ReplicaSubscriber(queue, loaded=None, changed=asyncio.Event())
     await subscriber.open()
     subscriber.request_permission()                      # while the engine generates
-    if subscriber.state is SubscriberState.PERMITTED:
+    if subscriber.permitted:
         update = subscriber.take()
         try:
             await loader.load(update)
@@ -25,11 +24,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from ..errors import (
     AsyncFlowError,
@@ -47,9 +46,8 @@ from ..ledger import commands as cmd
 from ..queue import Connection, LoopPort, QueueClient
 from ..queue.coroutines import wait_for_event
 from ..types.defaults import FETCH_S
-from .engine_loader import EngineLoader
+from .engine_loader import EngineLoader, check_names
 from .fetcher import CLOSE_S, StagedVersion, VersionFetcher
-from .proof import check_names
 
 POLL_S = 60.0
 """Duration of one request. A step may take hours, but a lost server must be noticed."""
@@ -60,22 +58,9 @@ GIVE_UP_AFTER = 5
 RETRYABLE = (VersionGone, DigestMismatch, WireError, DeadlineExceeded, MemoryFull, OSError)
 """Errors of a fetch that another attempt may not have."""
 
-_replicas: weakref.WeakKeyDictionary[Connection, object] = weakref.WeakKeyDictionary()
-"""The owner of each connection's role as a replica: the ledger knows one replica a session."""
+_replicas: weakref.WeakSet[Connection] = weakref.WeakSet()
+"""Connections that are a replica: the ledger knows one replica a session."""
 _lock = threading.Lock()
-
-
-class SubscriberState(enum.Enum):
-    """State of the version nearest to the engine."""
-
-    WAITING = "waiting for a version"
-    FETCHING = "fetching"
-    STAGED = "staged"
-    AWAITING_PERMISSION = "waiting for permission"
-    PERMITTED = "permitted to load"
-    LOADING = "loading"
-    LOADED = "loaded"
-    FAILED = "failed"
 
 
 class ReplicaSubscriber:
@@ -83,7 +68,7 @@ class ReplicaSubscriber:
     reports the result.
 
     ``loaded``: the engine's version; None for none. ``own``: True if it names the engine's initial weights; a
-    published version of that number is loaded all the same. ``changed`` is set on each change of ``state``, on a
+    published version of that number is loaded all the same. ``changed`` is set when a version is staged or permitted, on a
     ``failure``, and when the run has ``ended``. ``rename``: from published names to the engine's. ``task``: of its
     rows. From ``open`` to ``close`` it is the connection's only replica. Not thread-safe.
 
@@ -103,12 +88,11 @@ class ReplicaSubscriber:
         fetch_timeout_s: float = FETCH_S,
         task: str = "",
     ) -> None:
-        self._task = task
+        self._task, self._changed = task, changed
         self._port = LoopPort(queue.connection)
         self._fetcher = VersionFetcher(queue.connection, rename, fetch_timeout_s)
-        self._changed = changed
-        self._role = object()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background: list[asyncio.Task[None]] = []
+        self._opened = False
         self.loaded, self._own = loaded, own
         self.failure: Exception | None = None
         """An error that no retry can help."""
@@ -117,11 +101,9 @@ class ReplicaSubscriber:
         # the newest version that the ledger announced, and its fetch
         self._announced: cmd.Version | None = None
         self._announced_newer = asyncio.Event()
-        # the newest version that was staged or needs no fetch
-        self._handled = -1 if loaded is None or own else loaded
-        self._last_staged = -1
-        self._fetching = self._interrupted = False
-        self._failed_version = self._without_base = -1
+        self._handled = -1 if loaded is None or own else loaded  # the newest version that was staged or is loaded
+        self._interrupted = False
+        self._failed = -1  # to be fetched again, at ``_retry_at``
         self._retry_at, self._retries = 0.0, 0
         self._fetch_error = ""
         # the staged version, and the permission to load it
@@ -129,7 +111,6 @@ class ReplicaSubscriber:
         self._permitted: StagedVersion | None = None
         self._requested: StagedVersion | None = None
         self._request: asyncio.Task[None] | None = None
-        self._denial = ""
         # the version that is being loaded, and the loaded one
         self._loading: StagedVersion | None = None
         self._not_loading = asyncio.Event()
@@ -138,75 +119,73 @@ class ReplicaSubscriber:
         self._failed_loads = 0
 
     @property
-    def state(self) -> SubscriberState:
-        """Return the state of the version nearest to the engine."""
-        if self._loading is not None:
-            return SubscriberState.LOADING
-        if self._staged is not None:
-            if self._is_permitted:
-                return SubscriberState.PERMITTED
-            waits = self._requested is self._staged
-            return SubscriberState.AWAITING_PERMISSION if waits else SubscriberState.STAGED
-        if self._fetching:
-            return SubscriberState.FETCHING
-        if self._fetch_error:
-            return SubscriberState.FAILED
-        return SubscriberState.WAITING if self.loaded is None else SubscriberState.LOADED
+    def staged(self) -> bool:
+        """True if a version is staged, and permission to load it was not requested yet."""
+        return self._staged is not None and self._staged not in (self._permitted, self._requested)
+
+    @property
+    def permitted(self) -> bool:
+        """True if the staged version may be loaded."""
+        return self._staged is not None and self._permitted is self._staged
 
     async def open(self) -> None:
         """Report the loaded version, and start to fetch. From now on the ledger counts this session
         as a replica. Raises ConfigError if it is one already, for another engine."""
         connection = self._port.connection
         with _lock:
-            if _replicas.setdefault(connection, self._role) is not self._role:
+            if connection in _replicas:
                 raise ConfigError(
                     f"{connection.name} takes weight updates for another engine already, and a connection is one"
                     " replica: close those first, or connect again for this one"
                 )
+            _replicas.add(connection)
+        self._opened = True
         if self.loaded is not None:
             await self._port.send(cmd.ReportLoaded(version=self.loaded, own=self._own))
-        self._tasks = [asyncio.create_task(self._guard(each)) for each in (self._watch, self._keep_staged)]
+        self._background = [asyncio.create_task(self._guard(each)) for each in (self._watch(), self._keep_staged())]
 
     async def close(self) -> None:
         """Stop, retire, and release all versions except the one being loaded. Idempotent."""
         try:
             self._cancel_request()
-            for task in self._tasks:
+            for task in self._background:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._background, return_exceptions=True)
             self._fetcher.close()
-            if self._staged is not None:
-                self._staged.release()
-            self._staged = None
+            self._drop_staged()
         finally:
-            await self._retire()
+            if self._opened:  # others may wait for its permission or its vote
+                self._opened = False
+                try:
+                    with contextlib.suppress(AsyncFlowError, asyncio.TimeoutError):  # the server may be lost
+                        await asyncio.wait_for(self._port.send(cmd.Retire()), CLOSE_S)
+                finally:
+                    with _lock:
+                        _replicas.discard(self._port.connection)
 
     async def diagnose(self) -> str:
         """Return the reason why no newer version is loaded: "; ..." to append to a sentence, or ""."""
-        parts = [self._denial or self._fetch_error]
+        parts = [self._fetch_error]
         with contextlib.suppress(AsyncFlowError):
             session = self._port.connection.session
             report = await self._port.send(cmd.GetStatus())
             parts += [p.why for p in report.parked if p.session == session and p.verb.startswith(("weights", "load"))]
         return "".join(f"; {part}" for part in parts if part)
 
-    # ---- STAGED → PERMITTED
+    # ---- from staged to permitted
 
     def request_permission(self) -> None:
         """Request permission to load the staged version, in the background and only once."""
-        staged = self._staged
-        if staged is not None and staged not in (self._permitted, self._requested):
+        if self.staged:
             self._cancel_request()
-            self._requested = staged
-            self._request = asyncio.create_task(self._await_permission(staged))
+            self._requested = self._staged
+            self._request = asyncio.create_task(self._guard(self._await_permission(self._requested)))
 
     async def try_permission(self) -> bool:
         """Return True if the staged version may be loaded now. Does not wait for other replicas."""
-        staged = self._staged
-        if staged is not None:
-            with contextlib.suppress(DeadlineExceeded):
-                await self._get_permission(staged, 0.0)
-        return self._is_permitted
+        with contextlib.suppress(DeadlineExceeded):
+            await self._get_permission(0.0)
+        return self.permitted
 
     async def next(self, timeout_s: float) -> StagedVersion | None:
         """Wait for the next version and for permission to load it, and take it. Return None at the
@@ -214,71 +193,66 @@ class ReplicaSubscriber:
         until = time.monotonic() + timeout_s
         while True:
             self._changed.clear()
+            left_s = max(until - time.monotonic(), 0.0)
             if self.failure is not None:
                 raise self.failure
-            if (staged := self._staged) is not None:
+            if self._staged is not None:
+                version = self._staged.version
                 try:
-                    await self._get_permission(staged, max(until - time.monotonic(), 0.0))
+                    await self._get_permission(left_s)
                 except DeadlineExceeded as error:
                     raise DeadlineExceeded(
-                        f"version {staged.version} could not be loaded in {timeout_s:g} s: {error}"
+                        f"version {version} could not be loaded in {timeout_s:g} s: {error}"
                     ) from None
-                if self._is_permitted:
+                if self.permitted:
                     return self.take()
             elif self.ended:
                 return None
-            elif not await wait_for_event(self._changed, max(until - time.monotonic(), 0.0)):
+            elif not await wait_for_event(self._changed, left_s):
                 on = "no version" if self.loaded is None else f"version {self.loaded}"
                 raise DeadlineExceeded(
                     f"no version was published and fetched in {timeout_s:g} s; this replica has {on}"
                     f"{await self.diagnose()}"
                 )
 
-    @property
-    def _is_permitted(self) -> bool:
-        return self._staged is not None and self._permitted is self._staged
-
-    async def _await_permission(self, staged: StagedVersion) -> None:
+    async def _await_permission(self, staged: StagedVersion | None) -> None:
         try:
-            await self._get_permission(staged, None)
-        except Exception as error:
-            self.failure = self.failure or error
+            while self._staged is staged and not self.permitted:
+                with contextlib.suppress(DeadlineExceeded):
+                    await self._get_permission(POLL_S)
         finally:
             if self._requested is staged:
                 self._requested = self._request = None
             self._changed.set()
 
-    async def _get_permission(self, staged: StagedVersion, timeout_s: float | None) -> None:
-        """Wait for permission; without ``timeout_s`` for as long as it takes. Return without it if a newer version
-        replaces ``staged``. Raises DeadlineExceeded that names the replicas it waits for."""
-        while True:
-            try:
-                wait_s = POLL_S if timeout_s is None else timeout_s
-                await self._port.send(cmd.Swap(version=staged.version, timeout_s=wait_s))
-            except VersionGone:  # it may never be loaded any more; the newest is still to be fetched
-                self._denial = ""
-                if self._staged is staged:
-                    self._staged = None
-                    staged.release()
-                return
-            except ConfigError:
-                if self._staged is staged:
-                    raise
-                return
-            except DeadlineExceeded as error:
-                self._denial = str(error)
-                if timeout_s is not None:
-                    raise
-            else:
-                self._denial, self._permitted = "", staged
-                return
+    async def _get_permission(self, timeout_s: float) -> None:
+        """Wait for permission to load the staged version. Return without it if a newer version replaces that one, or
+        it may never be loaded any more. Raises DeadlineExceeded naming the replicas that it waits for."""
+        staged = self._staged
+        if staged is None:
+            return
+        try:
+            await self._port.send(cmd.Swap(version=staged.version, timeout_s=timeout_s))
+        except VersionGone:
+            if self._staged is staged:
+                self._drop_staged()
+        except ConfigError:
+            if self._staged is staged:
+                raise
+        else:
+            self._permitted = staged
 
     def _cancel_request(self) -> None:
         if self._request is not None:
             self._request.cancel()
             self._requested = self._request = None
 
-    # ---- PERMITTED → LOADING → LOADED or FAILED
+    def _drop_staged(self) -> None:
+        replaced, self._staged = self._staged, None
+        if replaced is not None:
+            replaced.release()
+
+    # ---- from permitted to loaded
 
     def take(self) -> StagedVersion:
         """Begin to load the permitted version, and return it. It is loaded even if a newer version
@@ -327,9 +301,7 @@ class ReplicaSubscriber:
                 self._not_loading.set()
         if again:
             self._delay_retry(update.version)
-            if self._announced is not None and self._announced.version == update.version:
-                self._handled = update.version - 1
-                self._announced_newer.set()
+            self._announced_newer.set()
 
     async def recover(self, loader: EngineLoader, error: Exception) -> None:
         """Bring the engine back to a whole version after a load failed with ``error``: load the
@@ -383,11 +355,11 @@ class ReplicaSubscriber:
             raise
         return whole
 
-    # ---- WAITING → FETCHING → STAGED or FAILED, in the background
+    # ---- from announced to staged, in the background
 
-    async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await work()
+            await work
         except Exception as error:
             self.failure = self.failure or error
             self._changed.set()
@@ -415,7 +387,8 @@ class ReplicaSubscriber:
             announced = await self._next_to_fetch()
             began = time.monotonic()
             try:
-                staged = await self._fetch(announced)
+                use_base = self._failed != announced.version  # the base may be wrong
+                staged = await self._fetcher.fetch(announced, use_base=use_base, interruptible=True)
             except RETRYABLE as error:
                 await self._retry_later(announced, error)
             except Exception as error:
@@ -424,41 +397,29 @@ class ReplicaSubscriber:
             else:
                 await self._stage(staged, time.monotonic() - began)
 
-    async def _fetch(self, announced: cmd.Version) -> StagedVersion:
-        self._fetching = True
-        try:
-            use_base = self._without_base != announced.version
-            return await self._fetcher.fetch(announced, use_base=use_base, interruptible=True)
-        finally:
-            self._fetching = False
-
     async def _next_to_fetch(self) -> cmd.Version:
         """Wait for the newest unhandled version, and until a failed one may be retried."""
         while True:
             self._announced_newer.clear()
-            wait_s = None
-            if self._announced is not None and self._announced.version > self._handled:
-                failed = self._announced.version == self._failed_version
-                wait_s = self._retry_at - time.monotonic() if failed else 0.0
-                if wait_s <= 0:
-                    return self._announced
+            wait_s, newest = None, self._announced
+            if newest is not None and newest.version == self._failed:
+                wait_s = self._retry_at - time.monotonic()
+            elif newest is not None and newest.version > self._handled:
+                wait_s = 0.0
+            if newest is not None and wait_s is not None and wait_s <= 0:
+                return newest
             await wait_for_event(self._announced_newer, wait_s)
 
     async def _stage(self, staged: StagedVersion, seconds: float) -> None:
-        version = staged.version
-        skipped = max(version - self._last_staged - 1, 0) if self._last_staged >= 0 else 0
-        encodings = sorted({part.encoding for part in staged.parts.values()})
-        moved = sum(part.moved for part in staged.parts.values())
-        command = cmd.ReportStaged(
-            version=version, skipped=skipped, moved=moved, encoding="+".join(encodings), seconds=seconds
-        )
-        self._interrupted, self._without_base, self._fetch_error = False, -1, ""
-        self._handled = self._last_staged = version
+        version, parts = staged.version, staged.parts.values()
+        skipped = max(version - self._handled - 1, 0) if self._handled >= 0 else 0
+        moved, encoding = sum(part.moved for part in parts), "+".join(sorted({part.encoding for part in parts}))
+        command = cmd.ReportStaged(version=version, skipped=skipped, moved=moved, encoding=encoding, seconds=seconds)
+        self._handled, self._failed, self._interrupted, self._fetch_error = version, -1, False, ""
         report = asyncio.ensure_future(self._port.send(command))
         await asyncio.sleep(0)  # the report is sent before any request for permission
-        replaced, self._staged = self._staged, staged
-        if replaced is not None:
-            replaced.release()
+        self._drop_staged()
+        self._staged = staged
         self._changed.set()
         await report
 
@@ -477,7 +438,6 @@ class ReplicaSubscriber:
                 if self._announced is None or newest.version > self._announced.version:
                     self._announced = newest  # _watch receives it, too, but maybe after the next attempt
                 return
-        self._without_base = announced.version  # the base may be wrong
         self._delay_retry(announced.version)
         await self._report_failed_fetch(announced, error)
 
@@ -487,21 +447,9 @@ class ReplicaSubscriber:
         await self._port.send(cmd.ReportLoadFailed(version=announced.version, reason=describe(error)))
 
     def _delay_retry(self, version: int) -> None:
-        self._failed_version = version
+        self._failed = version
         self._retry_at = time.monotonic() + min(RETRY_S * 2**self._retries, RETRY_MOST_S)
         self._retries = min(self._retries + 1, 16)
-
-    async def _retire(self) -> None:
-        """Give up the role as a replica: others may wait for its permission or its vote."""
-        connection = self._port.connection
-        if _replicas.get(connection) is not self._role:
-            return
-        try:
-            with contextlib.suppress(AsyncFlowError, asyncio.TimeoutError):  # the server may be lost
-                await asyncio.wait_for(self._port.send(cmd.Retire()), CLOSE_S)
-        finally:
-            with _lock:
-                _replicas.pop(connection, None)
 
 
 def describe(error: BaseException) -> str:

@@ -25,8 +25,8 @@ from ..interfaces import FilePlace, LoadableUpdate, WeightSubscriber
 from ..queue import QueueClient
 from ..types import Probe
 from ..types.defaults import FETCH_S, NEXT_S
+from .engine_loader import names_taken
 from .fetcher import CLOSE_S, StagedVersion
-from .proof import names_taken
 from .replica import ReplicaSubscriber, describe
 
 T = TypeVar("T")
@@ -52,18 +52,18 @@ class StagedUpdate(LoadableUpdate):
         return self
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-        """Yield (name, array)."""
-        for name, array in self._staged.arrays():
-            self._read.add(name)
-            yield name, array
+        """See ``WeightUpdate.arrays``."""
+        return map(self._note, self._staged.arrays())
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        for name, tensor in self._staged:
-            self._read.add(name)
-            yield name, tensor
+        return map(self._note, self._staged)
+
+    def _note(self, tensor: tuple[str, T]) -> tuple[str, T]:
+        self._read.add(tensor[0])
+        return tensor
 
     def place(self, name: str) -> FilePlace | None:
-        """Return the place of a tensor in a file, or None."""
+        """See ``WeightUpdate.place``."""
         place = self._staged.place(name)
         if place is not None:
             self._read.add(name)
@@ -79,19 +79,13 @@ class StagedUpdate(LoadableUpdate):
         return self._read if self._reported is None else self._reported
 
     def release(self) -> None:
-        """Release the bytes. Idempotent."""
+        """See ``WeightUpdate.release``."""
         self._staged.release()
-
-    def __enter__(self) -> StagedUpdate:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave(self, error).result()
-
-    async def __aenter__(self) -> StagedUpdate:
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -175,9 +169,6 @@ class TransportSubscriber(WeightSubscriber):
             asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(3 * CLOSE_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def __enter__(self) -> TransportSubscriber:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

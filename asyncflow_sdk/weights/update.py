@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import xxhash
 
 from ..errors import VersionGone, WeightMismatch
 from ..interfaces.weights import Fetched, FilePlace, TensorType, WeightUpdate
-from ..types import TensorInfo, carrier, from_torch, to_torch
+from ..types import TensorInfo, carrier, dtype_name, from_torch, to_torch
 
 Array = np.ndarray[Any, Any]
 
@@ -142,6 +142,27 @@ class Update(WeightUpdate):
 
     def _mismatch(self, name: str, what: str) -> WeightMismatch:
         return WeightMismatch(f"version {self.version}: tensor {name!r}: {what}")
+
+
+def announced_arrays(update: WeightUpdate, names: Collection[str]) -> Iterator[tuple[str, Array]]:
+    """Yield (name, array) of these tensors of an update, each once. Raises WeightMismatch for an
+    array unlike its announcement, and after the last one if any is missing."""
+    left = set(names)
+    for name, array in update.arrays():
+        if name not in left:
+            continue
+        wanted, given = update.tensors[name], (dtype_name(array.dtype), array.shape)
+        if given != tuple(wanted):
+            raise WeightMismatch(
+                f"version {update.version}: {name} came as {given[0]}{list(given[1])}, and was announced as"
+                f" {wanted.dtype}{list(wanted.shape)}"
+            )
+        left.remove(name)
+        yield name, array
+    if left:
+        raise WeightMismatch(
+            f"version {update.version} announced {', '.join(sorted(left)[:10])}, and did not bring it"
+        )
 
 
 def _whole_shape(info: TensorInfo) -> tuple[int, ...]:

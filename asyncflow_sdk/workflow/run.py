@@ -38,7 +38,7 @@ from ..queue import Connection, QueueClient, QueueServer, Recovered, open_queue
 from ..types import events as ev
 from ..types.defaults import FEED_GROUPS, FETCH_S, KEEP_CHECKPOINTS, LEAVE_S, NEXT_S, STEP_LEASE_S, WAIT_S
 from ..weights import Restoration, TransportPublisher, TransportSubscriber, get_restoration, report_restored
-from ..weights.arguments import version_number
+from ..weights.publisher import version_number
 from .address import remove_addresses
 from .checkpoint import Checkpoints, ResumePoint
 from .consumer import CheckingConsumer

@@ -12,9 +12,9 @@ from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import Request
 from asyncflow_sdk.testing.kit.updates import HeldUpdate
 from asyncflow_sdk.types import Sampling
-from asyncflow_sdk.weights import Handover, map_handover
 from asyncflow_sdk.workflow.model_folder import ModelFolder
 from asyncflow_vllm.folder import FolderWeights, WholeLayers
+from asyncflow_vllm.handover import Handover, map_handover
 from asyncflow_vllm.requests import Limits
 
 torch = pytest.importorskip("torch")

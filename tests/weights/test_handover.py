@@ -18,11 +18,12 @@ from waiting import in_thread
 from asyncflow_sdk.errors import WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
 from asyncflow_sdk.types import Shard
-from asyncflow_sdk.weights import Handover, decode_handover, host, map_handover
+from asyncflow_sdk.weights import host
+from asyncflow_vllm.handover import Handover, decode_handover, map_handover
 
 READER = """
 import hashlib, json, sys
-from asyncflow_sdk.weights import map_handover
+from asyncflow_vllm.handover import map_handover
 print(json.dumps([(name, str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest())
                   for name, array in map_handover(sys.stdin.read())]))
 """

@@ -45,7 +45,7 @@ from ...queue import AsyncLeasedBatch, QueueClient
 from ...queue.coroutines import wait_for_event
 from ...types import Sampling
 from ...types.defaults import FEED_S, NEXT_S
-from ...weights import EngineLoader, ReplicaSubscriber, SubscriberState
+from ...weights import EngineLoader, ReplicaSubscriber
 from ..workers.worker_log import WorkerLog
 from .agent import Agent
 from .completion_batcher import CompletionBatcher, ResponseColumns
@@ -129,9 +129,9 @@ class RolloutWorker:
         if self._ended:
             return RolloutState.END
         if replica is not None:
-            if replica.state is SubscriberState.STAGED and (self._requests.idle or not self._at_boundary):
+            if replica.staged and (self._requests.idle or not self._at_boundary):
                 return RolloutState.PERMISSION
-            if replica.state is SubscriberState.PERMITTED:
+            if replica.permitted:
                 return RolloutState.LOAD
             if unloaded and replica.ended:
                 return RolloutState.END

@@ -8,7 +8,7 @@ import numpy as np
 
 from ....errors import WeightError
 from ....interfaces import Completion
-from ....weights.proof import check_held
+from ....weights import check_held
 from ..check import CheckFailed, check, expect, needs
 from .lab import RolloutLab
 

@@ -16,7 +16,7 @@ import numpy as np
 from ....errors import EngineError
 from ....interfaces import Completion, Request
 from ....types import VersionSpan
-from ....weights.proof import check_held
+from ....weights import check_held
 from ..check import CheckFailed, expect
 from ..diagnosis import diagnose_logprobs
 from ..precision import too_far

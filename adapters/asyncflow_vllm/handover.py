@@ -16,18 +16,21 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..errors import WeightError, WeightMismatch
-from ..interfaces.weights import FilePlace, WeightUpdate
-from ..types import carrier, dtype_name
-from .transports.version_memory import HEADER_BYTES, VersionMemory
-from .writer import padded
+from asyncflow_sdk.errors import WeightError
+from asyncflow_sdk.interfaces import WeightUpdate
+from asyncflow_sdk.interfaces.weights import FilePlace
+from asyncflow_sdk.types import carrier
+from asyncflow_sdk.weights import announced_arrays
+from asyncflow_sdk.weights.transports import VersionMemory
+from asyncflow_sdk.weights.transports.version_memory import HEADER_BYTES
 
+ALIGN = 64
 Array = np.ndarray[Any, Any]
 
 
@@ -95,7 +98,7 @@ class Handover:
         offsets, size = {}, 0
         for name in update.tensors:
             if name in names:
-                offsets[name], size = size, size + padded(_nbytes(update, name))
+                offsets[name], size = size, size + -(-_nbytes(update, name) // ALIGN) * ALIGN
         if self._memory is None:
             self._memory = VersionMemory.private("handover")
         memory = self._memory.room(max(size, 1)).memory
@@ -105,27 +108,6 @@ class Handover:
         (place,) = self._memory.seal(update.version)
         path = str(self._memory.directory / place.segment)
         return {name: FilePlace(path, place.start + HEADER_BYTES + offset) for name, offset in offsets.items()}
-
-
-def announced_arrays(update: WeightUpdate, names: Collection[str]) -> Iterator[tuple[str, Array]]:
-    """Yield (name, array) of these tensors of an update, each once. Raises WeightMismatch for an
-    array unlike its announcement, and after the last one if any is missing."""
-    left = set(names)
-    for name, array in update.arrays():
-        if name not in left:
-            continue
-        wanted, given = update.tensors[name], (dtype_name(array.dtype), array.shape)
-        if given != tuple(wanted):
-            raise WeightMismatch(
-                f"version {update.version}: {name} came as {given[0]}{list(given[1])}, and was announced as"
-                f" {wanted.dtype}{list(wanted.shape)}"
-            )
-        left.remove(name)
-        yield name, array
-    if left:
-        raise WeightMismatch(
-            f"version {update.version} announced {', '.join(sorted(left)[:10])}, and did not bring it"
-        )
 
 
 def map_handover(message: str) -> Iterator[tuple[str, Array]]:
