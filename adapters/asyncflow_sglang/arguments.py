@@ -22,8 +22,7 @@ _UNSET = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_MAX_NEW_TOKENS_LIMIT", "SGLA
 def own_options(
     model: str, options: Mapping[str, Any], *, dtype: str, context: int | None, version: int
 ) -> dict[str, Any]:
-    """Return the options by the names of SGLang's ServerArgs. Raises ConfigError for options set by
-    this adapter."""
+    """Return the options by the names of SGLang's ServerArgs. Raises ConfigError for options set by this adapter."""
     odd = sorted(name for name in options if name.replace("-", "_") in _OURS)
     if odd:
         raise ConfigError(
@@ -43,8 +42,7 @@ def own_options(
 def own_arguments(
     model: str, options: Mapping[str, Any], *, port: int, key: str, dtype: str, context: int | None, version: int
 ) -> list[str]:
-    """Return the command line of ``sglang.launch_server``. Raises ConfigError for options set by
-    this adapter."""
+    """Return the command line of ``sglang.launch_server``. Raises ConfigError for options set by this adapter."""
     given = own_options(model, options, dtype=dtype, context=context, version=version)
     given |= {"host": "127.0.0.1", "port": port, "api_key": key}
     arguments = []

@@ -7,6 +7,7 @@ check whether the parent still lives: a child of a worker killed meanwhile would
 from __future__ import annotations
 
 import ctypes
+import importlib
 import multiprocessing
 import os
 import signal
@@ -17,22 +18,17 @@ _PDEATHSIG = 1  # prctl(2)
 
 def scheduler(*arguments: Any, **named: Any) -> None:
     """Run a scheduler."""
-    _end_with_parent()
-    from sglang.srt.managers.scheduler import run_scheduler_process
-
-    run_scheduler_process(*arguments, **named)
+    _run("scheduler", "run_scheduler_process", *arguments, **named)
 
 
 def detokenizer(*arguments: Any, **named: Any) -> None:
     """Run the detokenizer."""
-    _end_with_parent()
-    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
-
-    run_detokenizer_process(*arguments, **named)
+    _run("detokenizer_manager", "run_detokenizer_process", *arguments, **named)
 
 
-def _end_with_parent() -> None:
+def _run(module: str, function: str, *arguments: Any, **named: Any) -> None:
     ctypes.CDLL(None).prctl(_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid != os.getppid():
         os._exit(1)
+    getattr(importlib.import_module(f"sglang.srt.managers.{module}"), function)(*arguments, **named)

@@ -1,11 +1,10 @@
-"""SafetensorsHandoff: a version's bytes as a safetensors file in shared memory, read by SGLang on
-this host.
+"""SafetensorsHandoff: a version's bytes as a safetensors file in shared memory, read by SGLang on this host.
 
     handoff = SafetensorsHandoff()
     handoff.write(update)                   # then SGLang loads handoff.folder; the next version overwrites the file
 
-SGLang's calls with tensors take pickles; its call with a folder does not. The file is written in
-place, so its pages stay allocated.
+SGLang's calls with tensors take pickles; its call with a folder does not. The file is written in place, so its pages
+stay allocated.
 """
 
 from __future__ import annotations

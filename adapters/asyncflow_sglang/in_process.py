@@ -134,8 +134,7 @@ class InProcessLink:
         return engine
 
     def _processes(self) -> list[Any]:
-        """Return SGLang's running processes: nothing else in a worker starts processes by
-        multiprocessing."""
+        """Return SGLang's running processes: nothing else in a worker starts processes by multiprocessing."""
         return [each for each in multiprocessing.active_children() if each not in self._others]
 
     def _died(self, process: Any) -> None:
@@ -220,17 +219,14 @@ _MANAGER_CALLS = {
 async def _call(engine: Any, path: str, body: Mapping[str, Any], read: Callable[[Any], Any]) -> Any:
     """Do in this process the work of a route of SGLang's server. Read its answer on its thread, since
     SGLang goes on to change it."""
-    if path == "/generate":
-        got = await engine.async_generate(**body)
-        if not body["stream"]:
-            return read(got)
-        async for part in got:
+    from sglang.srt.managers import io_struct
+
+    if path == "/generate":  # a method of the engine's own has no parameter for sampling masks
+        async for part in engine.tokenizer_manager.generate_request(io_struct.GenerateReqInput(**body), None):
             whole = read(part)
         return whole
     if path == "/abort_request":
         return read(engine.tokenizer_manager.abort_request(**body))
-    from sglang.srt.managers import io_struct
-
     method, kind = _MANAGER_CALLS[path]
     answer = await getattr(engine.tokenizer_manager, method)(getattr(io_struct, kind)(**body))
     if isinstance(answer, tuple) and not answer[0]:

@@ -11,7 +11,8 @@ OLDEST = "0.5.23"
 
 
 class ServerInfo(msgspec.Struct):
-    """Used options of an SGLang. ``max_req_input_len``: prompts are shorter."""
+    """Used options of an SGLang. ``max_req_input_len``: prompts are shorter. ``sampling_mask_max_tokens``: kept
+    ids of a draw at most."""
 
     version: str
     max_req_input_len: int
@@ -26,10 +27,10 @@ class ServerInfo(msgspec.Struct):
     tokenizer_worker_num: int = 1
     incremental_streaming_output: bool = False
     enable_deterministic_inference: bool = False
+    sampling_mask_max_tokens: int = 4096
 
     def check(self, name: str) -> None:
-        """Raise ConfigError, with all reasons, if versions cannot be loaded or tokens carry no
-        version."""
+        """Raise ConfigError, with all reasons, if versions cannot be loaded or tokens carry no version."""
         try:
             old = Version(self.version) < Version(OLDEST)
         except InvalidVersion:

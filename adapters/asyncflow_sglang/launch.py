@@ -1,8 +1,7 @@
 """python -m asyncflow_sglang.launch: an SGLang server that ends with its parent.
 
-The first line of standard input has the arguments of ``sglang.launch_server`` as JSON, which keeps
-keys off the command line. The end of the input, also by the parent's death, ends the server and all
-processes started by it.
+The first line of standard input has the arguments of ``sglang.launch_server`` as JSON, which keeps keys off the
+command line. The end of the input, also by the parent's death, ends the server and all processes started by it.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ def in_group(group: int) -> set[int]:
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
-    """Return files of shared memory mapped by these processes of SGLang, which leave them when
-    killed."""
+    """Return files of shared memory mapped by these processes of SGLang, which leave them when killed."""
     found: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from asyncflow_sdk.plugins import AdapterSpec, hookimpl
 
-CAN = {"swap": ["drain", "partial", "in_flight"], "has": ["token_versions", "logprobs", "stop_texts"]}
+CAN = {
+    "swap": ["drain", "partial", "in_flight"],
+    "has": ["token_versions", "logprobs", "stop_texts", "sampling_mask"],
+}
 
 
 @hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
-    """Return the rollout engines ``sglang``, over a server, and ``sglang-engine``, in the worker's
-    process."""
+    """Return the rollout engines ``sglang``, over a server, and ``sglang-engine``, in the worker's process."""
     return [
         AdapterSpec(
             kind="rollout",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Completion, StopWatch
+from asyncflow_sdk.interfaces.rollout import SAMPLING_MASK
 from asyncflow_sdk.types import VersionSpan
 
 Scored = tuple[float | None, int, Any]
@@ -32,10 +34,13 @@ class TokenSpan(msgspec.Struct):
 
 
 class Meta(msgspec.Struct):
-    """``cached_tokens``: prompt tokens found in the KV cache."""
+    """``cached_tokens``: prompt tokens found in the KV cache. ``output_token_sampling_mask``: kept ids of each
+    draw, with the log-prob of the drawn one over them in ``output_token_sampling_logprobs``."""
 
     finish_reason: Reason | None = None
     output_token_logprobs: list[Scored] | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
     input_token_logprobs: list[Scored] | None = None
     weight_versions: list[TokenSpan] | None = None
     cached_tokens: int = 0
@@ -53,11 +58,17 @@ NOTHING = SGLangReply(Meta(Reason("abort", "before it began")), [])
 
 
 def completion(
-    reply: SGLangReply, index: int, ends: Collection[int], *, interrupted: bool, watch: StopWatch | None
+    reply: SGLangReply,
+    index: int,
+    ends: Collection[int],
+    masked: bool | None,
+    interrupted: bool,
+    watch: StopWatch | None,
 ) -> Completion:
     """Return the response in a reply. ``ends``: end and stop tokens; SGLang looks first at the
-    length and for an abort. ``watch``: finds its stop text, for which it was aborted. Raises EngineError
-    for a response aborted by others, and for tokens without log-probs or without a known version."""
+    length and for an abort. ``masked``: the draws have kept ids; None: it has no columns for them. ``watch``:
+    finds its stop text, for which it was aborted. Raises EngineError for a response aborted by others, and for
+    tokens without log-probs, kept ids or a known version."""
     reason, meta = reply.meta_info.finish_reason, reply.meta_info
     scored = meta.output_token_logprobs or []
     tokens = len(scored)
@@ -65,17 +76,24 @@ def completion(
     if reason is None or (reason.type == "abort" and not (interrupted or stopped)) or reason.type not in _REASONS:
         given = "no reason" if reason is None else f"{reason.type!r} {reason.message}"
         raise EngineError(f"SGLang ended a response that nobody interrupted, with {given}")
+    kept, over_kept = meta.output_token_sampling_mask or [], meta.output_token_sampling_logprobs or []
+    has = {len(reply.output_ids), tokens, *((len(kept), len(over_kept)) if masked else ())}
     if reason.type == "abort":  # a response waiting to be recomputed may have fewer log-probs than tokens
-        tokens = min(tokens, len(reply.output_ids))
-    elif tokens != len(reply.output_ids):
-        raise EngineError(f"SGLang returned {len(reply.output_ids)} tokens with {tokens} log-probs")
+        tokens = min(has)
+    elif len(has) > 1:
+        raise EngineError(f"SGLang returned {len(reply.output_ids)} tokens with {min(has)} log-probs or kept ids")
     ids = reply.output_ids[:tokens]
     if ids != [token for _, token, _ in scored[:tokens]] or any(value is None for value, _, _ in scored[:tokens]):
         raise EngineError("SGLang returned log-probs of other tokens than the returned ones")
-    logprobs = np.array([value for value, _, _ in scored[:tokens]], np.float32)
+    logprobs = np.array(over_kept[:tokens] if masked else [value for value, _, _ in scored[:tokens]], np.float32)
+    columns = {}
+    if masked is not None:
+        cut = kept[:tokens] if masked else [[]] * tokens
+        values = [list(itertools.chain.from_iterable(cut)), list(map(len, cut))]
+        columns = {name: np.array(each, np.int32) for name, each in zip(SAMPLING_MASK, values, strict=True)}
     spans = _spans(meta.weight_versions or [], tokens)
     ended = "stop" if stopped or (tokens and ids[-1] in ends) else _REASONS[reason.type]
-    return Completion(index, np.array(ids, np.int32), logprobs, ended, spans)
+    return Completion(index, np.array(ids, np.int32), logprobs, ended, spans, columns)
 
 
 _REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}

@@ -1,8 +1,7 @@
-"""RequestTracker: requests of one engine to SGLang, each followed to its end, even if its caller is
-gone.
+"""RequestTracker: requests of one engine to SGLang, each followed to its end, even if its caller is gone.
 
-SGLang ignores an abort of a request that it has not received yet, and continues requests without
-listeners. So a request is never dropped: the tracker aborts it until it is answered.
+SGLang ignores an abort of a request that it has not received yet, and continues requests without listeners. So a
+request is never dropped: the tracker aborts it until it is answered.
 """
 
 from __future__ import annotations
@@ -11,16 +10,35 @@ import asyncio
 import functools
 import itertools
 import secrets
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
+from asyncflow_http.client import ANSWER_BYTES, HTTP_CALL_S, AnswerType
 from asyncflow_sdk.errors import AsyncFlowError, EngineGone
 from asyncflow_sdk.interfaces import StopWatch
 
-from .link import Link
 from .replies import SGLangReply
 from .requests import Body
 
 FIRST_WAIT_S, LONGEST_WAIT_S, ABORT_S = 0.05, 1.0, 60.0
+
+
+class Link(Protocol):
+    """Calls to SGLang, in this process (`InProcessLink`) or by HTTP (`HttpServer`), by the routes of its server.
+    ``name``: of this SGLang in errors."""
+
+    name: str
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], answer: type[AnswerType], *, timeout_s: float = HTTP_CALL_S,
+        most_bytes: int = ANSWER_BYTES, part: Callable[[AnswerType], None] | None = None,
+    ) -> AnswerType:  # fmt: skip
+        """Return the answer as an ``answer``; for ``object``, unread. ``part``: called on this event loop with each
+        part of a streamed answer; the last part is returned. Raises EngineError for a refused call and an unreadable
+        answer, EngineGone after ``timeout_s`` and if SGLang is lost; both contain the name."""
+
+    async def close(self) -> None:
+        """Release SGLang, and end it if it was started for this engine. Idempotent."""
 
 
 class TrackedRequest:
@@ -35,8 +53,7 @@ class TrackedRequest:
 
 
 class RequestTracker:
-    """``most``: maximum of requests in SGLang at once; others wait in order. Used on one event
-    loop."""
+    """``most``: maximum of requests in SGLang at once; others wait in order. Used on one event loop."""
 
     def __init__(self, link: Link, most: int, timeout_s: float) -> None:
         self._link, self._timeout_s = link, timeout_s
@@ -74,8 +91,7 @@ class RequestTracker:
             self.abort(request)
 
     async def wait_aborted(self) -> None:
-        """Wait until all aborted requests are answered. Raises EngineGone if none is answered
-        within 60 s."""
+        """Wait until all aborted requests are answered. Raises EngineGone if none is answered within 60 s."""
         while left := [each.answer for each in self._running if each.abort is not None]:
             done, _ = await asyncio.wait(left, timeout=ABORT_S)
             if not done:

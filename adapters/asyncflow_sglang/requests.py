@@ -12,20 +12,22 @@ from asyncflow_http.limits import interval
 from asyncflow_sdk.types import Sampling
 
 Body = dict[str, Any]
-_ANSWER_BYTES, _TOKEN_BYTES = 64 << 10, 160
-"""Upper bounds of an answer's size: without tokens, and per token."""
+_ANSWER_BYTES, _TOKEN_BYTES, _KEPT_BYTES = 64 << 10, 192, 12
+"""Upper bounds of an answer's size: without tokens, per token, and per kept id of a token."""
 
 
 def generate_body(
-    prompt: Sequence[int], sampling: Sampling, *, seed: int | None = None, stream: bool = False
+    prompt: Sequence[int], sampling: Sampling, kept: int = 0, *, seed: int | None = None, stream: bool = False
 ) -> Body:
     """Return the request for one response. It sets all sampling options: defaults of server and
-    model have no effect. ``stream``: the answer comes in parts, each with all tokens so far."""
+    model have no effect. ``kept``: see ``most_kept``; SGLang gives a mask only with a top_k. ``stream``: the
+    answer comes in parts, each with all tokens so far."""
     return {
         "input_ids": prompt, "return_logprob": True, "logprob_start_len": -1, "stream": stream,
+        "return_sampling_mask": kept > 0,
         "sampling_params": {
             "temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens, "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1, "min_p": sampling.min_p, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+            "top_k": kept or sampling.top_k or -1, "min_p": sampling.min_p, "frequency_penalty": 0.0, "presence_penalty": 0.0,
             "repetition_penalty": 1.0, "min_new_tokens": 0, "n": 1, "ignore_eos": False,
             **({"stop_token_ids": list(sampling.stop_ids)} if sampling.stop_ids else {}),
             **({} if seed is None else {"sampling_seed": seed}),
@@ -34,23 +36,23 @@ def generate_body(
     }  # fmt: skip
 
 
-def read_body(prompt: Sequence[int]) -> Body:
-    """Return a request to read a prompt into the cache."""
-    return {"input_ids": prompt, "stream": False, "sampling_params": {"temperature": 0.0, "max_new_tokens": 0}}
+def most_kept(sampling: Sampling, vocabulary: int) -> int:
+    """Return the number of kept ids that a draw has at most; 0 for draws without a sampling mask."""
+    cut = sampling.sampling_mask and sampling.temperature > 0 and (sampling.top_k or sampling.top_p < 1)
+    return min(sampling.top_k or vocabulary, vocabulary) if cut else 0
 
 
-def score_body(ids: Sequence[int]) -> Body:
-    """Return a request for the log-probs of ``ids`` at temperature 1."""
+def read_body(ids: Sequence[int], scored: bool = False) -> Body:
+    """Return a request to read ``ids`` into the cache. ``scored``: answered with their log-probs at temperature 1."""
     return {
-        "input_ids": ids, "return_logprob": True, "logprob_start_len": 0, "stream": False,
+        "input_ids": ids, "return_logprob": scored, "logprob_start_len": 0 if scored else -1, "stream": False,
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
     }  # fmt: skip
 
 
 def load_calls(folder: str, version: int, load_format: str = "safetensors") -> list[tuple[str, Body]]:
-    """Return the calls that load the weights in ``folder``. Running requests stop between two
-    tokens and free their memory (retract), which lets the cache be emptied; SGLang recomputes
-    them when it continues."""
+    """Return the calls that load the weights in ``folder``. Running requests stop between two tokens and free their
+    memory (retract), which lets the cache be emptied; SGLang recomputes them when it continues."""
     update = {
         "model_path": folder, "load_format": load_format, "weight_version": str(version), "flush_cache": True,
         "abort_all_requests": False,
@@ -62,9 +64,9 @@ def load_calls(folder: str, version: int, load_format: str = "safetensors") -> l
     ]
 
 
-def answer_bytes(tokens: int) -> int:
-    """Return the maximum size of an answer with log-probs of ``tokens`` tokens."""
-    return _ANSWER_BYTES + _TOKEN_BYTES * tokens
+def answer_bytes(tokens: int, kept: int = 0) -> int:
+    """Return the maximum size of an answer with log-probs, and ``kept`` kept ids, of each of ``tokens`` tokens."""
+    return _ANSWER_BYTES + (_TOKEN_BYTES + _KEPT_BYTES * kept) * tokens
 
 
 def response_seed(seed: int | None, number: int) -> int:

@@ -18,10 +18,9 @@ from asyncflow_sdk.interfaces import Capabilities, Completion, Request, RolloutE
 
 from .handoff import SafetensorsHandoff
 from .info import ServerInfo
-from .link import Link
 from .replies import NOTHING, SGLangReply, completion, scores
-from .request_tracker import RequestTracker, TrackedRequest
-from .requests import answer_bytes, generate_body, load_calls, read_body, response_seed, score_body
+from .request_tracker import Link, RequestTracker, TrackedRequest
+from .requests import answer_bytes, generate_body, load_calls, most_kept, read_body, response_seed
 from .served_folder import ServedFolder
 
 SAVED_TOKENS = 64
@@ -32,14 +31,13 @@ _log = logging.getLogger(__name__)
 class SGLangRollout(RolloutEngine):
     """``link``: to an SGLang with the weights of ``folder``. ``info``: its description.
 
-    ``directory``: versions are written there; None: shared memory of this host. ``max_rows``:
-    concurrent responses. ``request_s``, ``update_s``: time limits of a response and of each call of
-    a load; a slower SGLang counts as lost.
+    ``directory``: versions are written there; None: shared memory of this host. ``max_rows``: concurrent responses.
+    ``request_s``, ``update_s``: time limits of a response and of each call of a load; a slower SGLang counts as lost.
 
-    Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also
-    with top-k or top-p. Seeds take effect if SGLang was started with
-    ``enable_deterministic_inference``. Calls raise EngineGone once SGLang is lost: the worker ends,
-    and other workers get its rows.
+    Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also with top-k or top-p,
+    unless a sampling mask is asked for. Seeds take effect if SGLang was started with
+    ``enable_deterministic_inference``. Calls raise EngineGone once SGLang is lost: the worker ends, and other workers
+    get its rows.
     """
 
     def __init__(
@@ -65,7 +63,8 @@ class SGLangRollout(RolloutEngine):
         self._handoff = SafetensorsHandoff(directory)
         self.capabilities = Capabilities(
             swap=frozenset({"drain", "partial", "in_flight"}), token_versions=True, max_rows=max_rows,
-            context=context, logprobs=True, stop_texts=True,
+            context=context, logprobs=True, stop_texts=True, sampling_mask=True,
+            most_kept=info.sampling_mask_max_tokens if folder.vocabulary > info.sampling_mask_max_tokens else None,
         )  # fmt: skip
 
     # ---- generation
@@ -81,13 +80,15 @@ class SGLangRollout(RolloutEngine):
             for index in range(request.n):
                 yield Completion(index, [], [], "aborted")
             return
-        most = answer_bytes(request.sampling.max_tokens)
+        sampling, kept = request.sampling, most_kept(request.sampling, self._folder.vocabulary)
+        masked = kept > 0 if sampling.sampling_mask else None
+        most = answer_bytes(sampling.max_tokens, kept)
         sent = []
         for index in range(request.n):
             seed, watch = self._seed(request, index), request.watch()
-            body = generate_body(prompt, request.sampling, seed=seed, stream=watch is not None)
+            body = generate_body(prompt, sampling, kept, seed=seed, stream=watch is not None)
             sent.append(self._tracker.send(body, most, watch))
-        ends = {*self._folder.ends, *request.sampling.stop_ids}
+        ends = {*self._folder.ends, *sampling.stop_ids}
         answers = {each.answer: (index, each) for index, each in enumerate(sent)}
         try:
             while answers:
@@ -95,7 +96,7 @@ class SGLangRollout(RolloutEngine):
                 for task in done:
                     index, each = answers.pop(task)
                     reply = await self._reply(each)
-                    yield completion(reply, index, ends, interrupted=each.interrupted, watch=each.watch)
+                    yield completion(reply, index, ends, masked, interrupted=each.interrupted, watch=each.watch)
         finally:
             for _, each in answers.values():
                 self._tracker.abort(each)
@@ -117,11 +118,10 @@ class SGLangRollout(RolloutEngine):
             raise EngineError("the first token of a response has no log-prob without a prompt")
         for prompt, response in pairs:
             whole = prompt + response
-            sent.append(self._tracker.send(score_body(whole), answer_bytes(len(whole))))
-        replies = [await self._reply(each) for each in sent]
+            sent.append(self._tracker.send(read_body(whole, scored=True), answer_bytes(len(whole))))
         return [
-            scores(reply, response, self._folder.vocabulary)
-            for reply, (_, response) in zip(replies, pairs, strict=True)
+            scores(await self._reply(each), response, self._folder.vocabulary)
+            for each, (_, response) in zip(sent, pairs, strict=True)
         ]
 
     async def _reply(self, request: TrackedRequest) -> SGLangReply:
@@ -159,10 +159,9 @@ class SGLangRollout(RolloutEngine):
     async def load_weights(self, update: WeightUpdate) -> set[str]:
         """Have SGLang load the version, between two tokens of running requests.
 
-        Raises WeightMismatch, and continues with the old weights, for a version that does not fit
-        the model; the same for errors while the update is read. After a load that failed in SGLang
-        its weights are unknown: running and waiting requests raise EngineError until a version is
-        loaded whole.
+        Raises WeightMismatch, and continues with the old weights, for a version that does not fit the model; the same
+        for errors while the update is read. After a load that failed in SGLang its weights are unknown: running and
+        waiting requests raise EngineError until a version is loaded whole.
         """
         async with self._lock:
             if self._closed:

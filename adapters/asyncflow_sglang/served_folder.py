@@ -1,7 +1,6 @@
 """ServedFolder: a model folder as SGLang loads it, compared with versions before SGLang sees them.
 
-SGLang silently skips tensors without a place, keeps the tensors that a version lacks, and converts
-dtypes.
+SGLang silently skips tensors without a place, keeps the tensors that a version lacks, and converts dtypes.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class ServedFolder:
         return longest if self.context is None else min(self.context, longest)
 
     def _dtypes(self, held: str) -> tuple[str, ...]:
-        """Return accepted dtypes. Models keep some tensors in a dtype of their own, for example
-        biases of routers."""
+        """Return accepted dtypes. Models keep some tensors in a dtype of their own, for example biases of routers."""
         if held == self._saved:
             return (self.dtype,)
         return (held, self.dtype) if held in ("float16", "bfloat16", "float32", "float64") else (held,)

@@ -31,15 +31,14 @@ _HEALTH = "/model_info"
 class SGLangServer(SGLangRollout):
     """``model``: a Hugging Face folder with safetensors, served by the server.
 
-    ``server``: options of ``sglang.launch_server`` for a server of the engine's own. It listens on
-    this host only, requires a random key, has this process's environment, and ends with it.
-    ``log``: file for its output. ``url``: a running server instead; nobody else may load weights into
-    it. ``key_env``: environment variable with its key. ``directory``: versions are written there,
-    and the server must be able to read it; None: this host's shared memory.
+    ``server``: options of ``sglang.launch_server`` for a server of the engine's own. It listens on this host only,
+    requires a random key, has this process's environment, and ends with it. ``log``: file for its output. ``url``: a
+    running server instead; nobody else may load weights into it. ``key_env``: environment variable with its key.
+    ``directory``: versions are written there, and the server must be able to read it; None: this host's shared
+    memory.
 
-    ``max_rows``: concurrent responses. ``version``: of the folder's weights. ``start_s``,
-    ``request_s``, ``update_s``: time limits of a start, a response and each call of a load; a
-    slower server counts as lost.
+    ``max_rows``: concurrent responses. ``version``: of the folder's weights. ``start_s``, ``request_s``,
+    ``update_s``: time limits of a start, a response and each call of a load; a slower server counts as lost.
     """
 
     def __init__(

@@ -36,20 +36,18 @@ SAMPLING_MASK = dict.fromkeys(("kept_ids", "kept_ids" + COUNTS), ColumnSpec("rag
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Capabilities of a rollout engine. A run with other requirements is refused at start, with the
-    reason.
+    """Capabilities of a rollout engine. A run with other requirements is refused at start, with the reason.
 
-    ``swap``: supported ways to load weights: ``drain`` (no request is running), ``partial``
-    (running requests are interrupted, and continued by new requests after the load), ``in_flight``
-    (running requests continue under the new version). ``token_versions``: completions carry version
-    spans; otherwise each response has the one loaded version. ``max_rows``: responses generated at
-    once. ``context``: limit of prompt and response tokens together; None: unknown. ``logprobs``,
-    ``held_weights``: the engine implements these methods, which verify loaded weights.
-    ``transports``: the only weight transports it accepts; None: any. ``restrictions``: the
-    parameters that it draws by with log-probs of the contract, of top_p, top_k, min_p and
-    repetition_penalty. ``stop_texts``: it ends a response soon after a text of ``sampling.stop``;
-    otherwise the worker cuts the response after its end, and requests have no texts. ``extra``: the
-    keys of ``sampling.extra`` that it takes. ``sampling_mask``: it gives the columns of SAMPLING_MASK if asked for.
+    ``swap``: supported ways to load weights: ``drain`` (no request is running), ``partial`` (running requests are
+    interrupted, and continued by new requests after the load), ``in_flight`` (running requests continue under the new
+    version). ``token_versions``: completions carry version spans; otherwise each response has the one loaded version.
+    ``max_rows``: responses generated at once. ``context``: limit of prompt and response tokens together; None:
+    unknown. ``logprobs``, ``held_weights``: the engine implements these methods, which verify loaded weights.
+    ``transports``: the only weight transports it accepts; None: any. ``restrictions``: the parameters that it draws
+    by with log-probs of the contract, of top_p, top_k, min_p and repetition_penalty. ``stop_texts``: it ends a
+    response soon after a text of ``sampling.stop``; otherwise the worker cuts the response after its end, and
+    requests have no texts. ``extra``: the keys of ``sampling.extra`` that it takes. ``sampling_mask``: it gives the
+    columns of SAMPLING_MASK if asked for; with ``most_kept`` only for a ``top_k`` up to this.
     """
 
     swap: Set[Swap] = frozenset({"drain"})
@@ -63,6 +61,7 @@ class Capabilities:
     stop_texts: bool = False
     extra: Collection[str] = ()
     sampling_mask: bool = False
+    most_kept: int | None = None
 
     def check(self, engine: str, sampling: Sampling) -> None:
         """Raise ConfigError for a sampling that ``engine`` cannot draw by."""
@@ -74,6 +73,9 @@ class Capabilities:
                 )
         if sampling.sampling_mask and not self.sampling_mask:
             raise ConfigError(f"{engine} gives no sampling mask: leave sampling_mask=True out, or use 'transformers'")
+        most = self.most_kept if sampling.sampling_mask and sampling.restrictions else None
+        if most and not 0 < sampling.top_k <= most:
+            raise ConfigError(f"{engine} gives sampling masks only with a top_k of 1 to {most}: set it")
         known = ", ".join(sorted(self.extra)) or "none"
         for name in sampling.extra.keys() - set(self.extra):
             raise ConfigError(f"{engine} takes no parameter {name!r} of Sampling(extra=...). It takes: {known}")
@@ -81,8 +83,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for ``n`` responses to one prompt. ``seed`` is different for every request of a run
-    with a seed.
+    """A request for ``n`` responses to one prompt. ``seed`` is different for every request of a run with a seed.
 
     ``drawn``: number of tokens at the end of the prompt that belong to an interrupted response;
     ``sampling.max_tokens`` is the rest. ``first``: index of the first response under this seed. A
@@ -139,13 +140,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Completions:
-    """Several responses of one request, finished together and packed. A batching engine yields them
-    instead of single completions, which saves the work per response.
+    """Several responses of one request, finished together and packed. A batching engine yields them instead of single
+    completions, which saves the work per response.
 
-    ``index``: int64 (rows,). ``token_ids``: int32, ``logprobs``: float32, rows as in
-    ``Completion``. ``finish_reason``: one a row. ``version``: of all tokens; only from engines with
-    ``token_versions``. Responses of several versions are yielded as single completions. ``columns``:
-    Ragged, or an array of the fixed kind.
+    ``index``: int64 (rows,). ``token_ids``: int32, ``logprobs``: float32, rows as in ``Completion``.
+    ``finish_reason``: one a row. ``version``: of all tokens; only from engines with ``token_versions``. Responses of
+    several versions are yielded as single completions. ``columns``: Ragged, or an array of the fixed kind.
     """
 
     index: npt.NDArray[np.int64]
@@ -180,35 +180,32 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:
-        """Yield each of the ``request.n`` responses once, as it finishes, in any order; several at
-        once as ``Completions``.
+        """Yield each of the ``request.n`` responses once, as it finishes, in any order; several at once as
+        ``Completions``.
 
-        Many generations run at the same time. Cancelling one aborts its requests in the engine and
-        no others. Raises EngineError for an unacceptable request (too long, empty, an unknown
-        option); only that request fails. Raises EngineGone if the engine can answer no more
-        requests; the worker then ends and its rows go to other workers.
+        Many generations run at the same time. Cancelling one aborts its requests in the engine and no others. Raises
+        EngineError for an unacceptable request (too long, empty, an unknown option); only that request fails. Raises
+        EngineGone if the engine can answer no more requests; the worker then ends and its rows go to other workers.
         """
 
     @abc.abstractmethod
     async def load_weights(self, update: WeightUpdate) -> Set[str]:
         """Load every tensor of ``update`` and return the names loaded.
 
-        No request is running, except with ``in_flight``: the engine then pauses between two tokens,
-        loads and continues, and every later token has the span and the log-prob of the new version.
-        No token may be computed from a cache of the old weights. A request started during a load
-        waits, or is answered entirely by the old version; an engine without ``in_flight`` may
-        refuse it with EngineError.
+        No request is running, except with ``in_flight``: the engine then pauses between two tokens, loads and
+        continues, and every later token has the span and the log-prob of the new version. No token may be computed
+        from a cache of the old weights. A request started during a load waits, or is answered entirely by the old
+        version; an engine without ``in_flight`` may refuse it with EngineError.
 
-        On an exception the caller loads the previous version again; if that is gone, the worker
-        ends. The worker also ends on WeightMismatch: the engine must raise it for missing or extra
-        tensors, and the caller raises it if the returned names are not the update's.
+        On an exception the caller loads the previous version again; if that is gone, the worker ends. The worker also
+        ends on WeightMismatch: the engine must raise it for missing or extra tensors, and the caller raises it if the
+        returned names are not the update's.
         """
 
     async def interrupt(self) -> None:
-        """Abort all running requests. Each unfinished response is yielded soon, with its tokens so
-        far and finish_reason "aborted"; this call does not wait for it. Required with "partial" in
-        ``capabilities.swap``: the caller loads weights once all responses are yielded, and then
-        requests the rest of them."""
+        """Abort all running requests. Each unfinished response is yielded soon, with its tokens so far and
+        finish_reason "aborted"; this call does not wait for it. Required with "partial" in ``capabilities.swap``: the
+        caller loads weights once all responses are yielded, and then requests the rest of them."""
         raise NotImplementedError(f"{type(self).__name__} cannot interrupt running requests")
 
     async def logprobs(

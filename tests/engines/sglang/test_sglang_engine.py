@@ -23,7 +23,7 @@ from asyncflow_sdk.testing.kit.conformance import BoundCheck, checks_of
 # The server's engine differs in its link; all checks of what both share are asked there.
 OF_REQUESTS = ["capabilities", "completions", "logprobs", "bad_requests", "does_not_block", "abort", "whole_context"]
 OF_LOADS = ["update", "stale_cache", "memory", "update_in_flight", "during_load", "interrupted", "scores"]
-OF_THE_LINK = [*OF_REQUESTS, *OF_LOADS, "stop_texts"]
+OF_THE_LINK = [*OF_REQUESTS, *OF_LOADS, "stop_texts", "sampling_mask"]
 closing = Conformance("rollout", "sglang-engine", options=one_server.INSIDE, only=["closes"], limit_s=300.0)
 
 
@@ -58,7 +58,7 @@ def test_an_engine_in_this_process_conforms(inside: Inside, check: Check) -> Non
 
 def test_it_can_what_its_adapter_declares(inside: Inside) -> None:
     declared, can = registry().get("rollout", "sglang-engine").spec, inside.lab.engine.capabilities
-    flags = ("token_versions", "logprobs", "held_weights", "stop_texts")
+    flags = ("token_versions", "logprobs", "held_weights", "stop_texts", "sampling_mask")
     has = {flag for flag in flags if getattr(can, flag)}
     assert (set(declared.declared("swap") or ()), set(declared.declared("has") or ())) == (can.swap, has)
 

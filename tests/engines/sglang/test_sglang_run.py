@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def test_a_run_proves_every_version_and_evaluates_exact_ones(shared: Any, tmp_pa
     workflow = af.Workflow(
         prompts={"prompt_ids": af.Ragged.of(prompts)},
         rollout=af.Rollout(
-            "sglang", model=model, group_size=8, prompt="prompt_ids", sampling=af.Sampling(max_tokens=12),
+            "sglang", model=model, group_size=8, prompt="prompt_ids", sampling=af.Sampling(max_tokens=12, top_k=20, top_p=0.95, sampling_mask=True),
             **shared.options,
         ),
         reward=odd,
@@ -43,3 +44,9 @@ def test_a_run_proves_every_version_and_evaluates_exact_ones(shared: Any, tmp_pa
     assert result.summary["balanced"]
     assert result.summary["status"] == "completed", result.summary
     assert 6 in check_evaluations(result, held_out, tokens=12)
+    # both engines mean the same by the log-prob of a draw that was cut: that of one of its kept ids
+    steps = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if '"step"' in line
+    ]
+    (first,) = [each["metrics"] for each in steps if each["event"] == "step" and each["step"] == 0]
+    assert first["logprob_drift"] < 1e-4
