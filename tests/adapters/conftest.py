@@ -106,13 +106,11 @@ def generate() -> Callable[[TransformersEngine, list[Request]], list[list[Comple
 
 
 class Passes:
-    """The forward passes of a model in an engine's thread, and a gate before some of them.
+    """The forward passes of a model in an engine's thread, and a gate before some of them: a pass in ``hold``, counted from
+    1, or the first one ``of`` a shape waits for `go_on`. ``shapes``: (rows, tokens) read by each pass."""
 
-    ``shapes``: (rows, tokens) that each pass has read. A pass in ``hold``, counted from 1, waits for `go_on`.
-    """
-
-    def __init__(self, *hold: int, vocabulary: int = VOCABULARY) -> None:
-        self.shapes, self._vocabulary = list[tuple[int, ...]](), vocabulary
+    def __init__(self, *hold: int, vocabulary: int = VOCABULARY, of: tuple[int, int] | None = None) -> None:
+        self.shapes, self._vocabulary, self._of = list[tuple[int, ...]](), vocabulary, of
         self._hold, self._reached, self._open = set(hold), threading.Event(), threading.Event()
         self._errors: dict[int, Exception] = {}
 
@@ -120,7 +118,8 @@ class Passes:
         """Called by torch before each module; the embedding of tokens is the first of a model's."""
         if isinstance(module, torch.nn.Embedding) and module.num_embeddings == self._vocabulary:
             self.shapes.append(tuple(args[0].shape))
-            if len(self.shapes) in self._hold:
+            if len(self.shapes) in self._hold or self.shapes[-1] == self._of:
+                self._of = None
                 self._reached.set()
                 assert self._open.wait(LIMIT_S)
                 self._open.clear()
@@ -156,7 +155,7 @@ def passes() -> Iterator[Callable[..., Passes]]:
     """Watches the passes of the engine that is used next, until the test ends."""
     hooks = []
 
-    def watch(*hold: int, **options: int) -> Passes:
+    def watch(*hold: int, **options: Any) -> Passes:
         made = Passes(*hold, **options)
         hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(made.before))
         return made

@@ -183,7 +183,7 @@ def test_a_load_that_breaks_off_in_flight_costs_no_row_and_no_blame(
 ) -> None:
     # given twelve groups that run when the load of version 1 breaks off
     engine = Breaking(endless, max_rows=64)
-    engine.gate = gate = passes(5)
+    engine.gate = gate = passes(of=(48, 1))
     train = trainer(endless, learning_rate=0.01)
     events: list[Any] = []
     with af.serve(max_staleness=4, steps=3, on_event=events.append) as run:
@@ -211,6 +211,5 @@ def test_a_load_that_breaks_off_in_flight_costs_no_row_and_no_blame(
             asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
 
         # then every row was generated in the end, and no prompt was held to be at fault
-        assert gate.shapes[4] == (48, 1)
         assert run.queue.status().step == 3
     assert not [e for e in events if getattr(e, "level", "") == "warning" and "refused" in e.text]

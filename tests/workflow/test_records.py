@@ -98,7 +98,7 @@ def test_a_listener_that_blocks_costs_bounded_memory_and_no_step(
     # given a listener that blocks at the first event
     ended = in_thread(echo_workflow(steps=12).run, tmp_path / "run", on_event=held)
     # when the run goes on, then that steps were trained is written at once, with the rows of those beyond
-    until(lambda: len(list(tmp_path.glob("run/steps/*"))) >= 9, "the steps that may not wait")
+    until(lambda: len(list(tmp_path.glob("run/steps/*.safetensors"))) >= 9, "the steps that may not wait")
     until(lambda: len([line for line in lines(tmp_path / "run") if line["event"] == "step"]) == 12, "all steps")
     # and when it reads again, every step is there, and what is not is told
     held.gate.set()
@@ -197,7 +197,7 @@ def test_a_checkpoint_makes_no_step_final_that_is_not_recorded(tmp_path: Path) -
     class Looks(EchoTrain):
         def save(self, path: Path) -> None:
             super().save(path)
-            seen.append((self.steps, sorted(int(file.stem) for file in tmp_path.glob("run/steps/*"))))
+            seen.append((self.steps, sorted(int(file.stem) for file in tmp_path.glob("run/steps/*.safetensors"))))
 
     engines.append(Looks())
     flow = echo_workflow(
