@@ -1,15 +1,11 @@
 """The SDK's algorithms, the terms of their losses, and the lookup of an algorithm by name, class or
 import path."""
 
-from .advantages import Moments, gae, group_advantages, standardise
-from .critic import Critic
+from .advantages import Moments, dynamic_sampling, gae, group_advantages, standardise
 from .factory import AlgorithmSpec, algorithm_spec, make_algorithm
-from .kl import KL
-from .off_policy import OffPolicy
-from .policy_gradient import PolicyGradient
-from .rewards import Overlong, dynamic_sampling
+from .parts import KL, Critic, OffPolicy, Overlong
+from .policy_gradient import CISPO, DAPO, GRPO, GSPO, PPO, DrGRPO, PolicyGradient
 from .terms import clamp_log_ratio, clip, row_mean, sequence_ratio, token_mean, token_ratio, truncate
-from .variants import CISPO, DAPO, GRPO, GSPO, PPO, DrGRPO
 
 __all__ = [
     "CISPO", "DAPO", "GRPO", "GSPO", "KL", "PPO", "AlgorithmSpec", "Critic", "DrGRPO", "Moments", "OffPolicy", "Overlong",

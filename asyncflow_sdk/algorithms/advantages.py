@@ -97,3 +97,14 @@ def row_sums(values: Floats, column: Ragged) -> Floats:
     """Sum token values by row of ``column``: (rows,)."""
     rows = np.repeat(np.arange(len(column)), column.lengths)
     return np.bincount(rows, values, len(column)).astype(np.float64)
+
+
+def dynamic_sampling(score: npt.ArrayLike, groups: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.generic]]:
+    """Stage function: copy the score to the reward and filter groups with equal scores. Other
+    prompts replace them, and every step is full of groups with a gradient (arXiv 2503.14476, eq.
+    11).
+
+        stages=[af.Stage(mine, task="score"), af.Stage(af.dynamic_sampling, gives=["reward"])]
+    """
+    reward = np.asarray(score, np.float32)
+    return {"reward": reward, "filtered": ~np.isin(groups, groups[group_advantages(reward, groups) != 0])}

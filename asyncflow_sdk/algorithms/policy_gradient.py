@@ -1,15 +1,13 @@
-"""PolicyGradient: the base of all algorithms of the SDK, configured by options.
+"""PolicyGradient: the base of all algorithms of the SDK, configured by options; under the names of their papers, with
+other defaults.
 
     af.PolicyGradient(ratio="sequence", mean="rows", clip_low=3e-4, clip_high=4e-4)       # equals af.GSPO()
-
-Its parts combine freely: advantages (of groups or of a critic), ratio, surrogate and mean; and
-optionally a KL penalty, an off-policy correction and an entropy bonus.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -21,15 +19,12 @@ from ..types import Batch, Ragged, loss_mask
 from ..types.spans import FINISH_REASON
 from ..types.validation import UserConfig, check_fields, check_least
 from .advantages import gae, group_advantages, row_sums, standardise
-from .critic import Critic
-from .kl import KL
-from .off_policy import OffPolicy
-from .rewards import Overlong
+from .parts import KL, Critic, OffPolicy, Overlong
 from .terms import clip, computed, row_mean, sequence_ratio, token_mean, token_ratio, truncate
 
 VALUES, ENTROPY, RETURNS = "values", "entropy", "returns"
+METHODS = ("advantages", "advantages_of_share", "loss")
 PARTS: dict[str, Any] = {"overlong": Overlong, "critic": Critic, "kl": KL, "off_policy": OffPolicy}
-CHOICES = {"ratio": ("token", "sequence"), "surrogate": ("clip", "truncate"), "mean": ("tokens", "rows", "length")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +71,6 @@ class PolicyGradient(UserConfig, Algorithm):
             if isinstance(given := getattr(self, name), Mapping):
                 object.__setattr__(self, name, part(**given))
         check_fields(self)
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         nothing = self.clip_low == 1 and self.surrogate == "truncate"
         if not (0 <= self.clip_low < 1 or nothing) or not self.clip_high >= 0:
             raise ConfigError(f"clip range [1 - {self.clip_low}, 1 + {self.clip_high}] is empty or negative")
@@ -86,25 +78,20 @@ class PolicyGradient(UserConfig, Algorithm):
             raise ConfigError(f"dual_clip={self.dual_clip} must be above 1 + clip_high = {1 + self.clip_high}")
         check_least(0, epsilon=self.epsilon, entropy=self.entropy)
         check_least(1, length=self.length)
-        asked = {VALUES: self.critic, ENTROPY: self.entropy}
-        own = () if self.off_policy is None else (self.off_policy.asks,)
-        object.__setattr__(self, "asks", (*own, *(name for name, wanted in asked.items() if wanted)))
-        object.__setattr__(self, "needs", () if self.kl is None else (self.kl.column,))
-        if self.overlong is not None and self.overlong.mask_truncated:
-            object.__setattr__(self, "needs", (*self.needs, FINISH_REASON))
-            if self.critic is not None or not self.drop_zero_advantage:
-                raise ConfigError(
-                    "mask_truncated leaves rows out by an advantage of 0: say drop_zero_advantage=True, and no critic"
-                )
-        whole = type(self).advantages is PolicyGradient.advantages  # a subclass normalises its own
-        object.__setattr__(
-            self, "standardise", self.epsilon if self.critic and self.normalize_std and whole else None
-        )
-        base = all(
-            getattr(type(self), name) is getattr(PolicyGradient, name)
-            for name in ("advantages", "advantages_of_share", "loss")
-        )
-        if base and self.normaliser is None:
+        masks = self.overlong is not None and self.overlong.mask_truncated
+        own_asks = getattr(self.off_policy, "asks", "")
+        asked = (self.off_policy, own_asks), (self.critic, VALUES), (self.entropy, ENTROPY)
+        needed = (self.kl, getattr(self.kl, "column", "")), (masks, FINISH_REASON)
+        object.__setattr__(self, "asks", tuple(name for part, name in asked if part))
+        object.__setattr__(self, "needs", tuple(name for part, name in needed if part))
+        if masks and (self.critic is not None or not self.drop_zero_advantage):
+            raise ConfigError(
+                "mask_truncated leaves rows out by an advantage of 0: say drop_zero_advantage=True, and no critic"
+            )
+        own = {name for name in METHODS if getattr(type(self), name) is not getattr(PolicyGradient, name)}
+        scaled = self.critic and self.normalize_std and "advantages" not in own  # a subclass scales its own
+        object.__setattr__(self, "standardise", self.epsilon if scaled else None)
+        if not own and self.normaliser is None:
             object.__setattr__(self, "normaliser", "tokens" if self.mean == "tokens" else "rows")
 
     def check(self, *, group_size: int) -> None:
@@ -222,3 +209,61 @@ def _spread(values: npt.NDArray[np.float64], where: npt.NDArray[np.bool_]) -> np
     column = np.zeros(len(where))
     column[where] = values
     return column
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(PolicyGradient):
+    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3) with the clip-higher range and
+    the token-mean loss of DAPO (arXiv 2503.14476, eq. 8). As in the GRPO paper: ``mean="rows",
+    clip_high=0.2, kl=af.KL(coef=0.04)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrGRPO(PolicyGradient):
+    """GRPO without its biases (arXiv 2503.20783, section 3.2): advantages are not divided by the
+    group's spread, and losses are divided by the constant ``length`` (for example the token limit
+    of a response), not by the response's length. Rows with advantage 0 count too."""
+
+    clip_high: float = 0.2
+    mean: Literal["tokens", "rows", "length"] = "length"
+    normalize_std: bool = False
+    drop_zero_advantage: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAPO(PolicyGradient):
+    """Clip-higher and the mean over tokens (arXiv 2503.14476, eq. 8). ``overlong=af.Overlong(...)``
+    adds its soft punishment (eq. 13). Groups with equal rewards (eq. 11) are dropped before the
+    forward pass; a stage ``af.dynamic_sampling`` replaces them by others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPO(PolicyGradient):
+    """Group sequence policy optimisation (arXiv 2507.18071, eq. 5 and 7): one ratio a response,
+    clipped as a whole, with the clip range of section 5.1. With stale rows, this narrow range needs
+    proximal log-probs: ``off_policy=af.OffPolicy()``."""
+
+    ratio: Literal["token", "sequence"] = "sequence"
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    mean: Literal["tokens", "rows", "length"] = "rows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPO(PolicyGradient):
+    """Clipped importance-sampling weights (arXiv 2506.13585, eq. 4 and 5): every token keeps its
+    gradient. As in the paper, no lower bound. Its upper bound is not given; 5 is our choice."""
+
+    surrogate: Literal["clip", "truncate"] = "truncate"
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPO(PolicyGradient):
+    """Proximal policy optimisation (arXiv 1707.06347, eq. 7 and 9) with a critic in the trainer and
+    GAE (arXiv 1506.02438, eq. 16). Allows groups of one row."""
+
+    clip_high: float = 0.2
+    critic: Critic | None = field(default_factory=Critic)
+    drop_zero_advantage: bool = False

@@ -19,7 +19,7 @@ def _debug(ctx: typer.Context, value: bool) -> None:
 
 def _block(names: list[str] | None) -> None:
     if names:
-        from ..plugins.choice import block_plugins
+        from ..plugins.discovery import block_plugins
 
         block_plugins(names)
 

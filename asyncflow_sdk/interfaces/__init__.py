@@ -10,7 +10,6 @@ from .launcher import (
     WorkerHandle,
     WorkerSettings,
     WorkerSpec,
-    check_on_failure,
 )
 from .leased_batch import LeasedBatch
 from .leased_step import LeasedStep, StepConsumer, StepPart
@@ -104,6 +103,5 @@ __all__ = [
     "WorkerHandle",
     "WorkerSettings",
     "WorkerSpec",
-    "check_on_failure",
     "optimizer_source",
 ]

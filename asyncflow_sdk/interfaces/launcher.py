@@ -15,7 +15,7 @@ import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
@@ -62,8 +62,6 @@ class Placement:
         if odd:
             raise ConfigError(f"env has {odd[0]!r}: names need a character and have no '=', and neither has a NUL")
         check_least(0, max_restarts=self.max_restarts)
-        if self.on_failure is not None:
-            check_on_failure(self.on_failure)
         for name in ("cpus", "gpus"):
             numbers = getattr(self, name)
             if any(type(n) is not int or n < 0 for n in numbers) or len(set(numbers)) < len(numbers):
@@ -73,12 +71,6 @@ class Placement:
     def elsewhere(self) -> bool:
         """True if the worker may find other packages than this process."""
         return self.python is not None or bool(self.hosts)
-
-
-def check_on_failure(on_failure: str) -> None:
-    """Raise ConfigError unless the value is one of ``OnFailure``."""
-    if on_failure not in get_args(OnFailure):
-        raise ConfigError(f"on_failure must be one of {', '.join(get_args(OnFailure))}, not {on_failure!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ class GrowthNeeded(Exception):
 
 
 class _Range(NamedTuple):
-    """A block, or several adjacent freed blocks, which begin at ``heads``."""
+    """A block, or several adjacent freed blocks, beginning at ``heads``."""
 
     segment: Segment
     start: int
@@ -135,7 +135,7 @@ class Arena:
             return not (self._directory / block.segment).exists() if held is None else held.segment.gone
 
     def trim(self, block: Allocation, nbytes: int) -> None:
-        """Shorten a block that is not announced yet to ``nbytes``, and free the rest."""
+        """Shorten a block, not announced yet, to ``nbytes``, and free the rest."""
         with self._lock:
             segment, start, stop, heads = self._blocks[block.serial]
             end = start + _up(nbytes, ALIGN)
@@ -230,7 +230,7 @@ class Arena:
         return True
 
     def _retry_oldest(self) -> None:
-        """Reclaim waiting ranges, the oldest first, up to the first that is held."""
+        """Reclaim waiting ranges, the oldest first, up to the first one held."""
         for _ in range(len(self._waiting)):
             if not self._reclaim(self._waiting[0]):
                 self._waiting.rotate(-1)
@@ -354,7 +354,7 @@ def _up(nbytes: int, unit: int) -> int:
 
 
 def _joined(freed: list[_Range]) -> list[_Range]:
-    """Join adjacent ranges, which need one lock together."""
+    """Join adjacent ranges: one lock serves them."""
     freed.sort(key=lambda each: (each.segment.number, each.start))
     joined = [freed[0]]
     for each in freed[1:]:

@@ -3,8 +3,8 @@
     chunks = pool.take([1 << 20, 1 << 20])      # uint8 arrays, to be filled
     del chunks                                  # with every view of them: the next take reuses their memory
 
-A take returns idle memory of other sizes to the system. So a pool holds at most the buffers in use
-and those of the last take.
+A take returns idle memory of other sizes to the system: a pool holds at most the buffers in use and
+the last take's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .segment import free_memory
 
 
 class BufferPool:
-    """Thread-safe. ``purpose``: in errors, the values that the memory is for."""
+    """Thread-safe. ``purpose``: the use of the memory, for errors."""
 
     def __init__(self, purpose: str) -> None:
         self._purpose = purpose

@@ -158,7 +158,7 @@ def _identity(folder: Path) -> str:
 
 
 def is_kept_home(path: Path) -> bool:
-    """True if a directory is of a storage unit that was alive less than KEEP_S ago."""
+    """True if a directory is of a storage unit alive less than KEEP_S ago."""
     try:
         return time.time() - (path / HOME).stat().st_mtime < KEEP_S
     except OSError:
@@ -186,7 +186,7 @@ def sweep(base: Path) -> list[Path]:
 
 
 def user_directories(base: Path) -> list[Path]:
-    """Return the directories of this user's runs; those of other users are not opened."""
+    """Return the directories of this user's runs, opening no others."""
     found = []
     for path in base.glob(f"{PREFIX}{os.getuid()}-*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The reader's side of shared memory. Mapper: views of blocks, whose bytes never change while a view exists.
+"""The reader's side of shared memory. Mapper: views of blocks. The bytes of a view never change.
 MappedSegment: one segment, and the locks of the blocks with views. PrivateMaps: a cache of writable mappings."""
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class PrivateMaps:
         self._idle.clear()
 
     def close(self) -> None:
-        """Discard all mappings, those with views when the views end."""
+        """Discard all mappings, each once it has no view."""
         self._closed = True
         self.clear()
 
@@ -266,7 +266,7 @@ class Mapper:
             mapped.release()
 
     def hold(self, segment: str, starts: Sequence[int]) -> BlockHold:
-        """Lock the blocks of a segment that begin at ``starts``: see BlockHold."""
+        """Lock the blocks at ``starts`` of a segment: see BlockHold."""
         with self.mapped(segment, max(starts) + 1) as mapped:
             return BlockHold(mapped, starts)
 

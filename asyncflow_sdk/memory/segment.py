@@ -149,7 +149,7 @@ class Segment:
         return os.fstat(self.fd).st_nlink == 0
 
     def lose(self) -> None:
-        """Note that its file was found deleted: no block is allocated in it from now on."""
+        """Allocate no block in it from now on: its file was found deleted."""
         self.lost = True
 
     def keep_name(self, directory: Path) -> None:

@@ -11,25 +11,20 @@ The SDK imports a plugin module to list its adapters, so the module must not imp
 factory is a string.
 """
 
-from .choice import ONLY, WITHOUT, plugin_variables
-from .discovery import Adapter, Registry, find_plugins, registry
-from .paths import import_name, import_path
+from .discovery import (
+    ONLY,
+    WITHOUT,
+    Adapter,
+    Registry,
+    find_plugins,
+    import_name,
+    import_path,
+    plugin_variables,
+    registry,
+)
 from .spec import GROUP, AdapterSpec, HookSpecs, Kind, hookimpl, hookspec
 
 __all__ = [
-    "GROUP",
-    "ONLY",
-    "WITHOUT",
-    "Adapter",
-    "AdapterSpec",
-    "HookSpecs",
-    "Kind",
-    "Registry",
-    "find_plugins",
-    "hookimpl",
-    "hookspec",
-    "import_name",
-    "import_path",
-    "plugin_variables",
-    "registry",
-]
+    "GROUP", "ONLY", "WITHOUT", "Adapter", "AdapterSpec", "HookSpecs", "Kind", "Registry", "find_plugins", "hookimpl",
+    "hookspec", "import_name", "import_path", "plugin_variables", "registry",
+]  # fmt: skip

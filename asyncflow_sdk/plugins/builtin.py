@@ -1,77 +1,48 @@
 """Registration of the built-in transports, samplers, staleness policies, algorithms, launchers and stores."""
 
-from .spec import AdapterSpec, Kind, hookimpl
+from typing import Any
 
-_FACTORIES: tuple[tuple[Kind, str, dict[str, str]], ...] = (
-    ("sampler", "asyncflow_sdk.ledger.samplers", {
-        "fifo": "Fifo", "whole_groups": "WholeGroups", "shuffled": "Shuffled", "by_column": "ByColumn",
-        "length_bucketed": "LengthBucketed", "token_balanced": "TokenBalanced",
-    }),
-    ("staleness", "asyncflow_sdk.ledger.staleness", {"wait": "Wait", "drop": "Drop", "count": "Count"}),
-    ("algorithm", "asyncflow_sdk.algorithms", {
-        "grpo": "GRPO", "dr_grpo": "DrGRPO", "dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO", "ppo": "PPO",
-    }),
-)  # fmt: skip
-"""Adapters without capabilities: their kind, module, and classes by name."""
+from .spec import AdapterSpec, hookimpl
+
+_ADAPTERS: dict[str, list[tuple[str, str, str, dict[str, Any]]]] = {
+    "transport": [
+        ("shm", "weights.transports.shm:ShmTransport", "Linux 6.18",
+         {"hosts": "one", "encodings": ["mapped"], "outlives": "trainer"}),
+        ("file", "weights.transports.file:FileTransport", "Linux 6.18",
+         {"hosts": "many", "encodings": ["full"], "outlives": "trainer"}),
+        ("tcp", "weights.transports.tcp:TcpTransport", "Linux 6.18",
+         {"hosts": "many", "encodings": ["mapped", "full", "delta"], "outlives": []}),
+    ],
+    "sampler": [
+        ("fifo", "ledger.samplers:Fifo", "", {}), ("whole_groups", "ledger.samplers:WholeGroups", "", {}),
+        ("shuffled", "ledger.samplers:Shuffled", "", {}), ("by_column", "ledger.samplers:ByColumn", "", {}),
+        ("length_bucketed", "ledger.samplers:LengthBucketed", "", {}),
+        ("token_balanced", "ledger.samplers:TokenBalanced", "", {}),
+    ],
+    "staleness": [(name.lower(), f"ledger.staleness:{name}", "", {}) for name in ("Wait", "Drop", "Count")],
+    "algorithm": [
+        ("grpo", "algorithms:GRPO", "", {}), ("dr_grpo", "algorithms:DrGRPO", "", {}),
+        ("dapo", "algorithms:DAPO", "", {}), ("gspo", "algorithms:GSPO", "", {}),
+        ("cispo", "algorithms:CISPO", "", {}), ("ppo", "algorithms:PPO", "", {}),
+    ],
+    "launcher": [
+        ("process", "workflow.workers.process_launcher:ProcessLauncher", "Linux 6.18", {"hosts": "one"}),
+        ("thread", "workflow.workers.thread_launcher:ThreadLauncher", "", {"hosts": "one"}),
+        ("ssh", "workflow.workers.ssh_launcher:SshLauncher", "OpenSSH 9 and 10", {"hosts": "many"}),
+    ],
+    "store": [
+        ("local", "queue.stores.factory:local_store", "", {"hosts": "one"}),
+        ("hosts", "queue.stores.factory:hosts_store", "", {"hosts": "many"}),
+    ],
+}  # fmt: skip
+"""By kind: name, factory, what it was tested with, and capabilities."""
 
 
 @hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
     """Return the built-in adapters. Factories are strings: nothing else is imported."""
     return [
-        AdapterSpec(
-            kind="transport",
-            name="shm",
-            factory="asyncflow_sdk.weights.transports.shm:ShmTransport",
-            tested="Linux 6.18",
-            can={"hosts": "one", "encodings": ["mapped"], "outlives": "trainer"},
-        ),
-        AdapterSpec(
-            kind="transport",
-            name="file",
-            factory="asyncflow_sdk.weights.transports.file:FileTransport",
-            tested="Linux 6.18",
-            can={"hosts": "many", "encodings": ["full"], "outlives": "trainer"},
-        ),
-        AdapterSpec(
-            kind="transport",
-            name="tcp",
-            factory="asyncflow_sdk.weights.transports.tcp:TcpTransport",
-            tested="Linux 6.18",
-            can={"hosts": "many", "encodings": ["mapped", "full", "delta"], "outlives": []},
-        ),
-        *(
-            AdapterSpec(kind=kind, name=name, factory=f"{module}:{factory}")
-            for kind, module, classes in _FACTORIES
-            for name, factory in classes.items()
-        ),
-        AdapterSpec(
-            kind="launcher",
-            name="process",
-            factory="asyncflow_sdk.workflow.workers.process_launcher:ProcessLauncher",
-            can={"hosts": "one"},
-            tested="Linux 6.18",
-        ),
-        AdapterSpec(
-            kind="launcher",
-            name="thread",
-            factory="asyncflow_sdk.workflow.workers.thread_launcher:ThreadLauncher",
-            can={"hosts": "one"},
-        ),
-        AdapterSpec(
-            kind="launcher",
-            name="ssh",
-            factory="asyncflow_sdk.workflow.workers.ssh_launcher:SshLauncher",
-            can={"hosts": "many"},
-            tested="OpenSSH 9 and 10",
-        ),
-        AdapterSpec(
-            kind="store", name="local", factory="asyncflow_sdk.queue.stores.factory:local_store", can={"hosts": "one"}
-        ),
-        AdapterSpec(
-            kind="store",
-            name="hosts",
-            factory="asyncflow_sdk.queue.stores.factory:hosts_store",
-            can={"hosts": "many"},
-        ),
+        AdapterSpec(kind=kind, name=name, factory=f"asyncflow_sdk.{factory}", tested=tested, can=can)  # type: ignore[arg-type]
+        for kind, adapters in _ADAPTERS.items()
+        for name, factory, tested, can in adapters
     ]

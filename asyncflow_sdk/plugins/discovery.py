@@ -1,8 +1,14 @@
 """Discovery of the plugins of this environment, and of their faults.
 
-A faulty plugin does not stop the others. Each fault is reported with package, version and remedy:
-in ``Registry.problems``, as a warning of the logger "asyncflow_sdk.plugins", by ``asyncflow
-plugins``, and in errors about unknown names.
+A faulty plugin does not stop the others. Each fault is reported with package, version and remedy: in
+``Registry.problems``, as a warning of the logger "asyncflow_sdk.plugins", by ``asyncflow plugins``, and in errors about
+unknown names.
+
+All plugins of the environment are loaded, unless these variables restrict them. Names are separated by commas. A plugin
+answers to the name of its entry point and of its distribution.
+
+    ASYNCFLOW_PLUGINS=mine,torch           only these, and "core"
+    ASYNCFLOW_NO_PLUGINS=broken            all but these
 """
 
 from __future__ import annotations
@@ -10,27 +16,62 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata as metadata
+import importlib.util
 import logging
-from collections.abc import Callable, Collection, Iterator
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pluggy
+from packaging.utils import canonicalize_name
 
 from .._version import __version__
-from ..errors import PluginError
-from .choice import CORE, ONLY, WITHOUT, PluginChoice, canonical_name, read_choice
-from .requirements import other_sdk, unmet
-from .spec import GROUP, AdapterSpec, HookSpecs, Kind
+from ..errors import ConfigError, PluginError
+from .spec import GROUP, AdapterSpec, HookSpecs, Kind, other_sdk, unmet
 
 _log = logging.getLogger("asyncflow_sdk.plugins")
 _BY_PATH = ("rollout", "train", "algorithm", "tracker")
 """Kinds found by "module:attribute" too. Names of other kinds come from clients, which must not
 trigger imports."""
+ONLY, WITHOUT = "ASYNCFLOW_PLUGINS", "ASYNCFLOW_NO_PLUGINS"
+CORE = "core"
+"""The SDK's own plugin. It cannot be blocked."""
 _OURS = "asyncflow-sdk"
 OWN_PACKAGES = "accelerate ctranslate2 mlflow mooncake otel prometheus ray slurm tensorboard trackio wandb"
 """Adapters of contrib/, each in a package named after it."""
+
+
+class PluginChoice(NamedTuple):
+    """Names to load and names to block, as the user wrote them. ``only`` None: load all."""
+
+    only: tuple[str, ...] | None
+    without: tuple[str, ...]
+
+    def allows(self, names: Iterable[str]) -> bool:
+        """True if a plugin with these names may be loaded."""
+        known = set(map(canonicalize_name, names))
+        if not known.isdisjoint(map(canonicalize_name, self.without)):
+            return False
+        return self.only is None or not known.isdisjoint(map(canonicalize_name, self.only))
+
+
+def read_choice() -> PluginChoice:
+    """Read the choice from this process's environment."""
+    only, without = (tuple(re.findall(r"[^,\s]+", os.environ.get(name, ""))) for name in (ONLY, WITHOUT))
+    return PluginChoice(only if ONLY in os.environ else None, without)
+
+
+def plugin_variables() -> dict[str, str]:
+    """Return the variables set here, for processes with the same plugins."""
+    return {name: os.environ[name] for name in (ONLY, WITHOUT) if name in os.environ}
+
+
+def block_plugins(names: Iterable[str]) -> None:
+    """Block further plugins, in this process and in processes started by it."""
+    os.environ[WITHOUT] = ",".join(dict.fromkeys((*read_choice().without, *names)))
 
 
 @dataclass(frozen=True)
@@ -58,16 +99,14 @@ class Adapter:
         what = f"{kind} {self.spec.name!r} (from {self.source})"
         if self.missing:
             raise PluginError(f"{what} needs {'; '.join(self.missing)}. Install with: {self.install_command}")
-        module, _, attribute = self.spec.factory.partition(":")
         try:
-            factory = getattr(importlib.import_module(module), attribute)
+            return _resolve(self.spec.factory)  # type: ignore[no-any-return]
         except (Exception, SystemExit) as error:
             lacks = isinstance(error, ImportError) and self.spec.requires
             again = f". It needs {', '.join(self.spec.requires)}: {self.install_command}" if lacks else ""
             raise PluginError(
                 f"{what}: importing {self.spec.factory!r} failed: {type(error).__name__}: {error}{again}"
             ) from error
-        return factory  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -150,7 +189,7 @@ class _Discovery:
         seen: set[str] = set()
         for distribution in metadata.distributions():
             try:
-                name = canonical_name(distribution.name)
+                name = canonicalize_name(distribution.name)
                 if name not in seen:
                     yield from distribution.entry_points.select(group=GROUP)
                 seen.add(name)
@@ -164,7 +203,7 @@ class _Discovery:
         """Load one entry point and add its adapters, or record its fault."""
         package = _package(entry)
         source = f"{package} {entry.dist.version}" if entry.dist else entry.value
-        self.names |= {canonical_name(entry.name), canonical_name(package)}
+        self.names |= {canonicalize_name(entry.name), canonicalize_name(package)}
         core = package == _OURS and entry.name == CORE
         if not core and not self.choice.allows((entry.name, package)):
             self.blocked.append(f"plugin {entry.name!r} of {source}")
@@ -211,16 +250,16 @@ class _Discovery:
             )
 
     def check_names(self) -> None:
-        """Record a fault for each name in the choice that matches no plugin."""
+        """Record a fault for each name in the choice without a plugin."""
         blocking = f"--no-plugin, or {WITHOUT},"  # the option sets the variable, for workers
         for source, named in ((blocking, self.choice.without), (ONLY, self.choice.only or ())):
             for name in named:
-                if canonical_name(name) not in self.names:
+                if canonicalize_name(name) not in self.names:
                     self.problems.append(
                         f"{source} names {name!r}, and no plugin has that name in this environment;"
-                        f" installed: {', '.join(sorted(self.names))}.{_near(canonical_name(name), self.names)}"
+                        f" installed: {', '.join(sorted(self.names))}.{_near(canonicalize_name(name), self.names)}"
                     )
-                elif source == blocking and canonical_name(name) == CORE:
+                elif source == blocking and canonicalize_name(name) == CORE:
                     self.problems.append(f"{source} names {name!r}, which cannot be blocked: it was loaded")
 
 
@@ -251,3 +290,34 @@ def _specs_of(plugin: object) -> list[Any]:
         value = f"{returned[0]!r:.100}" if returned else "None"
         raise PluginError(f"asyncflow_adapters returned {value}; a list of AdapterSpec is expected")
     return specs
+
+
+def import_path(function: Callable[..., Any]) -> str | None:
+    """Return "module:name" for a function or class; None if another process cannot import it."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<locals>")
+    if module in (None, "__main__", "builtins") or "<" in name:
+        return None
+    path = f"{module}:{name}"
+    try:
+        found = _resolve(path)
+    except (ImportError, AttributeError):
+        return None
+    return path if found is function and importlib.util.find_spec(module) is not None else None
+
+
+def import_name(path: str) -> Any:
+    """Import the object at "module:name". Raises ConfigError with the reason."""
+    try:
+        return _resolve(path)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{path!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # raised by the module's own code, such as a script that exits
+        raise ConfigError(f"importing {path!r} failed: {type(error).__name__}: {error}") from error
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

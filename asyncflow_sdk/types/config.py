@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ..errors import ConfigError
 from .defaults import CHECKPOINT_STEPS, HOME_SILENCE_S, KEEP_CHECKPOINTS, KEEP_VERSIONS, MAX_STALENESS
@@ -154,16 +154,12 @@ class Weights(UserConfig):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_types(
-            Weights, {name: value for name, value in vars(self).items() if name not in ("dtype", "probe", "verify")}
-        )
+        check_types(Weights, {name: value for name, value in vars(self).items() if name not in ("dtype", "probe")})
         if self.keep < 1:
             raise ConfigError(f"keep must be 1 or more, not {self.keep}: the current version counts")
         check_least(0, max_swapping=self.max_swapping, quorum=self.quorum)
         if self.dtype is not None:
             check_floating(self.dtype)
-        check_policy(self.swap)
-        check_proofs(self.verify)
         if "probe" in self.verify and not self.probe:
             raise ConfigError('verify needs a probe: give probe=, or leave "probe" out')
         if self.probe is not None and self.probe is not False:
@@ -205,19 +201,3 @@ class Store(UserConfig):
     def of(cls, store: str | Store) -> Store:
         """Return a store that may be given by its kind alone."""
         return store if isinstance(store, Store) else cls(kind=store)
-
-
-def check_policy(swap: str) -> None:
-    """Raise ConfigError unless ``swap`` is a ``SwapPolicy``."""
-    if swap not in get_args(SwapPolicy):
-        raise ConfigError(f"swap must be one of {', '.join(get_args(SwapPolicy))}, not {swap!r}")
-
-
-def check_proofs(verify: Sequence[str]) -> None:
-    """Raise ConfigError unless ``verify`` is a list of ``Proof`` values."""
-    for proof in [verify] if isinstance(verify, str) else verify:
-        if isinstance(verify, str) or proof not in get_args(Proof):
-            raise ConfigError(
-                f"verify must be a list of {' and '.join(map(repr, get_args(Proof)))}, not {verify!r}; names are"
-                " always verified"
-            )

@@ -192,8 +192,8 @@ def _fit(hint: Any) -> Fits:
         return lambda value: any(fit(value) for fit in any_of)
     if hint in _PLAIN:
         return _PLAIN[hint]
-    if origin is Literal:  # the class checks the value itself
-        return lambda value: isinstance(value, tuple({type(each) for each in of}))
+    if origin is Literal:
+        return lambda value: isinstance(value, tuple({type(each) for each in of})) and value in of
     if isinstance(origin, type) and issubclass(origin, Mapping):
         keys, values = _fit(of[0]), _fit(of[1])
         return lambda value: isinstance(value, Mapping) and all(keys(k) and values(v) for k, v in value.items())

@@ -14,7 +14,8 @@ from typing import Any
 from ..errors import ConfigError, PluginError
 from ..interfaces import Capabilities, Host, WeightReceiver, WeightTransport
 from ..plugins import registry
-from ..types.config import check_policy, check_proofs
+from ..types import Weights
+from ..types.validation import check_types
 
 AUTO = "auto"
 TRANSPORTS = ("shm", "tcp")
@@ -125,7 +126,7 @@ def choose_swap(
 
 def check_swap(name: str, can: Capabilities, swap: str) -> None:
     """Raise ConfigError with the reason unless an engine supports this swap policy."""
-    check_policy(swap)
+    check_types(Weights, {"swap": swap})
     can_do = ", ".join(sorted(can.swap)) or "nothing"
     if (swap if swap in ("partial", "in_flight") else "drain") not in can.swap:
         how = {"in_flight": "while requests run", "partial": "between the parts of a response"}.get(
@@ -139,7 +140,7 @@ def check_swap(name: str, can: Capabilities, swap: str) -> None:
 def check_verify(name: str, can: Capabilities, verify: Sequence[str], *, running: bool) -> None:
     """Raise ConfigError with the reason unless an engine can give these proofs. ``running``:
     requests run during a load."""
-    check_proofs(verify)
+    check_types(Weights, {"verify": verify})
     if "probe" in verify and not can.logprobs:
         raise ConfigError(f'{name} cannot score given responses, which verify="probe" asks for')
     if "probe" in verify and running:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, MemoryFull
-from ..interfaces import OnFailure, Sampler, TrackedRun, check_on_failure
+from ..interfaces import OnFailure, Placement, Sampler, TrackedRun
 from ..memory import make_private_directory
 from ..queue import Connection, QueueServer
 from ..types import Batch, Event
@@ -109,7 +109,7 @@ def serve(
 
     Raises ConfigError, also for a directory served by another process, or with the record of an ended run.
     """
-    check_on_failure(on_failure)
+    Placement(on_failure=on_failure)
     path = Path(directory) if directory is not None else None
     if path is not None:
         if not sinks:  # else their owner has begun the record

@@ -21,7 +21,7 @@ from ..plugins import import_name, registry
 from ..queue import QueueClient
 from ..queue.checks import check_names
 from ..types import LOSS_MASK, VERSION_SPANS, Chat, Sampling, Weights
-from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
+from ..types.config import Proof, SwapPolicy
 from ..types.defaults import AGENT_S, CONCURRENCY, GROUP_SIZE, LEASE_S, PRODUCER_LEASE_S, STAGE_CALL_S, WORKER_LEASE_S
 from ..types.spans import FINISH_REASON
 from ..types.tasks import SamplerSpec
@@ -148,8 +148,6 @@ class Rollout(EngineSpec):
         verify: Sequence[Proof] | None = None,
         **options: Any,
     ) -> None:
-        check_policy(swap or "drain")
-        check_proofs(verify or ())
         self.swap, self.verify = swap, verify
         check_least(1, group_size=group_size)
         check_least(0, replicas=replicas)

@@ -360,12 +360,12 @@ def test_groups_that_teach_nothing_are_filtered_as_they_are_scored() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: af.GRPO(ratio="row"), "ratio must be one of token, sequence"),
+        (lambda: af.GRPO(ratio="row"), "ratio must be 'token' or 'sequence'"),
         (lambda: af.GRPO(clip_low=1.0), "clip range"),
         (lambda: af.GRPO(dual_clip=1.1), "dual_clip=1.1 must be above"),
         (lambda: af.GRPO(entropy=-1.0), "entropy must be 0 or more"),
         (lambda: af.DrGRPO(length=0), "length must be 1 or more"),
-        (lambda: af.KL(estimator="k4"), "estimator must be k1, k2 or k3"),
+        (lambda: af.KL(estimator="k4"), "estimator must be 'k1' or 'k2' or 'k3'"),
         (lambda: af.KL(where="both"), "where must be"),
         (lambda: af.OffPolicy(low=2.0), "low=2.0 must be 0 or more and below"),
         (lambda: af.OffPolicy(weight="clip"), "weight must be"),

@@ -12,7 +12,7 @@ from plugin_packages import HEAD, install, write_plugin
 
 import asyncflow_sdk as af
 from asyncflow_sdk.plugins import ONLY, WITHOUT, find_plugins
-from asyncflow_sdk.plugins.choice import PluginChoice, read_choice
+from asyncflow_sdk.plugins.discovery import PluginChoice, read_choice
 
 GOOD = HEAD + "    return [af.AdapterSpec(kind='tracker', name='good', factory='x:Y')]\n"
 

@@ -43,7 +43,7 @@ class Made:
     "fits",
     [
         {"number": 3}, {"number": np.float32(2)}, {"number": math.inf}, {"count": np.int64(3)}, {"count": None},
-        {"names": ("a",)}, {"names": []}, {"which": "c"}, {"ids": [1, 2]}, {"ids": np.arange(3)}, {"env": {"A": "b"}},
+        {"names": ("a",)}, {"names": []}, {"which": "b"}, {"ids": [1, 2]}, {"ids": np.arange(3)}, {"env": {"A": "b"}},
         {"work": len}, {"path": Path("x")}, {"anything": object()}, {"on": np.True_},
     ],
 )  # fmt: skip
@@ -62,6 +62,7 @@ def test_what_fits_passes(fits: dict[str, Any]) -> None:
         ({"names": "abc"}, "names must be a list of str or None, not str: 'abc'"),
         ({"names": ["a", 1]}, "names must be a list of str or None, not list"),
         ({"which": 3}, "which must be 'a' or 'b', not int: 3"),
+        ({"which": "c"}, "which must be 'a' or 'b', not str: 'c'"),
         ({"ids": ["a"]}, "ids must be a list of int, not list"),
         ({"env": {"A": 1}}, "env must be a mapping of str to str or None, not dict"),
         ({"work": 3}, "work must be a function or str, not int"),

@@ -105,7 +105,7 @@ def test_columns_that_it_needs_are_given_to_the_trainer_and_asked_of_the_workflo
         (("grpo", {"clip_hi": 1}), "algorithm 'grpo' has no option 'clip_hi'; did you mean 'clip_high'"),
         (("grpo", {"clip_low": 2}), "clip range .* is empty"),
         ("a2c", "no algorithm adapter is named 'a2c'; installed: grpo, dr_grpo, dapo, gspo, cispo, ppo"),
-        (("grpo", {"mean": "median"}), "mean must be one of tokens, rows, length, not 'median'"),
+        (("grpo", {"mean": "median"}), "mean must be 'tokens' or 'rows' or 'length', not str: 'median'"),
         (("ppo", {"critic": {"decay": 2}}), "critic: decay must be from 0 to 1"),
         (("grpo", {"kl": 0.1}), "GRPO: kl must be KL or None, not float"),
         ("builtins:dict", "is a dict, not an asyncflow_sdk.Algorithm"),

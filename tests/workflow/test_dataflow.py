@@ -59,7 +59,7 @@ def chain(needs: str, gives: str, task: str = "") -> af.Stage:
         ),
         ({"stages": [af.Stage(lambda reward: reward, task="a", python="python3")]}, "stage 'a' .*driver.*no place of its own"),
         ({"weights": af.Weights(quorum=3), "rollout": [echo(), echo()]}, "quorum=3 .* there are 2"),
-        ({"on_failure": "never"}, "on_failure must be one of stop, continue"),
+        ({"on_failure": "never"}, "on_failure must be 'stop' or 'continue'"),
     ],
 )  # fmt: skip
 def test_refused_before_anything_starts(changes: dict[str, Any], message: str) -> None:
