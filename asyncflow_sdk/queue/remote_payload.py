@@ -37,8 +37,6 @@ _log = logging.getLogger(__name__)
 class IncomingBlock:
     """A block being received (see ``PayloadSink``)."""
 
-    error: AsyncFlowError | None = None
-
     def __init__(self, arena: Arena, nbytes: int) -> None:
         self._arena = arena
         self.space: Allocation = arena.allocate(max(nbytes, HEADER_BYTES))
@@ -51,19 +49,6 @@ class IncomingBlock:
     def release(self) -> None:
         """Free the block."""
         self._arena.free([self.space.serial])
-
-
-class RefusedUpload:
-    """A sink for a rejected upload. ``error``: the reason."""
-
-    def __init__(self, error: AsyncFlowError) -> None:
-        self.error = error
-
-    def write(self, start: int, data: Any) -> None:
-        raise AssertionError("the payload of a refused upload is never written")
-
-    def release(self) -> None:
-        pass
 
 
 class RemotePayload:
@@ -83,27 +68,26 @@ class RemotePayload:
             self._arena = Arena(self._directory, self._prefix)
         return self._arena
 
-    def sink(self, body: bytes, nbytes: int) -> IncomingBlock | RefusedUpload:
-        """Return a sink for the payload of a call."""
+    def sink(self, body: bytes, nbytes: int) -> IncomingBlock:
+        """Return a sink for the payload of a call. Raises SchemaError, MemoryFull, ProtocolError."""
         try:
             call = decode_call(body)
-            if call.payload is None or call.block is not None or type(call.command) not in WRITING:
-                raise SchemaError("this command takes no payload")
-            return IncomingBlock(self.arena, nbytes)
-        except AsyncFlowError as error:
-            return RefusedUpload(error)
         except DECODE_ERRORS as error:
-            return RefusedUpload(ProtocolError(f"the server cannot read this call: {error}"))
+            raise ProtocolError(f"the server cannot read this call: {error}") from None
+        if call.payload is None or call.block is not None or type(call.command) not in WRITING:
+            raise SchemaError("this command takes no payload")
+        return IncomingBlock(self.arena, nbytes)
 
-    def store(self, call: Call, incoming: IncomingBlock | RefusedUpload | None) -> Call:
+    def store(self, call: Call, incoming: IncomingBlock | AsyncFlowError | None) -> Call:
         """Return the call with ``block`` set to its complete upload.
 
-        Raises SchemaError if it does not fit the call, MemoryFull; then its memory is free again.
+        Raises ``incoming`` if it is an error, SchemaError if it does not fit the call, MemoryFull; then its memory
+        is free again.
         """
         if incoming is None:
             raise SchemaError("the call's payload is missing")
-        if isinstance(incoming, RefusedUpload):
-            raise incoming.error
+        if isinstance(incoming, AsyncFlowError):
+            raise incoming
         assert isinstance(call.command, AddRows | Complete)
         assert call.payload is not None
         space = incoming.space

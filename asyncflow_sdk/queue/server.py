@@ -28,7 +28,7 @@ from ..types import Event
 from ..types import events as ev
 from ..types.config import LOCAL
 from ..types.reports import ParkedStatus
-from ..wire import MAX_BYTES, KeyPair, PayloadSink, Server, has_ended, offer_key, own_key, process_key, rotated
+from ..wire import MAX_BYTES, KeyPair, Server, has_ended, offer_key, own_key, process_key, rotated
 from .call_executor import CallExecutor, Clock
 from .home_catalog import ServerCatalog
 from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
@@ -52,7 +52,7 @@ from .protocol import (
     failure,
 )
 from .recovery import Durability, RecoverableState, Recovered
-from .remote_payload import DECODE_ERRORS, IncomingBlock, RefusedUpload
+from .remote_payload import DECODE_ERRORS, IncomingBlock
 from .stores.factory import make_store
 from .stores.fetch import FetchRequest, Needed, NeededRequest
 from .stores.homes import HomeId
@@ -167,7 +167,7 @@ class QueueServer:
         )
         self._clients = self._executor.clients
         self._recoverable = RecoverableState(self._executor, self._wire, self._listeners)
-        self._wire.on_note(self._note)
+        self._wire.limiter.on_note(self._note)
         if self.directory.warning:
             self._note(self.directory.warning, "warning")
         self.recovered: Recovered | None = None
@@ -246,14 +246,14 @@ class QueueServer:
 
     # ---- called by the wire
 
-    def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
-        """Return the sink for a call's payload."""
+    def sink(self, session: str, body: bytes, nbytes: int) -> IncomingBlock:
+        """Return the sink for a call's payload. Raises ProtocolError, SchemaError, MemoryFull."""
         if session not in self._clients:
-            return RefusedUpload(ProtocolError("unknown session: send hello first"))
+            raise ProtocolError("unknown session: send hello first")
         self._keep_directory()
         return self._payload.remote.sink(body, nbytes)
 
-    def request(self, session: str, ticket: int, body: bytes, payload: IncomingBlock | RefusedUpload | None) -> None:
+    def request(self, session: str, ticket: int, body: bytes, payload: IncomingBlock | AsyncFlowError | None) -> None:
         """Handle a call."""
         try:
             call = decode_call(body)
@@ -360,7 +360,7 @@ class QueueServer:
             self._renewing |= self.directory.keep()
             if not self._renewing:
                 return
-            self._wire.renew_ipc()
+            self._wire.limiter.renew_ipc()
             if self._keys is not None:
                 offer_key(self.directory.path, self.addresses, self._keys.run, bound=True)
             self._renewing = False
@@ -436,7 +436,7 @@ class QueueServer:
         threading.Thread(target=call_listener, name="final", daemon=True).start()
 
     def _execute(
-        self, request: RequestRecord, call: Call, payload: IncomingBlock | RefusedUpload | None = None
+        self, request: RequestRecord, call: Call, payload: IncomingBlock | AsyncFlowError | None = None
     ) -> None:
         """Execute and record a request. Refuse it, with no effect, if the disk is full."""
         session, ticket = request.session, request.ticket
@@ -447,7 +447,7 @@ class QueueServer:
                 call = self._payload.remote.store(call, payload)
                 request = msgspec.structs.replace(request, body=encode(call))
         except AsyncFlowError as error:
-            if payload is not None and isinstance(error, MemoryFull):
+            if isinstance(payload, IncomingBlock) and isinstance(error, MemoryFull):
                 payload.release()
             self._reply(ticket, error, call)
             return
@@ -486,7 +486,7 @@ class QueueServer:
     def _replace_keys(self, keys: KeyPair) -> str:
         """Accept new clients with the new key only. Return why it could not be saved; "" if it was."""
         self._keys = keys
-        self._wire.replace_keys(keys.server)
+        self._wire.sockets.replace_keys(keys.server)
         self._note("the key for new clients was replaced: those on other hosts need the new run.key", "info")
         try:
             self._save_keys(keys)
@@ -504,7 +504,7 @@ class QueueServer:
         if session in self._clients:
             return
         self._wire.requests.check_room(session)
-        if self._wire.short:
+        if self._wire.limiter.short:
             raise WireError(
                 "the server of this run is short of file descriptors: close clients, or raise its limit (ulimit -n)"
             )

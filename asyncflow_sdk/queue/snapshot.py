@@ -29,7 +29,7 @@ from ..errors import AsyncFlowError, ProtocolError
 from ..memory import sync_directory
 
 PACKAGES = ("ledger", "memory", "queue", "types", "wire")
-FORMAT = b"4"
+FORMAT = b"5"
 MAGIC = b"asyncfl-snapsh" + FORMAT + b"\n"
 _LENGTH = struct.Struct("<QQ")
 _PACKAGE = __name__.split(".")[0]

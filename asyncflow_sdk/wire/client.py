@@ -24,19 +24,15 @@ import zmq
 
 from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError
 from .client_sockets import FINAL_MESSAGES_MS, POLLIN, LoopSocket, ServerWatch, ThreadSocket
-from .envelope import GOODBYE, MAX_BYTES
-from .exchange import Message, RequestExchange, WireReply
+from .envelope import MAX_BYTES
+from .exchange import Message, RequestExchange, SequenceNumbers, WireReply
 from .keys import RunKey
 from .pieces import nbytes_of
-from .sequence_numbers import SequenceNumbers
 from .sockets import context_of, transport_of
 
 RESEND_S = 5.0
 GRACE_S = 15.0
 """How much longer than its own deadline a request waits for the server's answer."""
-SLOWEST_BYTES_PER_S = 10e6
-"""The slowest expected transfer: the deadline of a request is extended by its bytes over this rate.
-"""
 _ENVELOPE_BYTES = 64 << 10
 """Allowance for the envelope around a call."""
 
@@ -115,7 +111,7 @@ class Client:
         if self.closed:
             raise ServerLost(f"this connection to {self.address} is closed")
         if self._server.closed:
-            raise self._server.goodbye_error()
+            raise self._server.goodbye()
 
     def limit(self, max_bytes: int) -> None:
         """Set the server's limit of a request."""
@@ -164,52 +160,36 @@ class Client:
 
         Raises ServerLost without an answer after ``timeout_s`` + ``grace_s`` (default ``GRACE_S``),
         when the server closes for good or its process ends, and on ``close``; WireError if
-        interrupted since ``since``; ProtocolError for an answer in pieces above
-        ``max_answer_bytes``; AccessDenied."""
-        self.check_size(size := nbytes_of(body, payload))
+        interrupted since ``since``; ProtocolError for a request above ``max_bytes``, and for an answer in pieces
+        above ``max_answer_bytes``; AccessDenied."""
+        self.check_size(nbytes := nbytes_of(body, payload))
         with self._lock:
             self.check()
             if since is not None and since != self.interrupts:
                 raise self._interrupted_error()
-            channel = self._thread_socket()
+            if (channel := self._local.channel) is None:
+                channel = self._open_thread_socket()
+            waits = (timeout_s, GRACE_S if grace_s is None else grace_s, self._resend_s)
+            exchange = RequestExchange(self._numbers, body, payload, nbytes, *waits, max_answer_bytes)
             channel.enter()
-        seq, began = self._numbers.begin(), time.monotonic()
         try:
-            exchange = RequestExchange(self._numbers, seq, body, payload, max_answer_bytes)
-            grace_s = GRACE_S if grace_s is None else grace_s
-            until = began + _time_for(size, timeout_s, grace_s)
             channel.send(exchange.begin())
-            while True:
-                resend = min(until, time.monotonic() + self._resend_s)
-                while (left := resend - time.monotonic()) > 0:
-                    if not self._wait(channel, left):
-                        continue
-                    try:
+            while exchange.reply is None:
+                if (left_s := exchange.left_s) <= 0:
+                    failures = 0 if channel.handshake is None else channel.handshake.failures
+                    channel.send(self._resend(exchange, failures))
+                elif self._wait(channel, left_s):
+                    with contextlib.suppress(zmq.Again):  # a signal handler's request has read it
                         response, data = channel.receive()
-                    except zmq.Again:  # a signal handler's request has read it
-                        continue
-                    if response.seq == GOODBYE:
-                        raise self._server.goodbye_error()
-                    if response.seq != seq:
-                        continue
-                    known = exchange.answer_bytes
-                    channel.send(exchange.receive(response, data))
-                    if exchange.reply is not None:
-                        self._numbers.settle(seq)
-                        return exchange.reply
-                    if exchange.answer_bytes != known:
-                        until = max(until, time.monotonic() + _time_for(exchange.answer_bytes, 0.0, grace_s))
-                    resend = min(until, time.monotonic() + self._resend_s)
-                self._check_goodbyes()
-                if time.monotonic() >= until:
-                    raise self._timeout_error(began, 0 if channel.handshake is None else channel.handshake.failures)
-                channel.send(exchange.resend())
+                        if response.seq == exchange.seq:
+                            channel.send(exchange.receive(response, data))
+            return exchange.settle(exchange.reply)
         except BaseException:
-            self._numbers.drop(seq)
+            cancellation = exchange.drop()
             with contextlib.suppress(AsyncFlowError, zmq.ZMQError):
                 if channel.partial and channel.busy == 1:
-                    channel = self._renew_thread_socket(channel)
-                channel.socket.send(self._numbers.envelope(0, b""), zmq.NOBLOCK)
+                    channel.renew()
+                channel.send(cancellation)
             raise
         finally:
             with self._lock:
@@ -217,43 +197,31 @@ class Client:
                 if self.closed:
                     channel.close()
 
-    def send(self, body: bytes) -> None:
-        """Send a request and ignore its answer. Delivery is not guaranteed."""
-        with self._lock:
-            self.check()
-            channel = self._thread_socket()
-            seq = self._numbers.begin()
-            channel.send(RequestExchange(self._numbers, seq, body).begin())
-            self._numbers.drop(seq)
-
     async def aexchange(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         """Like ``exchange``, on the running event loop. Cancelling it cancels the server's work."""
-        self.check_size(size := nbytes_of(body, payload))
+        self.check_size(nbytes := nbytes_of(body, payload))
         self.check()
         channel = self._loop_socket()
-        seq, began = self._numbers.begin(), time.monotonic()
+        exchange = RequestExchange(self._numbers, body, payload, nbytes, timeout_s, GRACE_S, self._resend_s)
         try:
-            exchange = RequestExchange(self._numbers, seq, body, payload)
-            until = began + _time_for(size, timeout_s, GRACE_S)
-            messages, received, known = exchange.begin(), 0, 0
+            messages = exchange.begin()
             while True:
-                await channel.exchange(exchange, messages, min(self._resend_s, until - time.monotonic()))
+                await channel.exchange(exchange, messages)
                 if exchange.reply is not None:
-                    self._numbers.settle(seq)
-                    return exchange.reply
-                self._check_goodbyes()
-                if exchange.answer_bytes != known:
-                    known = exchange.answer_bytes
-                    until = max(until, time.monotonic() + _time_for(known, 0.0, GRACE_S))
-                if time.monotonic() >= until:
-                    raise self._timeout_error(began)
-                messages = [] if exchange.received != received else exchange.resend()
-                received = exchange.received
+                    return exchange.settle(exchange.reply)
+                messages = self._resend(exchange) if exchange.left_s <= 0 else []
         except BaseException:
-            self._numbers.drop(seq)
+            cancellation = exchange.drop()
             with contextlib.suppress(zmq.ZMQError):
-                channel.send([Message(self._numbers.envelope(0, b""))])
+                channel.send(cancellation)
             raise
+
+    def _resend(self, exchange: RequestExchange, failures: int = 0) -> list[Message]:
+        """Return the messages to send after a silence. ``failures``: connections cut during the handshake."""
+        self._check_goodbyes()
+        if exchange.late:
+            raise self._timeout_error(exchange.began, failures)
+        return exchange.resend()
 
     def interrupt(self) -> None:
         """Raise WireError in the requests of all threads, now, and later in those whose operation
@@ -322,7 +290,7 @@ class Client:
                     channel.drain()
         self.check()
 
-    def _timeout_error(self, began: float, failures: int = 0) -> ServerLost:
+    def _timeout_error(self, began: float, failures: int) -> ServerLost:
         took_s = time.monotonic() - began
         if failures:
             why = (
@@ -339,27 +307,12 @@ class Client:
     def _interrupted_error(self) -> WireError:
         return WireError(f"a request to {self.address} was interrupted")
 
-    def _thread_socket(self) -> ThreadSocket:
-        channel = self._local.channel
-        if channel is None:
-            self._check_goodbyes()
-            handshake = None if self._accepted else self._patient
-            channel = ThreadSocket(self._context, self._server, self.key, handshake)
-            self._local.replace(channel)
-            self._sockets.add(channel)
+    def _open_thread_socket(self) -> ThreadSocket:
+        self._check_goodbyes()
+        channel = ThreadSocket(self._context, self._server, self.key, None if self._accepted else self._patient)
+        self._local.replace(channel)
+        self._sockets.add(channel)
         return channel
-
-    def _renew_thread_socket(self, channel: ThreadSocket) -> ThreadSocket:
-        """Replace this thread's socket: it would read the rest of a message as another one."""
-        with self._lock:
-            self._sockets.discard(channel)
-            channel.close(linger=0)
-            self._local.replace(None)
-            self.check()
-            new = self._thread_socket()
-            new.enter()
-            channel.leave(channel.busy)
-            return new
 
     def _loop_socket(self) -> LoopSocket:
         loop = asyncio.get_running_loop()
@@ -370,8 +323,3 @@ class Client:
                     theirs.close()
             self._loops[loop] = LoopSocket(self._context, self._server, self.key)
         return self._loops[loop]
-
-
-def _time_for(nbytes: int, timeout_s: float, grace_s: float) -> float:
-    """Return seconds. A NaN timeout counts as 0: it must not wait for ever."""
-    return max(0.0, timeout_s) + grace_s + nbytes / SLOWEST_BYTES_PER_S

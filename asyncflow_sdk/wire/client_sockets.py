@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost
+from ..errors import AccessDenied, AsyncFlowError, ConfigError, ServerLost
 from .envelope import FRAME_BYTES, GOODBYE, ResponseEnvelope, decode_response
 from .exchange import Message, RequestExchange
-from .handshake import HandshakeMonitor
 from .keys import RunKey
 from .processes import open_pidfd
 from .sockets import set_options, set_tcp, transport_of
@@ -22,6 +22,15 @@ from .sockets import set_options, set_tcp, transport_of
 _NOBLOCK, POLLIN, _RCVMORE, _EVENTS = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE), int(zmq.EVENTS)
 FINAL_MESSAGES_MS = 100
 """How long messages of an ended server may still be in transit."""
+_HANDSHAKE = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_MAX_FAILURES = 3
+"""Connections cut during the handshake in a row before access counts as denied: a peer unable to decrypt a
+message closes without a reason."""
 
 
 class ServerWatch:
@@ -43,12 +52,9 @@ class ServerWatch:
             except ProcessLookupError:
                 self.ended = True
 
-    def close(self) -> None:
-        """Record the goodbye of the server."""
+    def goodbye(self) -> ServerLost:
+        """Record the end of the server for good. Return the error of its requests."""
         self.closed = True
-
-    def goodbye_error(self) -> ServerLost:
-        """Return the error of requests to a server closed for good."""
         return ServerLost(f"the run at {self.address} was closed by the process that served it")
 
     def ended_error(self) -> ServerLost:
@@ -60,37 +66,126 @@ class ServerWatch:
             os.close(self.fd)
 
 
-class ThreadSocket:
+class HandshakeMonitor:
+    """Detects by the events of a socket if a new connection was accepted, or its key refused. ``monitor``: readable
+    when ``read`` has events. ``failures``: connections cut during the handshake, in a row. ``patient``: accept any
+    number of them, because a server short of descriptors cuts connections too."""
+
+    def __init__(self, socket: Any, address: str, keyed: bool, patient: bool) -> None:
+        self._socket, self._address, self._keyed, self._patient = socket, address, keyed, patient
+        self.failures = 0
+        self.monitor = socket.get_monitor_socket(_HANDSHAKE)
+
+    def read(self) -> bool:
+        """Process the events. Return True once a handshake succeeded. Raises AccessDenied."""
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.close()
+                return True
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise AccessDenied(f"the server at {self._address} does not accept this key; ask for its run.key")
+            self.failures += 1
+            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (self.failures >= _MAX_FAILURES and not self._patient):
+                raise AccessDenied(
+                    f"the server at {self._address} has no keys, or others than this key is for: is it the run.key of"
+                    " that run? If the run is served without keys, connect with insecure=True and without a key"
+                    if self._keyed
+                    else f"the server at {self._address} needs a key; pass key=, the path of a copy of the run's"
+                    " run.key, and not insecure=True"
+                )
+        return False
+
+    def close(self) -> None:
+        """Stop monitoring."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self.monitor.close(linger=0)
+
+
+class Channel:
+    """A connection to the server, for one thread or event loop."""
+
+    def __init__(self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None) -> None:
+        self._context, self._server, self._key = context, server, key
+        self.partial = False
+        """True if a message was read in part."""
+        self.socket = context.socket(zmq.DEALER)
+
+    def connect(self) -> None:
+        """Connect the socket. Raises ConfigError."""
+        connect(self.socket, self._server.address, self._key)
+
+    def send(self, messages: Iterable[Message]) -> None:
+        """Send without waiting: a socket with a refused connection accepts no more messages, and
+        the caller must read the reason. Unsent messages are dropped."""
+        for envelope, data in messages:
+            try:
+                if data is None:
+                    self.socket.send(envelope, _NOBLOCK)
+                else:
+                    self.socket.send_multipart((envelope, data), _NOBLOCK, copy=True)
+            except zmq.Again:
+                return
+
+    def has_message(self) -> bool:
+        """True if ``receive`` has something to return."""
+        return not self.socket.closed and bool(int(self.socket.getsockopt(_EVENTS)) & POLLIN)
+
+    def receive(self) -> tuple[ResponseEnvelope, Any]:
+        """Return the next message, and its payload frame, if any. Raises zmq.Again without a message,
+        ProtocolError, ServerLost for a goodbye."""
+        socket, data = self.socket, None
+        self.partial = True
+        try:
+            envelope = socket.recv(_NOBLOCK)
+            while socket.getsockopt(_RCVMORE):
+                data = socket.recv(_NOBLOCK, copy=False)
+        except zmq.Again:
+            self.partial = False
+            raise
+        self.partial = False
+        response = decode_response(envelope)
+        if response.seq == GOODBYE:
+            raise self._server.goodbye()
+        return response, data
+
+
+class ThreadSocket(Channel):
     """The socket of one thread. ``busy``: its requests in progress (2 if a signal handler makes
-    one). ``partial``: True if a message was read in part. ``patient``: of its HandshakeMonitor; None
-    without one.
-    """
+    one). ``patient``: of its HandshakeMonitor; None without one."""
 
     def __init__(
         self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None, patient: bool | None
     ) -> None:
-        self._server, address = server, server.address
-        self.busy, self.partial = 0, False
+        super().__init__(context, server, key)
+        self.busy = 0
         self.wake, self._interrupted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
         self._open = [self.wake]
         self.handshake: HandshakeMonitor | None = None
-        self.socket = context.socket(zmq.DEALER)
         try:
             if patient is not None:
-                self.handshake = HandshakeMonitor(self.socket, address, key is not None, patient)
-            connect(self.socket, address, key)
+                self.handshake = HandshakeMonitor(self.socket, server.address, key is not None, patient)
+            self.connect()
         except BaseException:
             self.close()
             raise
 
     def enter(self) -> None:
         """Begin a request."""
-        self.clear_interrupt()
+        if self._interrupted:
+            self.clear_interrupt()
         self.busy += 1
 
-    def leave(self, requests: int = 1) -> None:
-        """End requests in progress."""
-        self.busy -= requests
+    def leave(self) -> None:
+        """End a request."""
+        self.busy -= 1
+
+    def renew(self) -> None:
+        """Connect another socket: this one would read the rest of a message as another one."""
+        self._disconnect(linger=0)
+        self.socket, self.partial = self._context.socket(zmq.DEALER), False
+        self.connect()
 
     def authenticated(self) -> bool:
         """Read the events of the handshake. Return True if it has succeeded."""
@@ -106,68 +201,56 @@ class ThreadSocket:
 
     def clear_interrupt(self) -> None:
         """Undo ``interrupt``."""
-        if self._interrupted:
-            self._interrupted = False
+        self._interrupted = False
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wake)
-
-    def send(self, messages: Iterable[Message]) -> None:
-        """Send without waiting: a socket with a refused connection accepts no more messages, and
-        the caller must read the reason. Unsent messages are dropped."""
-        _send(self.socket, messages)
-
-    def receive(self) -> tuple[ResponseEnvelope, Any]:
-        """Return the next message, which must be available, and its payload frame, if any. Raises
-        ProtocolError."""
-        self.partial = True
-        envelope, data = _receive(self.socket)
-        self.partial = False
-        response = decode_response(envelope)
-        if response.seq == GOODBYE:
-            self._server.close()
-        return response, data
 
     def drain(self) -> None:
         """Read messages for requests no longer in progress; only a goodbye has an effect."""
-        with contextlib.suppress(ProtocolError):
-            while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & POLLIN:
+        with contextlib.suppress(AsyncFlowError):
+            while self.has_message():
                 self.receive()
 
-    def close(self, linger: int = 200) -> None:
-        """Close the socket. ``linger``: milliseconds for unsent messages. Idempotent."""
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._disconnect(linger=200)
+        with contextlib.suppress(IndexError):  # the end of the thread may close it at the same time
+            os.close(self._open.pop())
+
+    def _disconnect(self, linger: int) -> None:
+        """``linger``: milliseconds for unsent messages."""
         if self.handshake is not None:
             self.handshake.close()
             self.handshake = None
         self.socket.close(linger=linger)
-        with contextlib.suppress(IndexError):  # the end of the thread may close it at the same time
-            os.close(self._open.pop())
 
     def __del__(self) -> None:
         if not self.socket.closed:
             self.close()
 
 
-class LoopSocket:
+class LoopSocket(Channel):
     """The socket of an event loop. It adds its descriptor to the loop itself: zmq.asyncio takes
     several loop iterations per message."""
 
     def __init__(self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None) -> None:
+        super().__init__(context, server, key)
         self._loop = asyncio.get_running_loop()
-        self._server, self._server_gone = server, False
+        self._server_gone = False
         self._exchanges: dict[int, tuple[RequestExchange, asyncio.Future[None]]] = {}
-        self.socket = context.socket(zmq.DEALER)
-        connect(self.socket, server.address, key)
+        self.connect()
         self._fd = self.socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._fd, self._receive)
         if server.fd >= 0:
             self._loop.add_reader(server.fd, self._server_ended)
 
-    async def exchange(self, exchange: RequestExchange, messages: Iterable[Message], wait_s: float) -> None:
-        """Send, and continue the exchange at each answer until its reply, or for ``wait_s``."""
+    async def exchange(self, exchange: RequestExchange, messages: Iterable[Message]) -> None:
+        """Send, and continue the exchange at each answer until its reply, or until ``left_s`` has passed."""
         if self._server_gone:
             raise self._server.ended_error()
         future: asyncio.Future[None] = self._loop.create_future()
         self._exchanges[exchange.seq] = exchange, future
-        timer = self._loop.call_later(max(wait_s, 0.0), _resolve, future)
+        timer = self._loop.call_later(max(exchange.left_s, 0.0), _resolve, future)
         try:
             self.send(messages)
             await future
@@ -176,9 +259,9 @@ class LoopSocket:
             self._exchanges.pop(exchange.seq, None)
 
     def send(self, messages: Iterable[Message]) -> None:
-        """Send without waiting: see ``ThreadSocket.send``."""
+        """See ``Channel.send``."""
         try:
-            _send(self.socket, messages)
+            super().send(messages)
         finally:
             # Hazard: sending may consume the edge that reports received messages; nothing else wakes the loop.
             self._loop.call_soon(self._receive)
@@ -195,31 +278,22 @@ class LoopSocket:
         self.socket.close(linger=200)
 
     def _receive(self) -> None:
-        while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & POLLIN:
-            envelope, data = _receive(self.socket)
+        while self.has_message():
             try:
-                response = decode_response(envelope)
-            except ProtocolError as error:
+                response, data = self.receive()
+            except AsyncFlowError as error:
                 self._fail(error)
                 continue
-            if response.seq == GOODBYE:
-                self._server.close()
-                self._fail(self._server.goodbye_error())
-            elif response.seq in self._exchanges:
-                self._continue(*self._exchanges[response.seq], response, data)
-
-    def _continue(
-        self, exchange: RequestExchange, future: asyncio.Future[None], response: ResponseEnvelope, data: Any
-    ) -> None:
-        try:
-            messages = exchange.receive(response, data)
-        except ProtocolError as error:
-            if not future.done():
-                future.set_exception(error)
-            return
-        _send(self.socket, messages)
-        if exchange.reply is not None:
-            _resolve(future)
+            exchange, future = self._exchanges.get(response.seq, (None, None))
+            if exchange is None or future is None:
+                continue
+            try:
+                super().send(exchange.receive(response, data))
+            except AsyncFlowError as error:
+                if not future.done():
+                    future.set_exception(error)
+            if exchange.reply is not None:
+                _resolve(future)
 
     def _server_ended(self) -> None:
         self._unwatch()
@@ -252,22 +326,6 @@ def connect(socket: Any, address: str, key: RunKey | None) -> None:
         socket.connect(address)
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot connect to {address}: {error}") from None
-
-
-def _receive(socket: zmq.Socket[Any]) -> tuple[bytes, Any]:
-    envelope, data = socket.recv(_NOBLOCK), None
-    while socket.getsockopt(_RCVMORE):
-        data = socket.recv(_NOBLOCK, copy=False)
-    return envelope, data
-
-
-def _send(socket: zmq.Socket[Any], messages: Iterable[Message]) -> None:
-    with contextlib.suppress(zmq.Again):
-        for envelope, data in messages:
-            if data is None:
-                socket.send(envelope, _NOBLOCK)
-            else:
-                socket.send_multipart((envelope, data), _NOBLOCK, copy=True)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -31,7 +31,7 @@ from .processes import descriptor_limit, free_descriptors, raise_limit
 from .sockets import GIVE_UP_MS, has_waiting, set_options
 
 MAX_UNAUTHENTICATED = 128
-"""Unauthenticated tcp peers of one server at which its tcp listeners are paused."""
+"""A server with this many unauthenticated tcp peers pauses its tcp listeners."""
 RESUME_S = 0.1
 """Interval between attempts to resume paused listeners, or to admit peers after a failure."""
 _SOON_S = 0.001
@@ -39,13 +39,13 @@ _SOON_S = 0.001
 _ACCEPT_S = 1.0
 """libzmq accepts local peers within this time, or is given up: the peers try again."""
 _EXPIRED_S = GIVE_UP_MS / 1000 + 5.0
-"""A peer that connected this long ago has authenticated or disconnected."""
+"""A peer has authenticated or disconnected this long after it connected."""
 _MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_LISTENING
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes of each packet
 _monitors = itertools.count()
 _admitting = threading.Lock()
-"""Held by the limiter that admits local peers: meanwhile no tcp listener of the process takes one."""
+"""Held by a limiter while it admits local peers: meanwhile no tcp listener of the process takes one."""
 _lock = threading.Lock()
 _tcp: dict[socket.socket, bool] = {}
 """Duplicates of all tcp listening sockets of this process, each with True while its server pauses it."""
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 class ConnectionLimiter:
     """Pauses and resumes the listeners of one server. Not thread-safe: the server's thread owns it.
 
-    Call ``update`` when ``fileno()`` is readable, and ``wait_s`` seconds after the last call unless None.
+    Call ``update`` when ``fd`` is readable, and ``wait_s`` seconds after the last call unless None.
     """
 
     def __init__(self) -> None:
@@ -71,15 +71,12 @@ class ConnectionLimiter:
         self._ipc: list[IpcListener] = []
         self._monitors: list[tuple[zmq.Socket[Any], zmq.Socket[Any]]] = []  # each router with its monitor
         self._ready = select.epoll()
+        self.fd = self._ready.fileno()
         self._accepting: socket.socket | None = None  # duplicate of a socket passed to libzmq
         self._accept_until_s = 0.0
         self._paused = self._refusing = self._holding = False
         self.wait_s: float | None = None
         """Limit of the wait for the next ``update``."""
-
-    def fileno(self) -> int:
-        """Readable when ``update`` has something to do."""
-        return self._ready.fileno()
 
     @property
     def short(self) -> bool:
@@ -102,7 +99,7 @@ class ConnectionLimiter:
         self._ready.register(int(monitor.getsockopt(zmq.FD)), select.EPOLLIN)
 
     def add_tcp(self, endpoint: str) -> None:
-        """Limit the tcp listener at ``endpoint``, to which a monitored socket was just bound."""
+        """Limit the tcp listener at ``endpoint``, after a monitored socket was bound to it."""
         for event, descriptor, bound in self._events():
             if event == zmq.EVENT_LISTENING and bound == endpoint:
                 self._listeners[endpoint] = socket.socket(fileno=os.dup(descriptor))

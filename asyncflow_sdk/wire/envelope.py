@@ -29,8 +29,8 @@ MAX_BYTES = 1 << 30
 """The default of the largest request: body and payload, in any number of pieces."""
 PIECE_BYTES = 1 << 20
 FRAME_BYTES = 2 << 20
-"""The largest frame a socket accepts: a piece, or an envelope around one. ZeroMQ cuts a connection that
-announces a larger one before it allocates memory for it."""
+"""The largest frame a socket accepts: a piece, or an envelope around one. ZeroMQ cuts a connection
+at the announcement of a larger one, before it allocates memory for it."""
 GOODBYE = 0
 """The request number of a goodbye."""
 
@@ -87,7 +87,7 @@ class ResponseEnvelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _RequestStart(msgspec.Struct, frozen=True, array_like=True):
-    """The fields that a request of every version begins with."""
+    """The first fields of a request, in every version."""
 
     protocol: int
     session: str
@@ -102,12 +102,13 @@ _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 class ProtocolMismatch(ProtocolError):
-    """Internal: a request of another protocol version. ``reply``: readable in every version."""
+    """Internal: request ``seq`` is of another protocol version. Its text is the body of the reply."""
 
     def __init__(self, protocol: int, seq: int) -> None:
-        text = f"this server speaks protocol {PROTOCOL}, you {protocol}; install the same asyncflow-sdk on both sides"
-        super().__init__(text)
-        self.reply = encode(ResponseEnvelope(PROTOCOL, seq, text.encode()))
+        super().__init__(
+            f"this server speaks protocol {PROTOCOL}, you {protocol}; install the same asyncflow-sdk on both sides"
+        )
+        self.seq = seq
 
 
 def decode_request(frame: bytes) -> RequestEnvelope:

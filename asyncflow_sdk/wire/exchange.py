@@ -1,5 +1,4 @@
-"""RequestExchange: one request and its answer on the client's side, of any size. It uses no socket
-and no clock.
+"""RequestExchange: one request and its answer on the client's side, of any size. It uses no socket.
 
 A small request is one message. A large one is offered, and the server asks for its pieces; of a large
 answer, the client asks for the pieces (see ``pieces``). After a silence the client offers again, or
@@ -9,6 +8,8 @@ missing when it is answered were lost with an earlier connection, and only these
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProtocolError
-from .envelope import PIECE_BYTES, Ask, Offer, Piece, Read, RequestPart, ResponseEnvelope
-from .pieces import Incoming, Outgoing, nbytes_of, piece_end
-from .sequence_numbers import SequenceNumbers
+from .envelope import (
+    PIECE_BYTES,
+    PROTOCOL,
+    Ask,
+    Offer,
+    Piece,
+    Read,
+    RequestEnvelope,
+    RequestPart,
+    ResponseEnvelope,
+    encode,
+)
+from .pieces import Incoming, Outgoing, piece_end
+
+SLOWEST_BYTES_PER_S = 10e6
+"""The slowest expected transfer: the deadline of a request is extended by its bytes over this rate."""
 
 
 class WireReply(NamedTuple):
@@ -35,27 +49,94 @@ class Message(NamedTuple):
     data: bytes | memoryview | None = None
 
 
-class RequestExchange:
-    """Not thread-safe. ``payload``: contiguous buffers, which must not change before the reply.
-    ``max_bytes``: limit for body and payload of an answer in pieces; None: no limit.
+class SequenceNumbers:
+    """The request numbers of one session, and the confirmations and cancellations to be sent. Thread-safe.
 
-    ``reply``: None until the answer is complete. ``received``: messages received so far.
-    ``answer_bytes``: 0 until known."""
+    A number is open until its answer arrives. A cancelled number stays open until an answer proves the
+    cancellation known to the server: if ``done`` passed it before, the server would forget the
+    answer without undoing its effect.
+    """
+
+    def __init__(self, session: str) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        self._last = 0
+        self._open: set[int] = set()
+        self._dropped: set[int] = set()
+        self._settled: list[int] = []
+        self._reported: dict[int, tuple[int, ...]] = {}  # request → the cancellations in its first message
+
+    def begin(self) -> int:
+        """Return the number of a new request."""
+        with self._lock:
+            self._last += 1
+            self._open.add(self._last)
+            return self._last
+
+    def envelope(self, seq: int, body: bytes, part: RequestPart | None = None) -> bytes:
+        """Encode a message with confirmations and cancellations; ``seq`` 0: about no request."""
+        with self._lock:
+            settled, self._settled = tuple(self._settled), []
+            dropped = tuple(self._dropped)
+            if seq:
+                self._reported.setdefault(seq, dropped)
+            done = min(self._open, default=self._last + 1)
+        return encode(RequestEnvelope(PROTOCOL, self._session, seq, done, settled, dropped, body, part))
+
+    def settle(self, seq: int) -> None:
+        """Record the arrival of an answer."""
+        with self._lock:
+            if reported := self._reported.pop(seq, ()):
+                self._dropped.difference_update(reported)
+                self._open.difference_update(reported)
+            self._open.discard(seq)
+            self._settled.append(seq)
+
+    def drop(self, seq: int) -> None:
+        """Cancel a request: nothing waits for its answer any more."""
+        with self._lock:
+            self._reported.pop(seq, None)
+            self._dropped.add(seq)
+
+
+class RequestExchange:
+    """Not thread-safe. ``payload``: contiguous buffers; they must not change before the reply. ``nbytes``: the size
+    of ``body`` and ``payload``. ``grace_s``: the wait beyond ``timeout_s``. ``resend_s``: the silence before
+    ``resend``. ``max_bytes``: limit for body and payload of an answer in pieces; None: no limit.
+
+    ``reply``: None until the answer is complete. ``began``: the time of the start."""
 
     def __init__(
         self,
         numbers: SequenceNumbers,
-        seq: int,
         body: bytes,
-        payload: Sequence[Any] = (),
+        payload: Sequence[Any],
+        nbytes: int,
+        timeout_s: float,
+        grace_s: float,
+        resend_s: float,
         max_bytes: int | None = None,
     ) -> None:
-        self._numbers, self.seq, self._body, self._max_bytes = numbers, seq, body, max_bytes
-        self._payload = payload
-        self._request = Outgoing(body, payload) if nbytes_of(body, payload) > PIECE_BYTES else None
+        self._numbers, self._body, self._payload, self._max_bytes = numbers, body, payload, max_bytes
+        self._request = Outgoing(body, payload) if nbytes > PIECE_BYTES else None
         self._questions = 0
         self.reply: WireReply | None = None
-        self.received = self.answer_bytes = 0
+        self._grace_s, self._resend_s = grace_s, resend_s
+        self.began = time.monotonic()
+        # a NaN timeout counts as 0: it must not wait for ever
+        self._until = self.began + (timeout_s if timeout_s > 0.0 else 0.0) + grace_s + nbytes / SLOWEST_BYTES_PER_S
+        self._resend_at = self.began + resend_s
+        self.seq = numbers.begin()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until ``resend`` is due."""
+        return min(self._until, self._resend_at) - time.monotonic()
+
+    @property
+    def late(self) -> bool:
+        """True after the deadline."""
+        return time.monotonic() >= self._until
 
     def begin(self) -> list[Message]:
         """Return the first message, sent again to a server without this request."""
@@ -68,12 +149,12 @@ class RequestExchange:
 
     def receive(self, response: ResponseEnvelope, data: Any) -> list[Message]:
         """Process a message of the server and return the messages to send. Raises ProtocolError."""
-        self.received += 1
         part = response.part
         if part is None:
             payload = None if data is None else np.frombuffer(data, np.uint8).copy()  # ZeroMQ's is not aligned
             self.reply = WireReply(response.body, payload)
             return []
+        self._resend_at = time.monotonic() + self._resend_s
         if isinstance(part, Read):
             return self._send(part)
         if self._answer is None or self._answer.sizes != part.sizes:
@@ -93,15 +174,25 @@ class RequestExchange:
     def resend(self) -> list[Message]:
         """Return the messages to send after a silence."""
         self._questions += 1
+        self._resend_at = time.monotonic() + self._resend_s
         if self._answer is not None:
             return [self._message(Ask(self._questions))]
         if self._request is not None:
             return [self._message(Offer(self._request.sizes, self._questions))]
         return self.begin()
 
+    def settle(self, reply: WireReply) -> WireReply:
+        """Confirm the reply, and return it."""
+        self._numbers.settle(self.seq)
+        return reply
+
+    def drop(self) -> list[Message]:
+        """Cancel the request. Return the message to send."""
+        self._numbers.drop(self.seq)
+        return [Message(self._numbers.envelope(0, b""))]
+
     def _send(self, read: Read) -> list[Message]:
-        """Return the pieces of the request that the server asks for. Without any, it knows nothing of
-        an answer."""
+        """Return the requested pieces of the request. Without any, the server knows nothing of an answer."""
         if not read.starts:
             return self.begin() if self._answer is not None else []
         if (request := self._request) is None:
@@ -118,7 +209,8 @@ class RequestExchange:
         """Prepare for an answer. The server sends its first pieces without a question."""
         if self._max_bytes is not None and sum(sizes) > self._max_bytes:
             raise ProtocolError(f"an answer of {sum(sizes)} bytes, where at most {self._max_bytes} are expected")
-        self._answer, self._memory, self.answer_bytes = Incoming(sizes), np.empty(sizes[1], np.uint8), sum(sizes)
+        self._answer, self._memory = Incoming(sizes), np.empty(sizes[1], np.uint8)
+        self._until = max(self._until, time.monotonic() + self._grace_s + sum(sizes) / SLOWEST_BYTES_PER_S)
         self._answer.ask(self._questions)
         return self._answer
 

@@ -17,7 +17,7 @@ import zmq
 from ..errors import ConfigError
 
 IPC_BACKLOG = 64
-"""Peers that may wait at an ipc address: one ``admit`` admits at most one more than this."""
+"""Peers that may wait at an ipc address: one ``admit`` admits at most one more."""
 _MAX_PATH_BYTES = 107
 
 

@@ -11,7 +11,7 @@ lists the accepted public keys of clients. A client shows the key of ``run.key``
 introduces a key pair of its own, accepted while its session lives. So ``run.key`` can be replaced
 during the run.
 
-A server offers its run key in the run's directory of shared memory (mode 0700), so that clients of
+A server offers its run key in the run's directory of shared memory (mode 0700), where clients of
 the same user on this host find it by the tcp address. The offer is removed with its server, unless a
 journal keeps it for the run's next server.
 """
@@ -127,8 +127,7 @@ def ensure_keys(server: Path, run: Path) -> KeyPair:
 
 
 def generate_keys() -> KeyPair:
-    """Return new keys, without key files. A run writes those of its weight services into its
-    journal, which only its owner can read."""
+    """Return new keys, without key files."""
     (server, secret), (client, own) = _pair(), _pair()
     return KeyPair(ServerKeys(server, secret, (client,)), RunKey(server, client, own))
 

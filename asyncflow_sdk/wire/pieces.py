@@ -77,7 +77,7 @@ class Incoming:
         return not self._asked and self._next == sum(self.sizes)
 
     def ask(self, number: int, stop: int | None = None) -> tuple[int, ...]:
-        """Return the starts of pieces to ask for next, of those before ``stop``."""
+        """Return the starts of pieces to ask for next, all before ``stop``."""
         stop, starts = sum(self.sizes) if stop is None else stop, []
         while len(self._asked) < MOST_ASKED and self._next < stop:
             starts.append(self._next)

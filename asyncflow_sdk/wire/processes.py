@@ -87,16 +87,14 @@ def open_pidfd(pid: int, key: str) -> int | None:
 
 
 class ProcessWatch:
-    """Watches the processes of sessions, by one descriptor per process. Not thread-safe."""
+    """Watches the processes of sessions, by one descriptor per process. ``fd``: readable once one has ended. Not
+    thread-safe."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        self.fd = self._epoll.fileno()
         self._watched: dict[int, tuple[tuple[int, str], set[str]]] = {}  # descriptor → process, its sessions
         self._descriptors: dict[tuple[int, str], int] = {}
-
-    def fileno(self) -> int:
-        """Readable once a process has ended, so a server need not poll each."""
-        return self._epoll.fileno()
 
     def add(self, session: str, pid: int, key: str) -> None:
         """Watch a session's process if visible here. Raises ProcessLookupError if it has ended."""
@@ -117,7 +115,7 @@ class ProcessWatch:
                     self._forget(fd)
 
     def ended(self) -> list[str]:
-        """Return the sessions of processes that ended since the last call, and forget them."""
+        """Return the sessions of processes ended since the last call, and forget them."""
         return [session for fd, _ in self._epoll.poll(0) for session in self._forget(fd)]
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ It uses no socket, so a recorded run is replayed through it: see ``RequestTable.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -23,22 +23,54 @@ CHECK_BYTES = 16 << 20
 REQUEST_BYTES = 1 << 10
 """Held for each unconfirmed request beside its body, later its answer."""
 MAX_EARLY = 1 << 16
-Maker: TypeAlias = Callable[[], tuple[bytes, Sequence[Any]]]
-"""Makes an answer each time it is sent."""
 MAX_CONNECTIONS = 1024
 """Connections remembered for one session."""
+Maker: TypeAlias = Callable[[], tuple[bytes, Sequence[Any]]]
+"""Makes an answer each time it is sent."""
 
 
 class RequestHandler(Protocol):
     """Executes requests. All calls come from one thread."""
 
     def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
-        """Execute a request. Call ``Server.answer`` now or later. ``payload``: the sink returned by
-        ``sink``, filled unless it has an error; None for a request without payload."""
+        """Execute a request. Call ``Server.answer`` now or later. ``payload``: the filled sink
+        returned by ``sink``, or its error; None for a request without payload."""
 
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
         """The client cancelled a request, or will not read its answer. ``answer``: None if there
         is none yet. ``ticket`` 0 without an answer: the request has not arrived yet."""
+
+
+@dataclass(eq=False)
+class WireRequest:
+    """A request until its answer is confirmed. ``ticket``: its number in the table. ``answer``: None until it is
+    known; if ``made``, ``Handler.make`` renders it each time it is sent, or ``maker``."""
+
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"route", "nbytes", "maker"})
+
+    session: str = ""
+    seq: int = 0
+    ticket: int = 0
+    route: Route | None = None  # the connection of its last message; None: it is over, or was of an earlier server
+    nbytes: int = 0  # held for it
+    answer: bytes | None = None
+    made: bool = False
+    maker: Maker | None = None
+
+    def keep(self, answer: bytes, made: bool, maker: Maker | None) -> int:
+        """Keep the answer. Return the bytes held for it."""
+        self.answer, self.made, self.maker = answer, made, maker
+        if maker is None:  # else the request is held until its answer is confirmed
+            self.nbytes = len(answer) + REQUEST_BYTES
+        return self.nbytes
+
+    def reroute(self, route: Route) -> None:
+        """Answer a repeated request over the connection of its last message."""
+        self.route = route
+
+    def end(self) -> None:
+        """Send no answer, and count no bytes."""
+        self.route, self.nbytes = None, 0
 
 
 @dataclass
@@ -47,39 +79,26 @@ class SessionState:
 
     The cancellation of a request may arrive before the request, over another socket (``early``).
     The request is then executed on arrival and cancelled at once, as if both had arrived in order:
-    a lease that it would return must not be lost.
+    its lease must not be lost.
     """
 
-    TRANSIENT: ClassVar[frozenset[str]] = frozenset(
-        {"makers", "downloads", "routes", "connections", "keys", "host", "sizes"}
-    )
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"connections", "keys", "host"})
 
-    answers: dict[int, bytes] = field(default_factory=dict)
-    made: set[int] = field(default_factory=set)  # answers rendered by Handler.make each time they are sent
-    makers: dict[int, Maker] = field(default_factory=dict)  # or by a function
-    downloads: dict[int, Download] = field(default_factory=dict)  # answers being sent: large, or with payload
-    tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket of unanswered requests
-    routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection of its last message
+    requests: dict[int, WireRequest] = field(default_factory=dict)  # by seq, until the answer is confirmed
     connections: dict[Route, None] = field(default_factory=dict)  # in the order of their first message
     keys: tuple[str, ...] = ()  # a client uses them in this order: none before the last used one is accepted
     host: str = ""  # IP address, or process of this host, at the other end of the newest connection
-    sizes: dict[int, int] = field(default_factory=dict)  # seq → bytes held for an unconfirmed request
     done: int = 0
     low: int = 0  # all requests up to here were received, or are in early
     ahead: set[int] = field(default_factory=set)  # the same for requests above low
     early: set[int] = field(default_factory=set)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes held for unconfirmed requests beside the largest one: any answer may be large."""
-        return sum(self.sizes.values()) - max(self.sizes.values(), default=0)
 
     def accept(self, keys: tuple[str, ...]) -> None:
         """Accept messages by these keys, too; by no earlier one once a later one was used."""
         self.keys += keys
 
     def add_connection(self, route: Route, key: str, host: str) -> None:
-        """Keep a connection; above MAX_CONNECTIONS the first, which joined, and the newest. Raises
+        """Keep a connection; above MAX_CONNECTIONS the first and the newest. Raises
         ProtocolError for a connection of another client."""
         if self.keys:
             if key not in self.keys:
@@ -91,41 +110,19 @@ class SessionState:
 
     def is_known(self, seq: int) -> bool:
         """True if the request has arrived before."""
-        return seq not in self.early and (seq <= self.low or seq in self.ahead)
+        return (seq <= self.low or seq in self.ahead) and seq not in self.early
 
-    def receive(self, seq: int, route: Route | None, ticket: int, nbytes: int) -> bool:
+    def receive(self, request: WireRequest) -> bool:
         """Record the first arrival of a request. Return True if it was cancelled before."""
-        self.routes[seq], self.tickets[seq], self.sizes[seq] = route, ticket, nbytes
-        if seq in self.early:
-            self.early.remove(seq)
+        self.requests[request.seq] = request
+        if request.seq in self.early:
+            self.early.remove(request.seq)
             return True
-        self._mark(seq)
+        self._mark(request.seq)
         return False
 
-    def answer(self, seq: int, body: bytes, made: bool, make: Maker | None) -> int:
-        """Keep the answer of a request; see ``Server.answer``. Return the bytes held for it."""
-        # the request of ``make`` is held until the answer is confirmed
-        nbytes = len(body) + REQUEST_BYTES if make is None else self.sizes.get(seq, 0)
-        self.answers[seq], self.sizes[seq] = body, nbytes
-        self.tickets.pop(seq, None)
-        if made:
-            self.made.add(seq)
-        if make is not None:
-            self.makers[seq] = make
-        return nbytes
-
-    def download(self, seq: int, body: bytes, payload: Sequence[Any]) -> Download:
-        """Keep an answer while it is being sent."""
-        download = self.downloads[seq] = Download(body, payload)
-        return download
-
-    def reroute(self, seq: int, route: Route) -> None:
-        """Answer a repeated request over the connection of its last message."""
-        if seq in self.routes:
-            self.routes[seq] = route
-
     def drop_early(self, seq: int) -> None:
-        """Record the cancellation of a request that has not arrived. Raises ProtocolError above MAX_EARLY."""
+        """Record an early cancellation. Raises ProtocolError above MAX_EARLY."""
         if len(self.early) >= MAX_EARLY:
             raise ProtocolError(f"{MAX_EARLY} requests were cancelled, and have not arrived")
         self.early.add(seq)
@@ -134,99 +131,97 @@ class SessionState:
     def _mark(self, seq: int) -> None:
         if seq == self.low + 1 and not self.ahead:
             self.low = seq
-            return
-        self.ahead.add(seq)
-        self._advance()
+        else:
+            self.ahead.add(seq)
+            self.skip_to(self.low)
 
-    def _advance(self) -> None:
+    def skip_to(self, seq: int) -> None:
+        """Mark all requests up to ``seq`` as received: requests without effect were not recorded."""
+        if seq > self.low:
+            self.low, self.ahead = seq, {s for s in self.ahead if s > seq}
         while self.low + 1 in self.ahead:
             self.low += 1
             self.ahead.remove(self.low)
 
-    def confirm(self, seq: int) -> None:
-        """The client has received this answer: forget it."""
-        if self.forget(seq) is not None:
-            self.routes.pop(seq, None)
-
-    def forget(self, seq: int) -> bytes | None:
-        """Remove and return an answer; None if there is none."""
-        self.sizes.pop(seq, None)
-        self.made.discard(seq)
-        self.makers.pop(seq, None)
-        self.downloads.pop(seq, None)
-        return self.answers.pop(seq, None)
-
-    def forget_connections(self) -> None:
-        """Forget those to an earlier server, and the sizes: confirmations are not recorded."""
-        self.routes = dict.fromkeys((*self.answers, *self.tickets))
-        self.sizes.clear()
-
-    def release_downloads(self, before_s: float) -> None:
-        """Release downloads sent, or inactive since ``before_s``; a retry makes them again."""
-        for seq in [seq for seq, each in self.downloads.items() if each.complete or each.active_s < before_s]:
-            del self.downloads[seq]
-
-    def skip_to(self, seq: int) -> None:
-        """Mark all requests up to ``seq`` as received: those without effect were not recorded."""
-        if seq > self.low:
-            self.low = seq
-            self.ahead = {s for s in self.ahead if s > seq}
-            self._advance()
-
-    def advance_done(self, done: int) -> None:
-        """Forget the answers below ``done``: each has arrived, or was cancelled."""
+    def advance(self, done: int) -> list[int]:
+        """Record the end of all requests below ``done``. Return the kept ones."""
         self.done = done
-        if not self.answers:
-            return
-        for seq in [s for s in self.answers if s < done]:
-            self.confirm(seq)
+        return [seq for seq in self.requests if seq < done]
 
 
 class RequestTable:
     """Not thread-safe: the server's thread owns it. ``sessions``: by name. A *ticket* is the number
     of a request in this table."""
 
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"downloads"})
+
     def __init__(self) -> None:
         self.sessions: dict[str, SessionState] = {}
-        self._by_ticket: dict[int, tuple[str, int]] = {}
+        self._by_ticket: dict[int, WireRequest] = {}  # those without an answer
         self._next_ticket = 1
         self.grown = 0
         """Bytes of requests and answers since the last ``take_overfull``."""
+        self.downloads: dict[WireRequest, Download] = {}
+        """Answers being sent: large, or with payload."""
 
-    def begin(
-        self, handler: RequestHandler, route: Route | None, name: str, seq: int, done: int, body: bytes, payload: Any
-    ) -> bool:
-        """Execute a request on its first arrival. ``done``: all requests below it are over. Return
-        True if its cancellation arrived before it."""
-        session = self.sessions[name]
-        session.skip_to(min(done, seq) - 1)
+    def execute(
+        self, handler: RequestHandler, route: Route, name: str, seq: int, done: int, body: bytes, payload: Any
+    ) -> None:
+        """Execute a request on its first arrival. ``done``: all requests below it are over."""
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        size = len(body) + REQUEST_BYTES
-        dropped = session.receive(seq, route, ticket, size)
-        self.grown += size
-        self._by_ticket[ticket] = (name, seq)
-        handler.request(name, ticket, body, payload)
+        request = WireRequest(name, seq, ticket, route, len(body) + REQUEST_BYTES)
+        self.grown += request.nbytes
+        if self._execute(handler, request, done, body, payload):
+            self.drop(handler, name, seq)
+
+    def _execute(self, handler: RequestHandler, request: WireRequest, done: int, body: bytes, payload: Any) -> bool:
+        """Return True if the cancellation of the request arrived before it."""
+        session = self.sessions[request.session]
+        if done - 1 > session.low:
+            session.skip_to(min(done, request.seq) - 1)
+        dropped = session.receive(request)
+        self._by_ticket[request.ticket] = request
+        handler.request(request.session, request.ticket, body, payload)
         return dropped
 
-    def open(self, name: str, key: str) -> SessionState:
-        """Add a session whose first message came by a client's public key."""
-        session = self.sessions[name] = SessionState(keys=(key,))
-        return session
+    def confirm(self, session: SessionState, settled: Iterable[int], done: int) -> None:
+        """Forget the answers received by the client: ``settled``, and all below ``done``."""
+        for seq in (*settled, *session.advance(done)) if done > session.done else settled:
+            if (request := session.requests.get(seq)) is not None and request.answer is not None:
+                del session.requests[seq]
+                self._end(request)
 
-    def answer(self, ticket: int, body: bytes, made: bool, make: Maker | None) -> tuple[SessionState | None, int]:
-        """Keep the answer of a request; see ``Server.answer``. Return its session, None if the request
-        was cancelled or its session ended, and its seq."""
-        name, seq = self._by_ticket.pop(ticket, ("", 0))
-        session = self.sessions.get(name)
-        if session is not None:
-            self.grown += session.answer(seq, body, made, make)
-        return session, seq
+    def _end(self, request: WireRequest) -> None:
+        request.end()
+        if self.downloads:
+            self.downloads.pop(request, None)
+
+    def answer(self, ticket: int, body: bytes, made: bool, make: Maker | None) -> WireRequest | None:
+        """Keep the answer of a request; see ``Server.answer``. Return the request, None if it was cancelled or
+        its session ended."""
+        request = self._by_ticket.pop(ticket, None)
+        if request is not None:
+            self.grown += request.keep(body, made, make)
+        return request
+
+    def download(self, request: WireRequest, body: bytes, payload: Sequence[Any]) -> Download:
+        """Keep an answer while it is being sent."""
+        download = self.downloads[request] = Download(body, payload)
+        return download
+
+    def release_downloads(self, before_s: float) -> None:
+        """Release downloads sent, or inactive since ``before_s``; a retry makes them again."""
+        for request, download in list(self.downloads.items()):
+            if download.complete or download.active_s < before_s:
+                del self.downloads[request]
 
     def take_overfull(self) -> list[str]:
         """Return the sessions to end because of SESSION_BYTES, and the largest ones because of MOST_BYTES."""
         self.grown = 0
-        over = [name for name, session in self.sessions.items() if session.held_bytes > SESSION_BYTES]
-        left = sorted((sum(self.sessions[name].sizes.values()), name) for name in self.sessions.keys() - over)
+        sizes = {name: [each.nbytes for each in state.requests.values()] for name, state in self.sessions.items()}
+        # beside the largest request of a session: any answer may be large
+        over = [name for name, each in sizes.items() if sum(each) - max(each, default=0) > SESSION_BYTES]
+        left = sorted((sum(sizes[name]), name) for name in sizes.keys() - over)
         total = sum(nbytes for nbytes, _ in left)
         while total > MOST_BYTES:
             nbytes, name = left.pop()
@@ -251,8 +246,8 @@ class RequestTable:
 
     def numbers(self, ticket: int) -> tuple[int, int]:
         """Return the seq of an unanswered request, and ``done`` of its session."""
-        name, seq = self._by_ticket[ticket]
-        return seq, self.sessions[name].done
+        request = self._by_ticket[ticket]
+        return request.seq, self.sessions[request.session].done
 
     def drop(self, handler: RequestHandler, name: str, seq: int) -> None:
         """Cancel a request. Notify the handler unless the answer has arrived."""
@@ -263,31 +258,25 @@ class RequestTable:
             if seq not in session.early:
                 session.drop_early(seq)
                 handler.dropped(name, seq, 0, None)
-            return
-        session.routes.pop(seq, None)
-        ticket = session.tickets.pop(seq, None)
-        answer = session.forget(seq)
-        if ticket is not None:
-            self._by_ticket.pop(ticket, None)
-            handler.dropped(name, seq, ticket, None)
-        elif answer is not None:
-            handler.dropped(name, seq, 0, answer)
+        elif (request := session.requests.pop(seq, None)) is not None:
+            self._end(request)
+            self._by_ticket.pop(request.ticket, None)
+            handler.dropped(name, seq, request.ticket if request.answer is None else 0, request.answer)
 
     def forget(self, name: str) -> None:
         """Remove a session with its requests and answers."""
         session = self.sessions.pop(name, None)
-        for ticket in session.tickets.values() if session else ():
-            self._by_ticket.pop(ticket, None)
+        for request in session.requests.values() if session else ():  # queued answers are still sent
+            self._by_ticket.pop(request.ticket, None)
+            self.downloads.pop(request, None)
 
     # ---- replays, before the server starts
 
     def replay(self, handler: RequestHandler, name: str, seq: int, done: int, ticket: int, body: bytes) -> None:
         """Replay a recorded request: ``handler`` executes it."""
-        session = self.sessions.setdefault(name, SessionState())
-        session.advance_done(done)
-        following, self._next_ticket = self._next_ticket, ticket
-        self.begin(handler, None, name, seq, done, body, None)
-        self._next_ticket = max(following, self._next_ticket)  # a request that waited has a lower ticket
+        self.confirm(self.sessions.setdefault(name, SessionState()), (), done)
+        self._next_ticket = max(self._next_ticket, ticket + 1)  # a request that waited has a lower ticket
+        self._execute(handler, WireRequest(name, seq, ticket), done, body, None)
 
     def replay_drop(self, handler: RequestHandler, name: str, seq: int) -> None:
         """Replay a recorded request cancellation."""
@@ -299,6 +288,7 @@ class RequestTable:
             self.drop(handler, name, seq)
 
     def finish_replay(self) -> None:
-        """Forget all connections: clients of the earlier server have to repeat their requests."""
+        """Forget the sizes of answers, since confirmations are not recorded."""
         for session in self.sessions.values():
-            session.forget_connections()
+            for request in session.requests.values():
+                request.end()

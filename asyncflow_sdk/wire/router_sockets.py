@@ -1,6 +1,5 @@
 """RouterSockets: the ROUTER sockets of a server. One serves ipc and inproc without keys; the other,
-in a ZeroMQ context of its own, serves tcp clients that prove with CurveZMQ that they hold an
-accepted key.
+in a ZeroMQ context of its own, serves tcp clients with an accepted key, proven by CurveZMQ.
 
 The separate context is needed because a ZAP handler decides for every socket of its context, also
 for sockets of clients in the same process.
@@ -26,9 +25,9 @@ Route: TypeAlias = "tuple[zmq.Socket[Any], bytes]"
 """A connection: its socket, and its name there."""
 Asking: TypeAlias = Callable[[str, Callable[[bool], None]], None]
 UNREAD_ANSWERS = 1000
-"""Unread answers per connection; a client that does not read them asks for the others again."""
+"""Unread answers per connection; its client asks for the others again."""
 UNREAD_MESSAGES = 64
-"""Unread messages per connection; a client that sends more waits until the server has read some."""
+"""Unread messages per connection; its client waits until the server has read some."""
 
 
 class RouterSockets:

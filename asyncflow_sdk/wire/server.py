@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import zmq
 
-from ..errors import ProtocolError
+from ..errors import AsyncFlowError, ProtocolError
 from .envelope import (
     GOODBYE,
     MAX_BYTES,
@@ -43,11 +43,10 @@ from .envelope import (
 )
 from .keys import ServerKeys
 from .processes import ProcessWatch, process_key
-from .request_table import CHECK_BYTES, RequestHandler, RequestTable, SessionState
+from .request_table import CHECK_BYTES, Maker, RequestHandler, RequestTable, SessionState, WireRequest
 from .router_sockets import Asking, Route, RouterSockets
 from .uploads import SILENCE_S, PayloadSink, Upload, Uploads
 
-_GOODBYE = encode(ResponseEnvelope(PROTOCOL, GOODBYE, b""))
 _MAX_UNREAD = 10_000
 """Unread requests per socket whose senders get a goodbye."""
 MAX_WAIT_S = 3600.0
@@ -64,7 +63,8 @@ class Handler(RequestHandler, Protocol):
     """Executes the requests of a running server. All calls come from the server's thread."""
 
     def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
-        """Return a sink for the payload of a request, before the payload arrives. Must not raise."""
+        """Return a sink for the payload of a request, before the payload arrives. Raises AsyncFlowError if it
+        cannot be stored: this becomes the payload."""
 
     def make(self, answer: bytes) -> tuple[bytes, Sequence[Any]]:
         """Render a stored answer for sending: return the body, and contiguous buffers to send
@@ -77,15 +77,14 @@ class Handler(RequestHandler, Protocol):
         """Called after every round. Return the seconds until the next call is due, None for never."""
 
     def settle(self) -> bool:
-        """Called before answers are sent: store everything that they depend on. Return False to
-        hold the answers back until the next round."""
+        """Called before answers are sent: store the state behind them. Return False to hold the answers back
+        until the next round."""
 
 
 class _Outgoing(NamedTuple):
-    """A queued answer. ``part``: the message that asked for it, None for the first time."""
+    """A queued answer. ``part``: the question for it, None for the first time."""
 
-    session: SessionState
-    seq: int
+    request: WireRequest
     part: RequestPart | None = None
     recorded: bool = True
 
@@ -123,36 +122,16 @@ class Server:
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._for_good: Callable[[], bool] = lambda: False
-        self._sockets = RouterSockets(addresses, keys, insecure=insecure, bulk=bulk, ask=ask)
-        self._limiter = self._sockets.limiter
-        self.addresses = self._sockets.addresses
+        self.sockets = RouterSockets(addresses, keys, insecure=insecure, bulk=bulk, ask=ask)
+        self.limiter = self.sockets.limiter
+        self.addresses = self.sockets.addresses
         self._wake_lock = threading.Lock()
-        self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
-        for socket in (*self._sockets.routers, self._sockets.zap):
-            if socket is not None:
-                self._poller.register(socket, zmq.POLLIN)
-        for fd in (self._wake_out, self._processes.fileno(), self._limiter.fileno()):
-            self._poller.register(fd, zmq.POLLIN)
+        for each in (*self.sockets.routers, self.sockets.zap, self._wake, self._processes.fd, self.limiter.fd):
+            if each is not None:
+                self._poller.register(each, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="asyncflow-server", daemon=True)
-
-    @property
-    def refused(self) -> int:
-        """Connections refused because of their key so far."""
-        return self._sockets.refused
-
-    @property
-    def short(self) -> bool:
-        """True if this process has hardly a free file descriptor, and should begin nothing new."""
-        return self._limiter.short
-
-    def replace_keys(self, keys: ServerKeys) -> None:
-        """Accept new connections by these keys only. In the server's thread."""
-        self._sockets.replace_keys(keys)
-
-    def renew_ipc(self) -> None:
-        """Replace removed socket files. In the server's thread. Raises OSError."""
-        self._limiter.renew_ipc()
 
     def key_of(self, session: str) -> str:
         """Return the public key of a session's client; "" without keys."""
@@ -163,11 +142,6 @@ class Server:
         """Accept messages by these keys in a session; see ``SessionState.accept``."""
         self.requests.sessions[session].accept(keys)
 
-    def on_note(self, note: Callable[[str, str], None]) -> None:
-        """Call ``note`` with a text and "info" or "warning" when connections are paused or resumed,
-        instead of logging the text. In the server's thread. Call before ``start``."""
-        self._limiter.on_note(note)
-
     def start(self) -> None:
         """Start the server's thread."""
         self._thread.start()
@@ -175,9 +149,9 @@ class Server:
     def call(self, function: Callable[[], None]) -> None:
         """Run ``function`` in the server's thread, unless it has ended. Thread-safe."""
         self._calls.append(function)
-        with self._wake_lock, contextlib.suppress(BlockingIOError):
-            if self._wake_in >= 0:  # the thread may have run the function already, and have stopped
-                os.write(self._wake_in, b"\0")
+        with self._wake_lock:
+            if self._wake >= 0:  # the thread may have run the function already, and have stopped
+                os.eventfd_write(self._wake, 1)
 
     def stop(self, for_good: Callable[[], bool] = lambda: False) -> None:
         """Finish the current round, close the sockets, and end the thread. Call from another
@@ -199,7 +173,7 @@ class Server:
         made: bool = False,
         at_once: bool = False,
         recorded: bool = True,
-        make: Callable[[], tuple[bytes, Sequence[Any]]] | None = None,
+        make: Maker | None = None,
     ) -> None:
         """Answer a request. Call in the server's thread. Ignores the ticket of a cancelled request.
 
@@ -207,13 +181,12 @@ class Server:
         the result of this function, held until the answer is confirmed or cancelled; its buffers
         are held until they are sent. ``at_once``: send now, because the answer needs no settling.
         ``recorded``: False for requests without a record: send even if settling failed."""
-        session, seq = self.requests.answer(ticket, body, made, make)
-        if session is None:
+        if (request := self.requests.answer(ticket, body, made, make)) is None:
             return
         if at_once:
-            self._send(session, seq)
+            self._send(request)
         else:
-            self._answers.append(_Outgoing(session, seq, None, recorded))
+            self._answers.append(_Outgoing(request, None, recorded))
 
     def finish_replay(self) -> None:
         """Call after a replay, before ``start``: only clients that ask again get its answers."""
@@ -246,20 +219,21 @@ class Server:
                     for session in self.requests.take_overfull():
                         self._end_session(session, "it was ended: it left too many answers unconfirmed")
                 self._flush()
-                waits = (timeout_s, self._sweep(), self._limiter.wait_s, MAX_WAIT_S)
-                known = [each for each in waits if each is not None]
-                wait_s = max(0.0, min(known))
-                ready = dict(self._poller.poll(int(wait_s * 1000) + 1))
-                if self._processes.fileno() in ready:
+                wait_s = MAX_WAIT_S
+                for each in (timeout_s, self._sweep(), self.limiter.wait_s):
+                    if each is not None and each < wait_s:
+                        wait_s = each
+                ready = dict(self._poller.poll(int(wait_s * 1000) + 1 if wait_s > 0 else 1))
+                if self._processes.fd in ready:
                     for session in self._processes.ended():
                         self._end_session(session, "its process ended")
-                if self._limiter.fileno() in ready or self._limiter.wait_s is not None:
-                    self._limiter.update()
-                if self._wake_out in ready:
+                if self.limiter.fd in ready or self.limiter.wait_s is not None:
+                    self.limiter.update()
+                if self._wake in ready:
                     self._run_calls()
-                if self._sockets.zap in ready:
-                    self._sockets.authenticate()
-                for router in self._sockets.routers:
+                if self.sockets.zap in ready:
+                    self.sockets.authenticate()
+                for router in self.sockets.routers:
                     if router in ready:
                         self._receive(router)
             self._idle()
@@ -272,12 +246,12 @@ class Server:
     def _send_goodbyes(self) -> None:
         """Send a goodbye over known connections and to the senders of unread requests."""
         routes = {route for session in self.requests.sessions.values() for route in session.connections}
-        for router in self._sockets.routers:
+        for router in self.sockets.routers:
             with contextlib.suppress(zmq.Again):
                 for _ in range(_MAX_UNREAD):
                     routes.add((router, router.recv_multipart(zmq.NOBLOCK, copy=False)[0].bytes))
         for route in routes:
-            self._post(route, _GOODBYE)
+            self._post(route, GOODBYE)
 
     def _end_session(self, session: str, reason: str) -> None:
         try:
@@ -293,8 +267,7 @@ class Server:
             return 1.0
 
     def _run_calls(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_out, 4096)
+        os.eventfd_read(self._wake)
         while self._calls:
             try:
                 self._calls.popleft()()
@@ -303,11 +276,10 @@ class Server:
 
     def _close(self) -> None:
         self._processes.close()
-        self._sockets.close()
+        self.sockets.close()
         with self._wake_lock:
-            for fd in (self._wake_out, self._wake_in):
-                os.close(fd)
-            self._wake_in = -1
+            os.close(self._wake)
+            self._wake = -1
 
     # ---- requests
 
@@ -331,7 +303,7 @@ class Server:
             except ProtocolError as error:
                 self.garbage += 1
                 if isinstance(error, ProtocolMismatch):
-                    self._post((router, name), error.reply)
+                    self._post((router, name), error.seq, str(error).encode())
             except Exception:  # must not end the server
                 _log.exception("the server failed at a request")
             if not self._hold:
@@ -342,82 +314,79 @@ class Server:
     def _sweep(self) -> float | None:
         """Release inactive transfers and continue waiting uploads. Return the seconds until the
         next call is due, None without transfers."""
-        self._admit()
-        sessions = [session for session in self.requests.sessions.values() if session.downloads]
-        if not sessions and not self._uploads:
+        if not (self._uploads.by_session or self.requests.downloads):
             return None
+        self._admit()
         now = time.monotonic()
         if now >= self._next_sweep_s:
             self._next_sweep_s = now + SWEEP_S
             self._uploads.sweep(now)
-            for session in sessions:
-                session.release_downloads(now - SILENCE_S)
+            self.requests.release_downloads(now - SILENCE_S)
         return self._next_sweep_s - now
 
-    def _process(self, route: Route, request: RequestEnvelope, data: Any, frame: Any) -> None:
-        session, seq, part = self.requests.sessions.get(request.session), request.seq, request.part
+    def _process(self, route: Route, message: RequestEnvelope, data: Any, frame: Any) -> None:
+        name, seq, body, part = message.session, message.seq, message.body, message.part
+        session = self.requests.sessions.get(name)
         if session is None:
             if isinstance(part, Piece) and part.start == 0 and data is not None:
-                # a body in pieces from an unknown session: the handler rejects it
-                request, data = RequestEnvelope(PROTOCOL, request.session, seq, 1, (), (), bytes(data)), None
-            if isinstance(part, Ask | Offer):
-                self._send_part(route, seq, Read((0,), part.number) if isinstance(part, Offer) else Read(()))
-            if not request.body:  # a confirmation from a session that has ended
+                body, data = bytes(data), None  # of a body in pieces from an unknown session: the handler rejects it
+            elif isinstance(part, Offer):
+                self._post(route, seq, part=Read((0,), part.number))
+            elif isinstance(part, Ask):
+                self._post(route, seq, part=Read(()))
+            if not body:  # a confirmation from a session that has ended
                 return
-            session = self.requests.open(request.session, _property(frame, "User-Id"))
-            part = None
+            part, key = None, _property(frame, "User-Id")
+            session = self.requests.sessions.setdefault(name, SessionState(keys=(key,)))
         if route not in session.connections:
             session.add_connection(route, _property(frame, "User-Id"), _property(frame, "Peer-Address"))
-        for dropped in request.dropped:
-            if not session.is_known(dropped):
-                self._uploads.release(request.session, dropped)
-            self.requests.drop(self._handler, request.session, dropped)
-        for confirmed in request.settled:
-            session.confirm(confirmed)
-        if request.done > session.done:
-            session.advance_done(request.done)
-        if part is None and not request.body:
+        for dropped in message.dropped:
+            self._uploads.release(name, dropped)
+            self.requests.drop(self._handler, name, dropped)
+        self.requests.confirm(session, message.settled, message.done)
+        if part is None and not body:
             return
-        if session.is_known(seq):
-            self._repeat(route, session, seq, part)
-        elif seq in session.early and not request.body:
-            return
-        elif isinstance(part, Offer | Piece):
-            self._upload(route, request, part, data)
-        elif isinstance(part, Ask):
-            self._send_part(route, seq, Read(()))
+        if session.is_known(seq):  # in execution, or answered
+            if (request := session.requests.get(seq)) is not None:
+                request.reroute(route)
+                if request.answer is not None and not isinstance(part, Piece):
+                    self._answers.append(_Outgoing(request, part))
         elif part is None:
-            sink = None if data is None else self._handler.sink(request.session, request.body, len(data))
-            if sink is not None and sink.error is None:
+            sink = None if data is None else self._sink(name, body, len(data))
+            if not isinstance(sink, AsyncFlowError | None):
                 sink.write(0, data)
-            name, handler = request.session, self._handler
-            if self.requests.begin(handler, route, name, seq, request.done, request.body, sink):
-                self.requests.drop(handler, name, seq)
+            self.requests.execute(self._handler, route, name, seq, message.done, body, sink)
+        elif seq in session.early:
+            return
+        elif isinstance(part, Ask):
+            self._post(route, seq, part=Read(()))
+        elif not isinstance(part, Read):
+            self._upload(route, message, part, data)
 
-    def _repeat(self, route: Route, session: SessionState, seq: int, part: RequestPart | None) -> None:
-        """Process another message about a request in execution, or already answered."""
-        session.reroute(seq, route)
-        if seq in session.answers and not isinstance(part, Piece):
-            self._answers.append(_Outgoing(session, seq, part))
+    def _sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink | AsyncFlowError:
+        try:
+            return self._handler.sink(session, body, nbytes)
+        except AsyncFlowError as error:
+            return error
 
     # ---- uploads
 
-    def _upload(self, route: Route, request: RequestEnvelope, part: Offer | Piece, data: Any) -> None:
+    def _upload(self, route: Route, message: RequestEnvelope, part: Offer | Piece, data: Any) -> None:
         """Begin the upload of a large request, or add a piece, and ask for more or execute the request."""
+        uploads, name, seq = self._uploads, message.session, message.seq
         offered = isinstance(part, Offer)
-        uploads, name, seq = self._uploads, request.session, request.seq
         upload = uploads.offer(name, seq, part.sizes) if offered else uploads.find(name, seq)
         if upload is None or upload.sizes != part.sizes:
             return  # of an upload since released
         upload.hear(route, part.number if isinstance(part, Offer) else None)
-        if isinstance(part, Piece) and upload.add(part.start, b"" if data is None else data, self._handler.sink):
-            uploads.remove(upload)
-            assert upload.incoming is not None
-            body = upload.incoming.body.tobytes()
-            if self.requests.begin(self._handler, route, name, seq, request.done, body, upload.sink):
-                self.requests.drop(self._handler, name, seq)
-        else:
+        body = None
+        if isinstance(part, Piece):
+            body = upload.add(part.start, b"" if data is None else data, self._sink)
+        if body is None:
             self._ask(upload, again=offered)
+        else:
+            uploads.remove(upload)
+            self.requests.execute(self._handler, route, name, seq, message.done, body, upload.sink)
         self._admit()
 
     def _admit(self) -> None:
@@ -427,7 +396,7 @@ class Server:
     def _ask(self, upload: Upload, again: bool = False) -> None:
         """Ask for pieces of an upload. ``again``: ask for lost ones, too."""
         if (read := upload.ask(again)) is not None:
-            self._send_part(upload.route, upload.seq, read)
+            self._post(upload.route, upload.seq, part=read)
 
     # ---- answers
 
@@ -442,54 +411,52 @@ class Server:
         if not self._answers:
             return
         queued, self._answers = self._answers, [each for each in self._answers if each.recorded and not settled]
-        for each in queued:
-            if (settled or not each.recorded) and each.seq in each.session.answers:
-                self._send(each.session, each.seq, each.part)
+        for request, part, recorded in queued:
+            if settled or not recorded:
+                self._send(request, part)
 
-    def _send(self, session: SessionState, seq: int, part: RequestPart | None = None) -> None:
+    def _send(self, request: WireRequest, part: RequestPart | None = None) -> None:
         """Send an answer, or pieces of it, over the connection of its request's last message; offer it
         if its first pieces were sent before. Do nothing if that message reached an earlier server: the
         client will repeat it."""
-        route, answer = session.routes[seq], session.answers[seq]
-        if route is None:
+        route, seq, body = request.route, request.seq, request.answer
+        if route is None or body is None:
             return
-        download = session.downloads.get(seq)
+        download = self.requests.downloads.get(request)
         again = download is not None
         if download is None:
-            body: bytes = answer
             payload: Sequence[Any] = ()
-            if seq in session.made or seq in session.makers:
+            if request.made or request.maker is not None:
                 try:
-                    make = session.makers.get(seq)
-                    body, payload = self._handler.make(answer) if make is None else make()
+                    body, payload = self._handler.make(body) if request.maker is None else request.maker()
                 except Exception:  # must not end the server
                     _log.exception("the server failed to make an answer")
                     return
             if not payload and len(body) <= PIECE_BYTES:
-                self._post(route, encode(ResponseEnvelope(PROTOCOL, seq, body)))
+                self._post(route, seq, body)
                 return
-            download = session.download(seq, body, payload)
+            download = self.requests.download(request, body, payload)
         if (again or isinstance(part, Ask)) and not isinstance(part, Read) and download.sizes is not None:
-            self._send_part(route, seq, Offer(download.sizes, getattr(part, "number", 0)))
+            self._post(route, seq, part=Offer(download.sizes, getattr(part, "number", 0)))
             return
         starts = part.starts if isinstance(part, Read) else ()
         with contextlib.suppress(ProtocolError):  # the answer was made again, and has other pieces
             for start, body, piece, data in download.messages(starts):
-                envelope = encode(ResponseEnvelope(PROTOCOL, seq, body, piece))
-                download.mark_sent(start, len(body) + len(data), self._post(route, envelope, data))
+                download.mark_sent(start, len(body) + len(data), self._post(route, seq, body, piece, data))
 
-    def _send_part(self, route: Route, seq: int, part: ResponsePart) -> None:
-        """Send a message about the pieces of a request or an answer."""
-        self._post(route, encode(ResponseEnvelope(PROTOCOL, seq, b"", part)))
-
-    def _post(self, route: Route, envelope: bytes, data: Any = None) -> zmq.MessageTracker | None:
+    def _post(
+        self, route: Route, seq: int, body: bytes = b"", part: ResponsePart | None = None, data: Any = None
+    ) -> zmq.MessageTracker | None:
         """Send one message. Return a tracker if ``data`` is sent without a copy."""
         router, name = route
-        with contextlib.suppress(zmq.ZMQError):  # the client has disconnected
+        envelope = encode(ResponseEnvelope(PROTOCOL, seq, body, part))
+        try:
             if data is not None and len(data):
                 return router.send_multipart((name, envelope, data), _NOBLOCK, copy=False, track=True)
             router.send(name, _NOBLOCK | _SNDMORE)
             router.send(envelope, _NOBLOCK)
+        except zmq.ZMQError:  # the client has disconnected
+            return None
         return None
 
 

@@ -1,7 +1,7 @@
-"""Service: calls to a process at an address of its own, with payload in both directions.
+"""Service: calls to a process at an address of its own, with payload in the answers.
 
     service = Service(host, handler)                       # one end; service.where travels to the other
-    class Handler: def request(self, peer, ticket, body, frames): service.answer(ticket, b"...", frames=[array])
+    class Handler: def request(self, peer, ticket, body): service.answer(ticket, b"...", frames=[array])
     client = ServiceClient(service.where)                  # the other end, on any host
     result = client.call(b"...", 30.0, "bucket 7")
 
@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -33,12 +33,11 @@ from .client import Client
 from .keys import RunKey, generate_keys
 from .processes import process_key
 from .server import Server
-from .uploads import MemorySink
 
 MAX_CALL_BYTES = 1 << 20
 ASK_THREADS = 2
 MAX_ASKED = 256
-"""Connections whose key is asked about at the same time. Others are not answered, and try again."""
+"""Open questions about keys of connections. Other connections are not answered, and try again."""
 RECHECK_S = 5.0
 """A service in use asks about the keys of its peers again after this time: they may be revoked."""
 FORGET_S = 3600.0
@@ -51,26 +50,25 @@ Frames: TypeAlias = Sequence[Any]
 
 
 class ReachableHost(Protocol):
-    """A host with the IP address at which others reach it."""
+    """A host."""
 
     @property
     def address(self) -> str:
-        """Return the IP address."""
+        """Return its IP address for other hosts."""
 
 
 class Member(NamedTuple):
-    """A member of a run, for other members. ``key``: its key pair. ``known``: returns those of some
-    public keys that the run's server knows as members'; blocking; raises AsyncFlowError if it cannot be
-    asked."""
+    """A member of a run, for other members. ``key``: its key pair. ``known``: returns the members'
+    keys among some public keys; asks the run's server, blocking; raises AsyncFlowError."""
 
     key: RunKey
     known: Callable[[Collection[str]], Collection[str]]
 
 
 class ServiceHandler(Protocol):
-    """Called in the service's one thread, which it must not block. The caller gets its errors."""
+    """Called in the service's one thread. Must not block. The caller gets its errors."""
 
-    def request(self, peer: str, ticket: int, body: bytes, frames: Frames) -> None:
+    def request(self, peer: str, ticket: int, body: bytes) -> None:
         """Handle a call: ``Service.answer`` or ``fail`` for ``ticket``, now or later, from any
         thread. ``peer``: the same for all calls of a ServiceClient."""
 
@@ -88,22 +86,11 @@ class ServiceAddress(msgspec.Struct, frozen=True, array_like=True):
     pid_key: str
 
 
-class PeerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """First message of a peer: the process to be watched."""
+class PeerCall(msgspec.Struct, frozen=True, array_like=True):
+    """A call. With ``process``, pid and key, it is none: it introduces the peer. Without ``body``, the peer ends."""
 
-    pid: int
-    pid_key: str
-
-
-class CallRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A call. ``sizes``: bytes of each frame in the payload."""
-
-    body: bytes
-    sizes: tuple[int, ...] = ()
-
-
-class PeerBye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """Last message of a peer."""
+    body: bytes | None
+    process: tuple[int, str] | None = None
 
 
 class CallReply(msgspec.Struct, frozen=True, array_like=True):
@@ -128,7 +115,7 @@ class ServiceResult(NamedTuple):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_call = msgspec.msgpack.Decoder(PeerHello | CallRequest | PeerBye).decode
+_decode_call = msgspec.msgpack.Decoder(PeerCall).decode
 _decode_reply = msgspec.msgpack.Decoder(CallReply).decode
 _decode_address = msgspec.msgpack.Decoder(ServiceAddress).decode
 
@@ -163,7 +150,6 @@ class Service:
         self._next_recheck_s = 0.0
         self._handler = handler
         self._last_calls: dict[str, float] = {}
-        self._open_tickets: dict[int, str] = {}
         self._next_check_s = 0.0
         ask = None if self._known is None else self._admit
         self._server = Server(
@@ -192,7 +178,7 @@ class Service:
                 payload = frames() if callable(frames) else frames
             except AsyncFlowError as error:
                 return _encode(_failure(error)), ()
-            return _encode(CallReply(body, sizes=_sizes(payload))), payload
+            return _encode(CallReply(body, sizes=tuple(memoryview(each).nbytes for each in payload))), payload
 
         self._send(ticket, CallReply(body), render if frames else None)
 
@@ -216,7 +202,7 @@ class Service:
             self._ask({key}, decide).add_done_callback(lambda future: self._slots.release())
 
     def _ask(self, keys: set[str], decide: Callable[[set[str]], None]) -> Future[None]:
-        """Call ``decide`` in the service's thread with those of some keys that are members'; never, if
+        """Call ``decide`` in the service's thread with the members' keys among ``keys``; never, if
         the run's server cannot be asked."""
 
         def ask() -> None:
@@ -240,37 +226,33 @@ class Service:
             )
 
     def _send(self, ticket: int, reply: CallReply, make: Callable[[], tuple[bytes, Frames]] | None = None) -> None:
-        def send() -> None:
-            self._open_tickets.pop(ticket, None)
-            self._server.answer(ticket, _encode(reply), make=make)
-
-        self._server.call(send)
+        self._server.call(lambda: self._server.answer(ticket, _encode(reply), make=make))
 
     # ---- the wire's Handler
 
-    def sink(self, session: str, body: bytes, nbytes: int) -> MemorySink:
+    def sink(self, session: str, body: bytes, nbytes: int) -> NoReturn:
         """See ``Handler.sink``."""
-        return MemorySink(nbytes)  # at most that of the largest call
+        raise ProtocolError(f"{self.address} takes no payload")
 
-    def request(self, session: str, ticket: int, body: bytes, payload: MemorySink | None) -> None:
+    def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
         """See ``Handler.request``."""
         new = session not in self._last_calls
         self._last_calls[session] = time.monotonic()
-        self._open_tickets[ticket] = session
         try:
             if new:
                 self._server.requests.check_room(session)
             if self._known is not None:
                 self._check_member(session)
+            if payload is not None:
+                raise payload
             call = _decode_call(body)
-            if isinstance(call, CallRequest):
-                frames = _split(None if payload is None else payload.memory, call.sizes)
-                self._handler.request(session, ticket, call.body, frames)
-                return
-            if isinstance(call, PeerHello):
-                self._server.watch(session, call.pid, call.pid_key)
-            self.answer(ticket, b"")
-            if isinstance(call, PeerBye):
+            if call.process is not None:
+                self._server.watch(session, *call.process)
+                self.answer(ticket, b"")
+            elif call.body is not None:
+                self._handler.request(session, ticket, call.body)
+            else:
+                self.answer(ticket, b"")
                 self._server.call(lambda: self.gone(session, "it has closed"))
         except AsyncFlowError as error:
             self.fail(ticket, error)
@@ -284,7 +266,6 @@ class Service:
 
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
         """See ``RequestHandler.dropped``."""
-        self._open_tickets.pop(ticket, None)
 
     def make(self, answer: bytes) -> tuple[bytes, Frames]:
         """See ``Handler.make``. An answer with frames has a function of its own."""
@@ -294,8 +275,6 @@ class Service:
         """See ``Handler.gone``."""
         if self._last_calls.pop(session, None) is None:
             return
-        for ticket in [ticket for ticket, peer in self._open_tickets.items() if peer == session]:
-            del self._open_tickets[ticket]
         self._server.forget(session)
         self._handler.gone(session)
 
@@ -304,9 +283,10 @@ class Service:
         now = time.monotonic()
         if self._last_calls and now >= self._next_check_s:
             self._next_check_s = now + FORGET_S
-            waiting = set(self._open_tickets.values())
-            for session in [s for s, seen in self._last_calls.items() if now - seen > FORGET_S and s not in waiting]:
-                self.gone(session, "it was silent for long")
+            for session, state in list(self._server.requests.sessions.items()):
+                silent_s = now - self._last_calls.get(session, now)
+                if silent_s > FORGET_S and all(each.answer is not None for each in state.requests.values()):
+                    self.gone(session, "it was silent for long")
         return self._next_check_s - now if self._last_calls else None
 
     def settle(self) -> bool:
@@ -354,7 +334,6 @@ class ServiceClient:
         body: bytes,
         timeout_s: float,
         what: str = "a call",
-        frames: Frames = (),
         since: int | None = None,
         most_bytes: int | None = None,
     ) -> ServiceResult:
@@ -371,13 +350,12 @@ class ServiceClient:
             if time.monotonic() - self._called_s > FORGET_S / 2:  # the service may not know this client
                 self.greet(timeout_s, what, since)
             self._called_s = time.monotonic()
-        request = CallRequest(body, _sizes(frames))
-        return self._exchange(request, until - time.monotonic(), what, frames, since, most_bytes)
+        return self._exchange(PeerCall(body), until - time.monotonic(), what, since, most_bytes)
 
     def greet(self, timeout_s: float, what: str, since: int | None = None) -> None:
         """Introduce this client, and wait for the answer: the service is reached, with its keys.
         Arguments and errors as of ``call``."""
-        self._exchange(PeerHello(os.getpid(), process_key(os.getpid())), timeout_s, what, (), since, None)
+        self._exchange(PeerCall(None, (os.getpid(), process_key(os.getpid()))), timeout_s, what, since, None)
 
     @property
     def interrupts(self) -> int:
@@ -392,21 +370,15 @@ class ServiceClient:
         """Close the connections. Calls in other threads raise ServerLost. Idempotent."""
         if self._called_s > 0 and not self._client.closed:
             with contextlib.suppress(WireError):  # best effort: the service also watches the process
-                self._client.send(_encode(PeerBye()))
+                self._client.exchange(_encode(PeerCall(None)), 0.0, grace_s=0.0)
         self._client.close()
 
     def _exchange(
-        self,
-        message: PeerHello | CallRequest,
-        timeout_s: float,
-        what: str,
-        frames: Frames,
-        since: int | None,
-        most_bytes: int | None,
+        self, message: PeerCall, timeout_s: float, what: str, since: int | None, most_bytes: int | None
     ) -> ServiceResult:
         try:
             reply = self._client.exchange(
-                _encode(message), timeout_s, frames, grace_s=0.0, since=since, max_answer_bytes=most_bytes
+                _encode(message), timeout_s, grace_s=0.0, since=since, max_answer_bytes=most_bytes
             )
         except ServerLost as error:
             raise ServerLost(f"{what}: {error}") from None
@@ -422,10 +394,6 @@ class ServiceClient:
 
 def _failure(error: AsyncFlowError) -> CallReply:
     return CallReply(b"", type(error).__name__, str(error)[:4000])
-
-
-def _sizes(frames: Frames) -> tuple[int, ...]:
-    return tuple(memoryview(frame).nbytes for frame in frames)
 
 
 def _split(payload: Bytes | None, sizes: tuple[int, ...]) -> list[memoryview]:

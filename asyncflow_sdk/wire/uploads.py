@@ -1,22 +1,22 @@
 """Large requests and answers on the server's side, in pieces.
 
 The client offers a request. Within the limits, in the order of its session's offers, the server asks for
-the pieces of its body, then of its payload, which goes straight to the handler's PayloadSink, and executes
+the pieces of its body, then of its payload, for the handler's PayloadSink, and executes
 it. An upload is released with its session, when its request is cancelled, or after SILENCE_S; the client
 then offers it again under the same request number.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 import zmq
 
-from ..errors import ProtocolError
+from ..errors import AsyncFlowError, ProtocolError
 from .envelope import PIECE_BYTES, Piece, Read
 from .pieces import MOST_ASKED, Incoming, Outgoing, piece_end
 from .router_sockets import Route
@@ -35,10 +35,6 @@ SESSION_UPLOADS = 256
 class PayloadSink(Protocol):
     """Destination of the payload of one request."""
 
-    @property
-    def error(self) -> Exception | None:
-        """Why the payload cannot be stored, else None. The request then fails without it."""
-
     def write(self, start: int, data: Any) -> None:
         """Store bytes ``start`` to ``start + len(data)``. Pieces arrive in any order."""
 
@@ -46,21 +42,7 @@ class PayloadSink(Protocol):
         """Discard the payload: the rest will not arrive, and the request will not be executed."""
 
 
-class MemorySink:
-    """A sink in memory of its own."""
-
-    error: Exception | None = None
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = np.empty(nbytes, np.uint8)
-
-    def write(self, start: int, data: Any) -> None:
-        """Store bytes ``start`` to ``start + len(data)``."""
-        self.memory[start : start + len(data)] = np.frombuffer(data, np.uint8)
-
-    def release(self) -> None:
-        """Free the memory."""
-        self.memory = self.memory[:0].copy()
+MakeSink: TypeAlias = Callable[[str, bytes, int], "PayloadSink | AsyncFlowError"]
 
 
 class Upload:
@@ -69,7 +51,7 @@ class Upload:
     def __init__(self, session: str, seq: int, sizes: tuple[int, int]) -> None:
         self.session, self.seq, self.sizes = session, seq, sizes
         self.incoming: Incoming | None = None
-        self.sink: PayloadSink | None = None
+        self.sink: PayloadSink | AsyncFlowError | None = None
 
     def hear(self, route: Route, number: int | None = None) -> None:
         """Record a message of the client, of its question ``number`` if it is an offer."""
@@ -83,19 +65,20 @@ class Upload:
         """Make room for the body."""
         self.incoming = Incoming(self.sizes)
 
-    def add(self, start: int, data: Any, make_sink: Callable[[str, bytes, int], PayloadSink]) -> bool:
-        """Store a piece. Return True if the request can be executed: it is complete, or its sink has
-        an error. Raises ProtocolError if it is no piece of this upload."""
-        if self.incoming is None:
-            return False
-        if self.incoming.add(start, data):
+    def add(self, start: int, data: Any, make_sink: MakeSink) -> bytes | None:
+        """Store a piece. Return the body if the request can be executed: it is complete, or has no sink
+        because of an error. Raises ProtocolError if it is no piece of this upload."""
+        if (incoming := self.incoming) is None:
+            return None
+        if incoming.add(start, data):
             self.active_s = time.monotonic()
             if start >= self.sizes[0]:
                 assert self.sink is not None
+                assert not isinstance(self.sink, AsyncFlowError)
                 self.sink.write(start - self.sizes[0], data)
-        if self.sizes[1] and self.sink is None and self.incoming.has_body:
-            self.sink = make_sink(self.session, self.incoming.body.tobytes(), self.sizes[1])
-        return self.incoming.complete or (self.sink is not None and self.sink.error is not None)
+        if self.sizes[1] and self.sink is None and incoming.has_body:
+            self.sink = make_sink(self.session, incoming.body.tobytes(), self.sizes[1])
+        return incoming.body.tobytes() if incoming.complete or isinstance(self.sink, AsyncFlowError) else None
 
     def ask(self, again: bool = False) -> Read | None:
         """Return the question to the client, None without one. ``again``: lost pieces, too."""
@@ -105,11 +88,6 @@ class Upload:
         starts = lost + self.incoming.ask(self._number, self.sizes[0] if self.sink is None else None)
         return Read(starts, self._number) if starts else None
 
-    def release(self) -> None:
-        """Discard what has arrived."""
-        if self.sink is not None and self.sink.error is None:
-            self.sink.release()
-
 
 class Uploads:
     """All unfinished uploads of a server. Not thread-safe. Above ``max_bytes`` in total, or above SESSION_BYTES
@@ -117,17 +95,14 @@ class Uploads:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._uploads: dict[str, dict[int, Upload]] = {}
+        self.by_session: dict[str, dict[int, Upload]] = {}
         self._waiting: deque[Upload] = deque()
         self._in_line: set[Upload] = set()  # waiting or begun: all but those waiting for others of their session
         self._begun_bytes = 0
 
-    def __len__(self) -> int:
-        return sum(map(len, self._uploads.values()))
-
     def find(self, session: str, seq: int) -> Upload | None:
         """Return the upload of a request, None if there is none."""
-        return self._uploads.get(session, {}).get(seq)
+        return self.by_session.get(session, {}).get(seq)
 
     def offer(self, session: str, seq: int, sizes: tuple[int, int]) -> Upload:
         """Add an upload, or find it. Raises ProtocolError for invalid sizes, and above SESSION_UPLOADS."""
@@ -135,7 +110,7 @@ class Uploads:
             return upload
         if not 0 < sizes[0] <= BODY_BYTES or sizes[1] < 0 or sum(sizes) > self._max_bytes:
             raise ProtocolError(f"a request of {sizes} bytes")
-        uploads = self._uploads.setdefault(session, {})
+        uploads = self.by_session.setdefault(session, {})
         if len(uploads) >= SESSION_UPLOADS:
             raise ProtocolError(f"session {session} has {len(uploads)} unfinished uploads")
         upload = uploads[seq] = Upload(session, seq, sizes)
@@ -157,10 +132,10 @@ class Uploads:
 
     def remove(self, upload: Upload) -> None:
         """Remove an upload. Its sink now belongs to the caller."""
-        uploads = self._uploads[upload.session]
+        uploads = self.by_session[upload.session]
         del uploads[upload.seq]
         if not uploads:
-            del self._uploads[upload.session]
+            del self.by_session[upload.session]
         if upload.incoming is not None:
             self._begun_bytes -= sum(upload.sizes)
         elif upload in self._in_line:
@@ -171,7 +146,7 @@ class Uploads:
     def _line_up(self, session: str) -> None:
         """Let the uploads of a session wait for admission, in order, within its limits."""
         bodies = total = 0
-        for upload in self._uploads.get(session, {}).values():
+        for upload in self.by_session.get(session, {}).values():
             nbytes = sum(upload.sizes)
             bodies, total = bodies + upload.sizes[0], total + nbytes
             if bodies > BODY_BYTES or nbytes < total > SESSION_BYTES:
@@ -180,19 +155,19 @@ class Uploads:
                 self._in_line.add(upload)
                 self._waiting.append(upload)
 
-    def release(self, session: str, seq: int | None = None) -> None:
-        """Remove the upload of a request, or all of a session, and discard what has arrived."""
-        for upload in list(self._uploads.get(session, {}).values()):
-            if seq in (None, upload.seq):
+    def release(self, session: str, seq: int | None = None, before_s: float = math.inf) -> None:
+        """Remove the upload of a request, or all of a session, without a message since ``before_s``, and discard
+        what has arrived."""
+        for upload in list(self.by_session.get(session, {}).values()):
+            if seq in (None, upload.seq) and upload.active_s < before_s:
                 self.remove(upload)
-                upload.release()
+                if not isinstance(upload.sink, AsyncFlowError | None):
+                    upload.sink.release()
 
     def sweep(self, now: float) -> None:
         """Release uploads inactive for more than SILENCE_S."""
-        for uploads in list(self._uploads.values()):
-            for upload in list(uploads.values()):
-                if now - upload.active_s > SILENCE_S:
-                    self.release(upload.session, upload.seq)
+        for session in list(self.by_session):
+            self.release(session, before_s=now - SILENCE_S)
 
 
 class Download:

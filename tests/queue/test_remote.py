@@ -228,7 +228,7 @@ def test_payload_that_is_not_what_was_said_of_it_is_refused(run: Served) -> None
 def test_what_a_put_that_failed_was_given_is_not_sent_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # given a proxy that stands still after the hello, so that a put ends without an answer
     monkeypatch.setattr(WAITS, "GRACE_S", 0.0)
-    monkeypatch.setattr(WAITS, "SLOWEST_BYTES_PER_S", 1e12)
+    monkeypatch.setattr("asyncflow_sdk.wire.exchange.SLOWEST_BYTES_PER_S", 1e12)
     with running("remote", insecure=True) as run:
         proxy = FlakyProxy(int(run.address.rsplit(":", 1)[1]), pieces=(10**9, 10**9))
         queue = run.queue("test", address=proxy.address)

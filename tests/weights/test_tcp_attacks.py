@@ -5,7 +5,7 @@ import socket
 import struct
 import tracemalloc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from asyncflow_sdk.errors import (
     WireError,
 )
 from asyncflow_sdk.testing.transport_harness import Sent, TransportHarness
-from asyncflow_sdk.wire import Client, MemorySink, Server, generate_keys
+from asyncflow_sdk.wire import Client, Server, generate_keys
 
 pytestmark = pytest.mark.fast
 NBYTES = 9 << 20
@@ -152,7 +152,7 @@ def asking(where: bytes) -> Iterator[Any]:
     client.max_bytes = 1 << 20
 
     def ask(body: bytes) -> str:
-        reply = client.exchange(msgspec.msgpack.encode(["ask", body, []]), 60.0, ())
+        reply = client.exchange(msgspec.msgpack.encode([body]), 60.0, ())
         return str(msgspec.msgpack.decode(reply.body)[1])
 
     try:
@@ -198,11 +198,11 @@ class Liar:
         said = [msgspec.msgpack.encode([kinds]), "", "", [len(frame) for frame in frames]]
         self._said, self._frames = msgspec.msgpack.encode(said), frames
 
-    def sink(self, session: str, body: bytes, nbytes: int) -> MemorySink:
-        return MemorySink(nbytes)
+    def sink(self, session: str, body: bytes, nbytes: int) -> NoReturn:
+        raise AssertionError("no request has payload")
 
     def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
-        asks = msgspec.msgpack.decode(body)[0] == "ask"
+        asks = msgspec.msgpack.decode(body)[0] is not None
         plain = msgspec.msgpack.encode([b"", "", "", []])
         self._server.answer(
             ticket, self._said if asks else plain, make=(lambda: (self._said, self._frames)) if asks else None
@@ -278,7 +278,7 @@ class Deltas:
         get = [2, self._new.manifest.root, 0, 1, 1, old.manifest.root]
         client = Client(address_of(old.where), None, insecure=True, bulk=True)
         client.max_bytes = 1 << 20
-        asked = msgspec.msgpack.encode(["ask", msgspec.msgpack.encode(get), []])
+        asked = msgspec.msgpack.encode([msgspec.msgpack.encode(get)])
         self.code = bytes(client.exchange(asked, 60.0, ()).payload)
         client.close()
 

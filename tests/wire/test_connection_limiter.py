@@ -155,7 +155,7 @@ def test_local_peers_are_admitted_only_with_a_descriptor_for_each(
         small.setattr(connection_limiter, "free_descriptors", lambda: free[0])
         small.setattr(connection_limiter, "has_waiting", accept_others)
         with serving(f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0", insecure=True) as parrot:
-            parrot.server.on_note(lambda text, level: notes.append(text))
+            parrot.server.limiter.on_note(lambda text, level: notes.append(text))
             # when a local client comes
             client = client_of(parrot.server.addresses[0])
             answer = in_thread(client.request, b"x", 60)
@@ -196,7 +196,7 @@ def test_silent_peers_shut_the_tcp_door_until_they_are_gone(monkeypatch: pytest.
     monkeypatch.setattr(connection_limiter, "MAX_UNAUTHENTICATED", 3)
     notes: list[str] = []
     with serving("tcp://127.0.0.1:0", insecure=True) as parrot:
-        parrot.server.on_note(lambda text, level: notes.append(text))
+        parrot.server.limiter.on_note(lambda text, level: notes.append(text))
         address = parrot.server.addresses[0]
         early = client_of(address)
         early.request(b"x", 60)

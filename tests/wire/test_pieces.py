@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from flaky_proxy import FlakyProxy
 from waiting import in_thread, until
-from wire_handlers import Parrot, Raw, client_of, frame, serving
+from wire_handlers import MemorySink, Parrot, Raw, client_of, frame, serving
 
 from asyncflow_sdk.wire import Client, uploads
 
@@ -108,12 +108,12 @@ def test_an_upload_lives_by_its_pieces_and_not_by_offers(monkeypatch: pytest.Mon
     # when one piece arrives, and after it only offers, and the same piece again
     for now[0] in (150.0, 200.0):
         upload.hear(route, 1)
-        upload.add(0, bytes(MB), lambda *call: uploads.MemorySink(MB))
+        upload.add(0, bytes(MB), lambda *call: MemorySink(MB))
         all_uploads.sweep(now[0])
-        assert len(all_uploads) == 1
+        assert list(all_uploads.by_session) == ["s"]
     # then it is released a while after the first of these
     all_uploads.sweep(150.0 + uploads.SILENCE_S + 1)
-    assert len(all_uploads) == 0
+    assert not all_uploads.by_session
 
 
 def test_an_upload_waits_for_the_memory_of_its_body(parrot: Parrot, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_for_an_answer_sent_before_a_question_gets_its_offer(parrot: Parrot) -> 
         released = threading.Event()
 
         def release() -> None:
-            parrot.server.requests.sessions["s"].release_downloads(float("inf"))
+            parrot.server.requests.release_downloads(float("inf"))
             released.set()
 
         parrot.server.call(release)
@@ -156,10 +156,10 @@ def test_for_an_answer_sent_before_a_question_gets_its_offer(parrot: Parrot) -> 
         # when the client asks after a silence
         raw.send(frame(2, b"", part=(4, 7)))
         # then it is told the sizes, and gets the pieces that it asks for, and no others
-        assert raw.hear_part() == [1, [3 * MB, 0], 7]
+        assert raw.hear_message()[1][0] == [1, [3 * MB, 0], 7]
         raw.send(frame(2, b"", part=(3, (2 * MB,))))
         raw.send(frame(3, b"after"))
-        assert raw.hear_part() == [2, 2 * MB, [3 * MB, 0]]
+        assert raw.hear_message()[1][0] == [2, 2 * MB, [3 * MB, 0]]
         assert raw.hear() == (3, b"after 2")
 
 

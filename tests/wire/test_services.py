@@ -14,31 +14,31 @@ MB = 1 << 20
 
 
 class Counter:
-    """Answers a call with the bytes of its frames, and writes down who is gone."""
+    """Answers a call with the bytes of its body, and writes down who is gone."""
 
     def __init__(self) -> None:
         self.gone_ones: list[str] = []
         host: Any = SimpleNamespace(address="127.0.0.1")
         self.service = Service(host, self, insecure=True, max_call_bytes=8 * MB)
 
-    def request(self, peer: str, ticket: int, body: bytes, frames: Any) -> None:
-        self.service.answer(ticket, b"%d" % sum(map(len, frames)))
+    def request(self, peer: str, ticket: int, body: bytes) -> None:
+        self.service.answer(ticket, b"%d" % len(body))
 
     def gone(self, peer: str) -> None:
         self.gone_ones.append(peer)
 
 
-def test_a_client_that_was_forgotten_calls_again_with_much_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_was_forgotten_makes_a_large_call_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # given a client whose service has forgotten it
     later = [0.0]
     monkeypatch.setattr(service, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later[0]))
     counter = Counter()
     client, other = (ServiceClient(counter.service.where, max_call_bytes=8 * MB) for _ in range(2))
-    assert client.call(b"", 60, frames=[bytes(3 * MB)]).body == b"%d" % (3 * MB)
+    assert client.call(bytes(3 * MB), 60).body == b"%d" % (3 * MB)
     later[0] = 3 * service.FORGET_S
     other.call(b"", 60)  # the service looks at its peers after each round
     until(lambda: counter.gone_ones, "word that the client is forgotten")
     # then it calls again as before
-    assert client.call(b"", 60, frames=[bytes(3 * MB)]).body == b"%d" % (3 * MB)
+    assert client.call(bytes(3 * MB), 60).body == b"%d" % (3 * MB)
     for each in (client, other, counter.service):
         each.close()

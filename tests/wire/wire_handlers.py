@@ -7,9 +7,16 @@ from typing import Any
 import msgspec
 import zmq
 
-from asyncflow_sdk.wire import Client, MemorySink, Server
+from asyncflow_sdk.wire import Client, Server
 
 PROTOCOL = 4
+
+
+class MemorySink(bytearray):
+    release = bytearray.clear
+
+    def write(self, start: int, data: Any) -> None:
+        self[start : start + len(data)] = bytes(data)
 
 
 class Parrot:
@@ -22,14 +29,13 @@ class Parrot:
         self.dropped_ones: list[tuple[int, bytes | None]] = []
         self.gone_ones: list[str] = []
         self.wants: float | None = None
-        self.server: Server
 
     def sink(self, session: str, body: bytes, nbytes: int) -> MemorySink:
         return MemorySink(nbytes)
 
     def request(self, session: str, ticket: int, body: bytes, payload: MemorySink | None) -> None:
         self.carried_out.append(body)
-        self.payloads.append(b"" if payload is None else payload.memory.tobytes())
+        self.payloads.append(bytes(payload or b""))
         if body.startswith(b"park"):
             self.parked[body] = ticket
         elif body.startswith(b"large"):
@@ -73,7 +79,7 @@ def serving(*addresses: str, **options: Any) -> Iterator[Parrot]:
         parrot.server.stop()
 
 
-class Raw:
+class Raw(contextlib.AbstractContextManager["Raw"]):
     """A bare DEALER: sends whatever frames it is given."""
 
     def __init__(self, address: str) -> None:
@@ -85,12 +91,9 @@ class Raw:
         self.socket.send_multipart(frames)
 
     def hear(self) -> tuple[int, bytes]:
-        return self._hear()[0]
+        return self.hear_message()[0]
 
-    def hear_part(self) -> Any:
-        return self._hear()[1][0]
-
-    def _hear(self) -> tuple[tuple[int, bytes], list[Any]]:
+    def hear_message(self) -> tuple[tuple[int, bytes], list[Any]]:
         assert self.socket.poll(30_000), "the server said nothing"
         protocol, seq, body, *part = msgspec.msgpack.decode(self.socket.recv_multipart()[0])
         assert protocol == PROTOCOL
@@ -98,9 +101,6 @@ class Raw:
 
     def silent(self, milliseconds: int = 100) -> bool:
         return not self.socket.poll(milliseconds)
-
-    def __enter__(self) -> "Raw":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.socket.close()

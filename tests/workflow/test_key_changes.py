@@ -212,7 +212,7 @@ def test_strangers_neither_fill_a_service_with_questions_nor_shut_out_members(
     class Anyone:
         address = "127.0.0.1"
 
-        def request(self, peer: str, ticket: int, body: bytes, frames: object) -> None:
+        def request(self, peer: str, ticket: int, body: bytes) -> None:
             served.answer(ticket, body)
 
         def gone(self, peer: str) -> None:

@@ -191,7 +191,7 @@ class CudaSender(WeightSender):
 
     # ---- called by the service
 
-    def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+    def request(self, peer: str, ticket: int, body: bytes) -> None:
         ask = msgspec.msgpack.decode(body, type=HandleRequest)
         with self._lock:
             if ask.version not in self._versions:

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +135,7 @@ class RoundServer:
 
     # ---- called by the service, in its thread
 
-    def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+    def request(self, peer: str, ticket: int, body: bytes) -> None:
         said = asked.decode(body)
         if isinstance(said, PutKey):
             self._board_of(said.group, peer).put(said.key, said.value)

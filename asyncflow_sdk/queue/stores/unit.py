@@ -148,7 +148,7 @@ class StorageUnit(HomeUnit):
 
     # ---- called by the service
 
-    def request(self, peer: str, ticket: int, body: bytes, frames: Frames) -> None:
+    def request(self, peer: str, ticket: int, body: bytes) -> None:
         """See ``ServiceHandler.request``. Large columns are read in other threads."""
         try:
             request = _decode(body)

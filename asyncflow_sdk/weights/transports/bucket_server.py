@@ -159,7 +159,7 @@ class BucketServer:
 
     # ---- the service's ServiceHandler
 
-    def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+    def request(self, peer: str, ticket: int, body: bytes) -> None:
         """See ``ServiceHandler.request``."""
         get = decode(body, Get)
         version = self._find(get.version, get.root)
