@@ -33,7 +33,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/algorithms": (722, 6),
     "asyncflow_sdk/cli": (5_682, 45),
     "asyncflow_sdk/interfaces": (2_336, 16),
-    "asyncflow_sdk/ledger": (8_100, 33),
+    "asyncflow_sdk/ledger": (8_022, 31),
     "asyncflow_sdk/memory": (1_462, 7),
     "asyncflow_sdk/plugins": (769, 5),
     "asyncflow_sdk/queue": (7_710, 36),

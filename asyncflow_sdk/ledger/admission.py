@@ -18,7 +18,7 @@ from .staleness import StalenessControl
 from .state import LedgerState
 from .state.rows import NONE
 from .state.sessions import DealtPart, Grant, Session, ShardedLease
-from .state.tasks import SELECTED, Task
+from .state.tasks import READY, SELECTED, WAITING, Task
 
 
 class LeaseAdmission:
@@ -93,8 +93,9 @@ class LeaseAdmission:
         for partition in task.next_partitions(command.partition):
             if session is not None and not self._pins.allows(session, partition):
                 continue
-            fit, least = task.fit[partition], max(at_least, command.at_least, 1)
-            if fit < least and (not fit or task.waiting[partition] or not self._no_more_come(partition)):
+            counts, least = task.by_partition[partition], max(at_least, command.at_least, 1)
+            fit = counts[READY]
+            if fit < least and (not fit or counts[WAITING] or not self._no_more_come(partition)):
                 continue
             dealt = at_least > command.at_least and not (task.sampling.chooses or task.whole_groups)
             exact = (least if dealt else command.at_least) if fit >= least else 1
@@ -122,7 +123,6 @@ class LeaseAdmission:
             version = NONE if step == NONE else self._assembly.version_of(step)
         lineage = self._state.versions.lineage
         token = self._state.leases.add(session, task, ids, step, version, len(lineage.changes), shards).token
-        task.grant(ids, token)
         return cmd.Leased(
             token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
             step=step, version=version, lease_s=task.spec.lease_s, partition=self._state.partitions.name_of(ids[:1]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,29 +23,29 @@ class StepAssembly:
     def __init__(self, state: LedgerState, staleness: StalenessControl, terminations: Terminations) -> None:
         self._state, self._staleness, self._terminations = state, staleness, terminations
 
-    def make_ready_alike(self, tasks: Iterable[Task], ids: Ids, have: int, before: int) -> None:
-        """Like ``make_ready`` for rows with equal columns, of a partition that ``tasks`` take."""
-        for task in self._step_last(tasks):
+    def make_ready_new(self, takers: list[Task], ids: Ids, have: int) -> None:
+        """Hand new rows of a partition with some columns to the tasks that take them."""
+        for task in takers:
             need = int(task.need)
-            if have & need == need and (before & need != need if need else not before):
+            if have & need == need:
                 self._ready(task, ids)
 
-    def make_ready(self, ids: Ids, before: Any, only: Task | None = None) -> None:
-        """Hand rows (with columns ``before`` until now) to each task whose needs are now met, or to
-        ``only``, a new task."""
+    def make_ready(self, ids: Ids, before: Any, written: int) -> None:
+        """Hand rows with columns ``before``, and now ``written``, too, to each task whose needs are now met."""
+        for task in sorted(self._state.tasks, key=attrgetter("makes_steps")):
+            need = int(task.need)
+            if need & written:
+                others = np.uint64(need & ~written)
+                fresh = ((before & others) == others) & (task.state[ids - self._state.rows.base] != APART)
+                if True in fresh:
+                    self._ready(task, ids[fresh])
+
+    def make_ready_in(self, task: Task, ids: Ids) -> None:
+        """Hand rows to a new task, if its needs are met."""
         at = self._state.rows.at(ids)
-        have = self._state.rows.columns[at]
-        for task in [only] if only is not None else self._step_last(self._state.tasks):
-            need = task.need
-            fresh = (have & need) == need
-            if len(self._state.partitions.numbers) > 1 or not task.spec.takes(""):
-                fresh &= task.state[at] != APART
-            if only is None and need:
-                fresh &= (before & need) != need
-            elif only is None:
-                fresh &= before == 0
-            if fresh.any():
-                self._ready(task, ids[fresh])
+        fresh = ((self._state.rows.columns[at] & task.need) == task.need) & (task.state[at] != APART)
+        if fresh.any():
+            self._ready(task, ids[fresh])
 
     def cancel_broken_groups(self, spec: TaskSpec) -> None:
         """Cancel groups with ended rows before a task is declared: they never become whole in it."""
@@ -91,13 +91,9 @@ class StepAssembly:
         last = steps.unselected + batch_rows - steps.window.free  # outside full steps
         return last >= batch_rows or sum(steps.task.unfinished.values()) > last
 
-    def _step_last(self, tasks: Iterable[Task]) -> list[Task]:
-        """Sort tasks, the step task last: filling the last step ends rows others must not see."""
-        return sorted(tasks, key=self._state.steps.makes)
-
     def _ready(self, task: Task, ids: Ids) -> None:
         ids = task.ready(ids)
-        if not self._state.steps.makes(task) or not len(ids):
+        if not task.makes_steps or not len(ids):
             return
         if (rollout := self._state.tasks.admitting) is not None:
             rows = self._state.rows

@@ -10,10 +10,9 @@ from .assembly import StepAssembly
 from .commands import Ids, pack_ids
 from .state import LedgerState
 from .state.context import Placed, Trained
-from .state.leases import positions
 from .state.rows import LIVE, NONE
 from .state.sessions import Grant
-from .state.tasks import DONE, READY, WAITING, Task
+from .state.tasks import DONE, READY, WAITING, Task, positions
 from .terminations import CONSUMED, FAILED, FILTERED, Terminations
 
 NO_GRADIENT = "no gradient, as in a group with equal rewards"
@@ -42,12 +41,13 @@ class RowCompletion:
         at = rows.at(mine)
         before = rows.columns[at]  # a copy
         self._check_unwritten(mine, before, command)
+        written = 0
         if len(mine) and command.columns:
-            columns.write(at, before, command.columns)
+            written = columns.write(mine, command.columns)
             columns.measure(mine, command.measures, pick)
             if command.lengths:
                 self._state.metrics.note_lengths(mine, command.lengths, pick, grant.since)
-            self._state.budget.charge(mine, command.nbytes * len(mine) // len(ids))
+            self._state.budget.charge(at, command.nbytes * len(mine) // len(ids))
             if command.block is not None:
                 placed = Placed(mine, command.block, np.arange(len(ids))[pick])
                 self._state.context.effects.placed.append(placed)
@@ -63,8 +63,8 @@ class RowCompletion:
             self._filter(grant, task, dropped)
             alive = rows.state[at] == LIVE
             mine, before, at = mine[alive], before[alive], at[alive]
-        if command.columns:
-            self._assembly.make_ready(mine, before)
+        if written:
+            self._assembly.make_ready(mine, before, written)
         self.consume(mine, at)
         if grant.step != NONE:
             self._assembly.acknowledge(grant)
@@ -78,7 +78,7 @@ class RowCompletion:
         steps are held. ``at``: the array indices of ``ids``."""
         rows = self._state.rows
         over = rows.todo[at] == 0
-        if not np.count_nonzero(over):
+        if True not in over:
             return
         if self._state.limits.checkpoints:
             held = over & (rows.step[at] >= self._state.steps.covered) & (rows.state[at] == LIVE)
@@ -87,7 +87,8 @@ class RowCompletion:
                 over &= ~held
                 self._state.context.wake("put")
         for partition, done in self._state.partitions.split(ids[over & (rows.state[at] == LIVE)]):
-            if any(not task.spec.gives and task.takes(partition) for task in self._state.tasks):
+            takers = self._state.tasks.takers(self._state.partitions.names[partition])
+            if any(not task.spec.gives for task in takers):
                 self._terminations.finish(done, CONSUMED, through=partition)
 
     def skip(self, ids: Ids, reason: str) -> None:
@@ -172,7 +173,8 @@ class RowCompletion:
     def _check_unwritten(self, ids: Ids, have: Ids, command: cmd.Complete) -> None:
         """Raise WriteOnceError if ``have``, the columns of rows, include one of the command."""
         mask = np.uint64(self._state.columns.mask(command.columns))
-        if not mask or not np.count_nonzero(written := have & mask):
+        written = have & mask
+        if True not in (written != 0):
             return
         name = next(name for name in command.columns if (written & self._state.columns.bit(name)).any())
         twice = (have & self._state.columns.bit(name)) != 0
@@ -234,4 +236,4 @@ class RowCompletion:
             else:
                 steps.withdraw(group)
                 self._state.versions.withdraw(at)
-                task.queue(partition).push_front(group)
+                task.queue(partition).push(group, front=True)

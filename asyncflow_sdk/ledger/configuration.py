@@ -14,7 +14,7 @@ from .commands import Ids, SamplerTraits
 from .samplers import TaskSamplers
 from .staleness import StalenessControl, StalenessRule
 from .state import LedgerState
-from .state.budget import LEAST, MAX_NUMBER
+from .state.rows import LEAST, MAX_NUMBER
 from .state.steps import Window
 from .state.tasks import APART, WAITING, Task
 
@@ -100,7 +100,7 @@ class QueueConfiguration:
             held = (rows.todo[at] == 0) & (rows.step[at] >= steps.covered)  # complete, but not covered
             self._state.budget.hold(-int(np.count_nonzero(held)))
         task.take(live)
-        self._assembly.make_ready(live, np.zeros(len(live), np.uint64), only=task)
+        self._assembly.make_ready_in(task, live)
         if task.spec.admits and steps.declared:
             state = steps.task.state[rows.at(live)]
             task.skip(live[(state != WAITING) & (state != APART)])

@@ -52,9 +52,9 @@ from .staleness import StalenessControl, make_policy
 from .state import LedgerState
 from .state.context import Effects, HomeLoss, LostColumns
 from .state.idempotency import MAX_KEYS
-from .state.leases import positions
 from .state.rows import NONE
 from .state.sessions import ParkedRequest, Preparation, Session, place_of
+from .state.tasks import positions
 from .status import StatusReporter
 from .terminations import Terminations
 

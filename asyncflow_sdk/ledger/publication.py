@@ -20,8 +20,7 @@ from .assembly import StepAssembly
 from .pins import VersionPins
 from .replicas import Replicas
 from .state import LedgerState
-from .state.budget import MAX_NUMBER
-from .state.rows import NONE
+from .state.rows import MAX_NUMBER, NONE
 from .state.sessions import Session
 from .state.versions import AnnouncedVersion, KeptVersion
 from .terminations import EXPIRED, Terminations

@@ -39,8 +39,8 @@ class Puts:
             return cmd.PutDone(first=known.first, count=known.size, again=True)
         groups = np.arange(command.groups) if lacking is None else lacking
         count = len(groups) * command.group_size
-        takers = [task for task in self._state.tasks if task.spec.takes(command.partition)]
-        trained = self._state.steps.declared and self._state.steps.task in takers
+        takers = self._state.tasks.takers(command.partition)
+        trained = bool(takers) and takers[-1].makes_steps
         self._check(command, count, takers, trained=trained)
         self._pins.check(command)
         if not self._fits(command, count, trained=trained):
@@ -56,7 +56,7 @@ class Puts:
             self._state.context.wake_puts()  # a parked put with the same key need not wait
         if command.block is not None:
             self._state.context.effects.placed.append(Placed(ids, command.block, of_group))
-        self._assembly.make_ready_alike(takers, ids, self._state.columns.mask(command.columns), 0)
+        self._assembly.make_ready_new(takers, ids, self._state.columns.mask(command.columns))
         self._pins.add(command)
         return cmd.PutDone(first=first, count=count, again=False, groups=pack_ids(groups) if again else b"")
 

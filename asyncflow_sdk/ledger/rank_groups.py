@@ -21,10 +21,9 @@ from .commands import Ids, pack_ids, unpack_ids
 from .completion import RowCompletion
 from .deal import deal, imbalance_of
 from .state import LedgerState
-from .state.leases import positions
 from .state.rows import NONE
 from .state.sessions import DealtPart, Grant, ParkedRequest, Session, ShardedLease, place_of
-from .state.tasks import Task
+from .state.tasks import Task, positions
 
 
 class RankGroups:
@@ -53,7 +52,7 @@ class RankGroups:
         if task.spec.batch_rows is not None and task.spec.gives:
             raise SchemaError(f"{who}: a rank group acknowledges steps without writing columns")
         for rank, asked in self._state.parked.of_group(command.task, command.group).items():
-            for other in asked.values():
+            for other in asked:
                 if rank == command.rank and other.session < session.id:
                     continue  # this session replaces it
                 if other.command.token != command.token:
@@ -162,7 +161,7 @@ class RankGroups:
             for grant in task.group_leases.get(command.group, {}).values()
             if grant.shards is not None and rank < grant.shards.size and rank not in grant.shards.done
         ]
-        return list(self._state.parked.of_group(command.task, command.group).get(rank, {}).values()), held
+        return self._state.parked.of_group(command.task, command.group).get(rank, []), held
 
     def _replaces(self, session: Session, task: Task, command: cmd.LeaseRows) -> bool:
         """True if an earlier session has requests or leases under this rank; they are voided when

@@ -18,7 +18,7 @@ from ..plugins import registry
 from ..types.tasks import SamplerSpec, TaskSpec
 from .commands import Ids, SamplerTraits, pack_ids, unpack_ids
 from .state import LedgerState
-from .state.budget import MAX_NUMBER
+from .state.rows import MAX_NUMBER
 from .state.tasks import NO_ROWS, ReadyQueue, Task
 
 Made = TypeVar("Made")
@@ -154,7 +154,7 @@ class TaskSamplers:
             return NO_ROWS
         if len(ids) < at_least:
             enough = len(queue.peek_group()) > 0 and not task.sampling.chooses
-            queue.push_front(ids)
+            queue.push(ids, front=True)
             if enough:
                 few = f"no whole groups make up {at_least} to {count} rows: {len(ids)} would be too few"
                 raise SchemaError(f"{few}, one more group too many; ask for more, or for fewer at least")
@@ -162,7 +162,7 @@ class TaskSamplers:
         if self._state.dead_letters.blamed and task.sampling.chooses:  # in any order: higher priorities stay first
             ids = ids[np.argsort(-self._state.rows.priority[self._state.rows.at(ids)], kind="stable")]
         if self._state.dead_letters.blamed and (count := task.together(ids, at_least)) < len(ids):
-            queue.push_front(ids[count:])
+            queue.push(ids[count:], front=True)
             ids = ids[:count]
         return ids
 
@@ -177,7 +177,7 @@ class TaskSamplers:
                 self._state.context.log.record_or_raise(lambda: self._choose(task, window, count, room))
             )
         finally:
-            queue.push_front(window[~np.isin(window, chosen)] if len(chosen) else window)
+            queue.push(window[~np.isin(window, chosen)] if len(chosen) else window, front=True)
         return chosen
 
     def _choose(self, task: Task, window: Ids, count: int, room: int) -> bytes:

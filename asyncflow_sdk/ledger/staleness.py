@@ -19,7 +19,7 @@ from ..types import events as ev
 from ..types.tasks import PolicySpec
 from .samplers import made
 from .state import LedgerState
-from .state.budget import MAX_NUMBER
+from .state.rows import MAX_NUMBER
 
 
 class Wait(StalenessPolicy):

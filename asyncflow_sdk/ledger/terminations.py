@@ -47,15 +47,16 @@ class Terminations:
         rows, context, partitions = self._state.rows, self._state.context, self._state.partitions
         at, ended = rows.at(ids), TERMINAL[state - 1]
         given, reason = reason, self.shortened(ended, reason)
-        ended_event, name_of = self._state.metrics.ended_event, partitions.name_of
-        events = [ended_event(part, name_of(part), ended, reason) for _, part in partitions.split(ids)]
+        for number, part in partitions.split(ids):
+            context.publish(self._state.metrics.ended_event(part, partitions.names[number], ended, reason))
         broken: list[tuple[Grant, Ids]] = []
-        for task in self._state.tasks:
-            if through is None:
+        if through is None:
+            for task in self._state.tasks:
                 broken += self.withdraw(task, ids, task.leave(ids))
-            elif task.takes(through):
-                task.forget(len(ids))
-        self._state.columns.count(at, -1)
+        else:
+            for task in self._state.tasks.takers(partitions.names[through]):
+                task.forget(through, len(ids))
+        self._state.columns.count(ids)
         if self._state.steps.declared:
             self._state.steps.leave(at)
         rows.finish(ids, state)
@@ -65,7 +66,6 @@ class Terminations:
         context.effects.retired.append(ids)
         if reason:
             self.reasons[f"{ended}: {reason}"] += len(ids)
-        context.publish(*events)
         context.wake("put", "wanted")
         for grant, gone in broken:  # what was computed from a step in parts includes them
             self.give_back_step(grant, f"{_named(gone)} of its step ended ({ended}): {given}")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from .budget import Budget, QueueLimits
 from .context import Context
 from .dead_letters import DeadLetters
 from .homes import Homes
 from .idempotency import IdempotencyKeys
-from .leases import Leases
 from .metrics import RowMetrics
-from .rows import Columns, Partitions, Rows
+from .rows import Budget, Columns, Partitions, QueueLimits, Rows
 from .sessions import ParkedRequests, Sessions
 from .steps import Steps
-from .tasks import Tasks
+from .tasks import Leases, Tasks
 from .versions import Versions
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...types.defaults import HOME_SILENCE_S
-from .budget import QueueLimits
 from .context import HomeLoss
-from .rows import NONE
+from .rows import NONE, QueueLimits
 from .sessions import Timers
 
 SERVER_HOME = 0

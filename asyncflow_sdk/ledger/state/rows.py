@@ -1,4 +1,5 @@
-"""Rows: one array per property, indexed by id minus the oldest kept id; their partitions and columns. No loop over rows."""
+"""Rows: one array per property, indexed by id minus the oldest kept id; their partitions, columns and room. No loop
+over rows."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from ...errors import SchemaError
 from ...types import ColumnSpec, check_column_name
+from ...types.defaults import KEEP_VERSIONS, MAX_STALENESS
 from ...types.reports import TERMINAL
 from .. import commands as cmd
 from ..commands import Ids
@@ -52,7 +54,9 @@ _FIELDS: dict[str, dict[str, tuple[Any, int]]] = {  # by owner: type and first v
 
 
 class Rows:
-    """Arrays by row, written by their owners alone. Ids are never reused; ended rows at the front are forgotten."""
+    """Arrays by row, written by their owners alone. Ids are never reused; ended rows at the front are forgotten.
+
+    The arrays of ``_FIELDS`` are attributes, and replaced when the table grows."""
 
     def __init__(self, capacity: int = 1024) -> None:
         self.base = 0
@@ -62,7 +66,7 @@ class Rows:
         self._arrays: dict[str, Arrays] = {}
         self._fills: dict[str, dict[str, float]] = {}
         for owner, fields in _FIELDS.items():
-            self.arrays(owner, fields)
+            vars(self).update(self.arrays(owner, fields))
         self.measures = self.arrays("measures")  # by column; NaN: not known
         self.ended = np.zeros(1 + len(TERMINAL), np.int64)
         self.over = 0  # their sum
@@ -89,7 +93,7 @@ class Rows:
             arrays[name], fills[name] = np.full(self._capacity, fill, dtype), fill
         return arrays
 
-    if TYPE_CHECKING:  # the fields are properties, made below
+    if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> npt.NDArray[Any]: ...
 
@@ -107,11 +111,15 @@ class Rows:
         if len(ids) == 1:  # the usual case, without costly array operations
             place = int(ids[0]) - self.base
             return np.array([place >= 0 and self.state[place] == LIVE and values[place] == value])
-        at = self.at(ids)
+        at = ids - self.base
         kept = at >= 0  # a forgotten row had ended; its index is reused
-        at = np.where(kept, at, 0)
+        at = np.maximum(at, 0)
         found: npt.NDArray[np.bool_] = kept & (self.state[at] == LIVE) & (values[at] == value)
         return found
+
+    def live(self, ids: Ids) -> Ids:
+        """Return the live ones of some rows."""
+        return ids[self.having(self.state, LIVE, ids)]
 
     def live_ids(self) -> Ids:
         """Return all live rows."""
@@ -144,14 +152,12 @@ class Rows:
         capacity = self._capacity
         while kept + n > capacity // 2:  # leave half free, or every put would move rows
             capacity *= 2
-
-        def moved(old: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
-            new = np.full(capacity, fill, old.dtype)
-            new[:kept] = old[gone : self.count]
-            return new
-
         for owner, arrays in self._arrays.items():
-            arrays.update({name: moved(values, self._fills[owner][name]) for name, values in arrays.items()})
+            for name, old in arrays.items():
+                arrays[name] = new = np.full(capacity, self._fills[owner][name], old.dtype)
+                new[:kept] = old[gone : self.count]
+            if owner in _FIELDS:
+                vars(self).update(arrays)
         self.base += gone
         self.count = kept
         self._capacity = capacity
@@ -173,12 +179,14 @@ class Pin:
 
 
 class Partitions:
-    """``numbers``: by name; "" is 0. ``ended``: no row can be put anywhere; ``ended_names``: in these.
-    ``group_sizes``: of the last put in each. ``pins``: by number, of partitions whose rows one version generates."""
+    """``numbers``: by name; "" is 0. ``names``: the names by number. ``ended``: no row can be put anywhere; ``ended_names``: in
+    these. ``group_sizes``: of the last put in each. ``pins``: by number, of partitions whose rows one version
+    generates."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self.numbers: dict[str, int] = {"": 0}
+        self.names = [""]
         self.group_sizes: dict[str, int] = {}
         self.ended = False
         self.ended_names: set[str] = set()
@@ -192,7 +200,10 @@ class Partitions:
         """Return the number of a partition, a new one if needed. ``group_size``: of a put in it."""
         if group_size:
             self.group_sizes[name] = group_size
-        return self.numbers.setdefault(name, len(self.numbers))
+        if name not in self.numbers:
+            self.numbers[name] = len(self.names)
+            self.names.append(name)
+        return self.numbers[name]
 
     def end(self, *names: str) -> None:
         """Take no more rows in partitions; without names, anywhere. Ends are final."""
@@ -201,14 +212,11 @@ class Partitions:
 
     def name_of(self, row: Ids) -> str:
         """Return the partition of the first row."""
-        if len(self.numbers) == 1:
-            return ""
-        number = int(self._rows.partition[self._rows.at(row)][0])
-        return next(name for name, known in self.numbers.items() if known == number)
+        return self.names[self._rows.partition[row[0] - self._rows.base]] if row.size else ""
 
     def split(self, ids: Ids) -> list[tuple[int, Ids]]:
         """Split rows by partition number, in order; empty for no rows."""
-        if len(self.numbers) == 1 or not len(ids):
+        if len(self.names) == 1 or not len(ids):
             return [(0, ids)] if len(ids) else []
         where = self._rows.partition[self._rows.at(ids)]
         if (where == where[0]).all():
@@ -217,11 +225,7 @@ class Partitions:
 
     def closed(self, partition: int) -> bool:
         """True if no row can be put in the partition with this number; none beside the pinned ones."""
-        return (
-            self.ended
-            or partition in self.pins
-            or any(self.numbers.get(name) == partition for name in self.ended_names)
-        )
+        return self.ended or partition in self.pins or self.names[partition] in self.ended_names
 
 
 MAX_COLUMNS = 64
@@ -235,27 +239,23 @@ class Columns:
         self._arrays, self._measures = rows.arrays("columns"), rows.measures
         self.specs: dict[str, ColumnSpec] = {}
         self.kinds: dict[tuple[int, int], int] = {}
-        self._bits: dict[str, int] = {}  # position of each column's bit
+        self._bits: dict[str, int] = {}  # of each column, a power of 2
 
     def bit(self, column: str) -> np.uint64:
         """Return the bit of a column, a new one if needed; call ``check_names`` first."""
-        return np.uint64(1 << self._bits.setdefault(column, len(self._bits)))
+        return np.uint64(self._bits.setdefault(column, 1 << len(self._bits)))
 
     def mask(self, columns: Iterable[str]) -> int:
         """Return the bits of the columns written so far."""
         mask = 0
         for name in columns:
             if name in self.specs:
-                mask |= 1 << self._bits[name]
+                mask |= self._bits[name]
         return mask
-
-    def names(self, mask: int) -> tuple[str, ...]:
-        """Return the columns of a bit set."""
-        return tuple(name for name, at in self._bits.items() if mask >> at & 1)
 
     def contains(self, mask: int, column: str) -> bool:
         """True if a bit set has this column."""
-        return bool(mask >> self._bits[column] & 1)
+        return bool(mask & self._bits[column])
 
     def having(self, column: str) -> Ids:
         """Return live rows with a column."""
@@ -267,43 +267,63 @@ class Columns:
 
     def check_names(self, columns: Iterable[str]) -> None:
         """Raise SchemaError for an invalid name or for too many columns."""
-        if self._bits.keys() >= set(columns):
-            return
         new = sorted(set(columns) - self._bits.keys())
         for name in new:
             check_column_name(name)
-        if len(self._bits) + len(new) > MAX_COLUMNS:
+        if new and len(self._bits) + len(new) > MAX_COLUMNS:
             raise SchemaError(f"a queue holds at most {MAX_COLUMNS} columns; {new[-1]!r} is one too many")
 
     def check(self, columns: cmd.Columns) -> None:
         """Raise SchemaError for columns in conflict with written ones."""
+        known = True
         for name, spec in columns.items():
-            known = self.specs.get(name)
-            if known is not None and known is not spec and known != spec:
-                raise SchemaError(f"column {name!r} is {known}; it cannot take {spec}")
+            if name not in self.specs:
+                known = False
+            elif self.specs[name] != spec:
+                raise SchemaError(f"column {name!r} is {self.specs[name]}; it cannot take {spec}")
             if name in self._measures and not spec.measurable:
                 raise SchemaError(f"column {name!r} is measured by a sampler; {spec} has no number a row")
-        self.check_names(columns)
+        if not known:
+            self.check_names(columns)
 
     def add(self, columns: cmd.Columns) -> int:
         """Note written columns and return their bits."""
+        mask = 0
         for name, spec in columns.items():
             if name not in self.specs:
                 self.specs[name] = spec
-                self._bits.setdefault(name, len(self._bits))
+                self.bit(name)
                 self._context.wake_puts()  # a conflicting parked put can be refused now
-        return self.mask(columns)
+            mask |= self._bits[name]
+        return mask
 
-    def put(self, new: slice, count: int, partition: int, columns: cmd.Columns) -> None:
-        """Note the columns of ``count`` new rows of a partition."""
+    def put(self, new: slice, count: int, partition: int, columns: cmd.Columns) -> int:
+        """Note the columns of ``count`` new rows of a partition, and return their bits."""
         self._arrays["columns"][new] = bits = self.add(columns)
-        self.count_kind(partition, bits, count)
+        self._count_kind(partition, bits, count)
+        return bits
 
-    def write(self, at: Ids, before: Any, columns: cmd.Columns) -> None:
-        """Note columns written to rows, by array index, with columns ``before``."""
-        self.count(at, -1)
-        self._arrays["columns"][at] = before | np.uint64(self.add(columns))
-        self.count(at, 1)
+    def write(self, ids: Ids, columns: cmd.Columns) -> int:
+        """Note columns written to rows. Return their bits."""
+        bits = self.add(columns)
+        self.count(ids, bits)
+        self._arrays["columns"][ids - self._rows.base] |= np.uint64(bits)
+        return bits
+
+    def count(self, ids: Ids, written: int | None = None) -> None:
+        """Count live rows as ended or, before ``written`` is added to their bits, as of another kind."""
+        for partition, part in self._partitions.split(ids):
+            columns = self._rows.columns[part - self._rows.base]
+            alike = True not in (columns != columns[0])  # the usual case
+            kinds = [(columns[0], len(part))] if alike else zip(*np.unique(columns, return_counts=True), strict=True)
+            for kind, rows in kinds:
+                self._count_kind(partition, int(kind), -int(rows))
+                if written is not None:
+                    self._count_kind(partition, int(kind) | written, int(rows))
+
+    def _count_kind(self, partition: int, kind: int, change: int) -> None:
+        if left := self.kinds.pop((partition, kind), 0) + change:
+            self.kinds[partition, kind] = left
 
     def lose(self, ids: Ids, columns: Iterable[str] | None = None) -> None:
         """Note columns of rows with lost payload, None for all of them."""
@@ -322,39 +342,80 @@ class Columns:
             if column in self._measures:
                 self._measures[column][self._rows.at(ids)] = np.frombuffer(values, "<f8")[pick]
 
-    def count(self, at: Ids, change: int) -> None:
-        """Add (``change`` 1) or remove (-1) live rows, by array index, in ``kinds``."""
-        rows = self._rows
-        if len(self._partitions.numbers) == 1:
-            split = [(0, at)]
-        else:
-            split = [(partition, rows.at(ids)) for partition, ids in self._partitions.split(at + rows.base)]
-        for partition, places in split:
-            columns = rows.columns[places]
-            if not len(columns):
-                continue
-            if len(columns) == 1 or (columns == columns[0]).all():  # the usual case
-                self.count_kind(partition, int(columns[0]), change * len(columns))
-                continue
-            for kind, count in zip(*np.unique(columns, return_counts=True), strict=True):
-                self.count_kind(partition, int(kind), change * int(count))
 
-    def count_kind(self, partition: int, kind: int, change: int) -> None:
-        """Add ``change`` live rows of one kind."""
-        left = self.kinds.get((partition, kind), 0) + change
-        if left:
-            self.kinds[partition, kind] = left
-        else:
-            self.kinds.pop((partition, kind), None)
+MAX_NUMBER = 1 << 61
+"""The largest version or limit: the sum of two fits int64."""
 
 
-def _field(owner: str, name: str) -> property:
-    def values(rows: Rows) -> npt.NDArray[Any]:
-        return rows._arrays[owner][name]
+@dataclass
+class QueueLimits:
+    """See ``Configure``. None: no last step, no homes expected. ``max_swapping``, ``quorum`` 0: off."""
 
-    return property(values)
+    capacity_rows: int = 1 << 40
+    capacity_bytes: int = MAX_NUMBER
+    row_bytes: int = 0
+    max_staleness: int = MAX_STALENESS
+    steps: int | None = None
+    first_step: int = 0
+    checkpoints: bool = False
+    keep_versions: int = KEEP_VERSIONS
+    max_swapping: int = 0
+    quorum: int = 0
+    home_silence_s: float | None = None
 
 
-for _owner, _names in _FIELDS.items():
-    for _name in _names:
-        setattr(Rows, _name, _field(_owner, _name))
+LEAST = {
+    "capacity_rows": 1, "max_staleness": 0, "steps": 1, "capacity_bytes": 1, "row_bytes": 0, "keep_versions": 1,
+    "max_swapping": 0, "quorum": 0, "first_step": 0, "home_silence_s": 0,
+}  # fmt: skip
+"""The least value of each numeric limit."""
+
+
+class Budget:
+    """``put``: rows ever put. ``charged``: bytes of live rows, taken or reserved. ``largest_row``:
+    bytes of the largest ended row. ``held``: complete rows of uncovered steps."""
+
+    def __init__(self, rows: Rows, limits: QueueLimits) -> None:
+        self._rows, self._limits, self._arrays = rows, limits, rows.arrays("budget")
+        self.put = 0
+        self.charged = 0
+        self.largest_row = 0
+        self.held = 0
+
+    @property
+    def occupied(self) -> int:
+        """Rows counted against ``capacity_rows``."""
+        return self.put - self._rows.over - self.held
+
+    @property
+    def reserve(self) -> int:
+        """Bytes reserved for a new row."""
+        return self._limits.row_bytes or self.largest_row
+
+    def charge(self, at: Ids, nbytes: int) -> None:
+        """Charge ``nbytes`` of payload to rows, by array index, in equal shares."""
+        if not nbytes:
+            return
+        sizes, charges = self._arrays["nbytes"], self._arrays["charged"]
+        sizes[at] += -(-nbytes // len(at))
+        before = charges[at]
+        after = np.maximum(sizes[at], before)
+        charges[at] = after
+        self.charged += int((after - before).sum())
+
+    def charge_new(self, new: slice, count: int, nbytes: int) -> None:
+        """Count new rows, and charge them with their share of ``nbytes``, or with the reserve if that is more."""
+        self.put += count
+        share = -(-nbytes // count)
+        self._arrays["nbytes"][new] = share
+        self._arrays["charged"][new] = charged = max(share, self.reserve)
+        self.charged += count * charged
+
+    def hold(self, count: int) -> None:
+        """Count complete rows kept for a checkpoint, or, if negative, released."""
+        self.held += count
+
+    def release(self, at: Ids) -> None:
+        """Release the charges of ended rows, by array index."""
+        self.charged -= int(self._rows.charged[at].sum())
+        self.largest_row = max(self.largest_row, int(self._rows.nbytes[at].max(initial=0)))

@@ -380,7 +380,6 @@ class ParkedRequests:
         self._context, self._sessions = context, sessions
         self.by_ticket: dict[int, ParkedRequest] = {}
         self._by_place: dict[str, dict[int, ParkedRequest]] = {}
-        self._by_rank: dict[tuple[str, str], dict[int, dict[int, ParkedRequest]]] = {}  # by task and rank group
         self.deadlines = Timers(self.by_ticket)
 
     def at(self, place: str, sessions: set[int] | None = None) -> list[ParkedRequest]:
@@ -405,15 +404,19 @@ class ParkedRequests:
         """Return the oldest request at a place."""
         return next(iter(self._by_place.get(place, {}).values()), None)
 
-    def of_group(self, task: str, group: str) -> dict[int, dict[int, ParkedRequest]]:
-        """Return lease requests of a rank group, by rank and ticket."""
-        return self._by_rank.get((task, group), {})
+    def of_group(self, task: str, group: str) -> dict[int, list[ParkedRequest]]:
+        """Return lease requests of a rank group by rank, oldest first."""
+        ranks: dict[int, list[ParkedRequest]] = {}
+        for request in self._by_place.get(f"task {task}", {}).values():
+            if request.command.world_size > 1 and request.command.group == group:
+                ranks.setdefault(request.command.rank, []).append(request)
+        return ranks
 
     def alike(self, command: cmd.LeaseRows) -> dict[int, ParkedRequest]:
         """Return the oldest request of each rank for the same lease as ``command``."""
         asking = {}
         for rank, asked in self.of_group(command.task, command.group).items():
-            request = next((each for each in asked.values() if each.command.token == command.token), None)
+            request = next((each for each in asked if each.command.token == command.token), None)
             if request is not None:
                 asking[rank] = request
         return asking
@@ -428,30 +431,14 @@ class ParkedRequests:
         self.by_ticket[request.ticket] = request
         self._sessions.by_id[request.session].parked.setdefault(request.ticket)
         self.deadlines.add(request.ticket)
-        if (key := _group_of(request.command)) is not None:
-            self._by_rank.setdefault(key, {}).setdefault(request.command.rank, {})[request.ticket] = request
 
     def remove(self, request: ParkedRequest) -> None:
         """Remove a request, and retry the next put in line."""
         del self._by_place[request.place][request.ticket], self.by_ticket[request.ticket]
         del self._sessions.by_id[request.session].parked[request.ticket]
-        if (key := _group_of(request.command)) is not None:
-            ranks = self._by_rank[key]
-            del ranks[request.command.rank][request.ticket]
-            if not ranks[request.command.rank]:
-                del ranks[request.command.rank]
-            if not ranks:
-                del self._by_rank[key]
         self._context.effects.over.setdefault(request.ticket, request)
         self._context.wake("put")  # the next in line may go
 
     def wake_all(self) -> None:
         """Retry every parked request."""
         self._context.wake_all(self._by_place)
-
-
-def _group_of(command: cmd.Command) -> tuple[str, str] | None:
-    """Return the task and rank group of a lease request; None for other commands."""
-    if not isinstance(command, cmd.LeaseRows) or command.world_size == 1:
-        return None
-    return command.task, command.group

@@ -107,7 +107,7 @@ class Window:
 
 
 class Steps:
-    """``task`` and ``window`` may not be used before ``declared`` is True.
+    """``task``, ``window`` and ``name`` of the task exist once a task makes steps: ``declared``.
 
     ``ready``: ready rows by deadline (None: rows put complete). ``open_rows``: rows of the open step, in chunks.
     ``closed``: full steps waiting for a trainer, in order. ``held``: full steps leased in parts. ``parts``: by step,
@@ -120,10 +120,13 @@ class Steps:
     version of each kept checkpoint, by step. ``lost_rows``: rows of uncovered steps with lost payload.
     """
 
+    task: Task
+    window: Window
+    name: str
+
     def __init__(self, rows: Rows) -> None:
         self._rows, self._arrays = rows, rows.arrays("steps")
-        self._task: Task | None = None
-        self._window: Window | None = None
+        self.declared = False
         self.ready: dict[int | None, ReadyQueue] = {}
         self.open_rows: list[Ids] = []
         self.closed: deque[tuple[int, Ids]] = deque()
@@ -140,38 +143,13 @@ class Steps:
 
     def declare(self, task: Task, window: Window, unselected: int) -> None:
         """Set the task that makes the steps."""
-        self._task, self._window, self.unselected, self.covered = task, window, unselected, window.step
-
-    @property
-    def declared(self) -> bool:
-        """True once a task makes steps."""
-        return self._task is not None
-
-    @property
-    def task(self) -> Task:
-        """The task with ``batch_rows``."""
-        assert self._task is not None
-        return self._task
-
-    @property
-    def name(self) -> str:
-        """The name of that task."""
-        return self.task.spec.name
-
-    @property
-    def window(self) -> Window:
-        """The window of the open step."""
-        assert self._window is not None
-        return self._window
-
-    def makes(self, task: Task) -> bool:
-        """True if this task makes the steps."""
-        return task is self._task
+        self.declared, self.task, self.name = True, task, task.spec.name
+        self.window, self.unselected, self.covered = window, unselected, window.step
 
     @property
     def open(self) -> bool:
         """True if a step can be filled."""
-        return self._window is not None and not self._window.finished
+        return self.declared and not self.window.finished
 
     @property
     def lacks_rows(self) -> bool:
@@ -203,8 +181,7 @@ class Steps:
             key = None if deadline == NONE else deadline
             if key not in self.ready:
                 self.ready[key] = ReadyQueue(self._rows, self.task)
-            queue, part = self.ready[key], ids[deadlines == deadline]
-            queue.push_front(part) if front else queue.push(part)
+            self.ready[key].push(ids[deadlines == deadline], front=front)
 
     def offer(self, count: int) -> None:
         """Count new rows for steps."""
@@ -376,7 +353,5 @@ class Steps:
 
     def acknowledged(self) -> list[tuple[int, Ids]]:
         """Return acknowledged, uncovered steps and their rows."""
-        if not self.declared:
-            return []
-        rows = self._rows
-        return [(step, ids) for step, ids in self.uncovered.items() if (self.task.state[rows.at(ids)] == DONE).all()]
+        steps = self.uncovered.items()
+        return [(step, ids) for step, ids in steps if (self.task.state[self._rows.at(ids)] == DONE).all()]

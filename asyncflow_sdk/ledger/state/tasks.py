@@ -1,21 +1,22 @@
-"""Tasks: rows pass through them by the transitions of ``Task``; each does all the bookkeeping of its change."""
+"""Tasks and their leases: rows pass by the transitions of ``Task``; each does all the bookkeeping of its change."""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import SchemaError
+from ...errors import LeaseLost, SchemaError
 from ...types.tasks import TaskSpec
 from ..commands import Ids, SamplerTraits
 from .context import Context
-from .rows import LIVE, NONE, Partitions, Rows
-from .sessions import Grant, Session
+from .rows import NONE, Partitions, Rows
+from .sessions import Grant, Session, Sessions, ShardedLease, Timers
 
 WAITING, READY, SELECTED, LEASED, DONE, APART = range(6)  # of a row in a task; APART: it never sees the row
 TASK_STATES = ("waiting", "ready", "selected", "leased", "done")
@@ -23,6 +24,8 @@ ANY = 2**31 - 1
 PARTS = 4  # units lost together are leased in this many parts next
 NO_ROWS: Ids = np.empty(0, np.int64)
 CHUNK = 512  # rows of a chunk; a take reads at most one chunk too many
+MAX_VOIDED = 100
+"""Number of ended leases with a known reason."""
 
 _FIELDS: dict[str, tuple[Any, int]] = {
     "state": (np.uint8, WAITING),
@@ -36,12 +39,13 @@ _FIELDS: dict[str, tuple[Any, int]] = {
 class Task:
     """A task.
 
-    ``need``: bits of the needed columns. By partition: ``queues``, ready rows; ``unfinished``, live rows not
-    completed; ``waiting`` and ``fit``, rows without their columns and ready rows, if leased singly; ``redo``,
-    admitted rows with a lost producer. ``counts``: live rows by state. ``became_ready``, ``completed``: row counts
-    over all time. ``leases_granted``: their number. ``suspects``: rows whose process died or hung, until their next
-    lease has ended well. ``leases``, ``group_leases``: by token, oldest first; and by rank group. ``next_partition``:
-    where a lease without a partition looks first.
+    ``place``: where requests for its rows wait. ``makes_steps``: True for the task with ``batch_rows``. ``whole_groups``:
+    True if its rows become ready and are leased in whole groups. ``need``: bits of the needed columns.
+    ``by_partition``: for each partition, the number of its live rows in each state; ``queues``: its ready rows; ``redo``:
+    its admitted rows with a lost producer. ``became_ready``, ``completed``: row counts over all time. ``leases_granted``:
+    their number. ``suspects``: rows whose process died or hung, until their next lease has ended well. ``leases``,
+    ``group_leases``: by token, oldest first; and by rank group. ``next_partition``: where a lease without a partition
+    looks first.
     """
 
     def __init__(
@@ -49,31 +53,22 @@ class Task:
     ) -> None:
         self._context, self._rows, self._partitions = context, rows, partitions
         self.spec, self.need, self.sampling = spec, need, sampling
-        self._arrays = rows.arrays(f"task {spec.name}", _FIELDS)
+        self.place = f"task {spec.name}"
+        self.makes_steps = spec.batch_rows is not None
+        self.whole_groups = spec.grouped or sampling.whole_groups
+        self._unleased = SELECTED if self.makes_steps else READY  # the state of rows before their lease
+        self._arrays = rows.arrays(self.place, _FIELDS)
         self._shared = rows.arrays("tasks")
+        self.by_partition: dict[int, list[int]] = {}
         self.queues: dict[int, ReadyQueue] = {}
-        self.unfinished: Counter[int] = Counter()
-        self.waiting: Counter[int] = Counter()
-        self.fit: Counter[int] = Counter()
-        self.next_partition = 0
         self.redo: dict[int, deque[Ids]] = {}
-        self.counts = [0] * len(TASK_STATES)
+        self.next_partition = 0
         self.leases_granted = 0
         self.became_ready = 0
         self.completed = 0
         self.leases: dict[int, Grant] = {}
         self.group_leases: dict[str, dict[int, Grant]] = {}
         self.suspects = NO_ROWS
-
-    @property
-    def place(self) -> str:
-        """The place where requests for its rows wait."""
-        return f"task {self.spec.name}"
-
-    @property
-    def whole_groups(self) -> bool:
-        """True if its rows become ready and are leased in whole groups."""
-        return self.spec.grouped or self.sampling.whole_groups
 
     @property
     def state(self) -> npt.NDArray[np.uint8]:
@@ -85,13 +80,26 @@ class Task:
         """The lease of each row."""
         return self._arrays["token"]
 
+    @property
+    def counts(self) -> list[int]:
+        """Live rows by state."""
+        return [sum(counts) for counts in zip(*self.by_partition.values(), strict=True)] or [0] * len(TASK_STATES)
+
+    @property
+    def unfinished(self) -> Counter[int]:
+        """Live rows not completed, by partition."""
+        return Counter({partition: sum(counts[:DONE]) for partition, counts in self.by_partition.items()})
+
+    @property
+    def fit(self) -> dict[int, int]:
+        """Ready rows by partition, if leased singly."""
+        return {} if self.spec.grouped else {number: counts[READY] for number, counts in self.by_partition.items()}
+
     # ---- transitions
 
     def enter(self, partition: int, count: int) -> None:
         """Let ``count`` rows of a partition wait for their columns."""
-        self.unfinished[partition] += count
-        self.counts[WAITING] += count
-        self.waiting[partition] += count * (not self.spec.grouped)
+        self.by_partition.setdefault(partition, [0] * len(TASK_STATES))[WAITING] += count
 
     def ignore(self, at: Any) -> None:
         """Never see rows, by array index or slice."""
@@ -102,19 +110,15 @@ class Task:
         rows = self._rows
         if self.whole_groups:
             ids = self._arrive(ids)
-            at = rows.at(ids)  # some were skipped or have ended
-            ids = ids[(self._arrays["state"][at] == WAITING) & (rows.state[at] == LIVE)]
+            ids = ids[rows.having(self.state, WAITING, ids)]  # some were skipped or have ended
             if not len(ids):
                 return ids
         self._arrays["state"][rows.spot(ids)] = READY
-        self._move(len(ids), WAITING, READY)
         self.became_ready += len(ids)
-        if self.spec.batch_rows is None:
-            single = not self.spec.grouped
-            for partition, part in self._partitions.split(ids):
-                self.waiting[partition] -= len(part) * single
-                self.fit[partition] += len(part) * single
+        for partition, part in self._move(ids, WAITING, READY):
+            if not self.makes_steps:
                 self.queue(partition).push(part)
+        if not self.makes_steps:
             self._context.wake(self.place)
         return ids
 
@@ -122,26 +126,23 @@ class Task:
         """Lease ready rows, or selected ones of a step."""
         spot = self._rows.spot(ids)
         self._arrays["state"][spot], self._arrays["token"][spot] = LEASED, token
-        self.counts[READY if self.spec.batch_rows is None else SELECTED] -= len(ids)
-        self.counts[LEASED] += len(ids)
-        self._count_fit(ids, -1)
+        self._move(ids, self._unleased, LEASED)
 
     def give_back(self, ids: Ids, *, blame: bool = False) -> None:
         """Take rows from their lease: they are ready or, in a step, selected as before."""
-        at, before = self._rows.at(ids), READY if self.spec.batch_rows is None else SELECTED
-        self._arrays["state"][at], self._arrays["token"][at] = before, NONE
+        at = self._rows.at(ids)
+        self._arrays["state"][at], self._arrays["token"][at] = self._unleased, NONE
         self._arrays["attempts"][at] += blame
-        self._move(len(ids), LEASED, before)
-        self._count_fit(ids, 1)
+        self._move(ids, LEASED, self._unleased)
 
     def done(self, ids: Ids) -> None:
         """Complete leased rows."""
         spot = self._rows.spot(ids)
         self._arrays["state"][spot], self._arrays["token"][spot] = DONE, NONE
         self._shared["todo"][spot] -= 1
-        self._move(len(ids), LEASED, DONE)
         self.completed += len(ids)
-        self._finish(ids)
+        for partition, _ in self._move(ids, LEASED, DONE):
+            self._check_last(self.by_partition[partition])
         if len(self.suspects):
             self.suspects = self.suspects[self._in_hand(self.suspects)]
             self._context.wake(self.place)
@@ -153,63 +154,57 @@ class Task:
         at = self._rows.at(ids)
         self._arrays["state"][at], self._arrays["token"][at] = DONE, NONE
         self._shared["todo"][at] -= 1
-        self.counts[DONE] += len(ids)
+        for partition, part in self._partitions.split(ids):
+            self.by_partition[partition][DONE] += len(part)
         return waited, tokens
 
     def select(self, ids: Ids) -> None:
         """Select ready rows for a step."""
         self._arrays["state"][self._rows.at(ids)] = SELECTED
-        self._move(len(ids), READY, SELECTED)
+        self._move(ids, READY, SELECTED)
 
     def unselect(self, ids: Ids) -> None:
         """Make selected rows ready again."""
         self._arrays["state"][self._rows.at(ids)] = READY
-        self._move(len(ids), SELECTED, READY)
+        self._move(ids, SELECTED, READY)
 
     def again(self, ids: Ids) -> None:
         """Let a step have completed rows again."""
         at = self._rows.at(ids)
         self._arrays["state"][at] = SELECTED
         self._shared["todo"][at] += 1
-        self._move(len(ids), DONE, SELECTED)
-        for partition, part in self._partitions.split(ids):
-            self.unfinished[partition] += len(part)
+        self._move(ids, DONE, SELECTED)
 
     def leave(self, ids: Ids) -> tuple[Ids, Ids]:
         """Forget ending rows. Return the ones without their columns, and the leases of all; NONE: none."""
-        at = self._rows.at(ids)
-        states = self._arrays["state"][at]
-        for state, count in enumerate(np.bincount(states, minlength=len(TASK_STATES))[: len(TASK_STATES)].tolist()):
-            self.counts[state] -= count
-        waited = ids[states == WAITING]
-        self._finish(ids[states < DONE])
-        self._count_fit(ids[states == READY], -1)
-        if not self.spec.grouped:
-            for partition, part in self._partitions.split(waited):
-                self.waiting[partition] -= len(part)
-        return waited, np.where(states == LEASED, self._arrays["token"][at], NONE)
-
-    def forget(self, count: int) -> None:
-        """Forget completed, ending rows."""
-        self.counts[DONE] -= count
-
-    def _finish(self, ids: Ids) -> None:
-        """Count rows as done, or ended."""
-        last = False
         for partition, part in self._partitions.split(ids):
-            self.unfinished[partition] -= len(part)
-            last |= not self.unfinished[partition]
-        if last:
+            counts = self.by_partition.get(partition, [])  # APART: of a partition that it does not take
+            left = np.bincount(self.state[self._rows.at(part)], minlength=APART).tolist()
+            for state in range(len(counts)):
+                counts[state] -= left[state]
+            if any(left[:DONE]):
+                self._check_last(counts)
+        at = self._rows.at(ids)
+        states = self.state[at]
+        return ids[states == WAITING], np.where(states == LEASED, self.token[at], NONE)
+
+    def forget(self, partition: int, count: int) -> None:
+        """Forget completed, ending rows of a partition."""
+        self.by_partition[partition][DONE] -= count
+
+    def _move(self, ids: Ids, before: int, after: int) -> list[tuple[int, Ids]]:
+        """Count rows in another state. Return them by partition."""
+        split = self._partitions.split(ids)
+        for partition, part in split:
+            counts, count = self.by_partition[partition], len(part)
+            counts[before] -= count
+            counts[after] += count
+        return split
+
+    def _check_last(self, counts: list[int]) -> None:
+        """Retry requests waiting for the end of a partition's rows, after the last one."""
+        if not any(counts[:DONE]):
             self._context.wake(self.place, *(["swap", "version"] if self._partitions.pins or self.closed else []))
-
-    def _move(self, count: int, before: int, after: int) -> None:
-        self.counts[before] -= count
-        self.counts[after] += count
-
-    def _count_fit(self, ids: Ids, sign: int) -> None:
-        if not self.spec.grouped:
-            for partition, part in self._partitions.split(ids):
-                self.fit[partition] += sign * len(part)
 
     def _arrive(self, ids: Ids) -> Ids:
         """Note ready rows. Return the rows of groups now complete."""
@@ -233,8 +228,7 @@ class Task:
 
     def takes(self, partition: int) -> bool:
         """True if it takes the partition with this number."""
-        names = self.spec.partitions
-        return "*" in names or any(self._partitions.numbers.get(name) == partition for name in names)
+        return self.spec.takes(self._partitions.names[partition])
 
     def queue(self, partition: int) -> ReadyQueue:
         """Return the ready rows of one partition."""
@@ -246,6 +240,8 @@ class Task:
         """Return partitions that may have ready rows, in turn."""
         if named is not None:
             return [number for number in [self._partitions.number(named)] if number in self.queues]
+        if len(self.queues) == 1:
+            return list(self.queues)
         return sorted(self.queues, key=lambda number: (number < self.next_partition, number))
 
     def turn_from(self, partition: int) -> None:
@@ -255,14 +251,18 @@ class Task:
     @property
     def closed(self) -> bool:
         """True if no more rows can be put for it."""
-        return self._partitions.ended or self._partitions.ended_names.issuperset(self.spec.partitions)
+        partitions = self._partitions
+        return partitions.ended or bool(
+            partitions.ended_names and partitions.ended_names.issuperset(self.spec.partitions)
+        )
 
     def exhausted(self, partition: str | None = None) -> bool:
         """True if it gets no further row, of one partition or of any."""
         partitions = self._partitions
         if partition is not None:
-            ended = partitions.closed(partitions.number(partition)) or partition in partitions.ended_names
-            return ended and not self.unfinished[partitions.number(partition)]
+            number = partitions.number(partition)
+            ended = partitions.ended or number in partitions.pins or partition in partitions.ended_names
+            return ended and not self.unfinished[number]
         return self.closed and not any(self.unfinished.values())
 
     def return_to_queue(self, ids: Ids) -> None:
@@ -273,7 +273,7 @@ class Task:
             if self.whole_groups:
                 part = self._rows.members(part)
                 part = part[ready.is_ready(part)]
-            ready.push_front(part)
+            ready.push(part, front=True)
 
     def return_to_replica(self, partition: int, ids: Ids) -> None:
         """Queue admitted rows of a begun group for the next replica."""
@@ -348,12 +348,12 @@ class Task:
     def check(self, live: Ids) -> npt.NDArray[np.bool_]:
         """Compare all counts with the arrays. Return a mask of unfinished live rows."""
         at = self._rows.at(live)
-        states, where = self._arrays["state"][at], self._rows.partition[at]
+        states, where = self.state[at], self._rows.partition[at]
         unfinished: npt.NDArray[np.bool_] = states < DONE
-        waiting, fit = ((states == state) & (not self.spec.grouped) for state in (WAITING, READY))
-        for counter, mask in ((self.unfinished, unfinished), (self.waiting, waiting), (self.fit, fit)):
-            assert +counter == Counter(where[mask].tolist()), self.spec.name
-        assert self.counts == [int((states == state).sum()) for state in range(len(TASK_STATES))], self.spec.name
+        found = {int(number): np.bincount(states[where == number], minlength=APART) for number in np.unique(where)}
+        for number, counts in self.by_partition.items():
+            assert counts == found.get(number, np.zeros(APART, int))[:APART].tolist(), self.spec.name
+        assert sum(self.counts) == int((states != APART).sum()), self.spec.name
         assert sum(grant.left for grant in self.leases.values()) == self.counts[LEASED], self.spec.name
         return unfinished
 
@@ -365,6 +365,7 @@ class Tasks:
         self._context, self._rows, self._partitions = context, rows, partitions
         self._arrays = rows.arrays("tasks")
         self.by_name: dict[str, Task] = {}
+        self._takers: dict[str, list[Task]] = {}
 
     def __iter__(self) -> Iterator[Task]:
         return iter(self.by_name.values())
@@ -377,28 +378,39 @@ class Tasks:
 
     def find(self, name: str) -> Task:
         """Return the task named by a client. Raises SchemaError."""
-        try:
-            return self.by_name[name]
-        except KeyError:
+        if name not in self.by_name:
             known = ", ".join(sorted(self.by_name)) or "none yet"
-            raise SchemaError(f"no task {name!r}; declared: {known}") from None
+            raise SchemaError(f"no task {name!r}; declared: {known}")
+        return self.by_name[name]
 
     def add(self, spec: TaskSpec, need: np.uint64, sampling: SamplerTraits) -> Task:
         """Add a task. It ignores live rows of partitions it does not take."""
         task = self.by_name[spec.name] = Task(self._context, self._rows, self._partitions, spec, need, sampling)
+        self._takers = {}
         for partition, part in self._partitions.split(self._rows.live_ids()):
             if not task.takes(partition):
                 task.ignore(self._rows.at(part))
         return task
 
-    def enter(self, at: Any, count: int, partition: int, takers: list[Task]) -> None:
-        """Let ``count`` new rows of a partition, by array index or slice, wait in its tasks."""
-        self._arrays["todo"][at] = len(takers)
-        for task in self:
-            if task in takers:
-                task.enter(partition, count)
-            else:
-                task.ignore(at)
+    def takers(self, partition: str) -> list[Task]:
+        """Return the tasks of a partition. The step task is last: filling the last step ends rows, and others must not
+        see these as ready."""
+        takers = self._takers.get(partition)
+        if takers is None:
+            takers = sorted((task for task in self if task.spec.takes(partition)), key=attrgetter("makes_steps"))
+            if partition in self._partitions.numbers:
+                self._takers[partition] = takers
+        return takers
+
+    def enter(self, new: slice, count: int, partition: int, takers: list[Task]) -> None:
+        """Let ``count`` new rows of a partition wait in its tasks."""
+        self._arrays["todo"][new] = len(takers)
+        for task in takers:
+            task.enter(partition, count)
+        if len(takers) < len(self.by_name):
+            for task in self:
+                if task not in takers:
+                    task.ignore(new)
 
     @property
     def admitting(self) -> Task | None:
@@ -437,15 +449,17 @@ class ReadyQueue:
         """True if there are rows, maybe only ones no longer ready."""
         return bool(self._order)
 
-    def push(self, ids: Ids) -> None:
-        """Append ready rows."""
+    def push(self, ids: Ids, *, front: bool = False) -> None:
+        """Append ready rows; ``front``: put them before all others of their priority."""
         for priority, part in self._ranked(ids):
-            self._queue(priority).extend(self._split(part))
-
-    def push_front(self, ids: Ids) -> None:
-        """Put ready rows before all others of their priority."""
-        for priority, part in self._ranked(ids):
-            self._queue(priority).extendleft(reversed(self._split(part)))
+            if priority not in self._queues:
+                self._queues[priority] = deque()
+                insort(self._order, -priority)
+            chunks = [part] if len(part) <= CHUNK else self._split(part)
+            if front:
+                self._queues[priority].extendleft(reversed(chunks))
+            else:
+                self._queues[priority].extend(chunks)
 
     def is_ready(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Return a mask of rows still ready."""
@@ -508,22 +522,11 @@ class ReadyQueue:
         queue = self._first()
         return NO_ROWS if queue is None else queue[0][self._firsts(queue[0]) == self._firsts(queue[0][:1])]
 
-    def chunks(self) -> Iterator[Ids]:
-        """Yield all chunks in order, including rows no longer ready."""
-        for rank in self._order:
-            yield from self._queues[-rank]
-
     def _ranked(self, ids: Ids) -> list[tuple[int, Ids]]:
         if not self._rows.ranked or not len(ids):
             return [(0, ids)]
         priorities = self._rows.priority[self._rows.at(ids)]
         return [(int(p), ids[priorities == p]) for p in np.unique(priorities)]
-
-    def _queue(self, priority: int) -> deque[Ids]:
-        if priority not in self._queues:
-            self._queues[priority] = deque()
-            insort(self._order, -priority)
-        return self._queues[priority]
 
     def _firsts(self, ids: Ids) -> Ids:
         return self._rows.first[self._rows.at(ids)]
@@ -535,8 +538,6 @@ class ReadyQueue:
 
     def _split(self, ids: Ids) -> list[Ids]:
         """Split into chunks at group borders."""
-        if len(ids) <= CHUNK:
-            return [ids]
         ends = self._ends(ids)
         after = np.searchsorted(ends, np.arange(CHUNK, len(ids), CHUNK))
         return np.split(ids, np.unique(ends[after[after < len(ends)]]))
@@ -557,3 +558,121 @@ class ReadyQueue:
                     return queue
             del self._queues[-self._order.pop(0)]
         return None
+
+
+class Leases:
+    """Rows held by sessions, and their time limits.
+
+    ``by_token``: all leases, oldest first. ``voided``: by token, why the lease of a step in parts
+    ended before its acknowledgement; the newest ones."""
+
+    def __init__(self, context: Context, rows: Rows, sessions: Sessions, tasks: Tasks) -> None:
+        self._context, self._rows, self._sessions, self._tasks = context, rows, sessions, tasks
+        self.by_token: dict[int, Grant] = {}
+        self.deadlines = Timers(self.by_token)
+        self.voided: dict[int, str] = {}
+        self._next = 1
+
+    def add(
+        self,
+        session: Session,
+        task: Task,
+        ids: Ids,
+        step: int,
+        newest: int,
+        offsets: int,
+        shards: ShardedLease | None,
+    ) -> Grant:
+        """Lease rows to a session, or to the sessions of ``shards``."""
+        token, self._next, now = self._next, self._next + 1, self._context.now
+        grant = Grant(
+            token,
+            task.spec.name,
+            session.id,
+            ids,
+            now,
+            now + task.spec.lease_s,
+            len(ids),
+            step,
+            shards,
+            offsets,
+            newest,
+        )
+        for leases in [self.by_token, *(self._sessions.by_id[number].leases for number in grant.sessions)]:
+            leases[token] = grant
+        self.deadlines.add(token)
+        task.hold(grant)
+        task.grant(ids, token)
+        return grant
+
+    def held(self, session: Session, token: int, rank: int) -> Grant:
+        """Return the lease named by a session. Raises LeaseLost."""
+        grant = self.by_token.get(token)
+        if grant is None or not grant.held_by(session.id, rank):
+            why = self.voided.get(token, "completed, expired, returned, or its rows ended")
+            raise LeaseLost(f"lease {token} is not held by {session.name}: {why}")
+        return grant
+
+    def renew(self, grant: Grant) -> None:
+        """Restart the time limit of a lease."""
+        grant.renew(self._context.now + self._tasks[grant.task].spec.lease_s)
+        self.deadlines.add(grant.token)
+
+    def having(self, grant: Grant, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return a mask of rows still held by the lease."""
+        return self._rows.having(self._tasks[grant.task].token, grant.token, ids)
+
+    def outstanding(self, grant: Grant) -> Ids:
+        """Return the rows still held by the lease."""
+        return grant.ids[self.having(grant, grant.ids)]
+
+    def of_step(self, first: int) -> list[Grant]:
+        """Return leases of a step and of later ones."""
+        return [grant for grant in self.by_token.values() if grant.step >= first]
+
+    def release(self, grant: Grant, count: int) -> None:
+        """Count ``count`` rows as no longer leased. The last one ends the lease."""
+        if grant.release(count):
+            self.remove(grant)
+
+    def remove(self, grant: Grant) -> None:
+        """End a lease, if it has not ended."""
+        if self.by_token.pop(grant.token, None) is None:
+            return
+        self._tasks[grant.task].drop(grant)
+        for number in grant.sessions:
+            if number in self._sessions.by_id:
+                del self._sessions.by_id[number].leases[grant.token]
+
+    def note_void(self, token: int, reason: str) -> None:
+        """Keep the reason why a lease ended."""
+        self.voided[token] = reason
+        if len(self.voided) > MAX_VOIDED:
+            del self.voided[next(iter(self.voided))]
+
+    def lose_rows(self, ids: Ids, tokens: Ids) -> list[tuple[Grant, Ids]]:
+        """Remove ended rows from the leases ``tokens`` (NONE: none). Notify holders that asked. Return
+        leases of steps in parts with the rows they lost."""
+        broken = []
+        for token in np.unique(tokens[tokens != NONE]).tolist():
+            grant, lost = self.by_token[token], ids[tokens == token]
+            for number in grant.sessions:
+                session = self._sessions.by_id.get(number)
+                if session is not None and session.lose(lost):
+                    self._context.wake("lost")
+            self.release(grant, len(lost))
+            if grant.parts != NONE:
+                broken.append((grant, lost))
+        return broken
+
+
+def positions(index: bytes | None, count: int) -> Ids:
+    """Return positions named by a client (int32; None: all ``count``). Raises SchemaError."""
+    if index is None:
+        return np.arange(count)
+    if len(index) % 4:
+        raise SchemaError("positions are packed int32")
+    at = np.frombuffer(index, "<i4")
+    if len(at) and (at.min() < 0 or at.max() >= count or len(np.unique(at)) != len(at)):
+        raise SchemaError(f"positions must lie in 0..{count - 1}, each once")
+    return at.astype(np.int64)
