@@ -22,7 +22,7 @@ from ..ledger import unpack_ids
 from ..types import Batch, Column
 from .connection import PendingWrite, Port
 from .coroutines import run_blocking, sync
-from .error_text import error_text, plain_text
+from .protocol import error_text, plain_text
 from .stores.blocks import pack_columns
 
 if TYPE_CHECKING:

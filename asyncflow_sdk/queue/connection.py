@@ -44,7 +44,6 @@ from ..types.config import LOCAL
 from ..types.defaults import CALL_S
 from ..wire import Client, Member, RunKey, WireReply, await_key, own_address, own_key, process_key, same_host
 from .checks import check_arguments, measures_of
-from .home_catalog import LedgerCatalog
 from .protocol import (
     Call,
     CallCommand,
@@ -52,6 +51,7 @@ from .protocol import (
     ClientHello,
     CurrentKey,
     KeyRequest,
+    LedgerCatalog,
     MemberQuery,
     Members,
     ResultWithPayload,

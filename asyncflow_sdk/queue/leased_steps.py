@@ -25,7 +25,7 @@ from ..ledger import commands as cmd
 from ..types import events as ev
 from .connection import Port
 from .coroutines import run_blocking, sync
-from .error_text import error_text, plain_text
+from .protocol import error_text, plain_text
 
 LeasePart = Callable[[cmd.LeaseRows, float], Awaitable[tuple[StepPart, cmd.LeasedPart]]]
 """Sends the request for a part, and reads its rows, until a time of the monotonic clock."""

@@ -14,7 +14,7 @@ from ..errors import AsyncFlowError
 from ..ledger.commands import Ids
 from ..types import Batch, Event
 from ..types import events as ev
-from .error_text import error_text, user_trace
+from .protocol import error_text, user_trace
 
 _log = logging.getLogger(__name__)
 _run_log = logging.getLogger("asyncflow")

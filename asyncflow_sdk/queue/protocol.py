@@ -1,13 +1,19 @@
-"""Messages of queue clients and servers: ledger commands, and the location of their payload."""
+"""Messages of queue clients and servers: ledger commands, the location of their payload, and exceptions as text."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable, Sequence, Set
+from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any, TypeAlias, get_args
 
 import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, error_from_name
+from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
+from ..ledger import commands as cmd
 from ..ledger.commands import AddRows, AnyCommand, AnyReply, Complete, LeaseRows
 from ..types import ColumnSpec, Event
 from ..types.blocks import Block, BlockSlices
@@ -160,3 +166,79 @@ decode_result = msgspec.msgpack.Decoder(CallResult).decode
 def failure(error: AsyncFlowError) -> tuple[str, str]:
     """Return an error as ``CallResult.error``."""
     return type(error).__name__, str(error)
+
+
+class LedgerCatalog(HomeCatalog):
+    """The homes of a run with a ledger. ``send``: sends a command to the server, and returns the reply.
+    Thread-safe if it is."""
+
+    def __init__(self, send: Callable[[Any], Any]) -> None:
+        self._send = send
+
+    def open(self, offer: HomeOffer) -> tuple[int, int]:
+        opened = self._send(
+            cmd.OpenHome(
+                store=offer.store, name=offer.name, identity=offer.identity, address=offer.address, key=offer.key,
+                directory=offer.directory, owner=offer.owner,
+            )
+        )  # fmt: skip
+        return opened.home, opened.epoch
+
+    def homes(self) -> Sequence[StorageHome]:
+        """Return the homes. An absent one has no address."""
+        listed = self._send(cmd.GetHomes())
+        return tuple(
+            StorageHome(
+                home=each.home, epoch=each.epoch, name=each.name, address=each.address if each.absent_s < 0 else "",
+                key=each.key, directory=each.directory, owner=each.owner, lost=each.lost,
+            )
+            for each in listed.homes
+        )  # fmt: skip
+
+    def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
+        found = self._send(NeededRequest(home, epoch))
+        return set(found.segments), set(found.sessions)
+
+
+# ---- exceptions as text: messages, and tracebacks without the SDK's own frames
+
+SDK = f"{Path(__file__).parent.parent}/"
+FRAMES = 8
+"""The number of innermost frames shown."""
+
+
+def user_trace(error: BaseException) -> str:
+    """Return the traceback of an error from its first frame outside the SDK on, without its message; "" if
+    there is none, for example for a function called with wrong arguments. Thread-safe."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(SDK):
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    return plain_text(trace_text(error, trace, FRAMES))
+
+
+def trace_text(error: BaseException, trace: TracebackType | None, frames: int) -> str:
+    """Return the innermost frames of a traceback, without the error's message: callers begin with it."""
+    try:
+        lines = traceback.format_exception(type(error), error, trace, limit=-frames)
+        message = next(line for line in traceback.format_exception_only(error) if not line.startswith(" "))
+    except Exception:  # str(error) fails
+        return "".join(traceback.format_tb(trace, limit=-frames)).rstrip()
+    return "".join(line for line in lines if line != message).rstrip()
+
+
+def error_text(error: BaseException) -> str:
+    """Return an exception's class name and message, even if its ``str`` raises."""
+    try:
+        text = str(error)
+    except Exception as wrong:
+        text = f"its __str__ raised {type(wrong).__name__}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def plain_text(text: str, most: int = 4000) -> str:
+    """Return text that can be encoded as UTF-8. Text longer than ``most`` is cut in the middle."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return text.encode(errors="backslashreplace").decode()

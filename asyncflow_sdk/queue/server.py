@@ -30,7 +30,6 @@ from ..types.config import LOCAL
 from ..types.reports import ParkedStatus
 from ..wire import MAX_BYTES, KeyPair, Server, has_ended, offer_key, own_key, process_key, rotated
 from .call_executor import CallExecutor, Clock
-from .home_catalog import ServerCatalog
 from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
 from .listeners import Listeners, StepRows
 from .payload import Payload
@@ -42,6 +41,7 @@ from .protocol import (
     ClientHello,
     CurrentKey,
     KeyRequest,
+    LedgerCatalog,
     MemberQuery,
     Members,
     RotateKey,
@@ -217,7 +217,7 @@ class QueueServer:
 
     def _open_home_reader(self, store: str, options: Mapping[str, Any]) -> PayloadStore:
         """Return the store by which this process reads rows of other homes for its listeners."""
-        catalog = ServerCatalog(self._ledger.home_registry.listed)
+        catalog = LedgerCatalog(lambda command: self._ledger.home_registry.listed())  # the only one asked for here
         context = StoreContext(
             run=self.directory.path.name, session=0, rows=self.rows, check_size=lambda nbytes: None, homes=catalog,
             key=self._key,

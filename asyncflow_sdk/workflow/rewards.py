@@ -22,7 +22,7 @@ import numpy as np
 
 from ..errors import ConfigError, PluginError
 from ..plugins import import_path
-from ..queue.error_text import error_text
+from ..queue.protocol import error_text
 from ..types import Batch
 from ..types.validation import check_above, check_least
 from .serialization import Serializable

@@ -30,7 +30,7 @@ from ..ledger import Audit, TaskSpec
 from ..ledger import commands as cmd
 from ..ledger.state.rows import MAX_COLUMNS
 from ..plugins import registry
-from ..queue.error_text import error_text
+from ..queue.protocol import error_text
 from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Store, Weights
 from ..types import events as ev
 from ..types.config import LOCAL

@@ -22,8 +22,7 @@ from asyncflow_sdk.errors import ConfigError, Ended, StoreUnavailable
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue.connection import Port
-from asyncflow_sdk.queue.home_catalog import LedgerCatalog
-from asyncflow_sdk.queue.protocol import CallResult
+from asyncflow_sdk.queue.protocol import CallResult, LedgerCatalog
 from asyncflow_sdk.queue.stores.homes import HomeId, KnownHomes
 from asyncflow_sdk.queue.stores.hosts import HostsStore
 from asyncflow_sdk.types import VERSION_SPANS, Batch

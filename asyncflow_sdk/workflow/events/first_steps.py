@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...queue.error_text import plain_text
+from ...queue.protocol import plain_text
 from ...types import Batch
 from ...types.spans import FINISH_REASON
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ...errors import AsyncFlowError, ConfigError, EngineError, SchemaError
 from ...interfaces import Completion, Request
 from ...plugins import import_path
-from ...queue.error_text import error_text
+from ...queue.protocol import error_text
 from ...types import Ragged, Sampling, pack
 from ...types.defaults import AGENT_S
 from ...types.validation import check_above, check_fields

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ...errors import MemoryFull
-from ...queue.error_text import error_text, plain_text
+from ...queue.protocol import error_text, plain_text
 from ..work import is_coroutine
 from ..workers.user_code import SERVICE_S, ServiceWatch, frames_of, is_away, settle, user_error_text
 from .agent import Agent, AgentFailed, Turn, Turns

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, LeaseLost, SchemaError
 from ...interfaces import Request, RolloutEngine
-from ...queue.error_text import plain_text
+from ...queue.protocol import plain_text
 from ...types import Sampling
 from ..workers.worker_log import WorkerLog
 from .agent import Agent, AgentFailed, Turns

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from types import FrameType
 from typing import Any, cast
 
-from ...queue.error_text import FRAMES
+from ...queue.protocol import FRAMES
 from .user_code import frames_of, user_frames
 
 MAX_S = 1e8

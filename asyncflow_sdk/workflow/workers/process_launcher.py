@@ -23,7 +23,7 @@ from ..._version import __version__
 from ...errors import ConfigError
 from ...interfaces import FATAL_STATUS, Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
 from ...memory import make_private_directory, private_opener
-from ...queue.error_text import FRAMES, SDK
+from ...queue.protocol import FRAMES, SDK
 from .worker_process import COMPLETED, REPORT_BYTES
 
 LOG_BYTES = 32 << 20

@@ -17,7 +17,7 @@ from ...errors import DeadlineExceeded, Ended, EngineError, LeaseLost, MemoryFul
 from ...interfaces import SAMPLING_MASK, LeasedBatch, RolloutEngine, TrainEngine
 from ...plugins import import_name
 from ...queue import AsyncLeasedBatch, QueueClient
-from ...queue.error_text import error_text
+from ...queue.protocol import error_text
 from ...types import Batch, Ragged
 from ...types.columns import find_invalid_entry, pack
 from ...types.defaults import CONCURRENCY, FEED_S

@@ -10,7 +10,7 @@ import time
 
 from ...errors import WorkerFailed
 from ...interfaces import Launcher, WorkerExit, WorkerHandle, WorkerSpec
-from ...queue.error_text import plain_text
+from ...queue.protocol import plain_text
 from ...types import Event
 from ...types import events as ev
 from .ranks import RankExit, RankHandles, exit_of

@@ -14,7 +14,7 @@ from typing import cast
 
 from ...errors import ConfigError
 from ...interfaces import FATAL_STATUS, Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
-from ...queue.error_text import error_text
+from ...queue.protocol import error_text
 from ..specs import Stage
 from .user_code import user_error_text
 from .worker import WorkerRuntime

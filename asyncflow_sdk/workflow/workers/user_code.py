@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ...errors import AsyncFlowError, ConfigError
-from ...queue.error_text import SDK, error_text, user_trace
+from ...queue.protocol import SDK, error_text, user_trace
 
 SERVICE_S = 600.0
 """A service may be away for this long (seconds)."""

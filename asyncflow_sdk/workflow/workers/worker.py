@@ -23,7 +23,7 @@ from ...interfaces import FATAL_STATUS, SAMPLING_MASK, WorkerExit, WorkerSetting
 from ...ledger import commands as cmd
 from ...memory import directory_at
 from ...queue import Connection, LeaseRenewer, QueueClient, open_queue
-from ...queue.error_text import error_text, plain_text, trace_text
+from ...queue.protocol import error_text, plain_text, trace_text
 from ...types import Weights
 from ...types import events as ev
 from ...weights import AUTO, check_fetching
