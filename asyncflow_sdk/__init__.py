@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from .plugins import AdapterSpec as AdapterSpec
     from .plugins import hookimpl as hookimpl
     from .queue import StreamDataLoader as StreamDataLoader
-    from .queue.replay import replay as replay
+    from .queue.recovery import replay as replay
     from .service import Trainer as Trainer
     from .types import Batch as Batch
     from .types import Chat as Chat
@@ -126,7 +126,7 @@ _NAMES = {
     ),
     "plugins": "AdapterSpec hookimpl",
     "queue": "StreamDataLoader",
-    "queue.replay": "replay",
+    "queue.recovery": "replay",
     "service": "Trainer",
     "types": "Batch Chat Checkpoint Probe Ragged Sampling Staleness Store Weights",
     "workflow": (

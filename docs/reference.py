@@ -17,7 +17,7 @@ from asyncflow_sdk import algorithms, errors, interfaces, plugins, queue, servic
 from asyncflow_sdk.cli.app import app
 from asyncflow_sdk.cli.report.page import write_report
 from asyncflow_sdk.cli.screens.live_view import LiveView
-from asyncflow_sdk.queue.replay import replay
+from asyncflow_sdk.queue.recovery import replay
 
 PAGE = Path(__file__).parent / "reference.md"
 HEAD = """# Reference

@@ -408,7 +408,7 @@ def replay(
 
     Exit code 1 if the result differs from the run's.
     """
-    from ..queue.replay import replay as replay_journal
+    from ..queue.recovery import replay as replay_journal
 
     found = replay_journal(run_dir, on_milestone=lambda milestone: typer.echo(str(milestone)))
     typer.echo(f"{found.records} records replayed, {found.differing} with other answers; state {found.digest}")

@@ -6,7 +6,6 @@ one for each property of blocks; no loop over rows or blocks. It never reads sha
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,13 +19,12 @@ from .stores.blocks import BLOCK, RUN
 _NOWHERE = -1
 _SHIFT = 32  # a place is (slot of a block << 32) + entry in the block
 _ENTRY = (1 << _SHIFT) - 1
-_SERIAL = struct.Struct("<q")
 Family = tuple[str, ...]
 BlockCheck: TypeAlias = Callable[[str, Ids, Ids, Ids], npt.NDArray[np.bool_]]
 
 
 class FreedBlocks(NamedTuple):
-    """Blocks that no row needs, all in one segment."""
+    """Unneeded blocks of one segment."""
 
     segment: str
     serials: bytes  # packed int64
@@ -50,19 +48,14 @@ class BlockIndex:
 
     def add(self, ids: Ids, block: Block, entries: npt.NDArray[np.int64]) -> None:
         """Assign entry entries[i] of ``block`` to row ids[i]."""
-        if len(ids):
-            self._reserve(int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids)))
-            place = self._enter(block, len(ids)) << _SHIFT
-            self._families[block.columns][ids - self._base] = place + entries
-
-    def _enter(self, block: Block, rows: int) -> int:
-        """Add a block needed by ``rows`` rows, and return its slot."""
-        family = block.columns
-        if family not in self._families:
-            self._families[family] = np.full(self._capacity, _NOWHERE, np.int64)
-            self._plans.clear()
-            for name in family:
-                self._of_column.setdefault(name, []).append(family)
+        rows = len(ids)
+        if not rows:
+            return
+        lowest, highest = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
+        if lowest < self._base or highest >= self._base + self._capacity:
+            self._reserve(lowest, highest)
+        if block.columns not in self._families:
+            self._add_family(block.columns)
         if not self._free:
             count = len(self._blocks)
             self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
@@ -72,24 +65,41 @@ class BlockIndex:
         self._blocks[slot] = segment, block.start, block.serial, block.rows, block.nbytes, rows
         self.live_bytes += block.nbytes
         self.written_bytes += block.nbytes
-        return slot
+        self._families[block.columns][ids - self._base] = (slot << _SHIFT) + entries
+
+    def _add_family(self, family: Family) -> None:
+        self._families[family] = np.full(self._capacity, _NOWHERE, np.int64)
+        self._plans.clear()
+        for name in family:
+            self._of_column.setdefault(name, []).append(family)
 
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[BlockSlices, ...]:
         """Return the slices of columns for these rows; every row must have them."""
-        if not len(ids):
+        count = len(ids)
+        if not count:
             return ()
+        if columns not in self._plans:
+            self._plans[columns] = self._plan(columns)
         at = ids - self._base
         out: list[BlockSlices] = []
-        covered = 0
-        for family, names, fields in self._plan(columns):
+        scattered: tuple[str, ...] = ()
+        for family, names, fields in self._plans[columns]:
             places = self._families[family][at]
-            if (int(places[0]) if len(at) == 1 else np.minimum.reduce(places)) >= 0:
+            first = int(places[0])
+            if first >= 0 and (
+                count == 1
+                or (int(places[-1]) - first == count - 1 and np.logical_and.reduce(places[1:] - places[:-1] == 1))
+            ):  # the common case: successive entries of one block
+                segment, *block, _ = self._blocks[first >> _SHIFT].tolist()
+                packed = BLOCK.pack(0, *block, 1), RUN.pack(first & _ENTRY), RUN.pack(count)
+                out.append(BlockSlices(names, fields, (self._segments.names[segment],), *packed))
+            elif np.minimum.reduce(places) >= 0:
                 out.append(self._slices(names, fields, places))
-                covered += len(names)
-        if covered < len(columns):
-            found = {name for slices in out for name in slices.columns}
-            out += [self._scattered(name, at) for name in columns if name not in found]
-        return tuple(out)
+            else:
+                scattered += names
+        return (
+            (*out, *(self._scattered(name, at) for name in columns if name in scattered)) if scattered else tuple(out)
+        )
 
     def bytes_by_segment(self) -> dict[str, int]:
         """Return the bytes of blocks in use, by segment."""
@@ -99,7 +109,7 @@ class BlockIndex:
         return {self._segments.names[number]: int(nbytes) for number, nbytes in zip(numbers, sums, strict=True)}
 
     def columns_of(self, ids: Ids) -> tuple[str, ...]:
-        """Return the columns that all of these rows have."""
+        """Return the columns of all these rows."""
         at = ids - self._base
         return tuple(
             name
@@ -108,31 +118,26 @@ class BlockIndex:
         )
 
     def retire(self, ids: Ids) -> list[FreedBlocks]:
-        """Release ended rows, and return the blocks that no row needs."""
+        """Release ended rows, and return the unneeded blocks."""
         at = ids - self._base
-        if len(at) == 1:
-            return self._retire_one(int(at[0]))
+        at = at[(at >= 0) & (at < self._capacity)]
         freed: list[FreedBlocks] = []
-        if len(at) and not 0 <= at.min() <= at.max() < self._capacity:
-            at = at[(at >= 0) & (at < self._capacity)]
-        if not len(at):
-            return freed
-        for array in self._families.values():
+        need = self._blocks[:, 5]
+        for array in self._families.values() if len(at) else ():
             slots = array[at] >> _SHIFT
             first = int(slots[0])
-            if (slots == first).all():  # the common case: all in one block, or in none
-                if first >= 0:
-                    array[at] = _NOWHERE
-                    freed += self._release(first, len(at))
+            together = bool((slots == first).all())  # the common case: in one block, or in none
+            if together and first < 0:
                 continue
             array[at] = _NOWHERE
-            slots = slots[slots >= 0]
-            if len(slots):
-                need = self._blocks[:, 5]
+            if together:
+                need[first] -= len(at)
+                ended = slots[:1] if need[first] == 0 else slots[:0]
+            else:
+                slots = slots[slots >= 0]
                 np.subtract.at(need, slots, 1)
-                ended = slots[need[slots] == 0]
-                if len(ended):
-                    freed += self._forget(np.unique(ended))
+                ended = np.unique(slots[need[slots] == 0])
+            freed += self._forget(ended)
         return freed
 
     def find_lost(self, exist: BlockCheck, among: Ids | None = None) -> Ids:
@@ -146,29 +151,24 @@ class BlockIndex:
             wanted = np.zeros_like(used)
             wanted[theirs[theirs >= 0] >> _SHIFT] = True
             used &= wanted
-        gone = np.zeros(len(self._blocks), np.bool_)
-        gone[self._missing(exist, np.flatnonzero(used))] = True
-        if not gone.any():
-            return np.empty(0, np.int64)
-        found = [np.flatnonzero((a >= 0) & gone[np.maximum(a, 0) >> _SHIFT]) for a in self._families.values()]
-        rows: Ids = np.unique(np.concatenate(found)) + self._base
-        return rows
+        gone = np.zeros_like(used)
+        for number, name in self._segments.used():
+            slots = np.flatnonzero(used & (self._blocks[:, 0] == number))
+            if len(slots):
+                _, starts, serials, _, sizes, _ = self._blocks[slots].T
+                gone[slots] = ~exist(name, starts, serials, sizes)
+        found = [np.empty(0, np.int64), *(self._rows_in(array, gone) for array in self._families.values())]
+        return np.unique(np.concatenate(found)) + self._base
+
+    def _rows_in(self, array: Ids, slots: npt.NDArray[np.bool_]) -> Ids:
+        """Return the positions in a family of rows with a block in some slots."""
+        return np.flatnonzero((array >= 0) & slots[np.maximum(array, 0) >> _SHIFT])
 
     def _used(self) -> npt.NDArray[np.bool_]:
-        """Return which slots have a block."""
+        """Return True for each slot with a block."""
         used = np.ones(len(self._blocks), np.bool_)
         used[self._free] = False
         return used
-
-    def _missing(self, exist: BlockCheck, slots: Ids) -> Ids:
-        """Return the slots with a missing block."""
-        missing = np.zeros(len(slots), np.bool_)
-        blocks = self._blocks[slots]
-        for number in np.unique(blocks[:, 0]).tolist():
-            mine = blocks[:, 0] == number
-            _, starts, serials, _, sizes, _ = blocks[mine].T
-            missing[mine] = ~exist(self._segments.names[number], starts, serials, sizes)
-        return slots[missing]
 
     def drop(self, gone: Callable[[str], bool]) -> list[tuple[Ids, Family]]:
         """Forget all blocks in segments for which ``gone`` is true. Return the rows of each family that had one."""
@@ -176,56 +176,30 @@ class BlockIndex:
         lost = self._used() & np.isin(self._blocks[:, 0], numbers)
         dropped = []
         for family, array in self._families.items():
-            at = np.flatnonzero((array >= 0) & lost[np.maximum(array, 0) >> _SHIFT])
+            at = self._rows_in(array, lost)
             if len(at):
                 array[at] = _NOWHERE
                 dropped.append((at + self._base, family))
-        if lost.any():
-            self._forget(np.flatnonzero(lost))
+        self._forget(np.flatnonzero(lost))
         return dropped
 
     def segments(self) -> set[str]:
-        """Return the segments that rows need."""
+        """Return the segments needed by rows."""
         return {name for _, name in self._segments.used()}
-
-    def _retire_one(self, at: int) -> list[FreedBlocks]:
-        freed: list[FreedBlocks] = []
-        for array in self._families.values():
-            place = int(array[at]) if 0 <= at < len(array) else _NOWHERE
-            if place >= 0:
-                array[at] = _NOWHERE
-                freed += self._release(place >> _SHIFT, 1)
-        return freed
-
-    def _release(self, slot: int, rows: int) -> list[FreedBlocks]:
-        """Subtract ``rows`` from the rows that need a block; return it if none is left."""
-        segment, _, serial, _, nbytes, need = self._blocks[slot].tolist()
-        self._blocks[slot, 5] = need - rows
-        if need > rows:
-            return []
-        self._free.append(slot)
-        self.live_bytes -= nbytes
-        freed = FreedBlocks(self._segments.names[segment], _SERIAL.pack(serial))
-        self._segments.leave(segment, 1)
-        return [freed]
 
     def _plan(self, columns: tuple[str, ...]) -> list[tuple[Family, tuple[str, ...], bytes]]:
         """Return for each family with some of these columns: the columns and their positions in it."""
-        plan = self._plans.get(columns)
-        if plan is None:
-            wanted: dict[Family, list[str]] = {}
-            for name in columns:
-                for family in self._of_column[name]:
-                    wanted.setdefault(family, []).append(name)
-            plan = []
-            for family, names in wanted.items():
-                fields = np.array([family.index(name) for name in names], np.int32)
-                plan.append((family, tuple(names), fields.tobytes()))
-            self._plans[columns] = plan
-        return plan
+        wanted: dict[Family, list[str]] = {}
+        for name in columns:
+            for family in self._of_column[name]:
+                wanted.setdefault(family, []).append(name)
+        return [
+            (family, tuple(names), np.array([family.index(name) for name in names], np.int32).tobytes())
+            for family, names in wanted.items()
+        ]
 
     def _scattered(self, name: str, at: Ids) -> BlockSlices:
-        """Return the slices of a column that is in different families for different rows."""
+        """Return the slices of a column in different families for different rows."""
         place = np.full(len(at), _NOWHERE, np.int64)
         field = np.zeros(len(at), np.int32)
         for family in self._of_column[name]:
@@ -237,21 +211,7 @@ class BlockIndex:
 
     def _slices(self, names: tuple[str, ...], fields: bytes | npt.NDArray[np.int32], places: Ids) -> BlockSlices:
         """Return the slices at places. ``fields``: packed, for all blocks; or an array, by row."""
-        first = int(places[0])
-        count = len(places)
-        if count == 1 or (
-            int(places[-1]) - first == count - 1 and np.logical_and.reduce(places[1:] - places[:-1] == 1)
-        ):
-            segment, *block, _ = self._blocks[first >> _SHIFT].tolist()
-            return BlockSlices(
-                names,
-                fields if isinstance(fields, bytes) else fields[:1].tobytes(),
-                (self._segments.names[segment],),
-                BLOCK.pack(0, *block, 1),
-                RUN.pack(first & _ENTRY),
-                RUN.pack(count),
-            )
-        run = np.flatnonzero(_steps(places, first - 2) != 1)  # starts of runs
+        run = np.flatnonzero(_steps(places, int(places[0]) - 2) != 1)  # starts of runs
         slots = places[run] >> _SHIFT
         new = np.flatnonzero(_steps(slots, -1))  # the first run of each block
         blocks = self._blocks[slots[new]]
@@ -263,23 +223,22 @@ class BlockIndex:
             tuple(self._segments.names[segment] for segment in segments),
             blocks.tobytes(),
             (places[run] & _ENTRY).astype(np.int32).tobytes(),
-            _sizes(run, count).astype(np.int32).tobytes(),
+            _sizes(run, len(places)).astype(np.int32).tobytes(),
         )
 
     def _forget(self, slots: Ids) -> list[FreedBlocks]:
+        """Free slots, and return their blocks by segment."""
+        if not len(slots):
+            return []
         self._free.extend(slots.tolist())
         blocks = self._blocks[slots]
         self.live_bytes -= int(blocks[:, 4].sum())
-        return self._leave(blocks[:, 0], blocks[:, 2])
-
-    def _leave(self, numbers: Ids, serials: Ids) -> list[FreedBlocks]:
-        """Return freed blocks by segment, given the segment's number and the serial of each."""
-        segments, which = _numbered(numbers)
         out = []
+        segments, which = _numbered(blocks[:, 0])
         for number, segment in enumerate(segments):
-            mine = serials[which == number]
-            out.append(FreedBlocks(self._segments.names[segment], mine.tobytes()))
-            self._segments.leave(segment, len(mine))
+            serials = blocks[which == number, 2]
+            out.append(FreedBlocks(self._segments.names[segment], serials.tobytes()))
+            self._segments.leave(segment, len(serials))
         return out
 
     def _reserve(self, lowest: int, highest: int) -> None:
@@ -289,7 +248,7 @@ class BlockIndex:
             for family, array in self._families.items():
                 self._families[family] = np.concatenate([np.full(more, _NOWHERE, np.int64), array])
             self._base, self._capacity = lowest, self._capacity + more
-        if highest - self._base < self._capacity:
+        if highest < self._base + self._capacity:
             return
         used = [np.flatnonzero(a >= 0) for a in self._families.values()]
         gone = min((int(u[0]) for u in used if len(u)), default=min(self._capacity, lowest - self._base))
@@ -305,7 +264,7 @@ class BlockIndex:
 
 
 class _Segments:
-    """Segments in use, with a count of blocks for each."""
+    """Segments in use, with a count of blocks for each. Numbers are used again."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -319,15 +278,16 @@ class _Segments:
 
     def enter(self, name: str) -> int:
         """Count one block more in a segment, and return its number."""
-        number = self._number.get(name)
-        if number is None:
-            if not self._free:
-                self._free.append(len(self.names))
-                self.names.append("")
-                self._blocks.append(0)
-            number = self._number[name] = self._free.pop()
-            self.names[number] = name
-        self._blocks[number] += 1
+        if name in self._number:
+            number = self._number[name]
+            self._blocks[number] += 1
+            return number
+        if not self._free:
+            self._free.append(len(self.names))
+            self.names.append("")
+            self._blocks.append(0)
+        number = self._number[name] = self._free.pop()
+        self.names[number], self._blocks[number] = name, 1
         return number
 
     def leave(self, number: int, blocks: int) -> None:

@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 import xxhash
 
 from .._version import __version__
 from ..errors import AsyncFlowError, ProtocolError
-from ..ledger import Ledger, StatusReport, pack_ids, unpack_ids
+from ..ledger import Ledger, pack_ids, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.payload_loss import LOST_REASON
 from ..ledger.state.context import HomeLoss, Trained
 from ..ledger.state.sessions import ParkedRequest
 from ..types import Event
-from . import remote_payload
+from ..wire import Server
+from . import snapshot
 from .checks import Measures, check_payload
+from .journal import DropRecord, JournalReader, Record, RequestRecord, TickRecord
 from .listeners import Listeners
-from .payload import Payload
+from .payload import SERVER, Payload
 from .protocol import (
     UNRECORDED,
     WRITING,
@@ -36,6 +38,7 @@ from .protocol import (
     CallResult,
     ClientHello,
     Welcome,
+    decode_call,
     decode_result,
     encode,
     failure,
@@ -43,6 +46,9 @@ from .protocol import (
 from .stores.homes import session_of
 
 _log = logging.getLogger(__name__)
+_UNEXECUTED = UNRECORDED | {cmd.OpenSession}
+_CHECKED = WRITING | _UNEXECUTED | {cmd.Declare}
+_REPLIES = frozenset(get_args(cmd.AnyReply))
 
 
 class Clock:
@@ -50,18 +56,12 @@ class Clock:
 
     def __init__(self) -> None:
         self._offset = 0.0
-        self._fixed: float | None = None  # the time of the record being replayed
 
     def __call__(self) -> float:
-        return time.monotonic() + self._offset if self._fixed is None else self._fixed
-
-    def stop(self, now: float) -> None:
-        """Show this time until ``resume``."""
-        self._fixed = now
+        return time.monotonic() + self._offset
 
     def resume(self, now: float) -> None:
         """Continue from ledger time ``now``."""
-        self._fixed = None
         self._offset = now - time.monotonic()
 
     def to_host_time(self, event: Event) -> Event:
@@ -90,12 +90,6 @@ class ClientTable:
         self.by_session: dict[str, ClientProcess] = {}
         self.silent: dict[int, tuple[str, float]] = {}
 
-    def __contains__(self, session: str) -> bool:
-        return session in self.by_session
-
-    def __len__(self) -> int:
-        return len(self.by_session)
-
     def open(self, session: str, client: ClientProcess) -> None:
         """Add a session."""
         self.by_session[session] = client
@@ -112,23 +106,9 @@ class ClientTable:
         """Return the public keys of open sessions."""
         return {client.public for client in self.by_session.values()}
 
-    def number(self, session: str) -> int:
-        """Return the ledger's number of an open session."""
-        return self.by_session[session].number
-
     def numbers(self) -> dict[str, int]:
         """Return the ledger's numbers of all open sessions."""
         return {session: client.number for session, client in self.by_session.items()}
-
-    def fill(self, report: StatusReport) -> StatusReport:
-        """Return the report with the process and host of each session."""
-        clients = {client.number: client for client in self.by_session.values()}
-        sessions = []
-        for session in report.sessions:
-            client = clients.get(session.id)
-            pid, host = (0, "") if client is None else (client.pid, client.host)
-            sessions.append(msgspec.structs.replace(session, pid=pid, host=host))
-        return msgspec.structs.replace(report, sessions=tuple(sessions))
 
 
 class ExecutedRequest(msgspec.Struct, frozen=True):
@@ -141,49 +121,110 @@ class ExecutedRequest(msgspec.Struct, frozen=True):
 
 
 class CallExecutor:
-    """``welcome``: the reply to a hello, without the session. ``send``: sends an answer by ticket;
-    its last argument is True if ``QueueServer.make`` completes it. ``forget``: called when a
-    session has ended. Not thread-safe: only the server's thread uses it."""
+    """The state of a queue server determined by its inputs, and its answers. ``welcome``: the reply to a hello, without
+    the session. Not thread-safe: only the server's thread uses it."""
 
     def __init__(
-        self,
-        ledger: Ledger,
-        payload: Payload,
-        clock: Clock,
-        listeners: Listeners,
-        welcome: Welcome,
-        send: Callable[[int, bytes, bool], None],
-        forget: Callable[[str], None],
+        self, ledger: Ledger, payload: Payload, listeners: Listeners, welcome: Welcome, wire: Server
     ) -> None:
-        self.ledger, self.payload, self.clock, self._welcome = ledger, payload, clock, welcome
-        self.clients = ClientTable()
-        self._state, self._record = ledger.state, ledger.state.context.log
-        self._listeners, self._send, self._forget = listeners, send, forget
+        self.ledger, self.payload, self.clock, self.clients = ledger, payload, Clock(), ClientTable()
+        self._state, self._log = ledger.state, ledger.state.context.log
+        self._listeners, self._welcome, self._wire = listeners, welcome, wire
         self._measures = Measures(ledger, payload.index, payload.reader)
         self._rows, self._digest = str(payload.rows), 0
+        self._now = 0.0  # of the record being replayed
 
     def take_digest(self) -> int:
         """Return a digest of the answers since the last call; 0 if nothing is recorded."""
         digest, self._digest = self._digest, 0
         return digest
 
+    # ---- snapshots and replays, before the server starts
+
+    def encode(self) -> bytes:
+        """Return the whole state as bytes."""
+        parts = self._parts()
+        return snapshot.encode({name: snapshot.attributes(part) for name, part in parts.items()}, parts)
+
+    def restore(self, state: bytes) -> None:
+        """Set the state to that of ``encode``."""
+        parts = self._parts()
+        for name, attributes in snapshot.decode(state, parts).items():
+            vars(parts[name]).update(attributes)
+        self._wire.finish_replay()
+
+    def _parts(self) -> dict[str, Any]:
+        ledger = {f"ledger.{name}": part for name, part in self.ledger.parts().items()}
+        payload = {"index": self.payload.index, "files": self.payload.files}
+        return {"clients": self.clients, **payload, **ledger, "requests": self._wire.requests}
+
+    def replay(self, recorded: JournalReader, now: float, after: Callable[[Record], None]) -> tuple[int, float]:
+        """Replay the records of a journal, and call ``after`` with each. Raises ConfigError at damage.
+
+        Return the number of records with other answers than before, and the ledger's time.
+        """
+        differing, self._now = 0, now
+        self._listeners.mute(True)
+        try:
+            for entry in recorded.entries():
+                self._now = entry.record.now
+                self._log.replay(entry.results)
+                self._replay_record(entry.record)
+                used = self._log.replay(None)
+                differing += not used or self.take_digest() != entry.digest
+                after(entry.record)
+        finally:
+            self._listeners.mute(False)
+            self._wire.finish_replay()
+        return differing, self._now
+
+    def _replay_record(self, record: Record) -> None:
+        if isinstance(record, RequestRecord):
+            self._wire.requests.replay(self, record.session, record.seq, record.done, record.ticket, record.body)
+        elif isinstance(record, DropRecord):
+            self._wire.requests.replay_drop(self, record.session, record.seq)
+        elif isinstance(record, TickRecord):
+            self.tick(record.now)
+        elif record.session in self.clients.by_session:
+            self.close_session(record.session, record.reason, record.now, blame=record.blame)
+
+    def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
+        """Execute a recorded call; called by the wire."""
+        self.execute(session, ticket, decode_call(body), self._now)
+        if session not in self.clients.by_session:  # it would never be closed
+            self._wire.forget(session)
+
+    def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
+        """Undo a recorded cancelled call; called by the wire."""
+        self.drop(session, ticket, answer, self._now)
+
     # ---- inputs
 
     def execute(self, session: str, ticket: int, call: Call, now: float) -> None:
         """Execute a call. It is answered now, or by a later input."""
-        client, command = self.clients.by_session.get(session), cast("Any", call.command)
-        kind, number = type(command), 0 if client is None else client.number
+        command: Any = call.command
+        kind, then, clients = type(command), call.then, self.clients.by_session
+        number = clients[session].number if session in clients else 0
         try:
             if kind is ClientHello:
                 self._open_session(session, ticket, command, now)
-            elif kind in UNRECORDED:
-                raise ProtocolError("a request that changes nothing is not executed")
-            elif kind is cmd.OpenSession:
-                raise ProtocolError("sessions are opened by hello, not by join")
             elif command is None:
                 self._answer(ticket, number, CallResult(cmd.Done()))
             else:
-                self._execute(number, ticket, call, now)
+                if kind in _CHECKED or then is not None:
+                    command = self._check(number, call)
+                unread = None
+                if kind is cmd.GiveBack and command.unread and command.token in self._state.leases.by_token:
+                    unread = self._state.leases.by_token[command.token].ids
+                self.ledger.apply(number, command, now, ticket)
+                if unread is not None:
+                    self._find_lost(unread, now)
+                first = self._flush(ExecutedRequest(ticket, number, command), leases=then is not None)
+                if first is not None and then is not None:
+                    self.ledger.apply(number, then, self.ledger.now, ticket, first)
+                    self._flush(ExecutedRequest(ticket, number, then, first))
+                if kind is cmd.CloseSession or kind is cmd.Dismiss:
+                    self._close_left()
         except AsyncFlowError as error:
             self._answer(ticket, number, CallResult(error=failure(error)))
         except Exception as error:  # a call that the checks should have rejected
@@ -193,10 +234,10 @@ class CallExecutor:
 
     def drop(self, session: str, ticket: int, answer: bytes | None, now: float) -> None:
         """Undo a cancelled call. ``answer``: its unread answer; None if there is none yet."""
-        if session not in self.clients:
+        if session not in self.clients.by_session:
             return
-        if answer := self._record.record(lambda: answer or b""):
-            self._undo(self.clients.number(session), decode_result(answer), now)
+        if answer := self._log.record(lambda: answer or b""):
+            self._undo(self.clients.by_session[session].number, decode_result(answer), now)
         elif ticket:
             self.ledger.forget(ticket, now)
         self._flush()
@@ -205,12 +246,12 @@ class CallExecutor:
         """Close the session of a dead process. ``blame``: its rows count an attempt."""
         client = self.clients.close(session)
         homes = [home for home in self._state.homes.by_number.values() if home.unit == client.number]
-        self.payload.end_session(client.number)
         self.ledger.session_died(client.number, now, reason, blame=blame)
         if not blame:
             self.clients.silence(client, {home.number: home.absent_since for home in homes})
         self._flush()
-        self._clean_up(session, client.number)
+        self._wire.forget(session)
+        self.payload.end_session(client.number)
 
     def admits(self, public: str) -> bool:
         """Return True if a public key belongs to an open session, or to the unit of an absent home: its
@@ -226,8 +267,8 @@ class CallExecutor:
         self.ledger.tick(now)
         self._flush()
 
-    def fail_lost(self, ids: Ids, tickets: tuple[int, ...], now: float) -> None:
-        """Fail rows, and waiting puts (by ticket), whose payload is lost."""
+    def fail_lost(self, ids: Ids, tickets: Sequence[int], now: float) -> None:
+        """Fail rows, and waiting puts (by ticket), with lost payload."""
         self.ledger.lose(ids, now, LOST_REASON, tickets)
         self._flush()
 
@@ -243,59 +284,42 @@ class CallExecutor:
     def _open_session(self, session: str, ticket: int, hello: ClientHello, now: float) -> None:
         if hello.sdk != __version__:
             raise ProtocolError(f"this run is served by asyncflow-sdk {__version__}; {hello.name} has {hello.sdk}")
-        if session in self.clients:
+        if session in self.clients.by_session:
             raise ProtocolError(f"session {session} is open already")
         self.ledger.apply(0, cmd.OpenSession(name=hello.name), now, 0)
         (_, joined), *_rest = self.ledger.drain().answers
         assert isinstance(joined, cmd.SessionOpened)
         self.clients.open(session, ClientProcess(joined.session, hello.pid, hello.pid_key, hello.host, hello.public))
-        self.payload.open_session(joined.session)
         welcome = msgspec.structs.replace(self._welcome, session=joined.session)
         self._answer(ticket, joined.session, CallResult(welcome), made=True)
 
-    def _execute(self, number: int, ticket: int, call: Call, now: float) -> None:
+    def _check(self, number: int, call: Call) -> Any:
+        """Return the command of a call, with its measures. Raises AsyncFlowError; then its block is free again."""
         command: Any = call.command
         kind = type(command)
-        writer = number if call.payload is None else remote_payload.NUMBER  # the block was sent beside the call
+        writer = number if call.payload is None else SERVER  # the block was sent beside the call
         try:
             if kind in WRITING:
                 check = partial(check_payload, self.ledger, self._rows, writer, command)
-                self._record.record_or_raise(check) if self._record.active else check()
-            command = self._measures.fill(command)
-            if call.then is not None and kind not in (cmd.Complete, cmd.GiveBack):
+                self._log.record_or_raise(check) if self._log.active else check()
+            elif kind in _UNEXECUTED:
+                raise ProtocolError("a session is opened by hello; requests that change nothing are not executed")
+            if call.then is not None and kind is not cmd.Complete and kind is not cmd.GiveBack:
                 raise ProtocolError("`then` needs a completion or a return of rows")
+            return self._measures.fill(command)
         except Exception:
             if (block := call.block) is not None and session_of(block.segment) == writer:
                 self.payload.release(block)
             raise
-        unread = self._unread(command) if kind is cmd.GiveBack and command.unread else None
-        self.ledger.apply(number, command, now, ticket)
-        if unread is not None:
-            self._find_lost(unread, now)
-        first = self._flush(ExecutedRequest(ticket, number, command), leases=call.then is not None)
-        if first is not None and call.then is not None:
-            self.ledger.apply(number, call.then, self.ledger.now, ticket, first)
-            self._flush(ExecutedRequest(ticket, number, call.then, first))
-        if kind in (cmd.CloseSession, cmd.Dismiss):
-            self._close_left()
 
     def _close_left(self) -> None:
-        """Remove sessions that the ledger has closed."""
+        """Remove sessions closed by the ledger."""
         known = self._state.sessions.by_id
         for session, client in list(self.clients.by_session.items()):
             if client.number not in known:
                 self.clients.close(session)
+                self._wire.forget(session)
                 self.payload.end_session(client.number)
-                self._clean_up(session, client.number)
-
-    def _clean_up(self, session: str, number: int) -> None:
-        self._forget(session)
-        self.payload.remove_segments(number)
-
-    def _unread(self, command: cmd.GiveBack) -> Ids | None:
-        """Return the rows that their holder gives back as unreadable."""
-        lease = self._state.leases.by_token.get(command.token)
-        return None if lease is None else lease.ids
 
     def _find_lost(self, unread: Ids, now: float) -> None:
         """If payload of unreadable rows is lost, fail all rows with lost payload."""
@@ -305,7 +329,7 @@ class CallExecutor:
             lost, waiting = self.payload.find_lost(self.payload.blocks_exist, among=unread)
             return msgspec.msgpack.encode((pack_ids(lost), waiting)) if len(lost) else b""
 
-        if found := self._record.record(look):
+        if found := self._log.record(look):
             lost, waiting = msgspec.msgpack.decode(found, type=tuple[bytes, list[int]])
             self.ledger.lose(unpack_ids(lost), now, LOST_REASON, waiting)
 
@@ -328,12 +352,20 @@ class CallExecutor:
             if block is not None and (block.segment, block.serial) not in used:
                 self.payload.release(block)
         for ticket, reply in effects.answers:
-            if (asked := over.get(ticket)) is None:
+            if ticket not in over:
                 continue
-            if leases and asked is request and not isinstance(reply, AsyncFlowError):
+            asked, kind = over[ticket], type(reply)
+            if kind not in _REPLIES:
+                error = failure(cast("AsyncFlowError", reply))
+                self._answer(ticket, asked.session, CallResult(error=error, first=asked.first))
+            elif leases and asked is request:
                 first = reply
+            elif kind is cmd.Leased or kind is cmd.LeasedPart:
+                self._answer_lease(asked, reply)
             else:
-                self._reply(asked, reply)
+                self._answer(ticket, asked.session, CallResult(reply, first=asked.first))  # type: ignore[arg-type]
+                if kind is cmd.PublishReply or kind is cmd.RollbackDone:
+                    self.payload.remove_old_weights()
         if effects.trained and self._listeners.steps:
             for trained in effects.trained:
                 self._report_step(trained)
@@ -344,7 +376,7 @@ class CallExecutor:
         if effects.homes_lost:
             self._lose_homes(effects.homes_lost)
             self._flush()
-        return first
+        return first  # type: ignore[return-value]
 
     def _lose_homes(self, lost: list[HomeLoss]) -> None:
         """Report the columns in lost homes and blocks to the ledger: rows fail."""
@@ -355,25 +387,19 @@ class CallExecutor:
             tickets += waiting
         self.ledger.lose_homes(losses, self.ledger.now, tickets)
 
-    def _reply(self, request: ExecutedRequest | ParkedRequest, reply: cmd.Reply | AsyncFlowError) -> None:
-        """Answer a request, with the location of leased rows."""
-        ticket, session, command, first = request.ticket, request.session, request.command, request.first
-        if isinstance(reply, AsyncFlowError):
-            self._answer(ticket, session, CallResult(error=failure(reply), first=first))  # type: ignore[arg-type]
-        elif type(reply) is cmd.Leased or type(reply) is cmd.LeasedPart:
-            needs = self._state.tasks[reply.task].spec.needs if command.columns is None else command.columns
-            slices, schema = self.payload.locate(unpack_ids(reply.ids), needs)
-            result = CallResult(reply, None, slices, schema, first=first)  # type: ignore[arg-type]
-            self._answer(ticket, session, result, made=command.inline and bool(slices))
-        else:
-            if type(reply) is cmd.PublishReply or type(reply) is cmd.RollbackDone:
-                self.payload.remove_old_weights()
-            self._answer(ticket, session, CallResult(reply, first=first))  # type: ignore[arg-type]
+    def _answer_lease(self, request: ExecutedRequest | ParkedRequest, reply: Any) -> None:
+        """Answer with the location of leased rows."""
+        needs = request.command.columns
+        if needs is None:
+            needs = self._state.tasks[reply.task].spec.needs
+        slices, schema = self.payload.locate(unpack_ids(reply.ids), needs)
+        result = CallResult(reply, None, slices, schema, first=request.first)  # type: ignore[arg-type]
+        self._answer(request.ticket, request.session, result, made=request.command.inline and slices != ())
 
     def _undo(self, session: int, unread: CallResult, now: float) -> None:
-        """Undo the effects of a result that its client will never read."""
+        """Undo the effects of a result never read by its client."""
         if unread.freed:
-            self.payload.free_later(session, unread.freed)
+            self.payload.files.free_later(session, unread.freed)
         if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self._state.leases.by_token:
             lease, rank = self._state.leases.by_token[unread.reply.token], unread.reply.rank
             back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled", rank=rank)
@@ -383,12 +409,12 @@ class CallExecutor:
 
     def _answer(self, ticket: int, session: int, result: CallResult, *, made: bool = False) -> None:
         """Send a result. ``made``: ``QueueServer.make`` completes it."""
-        if freed := self.payload.take_freed(session):
-            result = msgspec.structs.replace(result, freed=freed)
+        if session in self.payload.files.freed:
+            result = msgspec.structs.replace(result, freed=self.payload.files.freed.pop(session))
         body = encode(result)
-        if self._record.active:
+        if self._log.active:
             self._digest = xxhash.xxh3_64_intdigest(body, self._digest)
-        self._send(ticket, body, made)
+        self._wire.answer(ticket, body, made)
 
     def _report_step(self, step: Trained) -> None:
         try:

@@ -121,8 +121,8 @@ MAX_PUT_ROWS = 1 << 22
 def check_payload(ledger: Ledger, directory: str, session: int, command: cmd.AddRows | cmd.Complete) -> bytes:
     """Check the location of a call's payload. Raises SchemaError, PayloadLost. The result depends on files;
     to be recorded, it is b""."""
-    block = command.block
-    if (block is None) != (not command.columns):
+    block, columns = command.block, command.columns
+    if (block is None) != (not columns):
         raise SchemaError("a call has columns without payload, or payload without columns")
     if type(command) is cmd.AddRows and command.groups * command.group_size > MAX_PUT_ROWS:
         raise SchemaError(
@@ -131,38 +131,41 @@ def check_payload(ledger: Ledger, directory: str, session: int, command: cmd.Add
         )
     if block is None:
         return b""
-    _check_block(block, command.columns)
-    where, owned = home_of(block.segment), session_of(block.segment) == session
-    if owned and where != SERVER_MEMORY and not ledger.state.homes.is_live(*where):
-        raise PayloadLost(
-            f"epoch {where.epoch} of home {where.home} is lost, with segment {block.segment}; the call had no effect"
-        )
-    size = _size(f"{directory}/{block.segment}") if owned and where == SERVER_MEMORY else 0
-    if size is None:
-        raise PayloadLost(
-            f"segment {block.segment} is missing in {directory}: it was removed; the call had no effect"
-        )
-    if not owned or (where == SERVER_MEMORY and block.start + block.nbytes > size):
-        raise SchemaError(f"this session has no such payload in segment {block.segment!r}")
-    return b""
-
-
-def _check_block(block: Block, columns: cmd.Columns) -> None:
-    names = tuple(columns)
+    names, nbytes = tuple(columns), block.nbytes
     if block.columns != names and sorted(block.columns) != sorted(names):
         raise SchemaError("the block's columns differ from the command's columns")
     if (
         not 0 < block.rows < 1 << 31
-        or not 0 <= block.start < _LARGEST - block.nbytes
+        or not 0 <= block.start < _LARGEST - nbytes
         or block.start % ALIGN
-        or block.nbytes % ALIGN
+        or nbytes % ALIGN
         or not 0 < block.serial < 1 << 63
     ):
         raise SchemaError(f"the payload's location is invalid: {block}")
     row_bytes, extra = _least(names, tuple(columns.values()))
-    least = row_bytes * block.rows + extra
-    if block.nbytes < least:
-        raise SchemaError(f"the payload has {block.nbytes} bytes, but its columns need at least {least}")
+    if nbytes < row_bytes * block.rows + extra:
+        least = row_bytes * block.rows + extra
+        raise SchemaError(f"the payload has {nbytes} bytes, but its columns need at least {least}")
+    where, size = home_of(block.segment), _LARGEST
+    if session_of(block.segment) != session:
+        size = -1
+    elif where != SERVER_MEMORY:
+        if not ledger.state.homes.is_live(*where):
+            raise PayloadLost(
+                f"epoch {where.epoch} of home {where.home} is lost, with segment {block.segment}; the call had no effect"
+            )
+    else:
+        try:
+            size = os.stat(f"{directory}/{block.segment}").st_size
+        except FileNotFoundError:
+            raise PayloadLost(
+                f"segment {block.segment} is missing in {directory}: it was removed; the call had no effect"
+            ) from None
+        except (OSError, ValueError):  # unreadable
+            size = -1
+    if block.start + nbytes > size:
+        raise SchemaError(f"this session has no such payload in segment {block.segment!r}")
+    return b""
 
 
 @functools.lru_cache(1024)
@@ -174,16 +177,6 @@ def _least(names: tuple[str, ...], specs: tuple[ColumnSpec, ...]) -> tuple[int, 
         row_bytes += 8 if kind.ragged else kind.width
         extra += 8 if kind.ragged else 0
     return row_bytes, extra
-
-
-def _size(path: str) -> int | None:
-    """Return a file's size; None if it does not exist, -1 if it cannot be read."""
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        return -1
 
 
 # ---- measures: numbers that samplers choose by, read from payload once, when a column is written
@@ -203,13 +196,6 @@ def measures_of(columns: Mapping[str, Column]) -> dict[str, bytes]:
     return {name: measure(column).tobytes() for name, column in columns.items() if column.spec.measurable}
 
 
-def _checked(sent: bytes, name: str, rows: int) -> bytes:
-    """Return the measures sent for a column. Raises SchemaError."""
-    if len(sent) != 8 * rows:
-        raise SchemaError(f"column {name!r} lies on another host, and {rows} measures must be sent with it")
-    return sent
-
-
 class Measures:
     """Adds measures to commands. Not thread-safe: only the server's thread uses it."""
 
@@ -221,30 +207,28 @@ class Measures:
         block in another home: its writer has measured it. Raises SchemaError."""
         if type(command) is cmd.AddRows or type(command) is cmd.Complete:
             known, block, measures = self._ledger.state.rows.measures, command.block, dict[str, bytes]()
+            if known and block is not None:
+                for name in [name for name, spec in command.columns.items() if name in known and spec.measurable]:
+                    measures[name] = self._of_block(command, block, name)
             nbytes = 0 if block is None else block.nbytes
-            for name, spec in command.columns.items() if known else ():
-                if block is None or name not in known or not spec.measurable:
-                    continue
-                if home_of(block.segment) != SERVER_MEMORY:
-                    measures[name] = _checked(command.measures.get(name, b""), name, block.rows)
-                else:
-                    measures[name] = self._of_block(block, name, spec)
             if command.nbytes != nbytes or command.measures != measures:
                 return msgspec.structs.replace(command, measures=measures, nbytes=nbytes)
         elif type(command) is cmd.Declare:
             return self._measure_existing_rows(command)
         return command
 
-    def _of_block(self, block: Block, name: str, spec: ColumnSpec) -> bytes:
-        whole = BlockSlices(
-            (name,),
-            RUN.pack(block.columns.index(name)),
-            (block.segment,),
-            BLOCK.pack(0, block.start, block.serial, block.rows, block.nbytes, 1),
-            RUN.pack(0),
-            RUN.pack(block.rows),
-        )
-        return self._ledger.state.context.log.record_or_raise(lambda: self._read(whole, name, spec))
+    def _of_block(self, command: cmd.AddRows | cmd.Complete, block: Block, name: str) -> bytes:
+        if home_of(block.segment) != SERVER_MEMORY:
+            sent = command.measures.get(name, b"")
+            if len(sent) != 8 * block.rows:
+                raise SchemaError(
+                    f"column {name!r} lies on another host, and {block.rows} measures must be sent with it"
+                )
+            return sent
+        place = BLOCK.pack(0, block.start, block.serial, block.rows, block.nbytes, 1)
+        at = RUN.pack(block.columns.index(name))
+        whole = BlockSlices((name,), at, (block.segment,), place, RUN.pack(0), RUN.pack(block.rows))
+        return self._ledger.state.context.log.record_or_raise(lambda: self._read(whole, name, command.columns[name]))
 
     def _read(self, slices: BlockSlices, name: str, spec: ColumnSpec) -> bytes:
         return measure(self._reader.read(slices, {name: spec})[name]).tobytes()
@@ -256,11 +240,8 @@ class Measures:
         if known is None or not known.measurable or name in ledger.state.rows.measures:
             return msgspec.structs.replace(command, measures=b"") if command.measures else command
         there = ledger.state.columns.having(name)
-        if any(
-            home_of(segment) != SERVER_MEMORY
-            for part in (self._index.locate(there, (name,)) if len(there) else ())
-            for segment in part.segments
-        ):
+        slices = self._index.locate(there, (name,))
+        if any(home_of(segment) != SERVER_MEMORY for part in slices for segment in part.segments):
             raise ConfigError(
                 f"task {spec.name!r} chooses rows by column {name!r}, and some rows have it on other hosts: declare the"
                 " task before rows are put"

@@ -1,12 +1,11 @@
-"""Journal: the inputs of a queue server in order of execution, so that a later server can replay
-them.
+"""Journal: the inputs of a queue server in order of execution. A later server replays them.
 
-A file is a magic number and records. A record is its length (4 bytes), its number (8), an xxh3
-checksum of number and content (8), and the content. Record 0 is the head. Torn, changed, missing or
-reordered records are therefore detected. Space is allocated ahead and zero until written, so a full
-disk is detected before a request is executed.
+A file is a magic number and records. A record is a mark (8 bytes), its length (4), its number (8), an xxh3
+checksum of number and content (8), and the content. Record 0 is the head. An invalid record with none behind it is
+torn: it was never acknowledged. One before a valid record is damage. Space is allocated ahead and zero until written,
+so a full disk is detected before a request is executed.
 
-    journal.reserve(len(body))                  # raises MemoryFull: nothing was executed
+    journal.reserve(len(body), cmd.AddRows)     # raises MemoryFull: nothing was executed
     ...                                         # execute the request
     journal.append(RequestRecord(...), results, digest)
     journal.commit()                            # once for all requests of a round; then answers may be sent
@@ -17,29 +16,36 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
-import numpy as np
 import xxhash
 
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull
+from ..ledger import commands as cmd
+from ..wire import process_key
 
-FORMAT = 1
+FORMAT = 2
 MAGIC = b"asyncfl-journal\n"
 DISK_RETRY_S = 0.5
 """Seconds between two tries to write to a full disk."""
 ROOM_BYTES = 4 << 20
 """Allocated ahead. On a full disk, parts of it are reserved as follows."""
 FOR_ENDS = ROOM_BYTES // 4
-"""Reserved for dead sessions, deadlines, cancellations, and commands of ``recovery.KEPT``."""
+"""Reserved for dead sessions, deadlines, cancellations, and commands of ``KEPT``."""
 FOR_PROGRESS = ROOM_BYTES // 2
 """Reserved against puts: for ``FOR_ENDS`` and for work on existing rows."""
-_FRAME = struct.Struct("<IQQ")
+KEPT: dict[type, int] = {
+    cmd.AddRows: FOR_PROGRESS, cmd.Renew: FOR_ENDS // 2, cmd.GiveBack: FOR_ENDS // 2, cmd.Dismiss: FOR_ENDS // 4,
+    cmd.CloseSession: 0,
+}  # fmt: skip
+"""Bytes of a full journal that a command leaves to others; FOR_ENDS by default. Holders keep their rows, and leave."""
+_MARK = b"\xf7record\n"
+_FRAME = struct.Struct("<8sIQQ")
 
 
 class JournalHead(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +61,11 @@ class JournalHead(msgspec.Struct, frozen=True, array_like=True):
     boot: str
     now: float
 
+    @property
+    def unsynced(self) -> bool:
+        """True if the host was started again, and files of the run were never synced: they may be incomplete."""
+        return self.durability == "process" and self.boot != boot()
+
 
 class _Writer(msgspec.Struct, frozen=True, array_like=True):
     """The first fields of a head in every format."""
@@ -68,15 +79,11 @@ def decode_head(content: bytes, path: Path) -> JournalHead:
     this version of the SDK cannot read the file or may replay it differently."""
     try:
         writer = _decode_writer(content)
-        if writer.format != FORMAT:
+        if (writer.format, writer.sdk) != (FORMAT, __version__):
             raise ConfigError(
-                f"{path} has journal format {writer.format}, and asyncflow-sdk {__version__} reads format {FORMAT}:"
-                f" continue or replay it with {writer.sdk}, or choose another directory"
-            )
-        if writer.sdk != __version__:
-            raise ConfigError(
-                f"{path} was written by asyncflow-sdk {writer.sdk}; {__version__} may replay it differently:"
-                f" continue or replay it with {writer.sdk}, or choose another directory"
+                f"{path} has journal format {writer.format} of asyncflow-sdk {writer.sdk}; {__version__} has format"
+                f" {FORMAT}, and may replay it differently: continue or replay it with {writer.sdk}, or choose another"
+                " directory"
             )
         return _decode_head(content)
     except msgspec.MsgspecError as error:
@@ -117,21 +124,7 @@ class TickRecord(msgspec.Struct, frozen=True, array_like=True, tag="ticked"):
     now: float
 
 
-class RestartRecord(msgspec.Struct, frozen=True, array_like=True, tag="served"):
-    """A restarted server continues this file, because a new one did not fit on the disk.
-
-    ``lost``: rows (int64) with lost payload. ``waiting``: tickets of waiting puts with lost
-    payload. ``boot``: of the host. ``before``: of the earlier server's host.
-    """
-
-    now: float
-    lost: bytes
-    boot: str
-    before: str
-    waiting: tuple[int, ...] = ()
-
-
-Record: TypeAlias = RequestRecord | DropRecord | SessionEndRecord | TickRecord | RestartRecord
+Record: TypeAlias = RequestRecord | DropRecord | SessionEndRecord | TickRecord
 
 
 class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -149,38 +142,23 @@ _decode_writer = msgspec.msgpack.Decoder(_Writer).decode
 
 
 class Journal:
-    """Writes one file. ``fd``: open for writing. ``sync``: commit to the disk. ``number``: the number of the next
-    frame. ``written``: bytes in the file. Not thread-safe."""
+    """Begins the file ``path``. ``sync``: commit to the disk. ``failure``: the error of a disk that refuses the
+    records of the last commit. Not thread-safe. Raises MemoryFull, OSError."""
 
-    def __init__(self, path: Path, head: JournalHead, fd: int, sync: bool, number: int = 0, written: int = 0) -> None:
-        self.path, self.head = path, head
+    def __init__(self, path: Path, head: JournalHead, sync: bool) -> None:
+        self.path = path
         self.failure: OSError | None = None
-        self._fd, self._sync, self._number, self._written = fd, sync, number, written
-        self._buffer = bytearray()
-        self._allocated = os.fstat(fd).st_size
-
-    @classmethod
-    def new(cls, path: Path, head: JournalHead, sync: bool) -> Journal:
-        """Begin a file. Raises MemoryFull, OSError."""
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        self._sync, self._number, self._written, self._allocated = sync, 0, 0, 0
+        self._buffer = bytearray(MAGIC)
+        self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
-            return cls(path, head, fd, sync)._begin()
+            self.reserve(0, type(None))
+            self._frame(_encode(head))
+            self._write()
+            os.fsync(self._fd)
         except BaseException:
-            os.close(fd)
+            self.close()
             path.unlink(missing_ok=True)
-            raise
-
-    @classmethod
-    def reopened(cls, recorded: JournalReader, cut: int, sync: bool) -> Journal:
-        """Continue a file read to its end; overwrite its ``torn_bytes``. Raises OSError."""
-        assert recorded.head is not None
-        fd = os.open(recorded.path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.pwrite(fd, bytes(cut), recorded.end)
-            os.fsync(fd)
-            return cls(recorded.path, recorded.head, fd, sync, recorded.records + 1, recorded.end)
-        except BaseException:
-            os.close(fd)
             raise
 
     @property
@@ -188,11 +166,11 @@ class Journal:
         """Bytes recorded."""
         return self._written + len(self._buffer)
 
-    def reserve(self, nbytes: int, keep: int = FOR_ENDS) -> None:
-        """Reserve room for a request of ``nbytes``, and ``keep`` bytes more. Raises MemoryFull."""
+    def reserve(self, nbytes: int, command: type) -> None:
+        """Reserve room for a request of ``nbytes``, and what its kind leaves to others. Raises MemoryFull."""
         if self.failure is not None:
             raise self._full(self.failure)
-        lacks = self.nbytes + nbytes + keep - self._allocated
+        lacks = self.nbytes + nbytes + KEPT.get(command, FOR_ENDS) - self._allocated
         if lacks > 0:
             try:
                 os.posix_fallocate(self._fd, self._allocated, lacks + ROOM_BYTES)
@@ -204,44 +182,39 @@ class Journal:
         """Record an executed input."""
         self._frame(_encode(JournalEntry(record, results, digest)))
 
-    def commit(self) -> bool:
-        """Write the records. Return False if the disk refuses; ``reserve`` fails meanwhile."""
-        if not self._buffer:
-            return True
+    def commit(self, note: Callable[[str, str], None]) -> bool:
+        """Write the records. Return False if the disk refuses; ``reserve`` fails meanwhile. ``note``: called when this
+        changes, with a text and its level."""
+        failed = self.failure
         try:
             self._write()
+            self.failure = None
         except OSError as error:
             self.failure = error
-            return False
-        self.failure = None
-        return True
+            if failed is None:
+                note(f"{self.path} cannot be written: {error}; answers wait", "error")
+        else:
+            if failed is not None:
+                note(f"{self.path} can be written again", "info")
+        return self.failure is None
 
-    def close(self, *, keep_room: bool = False) -> None:
-        """Close the file. ``keep_room``: keep the space allocated ahead, for a server that
-        continues the file. Idempotent."""
+    def close(self) -> None:
+        """Close the file, and free the space allocated ahead. Idempotent."""
         if self._fd >= 0:
             with suppress(OSError):
-                if not keep_room:
-                    os.ftruncate(self._fd, self._written)
+                os.ftruncate(self._fd, self._written)
             os.close(self._fd)
             self._fd = -1
 
-    def _begin(self) -> Journal:
-        """Write the head."""
-        self.reserve(0)
-        self._buffer += MAGIC
-        self._frame(_encode(self.head))
-        self._write()
-        os.fsync(self._fd)
-        return self
-
     def _frame(self, content: bytes) -> None:
-        number, self._number = self._number, self._number + 1
-        self._buffer += _FRAME.pack(len(content), number, _sum(content, number))
+        self._buffer += _FRAME.pack(_MARK, len(content), self._number, _sum(content, self._number))
         self._buffer += content
+        self._number += 1
 
     def _write(self) -> None:
         """Write the buffer at its place, again from its start after a failed try."""
+        if not self._buffer:
+            return
         done = 0
         with memoryview(self._buffer) as view:
             while done < len(view):
@@ -259,92 +232,77 @@ class Journal:
 
 
 class JournalReader:
-    """Reads the journal ``path`` of ``run``: ``head`` (None if it is torn), ``entries``, and the
-    bytes after them. Raises ConfigError for a journal of another format, version or run."""
+    """Reads the journal ``path`` of ``run``. ``records``: the number of entries read. ``torn_bytes``: bytes after the
+    last entry, without trailing zeros; 0 after a clean end.
+
+    Raises ConfigError for a journal of another format, version or run, or with damage before a valid record."""
 
     def __init__(self, path: Path, run: str) -> None:
-        self.path = path
-        self.records = 0
-        self.boot = ""
-        """Boot of the host of the server that wrote the last entry read."""
-        self.end = 0
-        """Bytes read. After them there is nothing, or no valid record."""
+        self.path, self.records, self.torn_bytes = path, 0, 0
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             self._data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if size else b""
-        self.head: JournalHead | None = None
-        if self._data[: len(MAGIC)] == MAGIC:
-            self.end = len(MAGIC)
-            if (content := self._next(0)) is not None:
-                try:
-                    self.head = _head_of(run, content, path)
-                except ConfigError:
-                    self.close()
-                    raise
-                self.boot = self.head.boot
-                self.end += _FRAME.size + len(content)
+        self._end, self._synced = 0, True
+        try:
+            self._read_head(run)
+        except ConfigError:
+            self.close()
+            raise
+
+    def _read_head(self, run: str) -> None:
+        content = self._record(len(MAGIC))[1] if self._data[: len(MAGIC)] == MAGIC else None
+        if content is None:
+            return
+        head = decode_head(content, self.path)
+        if head.run != run:
+            raise ConfigError(
+                f"{self.path} belongs to run {head.run}, and the snapshot beside it to run {run}: put its own journal"
+                " there, or choose another directory"
+            )
+        self._end, self._synced = len(MAGIC) + _FRAME.size + len(content), not head.unsynced
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Yield entries up to the end or the first damage."""
-        while self.head is not None and (content := self._next(self.records + 1)) is not None:
-            try:
-                entry = _decode(content)
-            except msgspec.MsgspecError:
-                return
-            self.boot = entry.record.boot if isinstance(entry.record, RestartRecord) else self.boot
+        """Yield the entries. Raises ConfigError at damage."""
+        while True:
+            number, content = self._record(self._end)
+            if content is None or number != self.records + 1:
+                return self._check_end()
             self.records += 1
-            self.end += _FRAME.size + len(content)
-            yield entry
-
-    @property
-    def torn_bytes(self) -> int:
-        """Bytes after the last entry, without trailing zeros: torn or damaged. 0 after a clean end."""
-        return len(self._data[self.end :].rstrip(b"\0"))
-
-    def count_records_behind(self) -> int:
-        """Return the number of valid records after ``end``. More than 0 means damage, 0 a torn end."""
-        data, at, found, least = self._data, self.end, 0, self.records
-        while at + _FRAME.size <= len(data):
-            window = np.frombuffer(data[at + 4 : at + 12 + (1 << 20)], np.uint8)
-            if len(window) < 8:
-                break
-            numbers = np.lib.stride_tricks.sliding_window_view(window, 8).copy().view("<u8").ravel()
-            likely = np.flatnonzero((numbers > least) & (numbers < least + len(data) // _FRAME.size))
-            after = at + len(numbers)
-            for place in (likely + at).tolist():
-                length, number, checksum = _FRAME.unpack_from(data, place)
-                start = place + _FRAME.size
-                if start + length <= len(data) and _sum(data[start : start + length], number) == checksum:
-                    found, least, after = found + 1, number, start + length
-                    break
-            at = after
-        return found
+            self._end += _FRAME.size + len(content)
+            yield _decode(content)
 
     def close(self) -> None:
-        """Unmap the file."""
+        """Unmap the file. Idempotent."""
         if isinstance(self._data, mmap.mmap):
             self._data.close()
 
-    def _next(self, number: int) -> bytes | None:
-        """Return the content of the record at ``end``; None if it is invalid or has another number."""
-        start = self.end + _FRAME.size
+    def _check_end(self) -> None:
+        """Count the bytes at the end. Raises ConfigError if a valid record is among them, unless none was synced."""
+        behind = self._end
+        self.torn_bytes = len(self._data[behind:].rstrip(b"\0"))
+        while self._synced and (behind := self._data.find(_MARK, behind)) >= 0:
+            if self._record(behind)[1] is not None:
+                raise ConfigError(
+                    f"{self.path} is damaged: record {self.records + 1}, at byte {self._end}, is invalid, and valid"
+                    " records follow it. Nothing was changed: restore the file from a copy, or move the directory away"
+                    " to start a new run"
+                )
+            behind += 1
+
+    def _record(self, at: int) -> tuple[int, bytes | None]:
+        """Return number and content of the record at a place; None as its content if it is invalid."""
+        start = at + _FRAME.size
         if start > len(self._data):
-            return None
-        length, found, checksum = _FRAME.unpack_from(self._data, self.end)
+            return 0, None
+        mark, length, number, checksum = _FRAME.unpack_from(self._data, at)
         content = self._data[start : start + length]
-        if found != number or len(content) != length or _sum(content, number) != checksum:
-            return None
-        return content
+        valid = mark == _MARK and len(content) == length and _sum(content, number) == checksum
+        return number, content if valid else None
 
 
-def _head_of(run: str, content: bytes, path: Path) -> JournalHead:
-    head = decode_head(content, path)
-    if head.run != run:
-        raise ConfigError(
-            f"{path} belongs to run {head.run}, and the snapshot beside it to run {run}: put its own journal there,"
-            " or choose another directory"
-        )
-    return head
+def boot() -> str:
+    """Return an identifier of this boot of the host."""
+    return process_key(os.getpid()).split(" ")[0]
 
 
 def _sum(content: bytes, number: int) -> int:

@@ -1,9 +1,8 @@
-"""The directory of a run's journal: its current files, and the lock of the server writing them.
+"""The directory of a run's journal: its current files, the lock of the server writing them, and the open journal.
 
     lock               held by the live server; its process and addresses
     snapshot-000003    the state before the first record of journal-000003; the newest one counts
     journal-000003     the inputs since
-    damaged-...        a copy of a damaged journal, if valid records follow the damage
     history/RUN/       replaced files, if the run is served with history; RUN: identifier of the run
     segments/          the rows' payload, at durability "host"
 
@@ -26,13 +25,11 @@ from secrets import token_hex
 import msgspec
 
 from .._version import __version__
-from ..errors import ConfigError, MemoryFull, ProtocolError
+from ..errors import ConfigError, MemoryFull
 from ..memory import SharedDirectory, make_private_directory, sync_directory
-from ..wire import process_key
 from . import snapshot
-from .journal import FORMAT, Journal, JournalHead, decode_head
+from .journal import FORMAT, Journal, JournalHead, boot, decode_head
 
-LEVELS = ("process", "host")
 LEAST_BYTES = 16 << 20
 GROWTH = 4
 """A journal longer than ``LEAST_BYTES`` and this many times its snapshot is replaced."""
@@ -40,9 +37,9 @@ _log = logging.getLogger(__name__)
 
 
 class JournalDirectory:
-    """``durability``, ``history``: see ``QueueServer``. ``head``, ``state``: of the newest
-    snapshot; ``head`` is None for a new run. ``addresses``: the earlier server's bound addresses,
-    by requested address. Not thread-safe.
+    """``durability``, ``history``: see ``QueueServer``. ``head``: that of the newest snapshot; None for a new run.
+    ``addresses``: the earlier server's bound addresses, by requested address. ``rows``: directory of the row
+    segments, None for the run's shared memory. Not thread-safe.
 
     Raises ConfigError if another server has locked the directory, or if it cannot be read.
     """
@@ -67,17 +64,13 @@ class JournalDirectory:
         except BaseException:
             os.close(self._lock)
             raise
-        self.durability = self.head.durability if self.head is not None else durability or LEVELS[0]
+        self.durability = self.head.durability if self.head is not None else durability or "process"
         self.run = self.head.run if self.head is not None else token_hex(8)
         self.rows = path / "segments" if self.durability == "host" else None
         if self.rows is not None:
             self.rows.mkdir(mode=0o700, exist_ok=True)
         self._least = 0
-
-    @property
-    def syncs(self) -> bool:
-        """True if the journal is synced to the disk before an answer is sent."""
-        return self.durability == "host"
+        self._journal: Journal | None = None
 
     @property
     def journal_path(self) -> Path:
@@ -85,9 +78,13 @@ class JournalDirectory:
         return self._file("journal", self._number)
 
     def shared_directory(self) -> SharedDirectory:
-        """Return the run's shared memory: that of the earlier server, if any."""
-        path = Path(self.head.directory) if self.head is not None else None
-        return SharedDirectory(journal=self.path, path=path)
+        """Return the run's shared memory: that of the earlier server, if any. Raises ConfigError, OSError; then the
+        lock is released."""
+        try:
+            return SharedDirectory(journal=self.path, path=None if self.head is None else Path(self.head.directory))
+        except BaseException:
+            self.close(over=False)
+            raise
 
     def save_addresses(self, addresses: dict[str, str]) -> None:
         """Save the server's addresses (requested → bound) for the next server."""
@@ -101,8 +98,8 @@ class JournalDirectory:
         state, self._state = self._state, b""
         return state
 
-    def begin(self, state: bytes, memory: Path, now: float) -> Journal:
-        """Write a snapshot of ``state``, and return the new journal after it.
+    def begin(self, state: bytes, memory: Path, now: float) -> None:
+        """Write a snapshot of ``state``, and begin the journal after it.
 
         ``memory``: the run's shared memory. ``now``: ledger seconds. Raises MemoryFull, OSError;
         then the old files count.
@@ -113,7 +110,7 @@ class JournalDirectory:
         path, snapshot_path = self._file("journal", number), self._file("snapshot", number)
         for stale in (path, snapshot_path):  # from a failed attempt: they must never count
             stale.unlink(missing_ok=True)
-        journal = Journal.new(path, head, self.syncs)
+        journal = Journal(path, head, self.durability == "host")
         try:
             snapshot.write(snapshot_path, msgspec.msgpack.encode(head), state)
         except BaseException as error:
@@ -123,7 +120,10 @@ class JournalDirectory:
             if isinstance(error, OSError):
                 raise MemoryFull(f"no room for a snapshot in {self.path}: {error}") from None
             raise
+        if self._journal is not None:
+            self._journal.close()
         self._number, self.head, self._least = number, head, LEAST_BYTES  # the new pair counts from here on
+        self._journal = journal
         with contextlib.suppress(OSError):
             self._least = max(LEAST_BYTES, GROWTH * snapshot_path.stat().st_size)
             for old in self.path.glob("*-??????"):
@@ -131,38 +131,28 @@ class JournalDirectory:
                     self._retire_file(old)
             for part in self.path.glob("*.part"):  # from a server killed while writing it
                 part.unlink(missing_ok=True)
-        return journal
 
-    def continue_journal(self, journal: Journal) -> None:
-        """Continue the old journal, for lack of room for a new one, until it is twice as long."""
-        self._least = max(LEAST_BYTES, 2 * journal.nbytes)
+    @property
+    def journal(self) -> Journal:
+        """The journal since ``begin``."""
+        assert self._journal is not None
+        return self._journal
 
-    def compact(self, journal: Journal, state: Callable[[], bytes], memory: Path, now: float) -> Journal:
-        """Return the journal to write from now on: a new one if this one has grown long."""
-        if journal.nbytes <= self._least:
-            return journal
+    def compact(self, state: Callable[[], bytes], memory: Path, clock: Callable[[], float]) -> None:
+        """Replace a long journal by a snapshot and a new journal."""
+        if self.journal.nbytes <= self._least:
+            return
         try:
-            new = self.begin(state(), memory, now)
+            self.begin(state(), memory, clock())
         except Exception:
             _log.exception("the journal in %s continues without a snapshot", self.path)
-            self._least = 2 * journal.nbytes
-            return journal
-        journal.close()
-        return new
-
-    def keep_damaged(self, at: int) -> Path:
-        """Keep a copy of the journal damaged at position ``at``. Return its path."""
-        aside = self.path / f"damaged-{self._number:06d}-at-{at}"
-        try:
-            os.link(self.journal_path, aside)
-        except FileExistsError:  # from a recovery that was killed
-            pass
-        except OSError:  # a file system without links
-            shutil.copyfile(self.journal_path, aside)
-        return aside
+            self._least = 2 * self.journal.nbytes
 
     def close(self, *, over: bool) -> None:
-        """Release the lock. ``over``: no row is left; remove the files, or move them to history."""
+        """Close the journal, and release the lock. ``over``: no row is left; remove the files, or move them to
+        history."""
+        if self._journal is not None:
+            self._journal.close()
         if self.rows is not None and (over or self.head is None):
             shutil.rmtree(self.rows, ignore_errors=True)
         if over:
@@ -192,27 +182,25 @@ def is_unfinished(path: Path) -> bool:
         return False
 
 
-def boot() -> str:
-    """Return an identifier of this boot of the host."""
-    return process_key(os.getpid()).split(" ")[0]
+def read_snapshot(path: Path) -> tuple[JournalHead, bytes]:
+    """Return head and state of a snapshot. Raises ConfigError."""
+    head, state = snapshot.read(path)
+    return decode_head(head, path), state
 
 
 def _newest(path: Path) -> tuple[int, JournalHead | None, bytes]:
     """Return number, head and state of the newest snapshot; 0, None and b"" if there is none."""
-    numbers = sorted(int(found.name[-6:]) for found in path.glob("snapshot-" + "[0-9]" * 6))
-    failed = ""
-    for number in reversed(numbers):
-        if not (path / f"journal-{number:06d}").exists():
-            failed = failed or f"journal-{number:06d} is missing"
+    failed: list[str] = []
+    for found in sorted(path.glob("snapshot-" + "[0-9]" * 6), reverse=True):
+        if not found.with_name(f"journal-{found.name[-6:]}").exists():
+            failed.append(f"journal-{found.name[-6:]} is missing")
             continue
         try:
-            head, state = snapshot.read(path / f"snapshot-{number:06d}")
-        except ProtocolError as error:
-            failed = failed or str(error)
-        else:
-            return number, decode_head(head, path / f"snapshot-{number:06d}"), state
-    if numbers:
-        raise ConfigError(f"{path} holds a run that cannot be read: {failed}. Move it away to start a new run")
+            return int(found.name[-6:]), *read_snapshot(found)
+        except ConfigError as error:
+            failed.append(str(error))
+    if failed:
+        raise ConfigError(f"{path} holds a run that cannot be read: {failed[0]}. Move it away to start a new run")
     return 0, None, b""
 
 

@@ -40,37 +40,32 @@ class StepRows:
     def __init__(self, read: Callable[[], Batch], sample: Callable[[], Batch] | None = None) -> None:
         self.unread, self.sample = True, sample
         self._read: Callable[[], Batch] | None = read
+        self._found: Batch | Exception | None = None
         self._lock = threading.Lock()
 
     def __call__(self) -> Batch:
         """Return the rows. Raises LeaseLost, SchemaError, OSError if they cannot be read."""
+        self.now()
         with self._lock:
-            read, self._read = self._read, None
-            assert read is not None, "the rows of a step are read once"
-            self.unread = False
-            return read()
+            found, self._found = self._found, None
+        assert found is not None, "the rows of a step are read once"
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def now(self) -> None:
         """Read the rows, if unread, before their memory is freed. A later call raises its error."""
         with self._lock:
-            if not self.unread or self._read is None:
-                return
-            self.unread = False
-            try:
-                batch = self._read()
-            except (AsyncFlowError, OSError) as error:
-                failure = error
-
-                def fail() -> Batch:
-                    raise failure
-
-                self._read = fail
-            else:
-                self._read = lambda: batch
+            read, self._read, self.unread = self._read, None, False
+            if read is not None:
+                try:
+                    self._found = read()
+                except (AsyncFlowError, OSError) as error:
+                    self._found = error
 
 
 class Listeners:
-    """For the arguments see ``QueueServer``."""
+    """For the arguments see ``QueueServer``. ``events``: True if there is a listener for events."""
 
     def __init__(
         self,
@@ -80,7 +75,6 @@ class Listeners:
     ) -> None:
         self._on_event, self._on_step, self._on_final = on_event, on_step, on_final
         self.events = on_event is not None
-        """True if there is a listener for events."""
         self._muted = False
         self._lines: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._logging: threading.Thread | None = None

@@ -2,63 +2,82 @@
 
 A block belongs to the session in its segment's name: its writer, or the server (session 0) if it was
 uploaded. Once no row needs it, its owner learns this from its next answer. The segments of an ended
-session are removed.
+session are removed. Uploads of clients without access to the server's memory are written into the server's own
+segments as they arrive, and become ordinary blocks when complete. Downloads are sent from the blocks of their rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import secrets
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AsyncFlowError
+from ..errors import AsyncFlowError, ProtocolError, SchemaError
 from ..interfaces.store import PayloadStore
-from ..ledger import Audit, StatusReport
-from ..ledger.commands import Ids
+from ..ledger import unpack_ids
+from ..ledger.commands import AddRows, Complete, Ids
 from ..ledger.state import LedgerState
 from ..ledger.state.context import HomeLoss, LostColumns
-from ..memory import BlockHold, Mapper, find_blocks
+from ..memory import HEADER_BYTES, Allocation, Arena, BlockHold, Mapper, find_blocks
 from ..types import Batch, Column, ColumnSpec
 from ..types.blocks import Block, BlockSlices
-from . import remote_payload
+from ..types.reports import HomeStatus
 from .block_index import BlockCheck, BlockIndex
 from .listeners import StepRows, sampled
-from .remote_payload import RemotePayload
+from .protocol import WRITING, Call, CallResult, decode_call, encode, failure
+from .stores.blocks import to_image
+from .stores.fetch import FetchRequest, check_parts, read_parts
 from .stores.homes import SERVER_MEMORY, HomeId, home_of, session_of
-from .stores.reader import ColumnReader
+from .stores.reader import ColumnReader, from_image
 
-Report = TypeVar("Report", Audit, StatusReport)
+SERVER = 0
+"""The session in the names of the server's own segments."""
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Exceptions raised by decoding an invalid call."""
 MOST_UNREAD = 16
 """Steps that may hold descriptors of their segments until read. Further steps are read at once."""
+_log = logging.getLogger(__name__)
+
+
+class IncomingBlock:
+    """A block being received (see ``PayloadSink``)."""
+
+    def __init__(self, arena: Arena, nbytes: int) -> None:
+        self._arena = arena
+        self.space: Allocation = arena.allocate(max(nbytes, HEADER_BYTES))
+
+    def write(self, start: int, data: Any) -> None:
+        """Write a part of the block. The arena's header at its start is skipped."""
+        skip = max(0, HEADER_BYTES - start)
+        self.space.write(start + skip, np.frombuffer(data, np.uint8)[skip:])
+
+    def release(self) -> None:
+        """Free the block."""
+        self._arena.free([self.space.serial])
 
 
 class Payload:
     """``rows``: directory of the row segments. ``weights``: of the weight segments. ``synced``:
-    uploads are synced to the disk before they count. ``remote``: payload of clients without shared
-    memory. Not thread-safe: only the server's thread uses it."""
-
-    KEPT = ("_freed",)
+    uploads are synced to the disk before they count. Not thread-safe: only the server's thread uses it."""
 
     def __init__(self, state: LedgerState, rows: Path, weights: Path, *, synced: bool) -> None:
         self.rows, self._weights = rows, weights
         self.index = BlockIndex()
         self.files = SegmentFiles(rows, weights)
-        self._rows, self._columns, self._versions, self._parked = (
-            state.rows,
-            state.columns,
-            state.versions,
-            state.parked,
-        )
+        self._state, self._rows, self._columns = state, state.rows, state.columns
         self._mapper = Mapper(rows)
         self.reader = ColumnReader(self._mapper)
-        self.remote = RemotePayload(rows, self.reader, synced=synced)
-        self._freed: dict[int, bytes] = {}  # by open session: serials of its freed blocks, for its next answer
+        self._synced, self._prefix = synced, f"s{SERVER}-{secrets.token_hex(4)}-"
+        self._arena: Arena | None = None  # of uploads
+        self.freed: list[int] = []  # serials in it
         # by wanted columns, and the bit mask of common columns
         self._schemas: dict[tuple[tuple[str, ...], int], dict[str, ColumnSpec]] = {}
         self._homes: PayloadStore | None = None
@@ -66,32 +85,10 @@ class Payload:
 
     # ---- sessions
 
-    def open_session(self, session: int) -> None:
-        """Register a session as an owner of blocks."""
-        self._freed[session] = b""
-
     def end_session(self, session: int) -> None:
-        """Unregister a session, which writes no further blocks."""
-        self._freed.pop(session, None)
-
-    def remove_segments(self, session: int) -> None:
         """Remove the segments of an ended session, except those needed by rows or kept versions."""
-        self.files.end_session(session, self.index.segments(), self._versions.sessions())
-
-    def take_freed(self, session: int) -> bytes:
-        """Return the serials (packed int64) of the session's blocks freed since the last call."""
-        freed = self._freed.get(session, b"")
-        if freed:
-            self._freed[session] = b""
-        return freed
-
-    def free_later(self, session: int, serials: bytes) -> None:
-        """Free blocks with the session's next answer."""
-        self._freed[session] += serials
-
-    def has_freed(self, session: int) -> bool:
-        """True if blocks of the session were freed since ``take_freed``."""
-        return bool(self._freed.get(session))
+        self.files.end_session(session, self.index.segments())
+        self.remove_old_weights()
 
     # ---- blocks
 
@@ -100,21 +97,23 @@ class Payload:
         self.free(block.segment, block.packed_serial)
 
     def retire(self, ids: Ids) -> None:
-        """Free the blocks that no row needs once these rows have ended."""
+        """Release ended rows, and free the unneeded blocks."""
         for each in self.index.retire(ids):
             self.free(*each)
 
     def free(self, segment: str, serials: bytes) -> None:
         """Free blocks with the owner's next answer, or remove the segment of an ended session with its last one."""
         owner = session_of(segment)
-        if owner in self._freed:
-            self.free_later(owner, serials)
-        elif not self.remote.free(segment, serials) and segment not in self._needed():
+        if owner in self._state.sessions.by_id:
+            self.files.free_later(owner, serials)
+        elif segment.startswith(self._prefix):
+            self.freed += unpack_ids(serials).tolist()
+        elif segment not in self._needed():
             self.files.remove(segment)
 
     def _waiting(self) -> dict[int, Block]:
         """Return the blocks of waiting puts, by ticket."""
-        parked = self._parked.at("put")
+        parked = self._state.parked.at("put")
         return {each.ticket: each.command.block for each in parked if each.command.block is not None}
 
     def _needed(self) -> set[str]:
@@ -122,13 +121,84 @@ class Payload:
         return self.index.segments() | {block.segment for block in self._waiting().values()}
 
     def remove_old_weights(self) -> None:
-        """Remove weights of versions that cannot be fetched any more."""
-        self.files.set_publishers(self._versions.sessions())
+        """Remove weights of versions no longer kept."""
+        self.files.remove_weights(self._state.versions.sessions())
 
     def settle(self) -> None:
-        """Free memory and remove files, once the records are committed."""
+        """Free memory and remove files, once the records of their rows' end are committed."""
         self.files.remove_pending()
-        self.remote.free_pending()
+        if self.freed:
+            freed, self.freed = self.freed, []
+            self._own_arena().free(freed)
+
+    # ---- clients without shared memory
+
+    def _own_arena(self) -> Arena:
+        if self._arena is None:
+            self._arena = Arena(self.rows, self._prefix)
+        return self._arena
+
+    def sink(self, body: bytes, nbytes: int) -> IncomingBlock:
+        """Return a sink for the payload of a call. Raises SchemaError, MemoryFull, ProtocolError."""
+        try:
+            call = decode_call(body)
+        except DECODE_ERRORS as error:
+            raise ProtocolError(f"the server cannot read this call: {error}") from None
+        if call.payload is None or call.block is not None or type(call.command) not in WRITING:
+            raise SchemaError("this command takes no payload")
+        return IncomingBlock(self._own_arena(), nbytes)
+
+    def store(self, call: Call, incoming: IncomingBlock | AsyncFlowError | None) -> Call:
+        """Return the call with ``block`` set to its complete upload. Raises ``incoming`` if it is an error, SchemaError
+        if it does not fit the call, MemoryFull; then its memory is free again."""
+        if incoming is None:
+            raise SchemaError("the call's payload is missing")
+        if isinstance(incoming, AsyncFlowError):
+            raise incoming
+        assert isinstance(call.command, AddRows | Complete)
+        assert call.payload is not None
+        space = incoming.space
+        try:
+            columns = from_image(space.memory, call.payload, call.command.columns)
+        except BaseException:
+            incoming.release()
+            raise
+        if self._synced:
+            self._own_arena().sync(space)
+        block = Block(space.segment, space.start, space.serial, call.payload, space.nbytes, tuple(columns))
+        return msgspec.structs.replace(call, command=msgspec.structs.replace(call.command, block=block))
+
+    def inline(self, answer: CallResult) -> tuple[bytes, Sequence[Any]]:
+        """Return an encoded result and the columns of its rows, read anew each time it is sent.
+
+        The lease keeps the rows in place. If they have ended, the result has no payload. If some are
+        in another home, the result is unchanged: the client reads all of them where they are.
+        """
+        if any(home_of(segment) != SERVER_MEMORY for part in answer.slices for segment in part.segments):
+            return encode(answer), ()
+        rows, parts = 0, list[Any]()
+        try:
+            image = to_image(self._read(answer.slices, answer.schema))
+            rows, parts = image.rows, list[Any](image.parts)
+        except AsyncFlowError as error:
+            _log.warning("rows leased to a client without shared memory cannot be read: %s", error)
+        return encode(msgspec.structs.replace(answer, slices=(), payload=rows)), parts
+
+    def fetch(self, request: FetchRequest) -> tuple[bytes, Sequence[Any]]:
+        """Return an encoded result and the columns of rows in the server's memory."""
+        try:
+            check_parts(request.parts)
+            reply, frames = read_parts(self.reader, request.parts)
+        except AsyncFlowError as error:
+            return encode(CallResult(error=failure(error))), ()
+        return encode(CallResult(reply)), frames
+
+    def _read(self, slices: Sequence[BlockSlices], schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
+        """Return the columns of rows, in the order of ``schema``."""
+        columns: dict[str, Column] = {}
+        for part in slices:
+            columns.update(self.reader.read(part, schema))
+        return {name: columns[name] for name in schema}
 
     # ---- homes
 
@@ -154,14 +224,14 @@ class Payload:
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[tuple[BlockSlices, ...], dict[str, ColumnSpec]]:
         """Return the slices and specs of the ``columns`` common to all rows."""
         specs = self._columns.specs
-        if not len(ids):  # a rank without rows still needs the schema
+        if ids.size == 0:  # a rank without rows still needs the schema
             return (), {name: specs[name] for name in columns if name in specs}
         at = self._rows.at(ids)
         common = int(np.bitwise_and.reduce(self._rows.columns[at] & ~self._rows.lost[at]))
-        schema = self._schemas.get((columns, common))
-        if schema is None:
+        if (columns, common) not in self._schemas:
             here = [name for name in columns if self._columns.contains(common, name)]
-            schema = self._schemas[columns, common] = {name: specs[name] for name in here}
+            self._schemas[columns, common] = {name: specs[name] for name in here}
+        schema = self._schemas[columns, common]
         return self.index.locate(ids, tuple(schema)), schema
 
     def read_step(self, ids: Ids, groups: Ids, completed_at: Ids) -> StepRows:
@@ -172,7 +242,7 @@ class Payload:
         """
         columns_of = self.index.columns_of(ids)
         schema = {name: self._columns.specs[name] for name in columns_of}
-        version_step_offsets = self._versions.lineage.offsets
+        version_step_offsets = self._state.versions.lineage.offsets
 
         def batch_of(at: Ids | slice, columns: dict[str, Column]) -> Batch:
             """Return some rows of the step with these columns."""
@@ -194,7 +264,7 @@ class Payload:
 
         def read() -> Batch:
             """Read the rows."""
-            columns = remote_payload.read(self.reader, slices, schema)
+            columns = self._read(slices, schema)
             held.clear()  # columns that are views hold their blocks themselves
             return batch_of(slice(None), columns)
 
@@ -228,9 +298,10 @@ class Payload:
         waiting = [ticket for ticket, block in self._waiting().items() if not _exists(block, exist)]
         return self.index.find_lost(exist), waiting
 
-    def reconcile(self, sessions: Collection[int]) -> None:
-        """After a crash, remove segments needed neither by these sessions nor by rows."""
-        self.files.reconcile(sessions, self._needed())
+    def reconcile(self) -> None:
+        """After a replay, remove segments needed neither by open sessions nor by rows."""
+        state = self._state
+        self.files.reconcile(state.sessions.by_id, self._needed(), state.versions.sessions())
 
     # ---- status and end
 
@@ -242,23 +313,15 @@ class Payload:
                 total += sum(path.stat().st_blocks * 512 for path in directory.iterdir())
         return total
 
-    def fill_homes(self, report: Report) -> Report:
-        """Return a status report or an audit with the bytes of payload of each home."""
-        if not report.homes:
-            return report
+    def fill_homes(self, homes: tuple[HomeStatus, ...]) -> tuple[HomeStatus, ...]:
+        """Return the homes with the bytes of payload of each."""
+        if not homes:
+            return homes
         nbytes: dict[int, int] = {}
         for segment, used in self.index.bytes_by_segment().items():
             where = home_of(segment)
             nbytes[where.home] = nbytes.get(where.home, 0) + used
-        homes = tuple(msgspec.structs.replace(each, payload_bytes=nbytes.get(each.home, 0)) for each in report.homes)
-        return msgspec.structs.replace(report, homes=homes)
-
-    def fill(self, report: StatusReport) -> StatusReport:
-        """Return the report with the bytes of payload."""
-        return msgspec.structs.replace(
-            self.fill_homes(report), payload_bytes=self.index.live_bytes, held_bytes=self.held_bytes(),
-            written_bytes=self.index.written_bytes,
-        )  # fmt: skip
+        return tuple(msgspec.structs.replace(each, payload_bytes=nbytes.get(each.home, 0)) for each in homes)
 
     def close(self) -> None:
         """Read the steps not read by listeners yet, and unmap all segments."""
@@ -266,7 +329,8 @@ class Payload:
             step.now()
         if self._homes is not None:
             self._homes.close()
-        self.remote.close()
+        if self._arena is not None:
+            self._arena.close(unlink=False)
         self._mapper.close()
 
 
@@ -275,58 +339,52 @@ def _exists(block: Block, exist: BlockCheck) -> bool:
 
 
 class SegmentFiles:
-    """The segment files of sessions. Not thread-safe: only the server's thread uses it.
+    """The segment files of sessions, and their freed blocks. Not thread-safe: only the server's thread uses it.
 
     Session 7 writes rows into ``s7-*`` and, as rank 0 of a publisher, weights into ``w0.7-*``.
     After it has ended, each file is removed once no live row and no kept version needs it: it is
-    ``pending`` until ``remove_pending``.
+    ``pending`` until ``remove_pending``. ``freed``: by open session, the serials (packed int64) of its freed blocks,
+    for its next answer.
     """
 
-    TRANSIENT = frozenset({"_rows", "_weights", "pending", "_replaying"})
+    TRANSIENT = frozenset({"_rows", "_weights", "pending"})
 
     def __init__(self, rows: Path, weights: Path) -> None:
         self._rows, self._weights = rows, weights
         self.pending: list[Path] = []
-        self._replaying = False
-        self._publishers: set[int] = set()  # sessions that published the versions kept
-        self._ended: set[int] = set()  # ended sessions whose weights are not removed yet
+        self.freed: dict[int, bytes] = {}
+        self._ended: set[int] = set()  # ended sessions with weights
 
-    def replay(self, replaying: bool) -> None:
-        """Remove no file from now on, in a replay; or remove them again."""
-        self._replaying = replaying
+    def free_later(self, session: int, serials: bytes) -> None:
+        """Free blocks with the session's next answer."""
+        self.freed[session] = self.freed.get(session, b"") + serials
 
     def remove(self, segment: str) -> None:
         """Remove a segment of an ended session: its last row has ended."""
-        if not self._replaying:
-            self.pending.append(self._rows / segment)
+        self.pending.append(self._rows / segment)
 
-    def end_session(self, session: int, needed: Collection[str], publishers: Collection[int]) -> None:
-        """Remove an ended session's segments but those ``needed`` or written by ``publishers``."""
-        if not self._replaying:
-            self.pending += [path for path in self._rows.glob(f"s{session}-*") if path.name not in needed]
+    def end_session(self, session: int, needed: Collection[str]) -> None:
+        """Remove an ended session's segments of rows, unless ``needed``."""
+        self.freed.pop(session, None)
+        self.pending += [path for path in self._rows.glob(f"s{session}-*") if path.name not in needed]
         self._ended.add(session)
-        self.set_publishers(publishers)
 
-    def set_publishers(self, publishers: Collection[int]) -> None:
-        """Set the sessions that published the versions kept."""
-        self._publishers = set(publishers)
-        for session in self._ended - self._publishers:
+    def remove_weights(self, publishers: Collection[int]) -> None:
+        """Remove weights of ended sessions. ``publishers``: the sessions of kept versions."""
+        for session in self._ended.difference(publishers):
             self._ended.discard(session)
-            if not self._replaying:
-                self.pending += self._weights.glob(f"w[0-9]*.{session}-*")
+            self.pending += self._weights.glob(f"w[0-9]*.{session}-*")
 
-    def reconcile(self, sessions: Collection[int], needed: Collection[str]) -> None:
-        """After a crash, remove segments of sessions other than these, unless ``needed``."""
-        for path in self._rows.glob("s[0-9]*-*"):
-            if int(path.name[1:].split("-")[0]) not in sessions and path.name not in needed:
-                self.pending.append(path)
-        publishers = {*sessions, *self._publishers}
+    def reconcile(self, sessions: Collection[int], needed: Collection[str], publishers: Collection[int]) -> None:
+        """After a replay, remove segments of sessions other than these, unless ``needed``."""
+        rows = [path for path in self._rows.glob("s[0-9]*-*") if path.name not in needed]
+        self.pending = [path for path in rows if int(path.name[1:].split("-")[0]) not in sessions]
         for path in self._weights.glob("w[0-9]*.[0-9]*-*"):  # w<rank>.<session>-...
-            if int(path.name.split(".")[1].split("-")[0]) not in publishers:
+            if int(path.name.split(".")[1].split("-")[0]) not in {*sessions, *publishers}:
                 self.pending.append(path)
 
     def remove_pending(self) -> None:
-        """Remove the files; call it once the records that allow it are committed."""
-        doomed, self.pending = self.pending, []
-        for path in doomed:
+        """Remove the files; call it once the records of their end are committed."""
+        for path in self.pending:
             path.unlink(missing_ok=True)
+        self.pending = []

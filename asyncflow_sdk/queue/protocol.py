@@ -117,11 +117,6 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
         """The location of the payload of a put or a completion."""
         return self.command.block if isinstance(self.command, AddRows | Complete) else None
 
-    @property
-    def client_serials(self) -> bytes:
-        """The serial of the client's own block, as in ``CallResult.freed``; b"" without one."""
-        return b"" if self.block is None else self.block.packed_serial
-
 
 class CallResult(msgspec.Struct, frozen=True, array_like=True):
     """The answer to a call: either ``reply`` or ``error`` (class name and message).
@@ -238,7 +233,7 @@ def error_text(error: BaseException) -> str:
 
 
 def plain_text(text: str, most: int = 4000) -> str:
-    """Return text that can be encoded as UTF-8. Text longer than ``most`` is cut in the middle."""
+    """Return text without characters invalid in UTF-8. Text longer than ``most`` is cut in the middle."""
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
     return text.encode(errors="backslashreplace").decode()

@@ -1,48 +1,45 @@
-"""Recovery: restore an earlier queue server from its newest snapshot and the journal after it. Durability:
-record a server's inputs, and recover from them."""
+"""Recovery: restore a queue server from its newest snapshot and the journal after it. Replay: the same offline.
+
+    replayed = replay("runs/mine", on_milestone=print)
+    replayed.audit, replayed.digest
+
+A run served with ``history`` is replayed from its beginning, any other from its newest snapshot.
+"""
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from ..errors import ConfigError, MemoryFull
+from ..errors import ConfigError
+from ..ledger import Audit, Ledger
 from ..ledger import commands as cmd
-from ..ledger import unpack_ids
 from ..ledger.commands import Ids
-from ..memory import SharedDirectory
-from ..types import events as ev
 from ..wire import Server
 from . import snapshot
 from .call_executor import CallExecutor
 from .journal import (
-    DISK_RETRY_S,
-    FOR_ENDS,
-    FOR_PROGRESS,
-    DropRecord,
-    Journal,
     JournalReader,
     Record,
     RequestRecord,
-    RestartRecord,
     SessionEndRecord,
+    boot,
 )
-from .journal_directory import JournalDirectory, boot
+from .journal_directory import JournalDirectory, read_snapshot
 from .listeners import Listeners
-from .protocol import CallCommand, decode_call
+from .payload import Payload
+from .protocol import ClientHello, Welcome, decode_call
 from .stores.homes import SERVER_MEMORY, home_of
 
-KEPT: dict[object, int] = {
-    cmd.AddRows: FOR_PROGRESS, cmd.Renew: FOR_ENDS // 2, cmd.GiveBack: FOR_ENDS // 2, cmd.Dismiss: FOR_ENDS // 4,
-    cmd.CloseSession: 0,
-}  # fmt: skip
-"""Bytes of a full journal that a command leaves to others; FOR_ENDS by default. Holders keep their rows, and leave."""
+NOT_COMPARED = ("now", "deadlines")
+"""Attributes that differ after recovery: the clock, and timers, which may hold stale entries."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +47,8 @@ class Recovered:
     """The result of a server's recovery.
 
     ``records``: replayed. ``rows``: live. ``lost``: rows with lost payload; they failed with their
-    groups. ``discarded_bytes``: journal bytes not replayed. ``discarded_records``: valid records
-    among them, after damage; ``damaged``: the path of a copy with them. ``differing``: records with
-    other answers than the first time: a bug. ``full``: the reason for continuing the old journal;
-    "" if a new one was begun.
+    groups. ``discarded_bytes``: torn bytes at the journal's end. ``differing``: records with other
+    answers than the first time: a bug.
     """
 
     records: int
@@ -61,278 +56,168 @@ class Recovered:
     sessions: int
     lost: int
     discarded_bytes: int
-    discarded_records: int
-    damaged: str
     differing: int
-    full: str = ""
 
     @property
     def level(self) -> str:
         """Level of the note about it."""
-        if self.damaged or self.differing:
+        if self.differing:
             return "error"
-        return "warning" if self.lost or self.discarded_bytes or self.full else "info"
+        return "warning" if self.lost or self.discarded_bytes else "info"
 
     def __str__(self) -> str:
         text = f"recovered {self.rows} live rows and {self.sessions} sessions; {self.records} records were replayed"
         if self.lost:
             text += f"; the payload of {self.lost} rows is lost, and they failed with their groups"
-        if self.damaged:
-            text += (
-                f"; the journal is damaged: {self.discarded_bytes} bytes with {self.discarded_records} valid records"
-                f" were not replayed; a copy is {self.damaged}"
-            )
-        elif self.discarded_bytes:
+        if self.discarded_bytes:
             text += f"; {self.discarded_bytes} bytes at the journal's end were torn; they were never acknowledged"
         if self.differing:
             text += f"; {self.differing} records gave other answers than before: a bug of the SDK, please report it"
-        if self.full:
-            text += f"; {self.full}. Existing rows are served; new rows are refused until the disk has room"
         return text
 
 
-class RecoverableState:
-    """The state of a queue server determined by its inputs. Use it before the server starts."""
-
-    def __init__(self, executor: CallExecutor, wire: Server, listeners: Listeners) -> None:
-        self.executor, self._wire, self._listeners = executor, wire, listeners
-
-    def encode(self) -> bytes:
-        """Return the whole state as bytes."""
-        parts = self._parts()
-        return snapshot.encode({name: snapshot.attributes(part) for name, part in parts.items()}, parts)
-
-    def restore(self, state: bytes) -> None:
-        """Set the state to that of ``encode``."""
-        parts = self._parts()
-        for name, attributes in snapshot.decode(state, parts).items():
-            vars(parts[name]).update(attributes)
-        self._wire.finish_replay()
-
-    def replay(
-        self, recorded: JournalReader, now: float, after: Callable[[Record], None] | None = None
-    ) -> tuple[int, float]:
-        """Replay the records of a journal, and call ``after`` with each.
-
-        Return the number of records with other answers than before, and the ledger's time.
-        """
-        executor = self.executor
-        log, differing = executor.ledger.state.context.log, 0
-        self._listeners.mute(True)
-        executor.payload.files.replay(True)
-        try:
-            for entry in recorded.entries():
-                now = entry.record.now
-                executor.clock.stop(now)
-                log.replay(entry.results)
-                self._replay_record(entry.record)
-                used = log.replay(None)
-                differing += not used or executor.take_digest() != entry.digest
-                if after is not None:
-                    after(entry.record)
-        finally:
-            self._listeners.mute(False)
-            executor.payload.files.replay(False)
-            self._wire.finish_replay()
-        return differing, now
-
-    def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
-        """Execute a recorded call; called by the wire."""
-        self.executor.execute(session, ticket, decode_call(body), self.executor.clock())
-        if session not in self.executor.clients:  # it would never be closed
-            self._wire.forget(session)
-
-    def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
-        """Undo a recorded cancelled call; called by the wire."""
-        self.executor.drop(session, ticket, answer, self.executor.clock())
-
-    def apply_restart(self, found: RestartRecord) -> None:
-        """Fail rows and puts with lost payload, and close sessions that ended with their host."""
-        if found.lost or found.waiting:
-            self.executor.fail_lost(unpack_ids(found.lost), found.waiting, found.now)
-        if found.before == found.boot:
-            return
-        for session, client in list(self.executor.clients.by_session.items()):
-            if client.pid_key and client.pid_key.split(" ")[0] == found.before:
-                self.executor.close_session(session, "its host was started again", found.now)
-
-    def _replay_record(self, record: Record) -> None:
-        if isinstance(record, RequestRecord):
-            self._wire.requests.replay(self, record.session, record.seq, record.done, record.ticket, record.body)
-        elif isinstance(record, DropRecord):
-            self._wire.requests.replay_drop(self, record.session, record.seq)
-        elif isinstance(record, SessionEndRecord):
-            if record.session in self.executor.clients:
-                self.executor.close_session(record.session, record.reason, record.now, blame=record.blame)
-        elif isinstance(record, RestartRecord):
-            self.apply_restart(record)
-        else:
-            self.executor.tick(record.now)
-
-    def _parts(self) -> dict[str, Any]:
-        executor = self.executor
-        return {
-            "clients": executor.clients,
-            "payload": executor.payload,
-            "index": executor.payload.index,
-            "files": executor.payload.files,
-            **{f"ledger.{name}": part for name, part in executor.ledger.parts().items()},
-            "requests": self._wire.requests,
-        }
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """A recovered server, and the data to continue the old journal if the disk is full."""
-
-    found: Recovered
-    restart: RestartRecord
-    recorded: JournalReader
-
-    def journal(self, directory: JournalDirectory, results: tuple[bytes, ...], digest: int) -> Journal:
-        """Return the old journal. ``results``, ``digest``: recorded in the restart. Raises OSError."""
-        journal = Journal.reopened(self.recorded, self.found.discarded_bytes, sync=directory.syncs)
-        journal.append(self.restart, results, digest)
-        directory.continue_journal(journal)
-        return journal
-
-
-def recover(directory: JournalDirectory, recoverable: RecoverableState) -> Resumption | None:
+def recover(directory: JournalDirectory, executor: CallExecutor) -> Recovered | None:
     """Restore a server that has not started. Return None for a new run."""
-    if directory.head is None:
+    head = directory.head
+    if head is None:
         return None
-    executor = recoverable.executor
-    recoverable.restore(directory.take_state())
-    recorded = JournalReader(directory.journal_path, directory.run)
-    try:
-        differing, now = recoverable.replay(recorded, directory.head.now)
-        torn = recorded.torn_bytes
-        valid_behind = recorded.count_records_behind() if torn else 0
-    finally:
-        recorded.close()
+    executor.restore(directory.take_state())
+    with contextlib.closing(JournalReader(directory.journal_path, directory.run)) as recorded:
+        differing, now = executor.replay(recorded, head.now, lambda record: None)
     executor.clock.resume(now)
-    executor.ledger.state.context.log.begin()  # in case the old journal must be continued
-    damaged = str(directory.keep_damaged(recorded.end)) if valid_behind else ""
-    # at durability "process", payload was never synced: files that survived a host crash may be incomplete
-    gone = recorded.boot != boot() and directory.durability == "process"
 
     def exist(segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
         """Return True for each readable block that survived."""
-        survived = not gone or home_of(segment) != SERVER_MEMORY
+        survived = not head.unsynced or home_of(segment) != SERVER_MEMORY
         return executor.payload.blocks_exist(segment, starts, serials, sizes) & survived
 
     lost, waiting = executor.payload.find_lost(exist)
-    restart = RestartRecord(executor.clock(), lost.tobytes(), boot(), recorded.boot, tuple(waiting))
-    recoverable.apply_restart(restart)
-    executor.payload.reconcile(set(executor.clients.numbers().values()))
-    live, sessions = executor.ledger.audit().live, len(executor.clients)
-    found = Recovered(recorded.records, live, sessions, len(lost), torn, valid_behind, damaged, differing)
-    return Resumption(found, restart, recorded)
+    if len(lost) or waiting:
+        executor.fail_lost(lost, waiting, now)
+    for session, client in list(executor.clients.by_session.items()) if head.boot != boot() else ():
+        if client.pid_key and client.pid_key.split(" ")[0] == head.boot:
+            executor.close_session(session, "its host was started again", now)
+    executor.payload.reconcile()
+    live, sessions = executor.ledger.audit().live, len(executor.clients.by_session)
+    return Recovered(recorded.records, live, sessions, len(lost), recorded.torn_bytes, differing)
 
 
-class Durability:
-    """Nothing without a journal. ``recording``: True with one. ``path``: the journal's directory, or
-    None. ``level``: "process" or "host"; "" without a journal. ``directory``: of the run's shared
-    memory. ``rows``: directory of the row segments. Not thread-safe: only the server's thread uses it.
-    Raises ConfigError."""
+@dataclass(frozen=True)
+class Milestone:
+    """A moment of a run. ``time_s``: since its beginning. ``step``: to train next."""
 
-    def __init__(self, path: Path | None, level: str | None, history: bool = False) -> None:
-        self._files = JournalDirectory(path.absolute(), level, history) if path is not None else None
-        self._journal: Journal | None = None
-        self.level = self._files.durability if self._files is not None else ""
-        self.recording = self._files is not None
-        try:
-            self.directory = SharedDirectory() if self._files is None else self._files.shared_directory()
-        except BaseException:
-            if self._files is not None:
-                self._files.close(over=False)
-            raise
-        self.rows = self.directory.path
-        if self._files is not None and self._files.rows is not None:
-            self.rows = self._files.rows
+    time_s: float
+    what: str
+    step: int
+    version: int
+    audit: Audit
 
-    @property
-    def path(self) -> Path | None:
-        """The current journal file; None without one."""
-        return None if self._journal is None else self._journal.path
+    def __str__(self) -> str:
+        ended = ", ".join(f"{count} {state}" for state, count in self.audit.terminal.items() if count) or "none ended"
+        return (
+            f"{self.time_s:10.1f} s  {self.what}: step {self.step}, version {self.version}; {self.audit.put} rows ="
+            f" {self.audit.live} live, {ended}{'' if self.audit.balanced else '; NOT BALANCED'}"
+        )
 
-    # ---- the life of a server
 
-    def listen(self, addresses: list[str], make: Callable[[list[str], bool], Server]) -> Server:
-        """Bind to the addresses of the run's earlier server if they are free, else to new ones.
+@dataclass(frozen=True)
+class Replayed:
+    """The result of a replay.
 
-        ``make``: makes the server from addresses, and from True if answers wait for ``settle``.
-        """
-        if self._files is None:
-            return make(addresses, False)
-        try:
-            wire = make([self._files.addresses.get(address, address) for address in addresses], True)
-        except ConfigError:  # another process has its port now
-            wire = make(addresses, True)
-        self._files.save_addresses(dict(zip(addresses, wire.addresses, strict=True)))
-        return wire
+    ``differing``: records with other answers than in the run: a bug. ``torn_bytes``: at
+    the journal's end. ``digest``: see ``digest_of``.
+    """
 
-    def recover(self, recoverable: RecoverableState) -> Recovered | None:
-        """Restore the state of the last server, and begin to record. Return None for a new run."""
-        if self._files is None:
-            return None
-        executor = recoverable.executor
-        log = executor.ledger.state.context.log
-        resumption = recover(self._files, recoverable)
-        found = None if resumption is None else resumption.found
-        try:
-            self._journal = self._files.begin(recoverable.encode(), self.directory.path, executor.clock())
-        except MemoryFull as full:
-            if resumption is None or resumption.found.damaged:
-                raise
-            self._journal = resumption.journal(self._files, log.take(), executor.take_digest())
-            found = replace(resumption.found, full=str(full))
-        log.take()
-        executor.take_digest()
-        log.begin()
-        return found
+    records: int
+    differing: int
+    torn_bytes: int
+    milestones: tuple[Milestone, ...]
+    audit: Audit
+    digest: str
 
-    def close(self, *, over: bool) -> None:
-        """Close the journal. ``over``: remove the run's memory and journal."""
-        if self._journal is not None:
-            self._journal.close(keep_room=not over)
-        keep = self._files is not None and self._files.head is not None and not over
-        self.directory.close(keep=keep)
-        if self._files is not None:
-            self._files.close(over=over)
 
-    # ---- records
+def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | None = None) -> Replayed:
+    """Replay the journal of a run directory, also while it is served. After several runs with
+    history it is that of the last one; ``DIRECTORY/journal/history/RUN`` is that of an earlier one.
 
-    def reserve(self, nbytes: int, command: CallCommand | None) -> None:
-        """Reserve room to record a call of ``nbytes``. Raises MemoryFull."""
-        if self._journal is not None:
-            self._journal.reserve(nbytes, KEPT.get(type(command), FOR_ENDS))
+    ``on_milestone`` is called with each milestone: the beginning, new sessions, checkpoints,
+    resumed trainers, ended sessions, and the end. Raises ConfigError if the directory cannot be
+    replayed.
+    """
+    parts = _parts(Path(directory))
+    first, _ = read_snapshot(parts[0][0])
+    listeners, ledger = Listeners(None, None, None), Ledger()
+    memory = Path(first.directory)
+    payload = Payload(ledger.state, Path(first.rows or memory), memory, synced=False)
+    wire = Server([], SimpleNamespace(sink=None))  # never started, so it handles nothing
+    welcome = Welcome(0, first.directory, first.sdk, first.durability, first.rows)
+    executor = CallExecutor(ledger, payload, listeners, welcome, wire)
+    milestones: list[Milestone] = []
 
-    def record(self, record: Record, recoverable: RecoverableState) -> None:
-        """Record an executed input, with the nondeterministic results it used."""
-        if self._journal is not None:
-            executor = recoverable.executor
-            self._journal.append(record, executor.ledger.state.context.log.take(), executor.take_digest())
+    def add(what: str, now: float) -> None:
+        """Add a milestone if ``what`` names one."""
+        if not what:
+            return
+        state = ledger.state
+        step = state.steps.next_to_train() if state.steps.declared else 0
+        milestones.append(Milestone(now - first.now, what, step, state.versions.current, ledger.audit()))
+        if on_milestone is not None:
+            on_milestone(milestones[-1])
 
-    @property
-    def try_again_s(self) -> float | None:
-        """Seconds until the next try to write rejected records; None if all are written."""
-        return DISK_RETRY_S if self._journal is not None and self._journal.failure is not None else None
+    records = differing = torn = 0
+    now = first.now
+    try:
+        for number, (snapshot_path, journal) in enumerate(parts):
+            head, state = read_snapshot(snapshot_path)
+            executor.restore(state)
+            add("begins" if not number else "continues after a snapshot", head.now)
+            with contextlib.closing(JournalReader(journal, head.run)) as recorded:
+                others, now = executor.replay(recorded, head.now, lambda record: add(_milestone(record), record.now))
+            records, differing, torn = records + recorded.records, differing + others, recorded.torn_bytes
+        add("ends", now)
+        return Replayed(records, differing, torn, tuple(milestones), ledger.audit(), digest_of(ledger))
+    finally:
+        wire.stop()
+        payload.close()
 
-    def settle(self, emit: Callable[[ev.Event], None]) -> bool:
-        """Commit this round's records. Return True if all are committed."""
-        if self._journal is None:
-            return True
-        failed, kept = self._journal.failure, self._journal.commit()
-        if not kept and failed is None:
-            text = f"{self._journal.path} cannot be written: {self._journal.failure}; answers wait"
-            emit(ev.Note(time_s=time.monotonic(), text=text, level="error"))
-        if kept and failed is not None:
-            emit(ev.Note(time_s=time.monotonic(), text=f"{self._journal.path} can be written again"))
-        return kept
 
-    def compact(self, recoverable: RecoverableState) -> None:
-        """Replace a long journal by a snapshot and a new journal."""
-        if self._journal is not None and self._files is not None:
-            now = recoverable.executor.clock()
-            self._journal = self._files.compact(self._journal, recoverable.encode, self.directory.path, now)
+def digest_of(ledger: Ledger) -> str:
+    """Return a digest of a ledger's state without its clock: equal for equal ledgers."""
+    parts = ledger.parts()
+    state = {
+        name: {key: value for key, value in snapshot.attributes(part).items() if key not in NOT_COMPARED}
+        for name, part in parts.items()
+    }
+    return xxhash.xxh3_128_hexdigest(snapshot.encode(state, parts))
+
+
+def _milestone(record: Record) -> str:
+    """Return the text of a milestone; "" for other records."""
+    if isinstance(record, SessionEndRecord):
+        return f"session {record.session} is gone ({record.reason})"
+    command = decode_call(record.body).command if isinstance(record, RequestRecord) else None
+    if isinstance(command, cmd.AddCheckpoint):
+        return f"a checkpoint of step {command.step} covers the steps before {command.covers}"
+    if isinstance(command, cmd.Resume):
+        return f"a trainer continues with step {command.step}"
+    if isinstance(command, ClientHello) and isinstance(record, RequestRecord):
+        return f"{command.name} opens session {record.session}"
+    return ""
+
+
+def _parts(directory: Path) -> list[tuple[Path, Path]]:
+    """Return the snapshots of the directory's newest run with their journals, in order."""
+    home = directory / "journal" if (directory / "journal").is_dir() else directory
+    found = sorted(home.glob("snapshot-??????"))
+    if found:
+        found = sorted((home / "history" / read_snapshot(found[-1])[0].run).glob("snapshot-??????")) + found
+    elif runs := sorted(home.glob("history/*/"), key=lambda path: path.stat().st_mtime_ns):
+        found = sorted(runs[-1].glob("snapshot-??????"))
+    pairs = [(path, path.with_name(path.name.replace("snapshot", "journal"))) for path in found]
+    pairs = [pair for pair in pairs if pair[1].exists()]
+    if not pairs:
+        raise ConfigError(
+            f"{directory} holds no journal: its run is over, or had none; serve a run with"
+            ' durability="process" and history=True to replay it later'
+        )
+    return pairs

@@ -23,20 +23,20 @@ from ..ledger import commands as cmd
 from ..ledger.samplers import make_sampler
 from ..ledger.staleness import make_policy
 from ..ledger.status import verb_of
-from ..memory import SIGN_S
+from ..memory import SIGN_S, SharedDirectory
 from ..types import Event
 from ..types import events as ev
 from ..types.config import LOCAL
 from ..types.reports import ParkedStatus
 from ..wire import MAX_BYTES, KeyPair, Server, has_ended, offer_key, own_key, process_key, rotated
-from .call_executor import CallExecutor, Clock
-from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
+from .call_executor import CallExecutor
+from .journal import DISK_RETRY_S, DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
+from .journal_directory import JournalDirectory
 from .listeners import Listeners, StepRows
-from .payload import Payload
+from .payload import DECODE_ERRORS, IncomingBlock, Payload
 from .protocol import (
     UNRECORDED,
     Call,
-    CallCommand,
     CallResult,
     ClientHello,
     CurrentKey,
@@ -51,8 +51,7 @@ from .protocol import (
     encode,
     failure,
 )
-from .recovery import Durability, RecoverableState, Recovered
-from .remote_payload import DECODE_ERRORS, IncomingBlock
+from .recovery import Recovered, recover
 from .stores.factory import make_store
 from .stores.fetch import FetchRequest, Needed, NeededRequest
 from .stores.homes import HomeId
@@ -72,21 +71,13 @@ UNIT_SILENCE_S = 20.0
 
 
 class HeldCheckpoint(NamedTuple):
-    """A checkpoint waiting for a listener. It is neither recorded nor executed, so its client resends it to
-    a restarted server."""
+    """A checkpoint waiting for a listener. It is neither recorded nor executed: its client resends it to a restarted
+    server. ``deadline``: in ledger seconds."""
 
     request: RequestRecord
     command: cmd.AddCheckpoint
-
-    @property
-    def deadline(self) -> float:
-        """The ledger time at which it fails."""
-        return self.request.now + self.command.timeout_s
-
-    @property
-    def why(self) -> str:
-        """The reason of its wait."""
-        return f"the steps before {self.command.covers} are still read by a listener, as by the recorder"
+    deadline: float
+    why: str
 
 
 class QueueServer:
@@ -104,13 +95,13 @@ class QueueServer:
     sent over the socket; also the limit for all incomplete calls together, with their payload.
 
     ``journal``: a directory for the recorded inputs. Every input is recorded before its answer is
-    sent, so a later server on the same directory continues the run (``recovered``: what it found).
+    sent, so a later server on the same directory continues the run (``recovered``: its result).
     ``durability``: "process" (any process may die at any time), or "host" (payload is also on disk
-    before a put is acknowledged); None: that of the existing journal, else "process". ``history``:
+    before a put is acknowledged); None: as in the existing journal, else "process". ``history``:
     keep replaced journals for replays. ``store``, ``store_options``: the kind of store of all
     clients, and its options.
-    Storage units that give no sign of life for UNIT_SILENCE_S are absent.
-    Raises ConfigError if another process serves the directory, or if another version wrote it.
+    Raises ConfigError if another process serves the directory, if another version wrote it, or if it is damaged;
+    MemoryFull without room to begin a journal.
     """
 
     def __init__(
@@ -135,23 +126,23 @@ class QueueServer:
         self._keys, self._save_keys = keys, save_keys
         self._key = own_key()  # of this process, for storage units
         self._store, self._store_options = store, dict(store_options or {})
-        self._durability = Durability(journal, durability, history)
-        self.durability, self.directory = self._durability.level, self._durability.directory
-        self.rows = self._durability.rows
+        self._files = None if journal is None else JournalDirectory(journal.absolute(), durability, history)
+        self.directory = SharedDirectory() if self._files is None else self._files.shared_directory()
+        path = self.directory.path
         # libzmq frees the name of an inproc socket some time after it is closed
-        self.here = f"inproc://{self.directory.path.name}-{secrets.token_hex(4)}"
-        addresses = [self.here, f"ipc://{self.directory.path}/queue", *addresses]
+        self.here = f"inproc://{path.name}-{secrets.token_hex(4)}"
         try:
-            self._wire = self._durability.listen(
-                addresses, functools.partial(self._listen, keys, insecure, max_call_bytes)
-            )
+            self._wire = self._bind([self.here, f"ipc://{path}/queue", *addresses], insecure, max_call_bytes)
         except BaseException:
-            self._durability.close(over=False)
+            self._close_directories(over=False)
             raise
         self.addresses = self._wire.addresses
+        self.durability = "" if self._files is None else self._files.durability
+        rows = None if self._files is None else self._files.rows
+        self.rows = rows or path
         self._listeners = Listeners(on_event, on_step, on_final)
         self._held: dict[int, HeldCheckpoint] = {}  # by ticket
-        self._clock = Clock()
+        self._units: dict[str, float] = {}  # last sign of life of each, by session
         self._next_status = 0.0
         self._next_sign, self._renewing, self._directory_error = 0.0, False, ""
         self._ended: dict[str, str] = {}  # session → why it was ended
@@ -159,20 +150,15 @@ class QueueServer:
             make_sampler=functools.partial(make_sampler, own=samplers),
             make_policy=functools.partial(make_policy, own=policies),
         )
-        path, rows = self.directory.path, self.rows
-        self._payload = Payload(self._ledger.state, rows, path, synced=self.durability == "host")
-        welcome = Welcome(0, str(path), __version__, self.durability, "" if rows == path else str(rows))
-        self._executor = CallExecutor(
-            self._ledger, self._payload, self._clock, self._listeners, welcome, self._wire.answer, self._forget
-        )
-        self._clients = self._executor.clients
-        self._recoverable = RecoverableState(self._executor, self._wire, self._listeners)
+        self._payload = Payload(self._ledger.state, self.rows, path, synced=self.durability == "host")
+        welcome = Welcome(0, str(path), __version__, self.durability, "" if rows is None else str(rows))
+        self._executor = CallExecutor(self._ledger, self._payload, self._listeners, welcome, self._wire)
+        self._clock, self._clients = self._executor.clock, self._executor.clients
         self._wire.limiter.on_note(self._note)
         if self.directory.warning:
             self._note(self.directory.warning, "warning")
-        self.recovered: Recovered | None = None
         try:
-            self.recovered = self._durability.recover(self._recoverable)
+            self.recovered = self._recover()
             self._ledger.staleness.check_available()
             if store == LOCAL and self._ledger.state.homes.by_number:
                 raise ConfigError(
@@ -181,7 +167,7 @@ class QueueServer:
         except BaseException:
             self._wire.stop()
             self._payload.close()
-            self._durability.close(over=False)
+            self._close_directories(over=False)
             raise
         if self.recovered is not None:
             self._note(str(self.recovered), self.recovered.level)
@@ -193,27 +179,50 @@ class QueueServer:
                 self._wire.bind(session, *(() if keys is None else keys.server.clients), "", client.public)
         if store != LOCAL:
             self._payload.read_homes_by(self._open_home_reader(store, self._store_options))
-        self._units = dict.fromkeys(self._unit_sessions(), self._clock())  # last sign of life
+        units = {home.unit for home in self._ledger.state.homes.by_number.values()}
+        self._units = {name: self._clock() for name, number in self._clients.numbers().items() if number in units}
         self._executor.report_steps_again()
         self._wire.start()
 
-    def _listen(
-        self, keys: KeyPair | None, insecure: bool, max_call_bytes: int, addresses: list[str], hold: bool
-    ) -> Server:
+    def _bind(self, addresses: list[str], insecure: bool, max_call_bytes: int) -> Server:
+        """Bind to the addresses of the run's earlier server if they are free, else to new ones."""
+        if self._files is None:
+            return self._listen(addresses, insecure, max_call_bytes)
+        try:
+            known = [self._files.addresses.get(address, address) for address in addresses]
+            wire = self._listen(known, insecure, max_call_bytes)
+        except ConfigError:  # another process has its port now
+            wire = self._listen(addresses, insecure, max_call_bytes)
+        self._files.save_addresses(dict(zip(addresses, wire.addresses, strict=True)))
+        return wire
+
+    def _listen(self, addresses: list[str], insecure: bool, max_call_bytes: int) -> Server:
         """Bind to ``addresses``. The key is published first: a client able to connect finds it."""
-        run = None if keys is None else keys.run
+        keys, run = (None, None) if self._keys is None else (self._keys.server, self._keys.run)
         offer_key(self.directory.path, addresses, run, bound=False)
-        server = Server(
-            addresses,
-            self,
-            None if keys is None else keys.server,
-            max_call_bytes,
-            hold=hold,
-            insecure=insecure,
-            ask=lambda key, verdict: verdict(self._executor.admits(key)),
-        )
+        hold = self._files is not None
+
+        def ask(key: str, verdict: Callable[[bool], None]) -> None:
+            verdict(self._executor.admits(key))
+
+        server = Server(addresses, self, keys, max_call_bytes, hold=hold, insecure=insecure, ask=ask)
         offer_key(self.directory.path, server.addresses, run, bound=True)
         return server
+
+    def _recover(self) -> Recovered | None:
+        """Restore the state of the last server, and begin to record. Return None for a new run."""
+        if self._files is None:
+            return None
+        found = recover(self._files, self._executor)
+        self._files.begin(self._executor.encode(), self.directory.path, self._clock())
+        self._ledger.state.context.log.begin()
+        return found
+
+    def _close_directories(self, *, over: bool) -> None:
+        """``over``: remove the run's memory and journal."""
+        self.directory.close(keep=self._files is not None and self._files.head is not None and not over)
+        if self._files is not None:
+            self._files.close(over=over)
 
     def _open_home_reader(self, store: str, options: Mapping[str, Any]) -> PayloadStore:
         """Return the store by which this process reads rows of other homes for its listeners."""
@@ -230,15 +239,14 @@ class QueueServer:
     def close(self) -> None:
         """Stop serving, and remove the run's segments, unless a journal needs them: until the
         stream and all rows have ended. Views of other processes stay valid."""
-        journal = self._durability.path
-        self._wire.stop(for_good=lambda: journal is None or self._is_over())
+        self._wire.stop(for_good=lambda: self._files is None or self._is_over())
         self._payload.close()
         over = self._is_over()
-        if journal is not None and not over:
+        if self._files is not None and not over:
             live = self._ledger.audit().live
             text = f"{live} live rows are kept for the next server of this run; to discard them, remove"
-            self._note(f"{text} {journal.parent}", "info")
-        self._durability.close(over=over)
+            self._note(f"{text} {self._files.path}", "info")
+        self._close_directories(over=over)
         self._listeners.close()
 
     def _is_over(self) -> bool:
@@ -248,29 +256,34 @@ class QueueServer:
 
     def sink(self, session: str, body: bytes, nbytes: int) -> IncomingBlock:
         """Return the sink for a call's payload. Raises ProtocolError, SchemaError, MemoryFull."""
-        if session not in self._clients:
+        if session not in self._clients.by_session:
             raise ProtocolError("unknown session: send hello first")
         self._keep_directory()
-        return self._payload.remote.sink(body, nbytes)
+        return self._payload.sink(body, nbytes)
 
     def request(self, session: str, ticket: int, body: bytes, payload: IncomingBlock | AsyncFlowError | None) -> None:
         """Handle a call."""
+        known = session in self._clients.by_session
         try:
             call = decode_call(body)
         except DECODE_ERRORS as error:
             self._reply(ticket, ProtocolError(f"the server cannot read this call: {error}"))
         else:
-            client, kind = self._clients.by_session.get(session), type(call.command)
-            if client is not None:  # a call of any other session is rejected below
-                for event in call.events:
-                    self._listeners.event(event)
-            reads = kind in READ_ONLY and call.then is None
-            if kind is not ClientHello and (
-                client is None or reads or (call.command is None and not self._payload.has_freed(client.number))
-            ):
-                self._answer_read_only(session, ticket, call.command)
+            command = call.command
+            kind = type(command)
+            for event in call.events if known else ():
+                self._listeners.event(event)
+            if not known and kind is not ClientHello:
+                why = self._ended.get(session, "its process has ended")
+                self._reply(ticket, ProtocolError(f"unknown session: send hello first, or {why}"))
+            elif kind in READ_ONLY and call.then is None:
+                self._answer_read_only(self._clients.by_session[session].number, ticket, command)
+            elif command is None and self._clients.by_session[session].number not in self._payload.files.freed:
+                self._reply(ticket, cmd.Done())
+            elif self._files is None and kind not in GUARDED and payload is None and call.payload is None:
+                self._executor.execute(session, ticket, call, self._clock())
             else:
-                seq, done = self._wire.requests.numbers(ticket) if self._durability.recording else (0, 0)
+                seq, done = self._wire.requests.numbers(ticket) if self._files is not None else (0, 0)
                 request = RequestRecord(self._clock(), session, seq, done, ticket, body)
                 if kind not in GUARDED or self._admit(request, call):
                     self._execute(request, call, payload)
@@ -282,26 +295,18 @@ class QueueServer:
         columns."""
         answer = decode_result(body)
         if not isinstance(answer.reply, Welcome):
-            return self._payload.remote.inline(answer)
-        owner = os.stat(self.directory.path / "owner")
-        pid = os.getpid()
+            return self._payload.inline(answer)
+        owner, pid = os.stat(self.directory.path / "owner"), os.getpid()
+        remote = tuple(each for each in self.addresses if each.startswith("tcp://"))
         reply = msgspec.structs.replace(
-            answer.reply,
-            owner=(owner.st_dev, owner.st_ino),
-            pid=pid,
-            pid_key=process_key(pid),
-            max_bytes=self._wire.max_bytes,
-            addresses=tuple(each for each in self.addresses if each.startswith("tcp://")),
-            store=self._store,
-            store_options=self._store_options,
-        )
+            answer.reply, owner=(owner.st_dev, owner.st_ino), pid=pid, pid_key=process_key(pid),
+            max_bytes=self._wire.max_bytes, addresses=remote, store=self._store, store_options=self._store_options,
+        )  # fmt: skip
         return encode(msgspec.structs.replace(answer, reply=reply)), ()
 
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
         """Undo a cancelled call. ``answer``: its unread answer; None if there is none yet."""
-        if session not in self._clients:
-            return
-        if self._held.pop(ticket, None) is not None:  # not recorded
+        if session not in self._clients.by_session or self._held.pop(ticket, None) is not None:  # not recorded
             return
         now = self._clock()
         self._executor.drop(session, ticket, answer, now)
@@ -309,7 +314,7 @@ class QueueServer:
 
     def gone(self, session: str, reason: str, blame: bool = True) -> None:
         """Close the session of a dead process."""
-        if session not in self._clients:
+        if session not in self._clients.by_session:
             return
         now = self._clock()
         self._ended[session] = reason
@@ -318,13 +323,8 @@ class QueueServer:
         self._executor.close_session(session, reason, now, blame=blame)
         self._record(SessionEndRecord(now, session, reason, blame))
 
-    def _forget(self, session: str) -> None:
-        """Drop what a session left: it has ended, by whatever cause."""
-        self._held = {ticket: each for ticket, each in self._held.items() if each.request.session != session}
-        self._wire.forget(session)
-
     def idle(self) -> float:
-        """Run what is due. Return the seconds until the next call."""
+        """Run timers. Return the seconds until the next call."""
         now = self._clock()
         if now >= self._next_sign:
             self._next_sign = now + SIGN_S
@@ -338,11 +338,12 @@ class QueueServer:
             due = self._ledger.next_deadline()
         waits = [self._next_sign] if due is None else [self._next_sign, due]
         if self._held:
-            for ticket, held in list(self._held.items()):
-                if held.deadline <= now:
-                    del self._held[ticket]
-                    self._reply(ticket, DeadlineExceeded(f"after {now - held.request.now:.1f} s: {held.why}"))
-            waits += [held.deadline for held in self._held.values()]
+            for ticket, (request, _, deadline, why) in list(self._held.items()):
+                if deadline > now and request.session in self._clients.by_session:
+                    waits.append(deadline)
+                    continue
+                del self._held[ticket]
+                self._reply(ticket, DeadlineExceeded(f"after {now - request.now:.1f} s: {why}"))
         if self._units:
             waits.append(min(self._units.values()) + UNIT_SILENCE_S)
         if self._listeners.events:
@@ -350,8 +351,8 @@ class QueueServer:
                 self._next_status = now + STATUS_EVERY_S
                 self._emit_status(now)
             waits.append(self._next_status)
-        if self._durability.recording and self._durability.try_again_s is not None:
-            waits.append(now + self._durability.try_again_s)
+        if self._files is not None and self._files.journal.failure is not None:
+            waits.append(now + DISK_RETRY_S)
         return min(waits) - now
 
     def _keep_directory(self) -> None:
@@ -372,27 +373,19 @@ class QueueServer:
             self._note(f"{self.directory.path} was removed, and is made again; the rows in it are lost", "warning")
 
     def _end_silent_units(self, now: float) -> None:
-        for session, heard in list(self._units.items()):
-            if session not in self._clients:
-                del self._units[session]
-            elif now - heard >= UNIT_SILENCE_S:
-                del self._units[session]
-                self.gone(session, f"this storage unit gave no sign of life for {UNIT_SILENCE_S:g} s", blame=False)
-
-    def _unit_sessions(self) -> list[str]:
-        """Return the sessions of the homes' storage units."""
-        units = {home.unit for home in self._ledger.state.homes.by_number.values()}
-        return [session for session, number in self._clients.numbers().items() if number in units]
+        for session in [session for session, heard in self._units.items() if now - heard >= UNIT_SILENCE_S]:
+            del self._units[session]  # it may have ended since
+            self.gone(session, f"this storage unit gave no sign of life for {UNIT_SILENCE_S:g} s", blame=False)
 
     def settle(self) -> bool:
         """Commit this round's records. Return True if its answers may be sent."""
-        recording = self._durability.recording
-        if recording and not self._durability.settle(self._listeners.event):
+        if self._files is not None and not self._files.journal.commit(self._note):
             return False
-        if self._payload.files.pending or self._payload.remote.freed:
+        if self._payload.files.pending or self._payload.freed:
             self._payload.settle()
-        if recording and not self._held:  # a snapshot would contain them, and their clients would not resend them
-            self._durability.compact(self._recoverable)
+        if self._files is not None and not self._held:
+            # a snapshot would contain held checkpoints, and their clients would not resend them
+            self._files.compact(self._executor.encode, self.directory.path, self._clock)
         return True
 
     # ---- requests
@@ -402,8 +395,7 @@ class QueueServer:
         command, session = call.command, request.session
         try:
             if isinstance(command, ClientHello):
-                self._check_session_limit(session)
-                self._check_key(session)
+                self._check_client(session)
             elif isinstance(command, cmd.OpenHome):
                 if command.store != self._store:
                     raise ConfigError(f"this run has the store {self._store!r}, and no home of {command.store!r}")
@@ -417,14 +409,14 @@ class QueueServer:
         return True
 
     def _hold_checkpoint(self, request: RequestRecord, call: Call) -> None:
-        """Execute a checkpoint once ``on_final`` has returned. It may read rows of other hosts, for which
-        this thread must not wait."""
+        """Execute a checkpoint once ``on_final`` has returned. It may read rows of other hosts, and this
+        thread must not wait for them."""
         command = call.command
         assert isinstance(command, cmd.AddCheckpoint)
 
         def execute() -> None:
             """Called in this thread, unless the request was dropped or has expired."""
-            if self._held.pop(request.ticket, None) is not None:
+            if self._held.pop(request.ticket, None) is not None and request.session in self._clients.by_session:
                 self._execute(msgspec.structs.replace(request, now=self._clock()), call)
 
         def call_listener() -> None:
@@ -432,7 +424,8 @@ class QueueServer:
             self._listeners.final(command.covers)
             self._wire.call(execute)
 
-        self._held[request.ticket] = HeldCheckpoint(request, command)
+        why = f"the steps before {command.covers} are still read by a listener, as by the recorder"
+        self._held[request.ticket] = HeldCheckpoint(request, command, request.now + command.timeout_s, why)
         threading.Thread(target=call_listener, name="final", daemon=True).start()
 
     def _execute(
@@ -441,29 +434,37 @@ class QueueServer:
         """Execute and record a request. Refuse it, with no effect, if the disk is full."""
         session, ticket = request.session, request.ticket
         try:
-            if self._durability.recording:
-                self._durability.reserve(len(request.body), call.command)
+            if self._files is not None:
+                self._files.journal.reserve(len(request.body), type(call.command))
             if payload is not None or call.payload is not None:
-                call = self._payload.remote.store(call, payload)
+                call = self._payload.store(call, payload)
                 request = msgspec.structs.replace(request, body=encode(call))
         except AsyncFlowError as error:
             if isinstance(payload, IncomingBlock) and isinstance(error, MemoryFull):
                 payload.release()
-            self._reply(ticket, error, call)
+            self._reply(ticket, error, b"" if call.block is None else call.block.packed_serial)
             return
-        new = session not in self._clients
+        new = session not in self._clients.by_session
         self._executor.execute(session, ticket, call, request.now)
         if new and (client := self._clients.by_session.get(session)) is not None:
             self._wire.watch(session, client.pid, client.pid_key)
             self._wire.bind(session, client.public)
-        if self._durability.recording:
-            self._record(request)
+        self._record(request)
 
     def _record(self, record: Record) -> None:
-        self._durability.record(record, self._recoverable)
+        """Record an executed input, with the nondeterministic results it used."""
+        if self._files is not None:
+            results = self._ledger.state.context.log.take()
+            self._files.journal.append(record, results, self._executor.take_digest())
 
-    def _check_key(self, session: str) -> None:
-        """Raise AccessDenied if the key of this client's connection was replaced since it connected."""
+    def _check_client(self, session: str) -> None:
+        """Raise WireError for a session too many, AccessDenied if the key of its connection was replaced since."""
+        if session not in self._clients.by_session:
+            self._wire.requests.check_room(session)
+            if self._wire.limiter.short:
+                raise WireError(
+                    "the server of this run is short of file descriptors: close clients, or raise its limit (ulimit -n)"
+                )
         key = self._wire.key_of(session)
         if key and self._keys is not None and key not in self._keys.server.clients and not self._executor.admits(key):
             raise AccessDenied("the key of this client is accepted no more; ask for the run's new run.key")
@@ -500,94 +501,80 @@ class QueueServer:
             return unsaved
         return ""
 
-    def _check_session_limit(self, session: str) -> None:
-        if session in self._clients:
-            return
-        self._wire.requests.check_room(session)
-        if self._wire.limiter.short:
-            raise WireError(
-                "the server of this run is short of file descriptors: close clients, or raise its limit (ulimit -n)"
-            )
-
     # ---- read-only requests
 
-    def _answer_read_only(self, session: str, ticket: int, command: CallCommand | None) -> None:
-        if session not in self._clients:
-            why = self._ended.get(session) or "its process has ended"
-            self._reply(ticket, ProtocolError(f"unknown session: send hello first, or {why}"))
-        elif command is None:
-            self._reply(ticket, cmd.Done())
-        elif isinstance(command, MemberQuery):
-            known = {self._key.public, *self._clients.public_keys()}
-            self._reply(ticket, Members(tuple(key for key in command.keys if key in known)))
-        elif isinstance(command, KeyRequest):
-            self._reply(ticket, CurrentKey(None if self._keys is None else self._keys.run))
-        elif isinstance(command, RotateKey):
-            try:
-                self._reply(ticket, self._rotate_key(command))
-            except ConfigError as error:
-                self._reply(ticket, error)
-        elif isinstance(command, NeededRequest):
-            segments = self._payload.needed(HomeId(command.home, command.epoch))
-            self._reply(ticket, Needed(segments, tuple(self._clients.numbers().values())))
-        elif isinstance(command, FetchRequest):
-            make = functools.partial(self._payload.remote.fetch, command)
+    def _answer_read_only(self, number: int, ticket: int, command: Any) -> None:
+        reply: Any
+        if isinstance(command, FetchRequest):
+            make = functools.partial(self._payload.fetch, command)
             self._wire.answer(ticket, b"", at_once=True, recorded=False, make=make)
-        else:
-            self._ledger.apply(self._clients.number(session), command, self._clock(), ticket)  # type: ignore[arg-type]
-            for _, reply in self._ledger.drain().answers:
-                self._reply(ticket, self._fill(reply))
+            return
+        try:
+            match command:
+                case MemberQuery():
+                    known = {self._key.public, *self._clients.public_keys()}
+                    reply = Members(tuple(key for key in command.keys if key in known))
+                case KeyRequest():
+                    reply = CurrentKey(None if self._keys is None else self._keys.run)
+                case RotateKey():
+                    reply = self._rotate_key(command)
+                case NeededRequest():
+                    segments = self._payload.needed(HomeId(command.home, command.epoch))
+                    reply = Needed(segments, tuple(self._clients.numbers().values()))
+                case _:
+                    self._ledger.apply(number, command, self._clock(), ticket)
+                    ((_, reply),) = self._ledger.drain().answers
+                    reply = self._fill(reply)
+        except ConfigError as error:
+            reply = error
+        self._reply(ticket, reply)
 
-    def _reply(
-        self,
-        ticket: int,
-        reply: cmd.Reply | Needed | Members | CurrentKey | AsyncFlowError,
-        refused: Call | None = None,
-    ) -> None:
-        """Answer a call that is not recorded. ``refused``: the client frees its payload."""
-        freed = b"" if refused is None else refused.client_serials
-        if isinstance(reply, AsyncFlowError):
-            self._wire.answer(ticket, encode(CallResult(error=failure(reply), freed=freed)), at_once=True)
-        else:
-            waits = self._durability.try_again_s is not None  # a read-only answer need not wait for the journal
-            self._wire.answer(ticket, encode(CallResult(reply)), at_once=waits, recorded=False)  # type: ignore[arg-type]
+    def _reply(self, ticket: int, reply: Any, freed: bytes = b"") -> None:
+        """Answer a call without a record, even if the journal cannot be written. ``freed``: the serial of its
+        payload."""
+        error = failure(reply) if isinstance(reply, AsyncFlowError) else None
+        at_once = error is not None or (self._files is not None and self._files.journal.failure is not None)
+        result = CallResult(reply, freed=freed) if error is None else CallResult(error=error, freed=freed)
+        self._wire.answer(ticket, encode(result), at_once=at_once, recorded=error is not None)
 
     # ---- status
 
     def _fill(self, reply: Any) -> Any:
-        """Add bytes to an audit, and to a status report the held checkpoints and processes, too."""
+        """Add bytes to an audit; to a status report also the held checkpoints, and processes."""
         if isinstance(reply, Audit):
-            return self._payload.fill_homes(reply)
-        return self._fill_status(reply) if isinstance(reply, StatusReport) else reply
+            return msgspec.structs.replace(reply, homes=self._payload.fill_homes(reply.homes))
+        if not isinstance(reply, StatusReport):
+            return reply
+        known = {client.number: client for client in self._clients.by_session.values()}
+        sessions = tuple(
+            msgspec.structs.replace(each, pid=known[each.id].pid, host=known[each.id].host)
+            if each.id in known
+            else each
+            for each in reply.sessions
+        )
+        return msgspec.structs.replace(
+            self._add_held(reply), sessions=sessions, homes=self._payload.fill_homes(reply.homes),
+            payload_bytes=self._payload.index.live_bytes, held_bytes=self._payload.held_bytes(),
+            written_bytes=self._payload.index.written_bytes, garbage=self._wire.garbage, pid=os.getpid(),
+            host=socket.gethostname(), sdk=__version__,
+        )  # fmt: skip
 
     def _add_held(self, report: StatusReport) -> StatusReport:
         """Return the report with the checkpoints waiting for a listener."""
         now, names = self._clock(), {session.id: session.name for session in report.sessions}
         parked = []
-        for held in self._held.values():
-            number, since_s = self._clients.number(held.request.session), now - held.request.now
-            parked.append(
-                ParkedStatus(
-                    session=number, name=names.get(number, ""), verb=verb_of(held.command), why=held.why,
-                    since_s=since_s, left_s=held.deadline - now,
-                )
-            )  # fmt: skip
+        for request, command, deadline, why in self._held.values():
+            if request.session not in self._clients.by_session:
+                continue
+            number, verb = self._clients.by_session[request.session].number, verb_of(command)
+            name, since_s, left_s = names.get(number, ""), now - request.now, deadline - now
+            parked.append(ParkedStatus(session=number, name=name, verb=verb, why=why, since_s=since_s, left_s=left_s))
         return msgspec.structs.replace(
             report, waiting=report.waiting | {each.name: each.why for each in parked},
             parked=(*parked, *report.parked)[:MOST_WAITING], parked_count=report.parked_count + len(parked),
         )  # fmt: skip
 
-    def _fill_status(self, report: StatusReport) -> StatusReport:
-        report = self._add_held(report)
-        report = self._payload.fill(self._clients.fill(report))
-        garbage, pid, host = self._wire.garbage, os.getpid(), socket.gethostname()
-        return msgspec.structs.replace(report, garbage=garbage, pid=pid, host=host, sdk=__version__)
-
     def _emit_status(self, now: float) -> None:
         status = self._add_held(self._ledger.status())
-        held = self._payload.held_bytes()
-        self._listeners.event(
-            ev.Status(
-                time_s=time.monotonic(), rows=status.rows, ended=status.ended, waiting=status.waiting, bytes=held
-            )
-        )
+        rows, ended, waiting, held = status.rows, status.ended, status.waiting, self._payload.held_bytes()
+        self._listeners.event(ev.Status(time_s=time.monotonic(), rows=rows, ended=ended, waiting=waiting, bytes=held))

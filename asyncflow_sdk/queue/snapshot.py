@@ -3,11 +3,10 @@
     data = encode(state, parts)     # dicts, lists, sets, deques, arrays, numbers, and objects of our packages
     state = decode(data, parts)     # equal, and shared objects are shared again
 
-Encoding is structural: every attribute of every object is written, except those named in its
-class's ``TRANSIENT``, which the constructor makes anew. If the class has ``KEPT``, only the
-attributes named there are written. ``parts`` are objects outside the snapshot, by name; a reference
-to one is written as its name. Decoding creates only classes of the packages below, imports nothing,
-and calls only constructors without arguments.
+Encoding is structural: every attribute of every object is written, except names in its class's ``TRANSIENT``;
+the constructor makes these anew. ``parts`` are objects outside the snapshot, by name; a reference to one is written as
+its name. Decoding creates only classes of the packages below, imports nothing, and calls only constructors without
+arguments.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,22 +24,21 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..errors import AsyncFlowError, ProtocolError
+from ..errors import AsyncFlowError, ConfigError, ProtocolError
 from ..memory import sync_directory
 
 PACKAGES = ("ledger", "memory", "queue", "types", "wire")
-FORMAT = b"5"
-MAGIC = b"asyncfl-snapsh" + FORMAT + b"\n"
+MAGIC = b"asyncfl-snapsh4\n"  # of all formats: the head has the number
 _LENGTH = struct.Struct("<QQ")
 _PACKAGE = __name__.split(".")[0]
 _PLAIN = (type(None), bool, int, float, str, bytes)
-_FACTORIES: dict[str, Callable[[], Any]] = {"Counter": Counter, "list": list, "dict": dict, "set": set, "int": int}
+_CONTAINERS: dict[str, Any] = {each.__name__: each for each in (dict, Counter, list, deque, set, frozenset)}
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 
 
 def encode(state: Any, parts: Mapping[str, object] = MappingProxyType({})) -> bytes:
-    """Return the state as bytes. Raises TypeError naming an object that cannot be written."""
+    """Return the state as bytes. Raises TypeError naming an unknown object."""
     return _pack(_Encoder(parts).node(state, "state"))
 
 
@@ -72,39 +70,28 @@ def write(path: Path, head: bytes, body: bytes) -> None:
 
 
 def read(path: Path) -> tuple[bytes, bytes]:
-    """Return head and encoded state. Raises ProtocolError for a damaged file or another format."""
+    """Return head and encoded state. Raises ConfigError for a damaged file."""
     data = path.read_bytes()
-    if data[: len(MAGIC)] != MAGIC and data[: len(MAGIC) - 2] == MAGIC[:-2]:
-        raise ProtocolError(
-            f"{path} has snapshot format {data[len(MAGIC) - 2 : len(MAGIC) - 1].decode(errors='replace')!r}; this"
-            f" asyncflow-sdk reads format {FORMAT.decode()!r}: use the version that wrote it"
-        )
-    found = []
-    at = len(MAGIC)
+    found, at = [], len(MAGIC)
     for _ in range(2):
         length, checksum = _LENGTH.unpack_from(data, at) if len(data) >= at + _LENGTH.size else (0, 1)
         content = data[at + _LENGTH.size : at + _LENGTH.size + length]
         if data[: len(MAGIC)] != MAGIC or len(content) != length or xxhash.xxh3_64_intdigest(content) != checksum:
-            raise ProtocolError(f"{path} is damaged")
+            raise ConfigError(f"{path} is damaged")
         found.append(content)
         at += _LENGTH.size + length
     return found[0], found[1]
 
 
 def attributes(thing: Any) -> dict[str, Any]:
-    """Return the attributes to write: those in ``KEPT``, or all but those in ``TRANSIENT``."""
-    kept = getattr(type(thing), "KEPT", None)
-    if kept is not None:
-        return {name: getattr(thing, name) for name in kept}
+    """Return the attributes to write: all but those in ``TRANSIENT``."""
     named = dict(getattr(thing, "__dict__", {}))
     for cls in type(thing).__mro__:
         slots = getattr(cls, "__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
                 named[name] = getattr(thing, name)
-    for name in getattr(type(thing), "TRANSIENT", ()):
-        named.pop(name, None)
-    return named
+    return {name: value for name, value in named.items() if name not in getattr(type(thing), "TRANSIENT", ())}
 
 
 class _Encoder:
@@ -128,32 +115,25 @@ class _Encoder:
             return ["same", known]
         self._known[id(thing)] = len(self._kept)
         self._kept.append(thing)
-        if kind is np.ndarray and thing.dtype.kind in "biuf":
-            return ["array", thing.dtype.str, list(thing.shape), np.ascontiguousarray(thing).tobytes()]
-        if isinstance(thing, np.generic) and thing.dtype.kind in "biuf":
-            return ["number", thing.dtype.str, thing.tobytes()]
-        if kind in (dict, Counter, OrderedDict):
-            return [kind.__name__, *self._pairs(thing, where)]
-        if kind is defaultdict:
-            factory = getattr(thing.default_factory, "__name__", "")
-            if factory not in _FACTORIES:
-                raise TypeError(f"{where}: a defaultdict of {thing.default_factory} cannot be written")
-            return ["defaultdict", factory, *self._pairs(thing, where)]
-        if kind is list:
-            return ["list", *self._all(thing, where)]
-        if kind is deque:
-            return ["deque", thing.maxlen, *self._all(thing, where)]
+        if isinstance(thing, np.ndarray | np.generic) and thing.dtype.kind in "biuf":
+            shape = list(thing.shape) if kind is np.ndarray else None
+            return ["array", thing.dtype.str, shape, thing.tobytes()]
+        if _CONTAINERS.get(kind.__name__) is kind:
+            if isinstance(thing, dict):
+                items = [item for pair in thing.items() for item in pair]
+            else:
+                items = sorted(thing) if isinstance(thing, set | frozenset) else thing
+            return ["items", kind.__name__, getattr(thing, "maxlen", None), *self._all(items, where)]
+        name = _name(kind)
+        if name is None:
+            raise TypeError(f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be written")
         if isinstance(thing, tuple):
-            return ["named", _known_name(kind, where), *self._all(thing, where)]
-        if kind in (set, frozenset):
-            return [kind.__name__, *self._all(sorted(thing), where)]
-        name = _known_name(kind, where)
-        if isinstance(thing, msgspec.Struct) and kind.__struct_config__.frozen:
-            return ["struct", name, _pack(thing)]
+            return ["items", name, None, *self._all(thing, where)]
+        named = attributes(thing)
         if isinstance(thing, msgspec.Struct):
+            if kind.__struct_config__.frozen:
+                return ["struct", name, _pack(thing)]
             named = {field: getattr(thing, field) for field in kind.__struct_fields__}
-        else:
-            named = attributes(thing)
         flat: list[Any] = ["object", name]
         for attribute, value in named.items():
             flat += (attribute, self.node(value, f"{where}.{attribute}"))
@@ -162,94 +142,66 @@ class _Encoder:
     def _all(self, things: Iterable[Any], where: str) -> list[Any]:
         return [thing if type(thing) in _PLAIN else self.node(thing, where) for thing in things]
 
-    def _pairs(self, things: dict[Any, Any], where: str) -> list[Any]:
-        flat: list[Any] = []
-        for key, value in things.items():
-            flat += (
-                key if type(key) in _PLAIN else self.node(key, where),
-                value if type(value) in _PLAIN else self.node(value, f"{where}[{key!r}]"),
-            )
-        return flat
-
 
 class _Decoder:
     def __init__(self, parts: Mapping[str, object]) -> None:
         self._parts = parts
         self._known: list[Any] = []
-        self._types: dict[str, type] = {}
+        self._types = classes()
 
     def value(self, node: Any) -> Any:
         """Return the object for an encoded node."""
         if type(node) is not list:
             return node
-        kind, rest = node[0], node[1:]
+        kind, first, *rest = node if len(node) > 1 else (*node, None)
         if kind == "tuple":
-            return tuple(self.value(each) for each in rest)
+            return tuple(self.value(each) for each in node[1:])
         if kind == "part":
-            return self._parts[rest[0]]
+            return self._parts[first]
         if kind == "same":
-            return self._known[rest[0]]
-        if kind in ("array", "number", "struct"):
-            self._known.append(self._leaf(kind, rest))
-            return self._known[-1]
-        return self._container(kind, rest)
-
-    def _leaf(self, kind: str, rest: list[Any]) -> Any:
-        if kind == "struct":
-            return msgspec.msgpack.decode(rest[1], type=self._type(rest[0]))
-        dtype = np.dtype(rest[0])
-        if dtype.kind not in "biuf":
-            raise ProtocolError(f"a snapshot cannot contain {dtype}")
-        if kind == "number":
-            return np.frombuffer(rest[1], dtype)[0]
-        return np.frombuffer(rest[2], dtype).reshape(rest[1]).copy()
-
-    def _container(self, kind: str, rest: list[Any]) -> Any:
-        made: Any
-        cls: Any
+            return self._known[first]
         at = len(self._known)
         self._known.append(None)
-        if kind in ("frozenset", "named"):
-            cls = frozenset if kind == "frozenset" else self._type(rest.pop(0))
-            values = [self.value(each) for each in rest]
-            made = self._known[at] = cls(values) if cls is frozenset else cls(*values)
-            return made
-        if kind == "object":
-            cls = self._type(rest[0])
-            made = cls() if getattr(cls, "TRANSIENT", ()) else cls.__new__(cls)
-        elif kind == "defaultdict":
-            made = defaultdict(_FACTORIES[rest[0]])
-        elif kind == "deque":
-            made = deque(maxlen=rest[0])
+        if kind == "items":
+            return self._container(at, first, *rest)
+        if kind == "array":
+            dtype, (shape, data) = np.dtype(first), rest
+            if dtype.kind not in "biuf":
+                raise ProtocolError(f"a snapshot cannot contain {dtype}")
+            array = np.frombuffer(data, dtype)
+            self._known[at] = array[0] if shape is None else array.reshape(shape).copy()
+        elif kind == "struct":
+            self._known[at] = msgspec.msgpack.decode(rest[0], type=self._type(first))
+        elif kind == "object":
+            cls: Any = self._type(first)
+            made = self._known[at] = cls() if getattr(cls, "TRANSIENT", ()) else cls.__new__(cls)
+            for name, each in zip(rest[::2], rest[1::2], strict=True):
+                object.__setattr__(made, name, self.value(each))
         else:
-            made = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict, "list": list, "set": set}[kind]()
-        self._known[at] = made
-        rest = rest[1:] if kind in ("object", "defaultdict", "deque") else rest
-        if kind == "object":
-            for name, node in zip(rest[::2], rest[1::2], strict=True):
-                object.__setattr__(made, name, self.value(node))
-        elif kind in ("dict", "Counter", "OrderedDict", "defaultdict"):
-            for key, node in zip(rest[::2], rest[1::2], strict=True):
-                made[self.value(key)] = self.value(node)
-        elif kind == "set":
-            made.update(self.value(each) for each in rest)
+            raise ProtocolError(f"a snapshot cannot contain {kind!r}")
+        return self._known[at]
+
+    def _container(self, at: int, name: str, limit: int | None, *items: Any) -> Any:
+        cls = _CONTAINERS.get(name)
+        if cls is None or cls is frozenset:
+            values = [self.value(each) for each in items]
+            self._known[at] = frozenset(values) if cls is frozenset else self._type(name)(*values)
+            return self._known[at]
+        made = self._known[at] = deque(maxlen=limit) if cls is deque else cls()  # items may refer to it
+        decoded = map(self.value, items)
+        if isinstance(made, dict):
+            for key in decoded:
+                made[key] = next(decoded)
+        elif isinstance(made, set):
+            made.update(decoded)
         else:
-            made.extend(self.value(each) for each in rest)
+            made.extend(decoded)
         return made
 
     def _type(self, name: str) -> type:
         if name not in self._types:
-            self._types = self._types or classes()
-            if name not in self._types:
-                raise ProtocolError(f"the snapshot names an unknown class, {name!r}")
+            raise ProtocolError(f"the snapshot names an unknown class, {name!r}")
         return self._types[name]
-
-
-def _known_name(cls: type, where: str) -> str:
-    name = _name(cls)
-    if name is None:
-        raise TypeError(f"{where}: a {cls.__module__}.{cls.__qualname__} cannot be written")
-    return name
 
 
 def classes() -> dict[str, type]:

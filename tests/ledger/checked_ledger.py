@@ -26,7 +26,7 @@ from asyncflow_sdk.ledger import TERMINAL, Effects, Ledger, TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger.state.context import HomeLoss, LostColumns
 from asyncflow_sdk.queue import snapshot
-from asyncflow_sdk.queue.replay import digest_of
+from asyncflow_sdk.queue.recovery import digest_of
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.spans import steps_of
 
