@@ -13,7 +13,7 @@ import xxhash
 
 from ..errors import VersionGone, WeightMismatch
 from ..interfaces.weights import Fetched, FilePlace, TensorType, WeightUpdate
-from ..types import TensorInfo, carrier, dtype_name, from_torch, to_torch
+from ..types import Chunk, TensorInfo, carrier, dtype_name, from_torch, to_torch
 
 Array = np.ndarray[Any, Any]
 
@@ -33,7 +33,7 @@ class Update(WeightUpdate):
         given: dict[str, str] = {}
         for part in parts:
             for info in part.manifest.tensors:
-                self._check(part, info)
+                check_place(version, part.manifest.chunks, info)
                 name = info.name if rename is None else rename(info.name)
                 if given.setdefault(name, info.name) != info.name:
                     raise self._mismatch(name, f"both {given[name]!r} and {info.name!r} are renamed to it")
@@ -94,25 +94,6 @@ class Update(WeightUpdate):
             whole[_slices(info)] = value
         return whole
 
-    # ---- checks
-
-    def _check(self, part: Fetched, info: TensorInfo) -> None:
-        chunks = part.manifest.chunks
-        if any(size < 0 for size in info.shape) or (
-            info.nbytes
-            and not (
-                0 <= info.chunk < len(chunks)
-                and 0 <= info.offset <= info.offset + info.nbytes <= chunks[info.chunk].nbytes
-                and info.offset % carrier(info.dtype).itemsize == 0
-            )
-        ):
-            raise self._mismatch(info.name, f"it does not lie in chunk {info.chunk}")
-        if info.whole and not (
-            len(info.start) == len(info.shape) == len(info.whole)
-            and all(0 <= a <= a + n <= w for a, n, w in zip(info.start, info.shape, info.whole, strict=True))
-        ):
-            raise self._mismatch(info.name, f"a piece {info.shape} at {info.start} does not lie in {info.whole}")
-
     def _covering(self, name: str, pieces: list[tuple[Fetched, TensorInfo]]) -> list[tuple[Fetched, TensorInfo]]:
         """Return the pieces of a whole tensor, without duplicates. Raises WeightMismatch."""
         first = pieces[0][1]
@@ -142,6 +123,27 @@ class Update(WeightUpdate):
 
     def _mismatch(self, name: str, what: str) -> WeightMismatch:
         return WeightMismatch(f"version {self.version}: tensor {name!r}: {what}")
+
+
+def check_place(version: int, chunks: Sequence[Chunk], info: TensorInfo) -> None:
+    """Raise WeightMismatch for a tensor outside its chunk, or a piece outside its whole."""
+    width = carrier(info.dtype).itemsize
+    if any(size < 0 for size in info.shape) or (
+        (chunks or info.nbytes)
+        and not (
+            0 <= info.chunk < len(chunks)
+            and 0 <= info.offset <= info.offset + info.nbytes <= chunks[info.chunk].nbytes
+            and (info.offset % width == 0 or not info.nbytes)
+        )
+    ):
+        raise WeightMismatch(f"version {version}: tensor {info.name!r}: it does not lie in chunk {info.chunk}")
+    if info.whole and not (
+        len(info.start) == len(info.shape) == len(info.whole)
+        and all(0 <= a <= a + n <= w for a, n, w in zip(info.start, info.shape, info.whole, strict=True))
+    ):
+        raise WeightMismatch(
+            f"version {version}: tensor {info.name!r}: a piece {info.shape} at {info.start} does not lie in {info.whole}"
+        )
 
 
 def announced_arrays(update: WeightUpdate, names: Collection[str]) -> Iterator[tuple[str, Array]]:

@@ -12,7 +12,7 @@ from small_disk import small_disk
 from transport_ends import FIRST, names, publish_and_stay, publishing, tensors
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, MemoryFull, WeightError
+from asyncflow_sdk.errors import ConfigError, MemoryFull
 from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.testing.transport_harness import TransportHarness
 from asyncflow_sdk.weights import make_transport
@@ -25,8 +25,6 @@ def test_what_a_killed_publisher_left_half_written_goes(path: Path) -> None:
     (path / "version-00000003").mkdir()
     (path / "version-00000003" / FIRST).write_bytes(b"half")
     (path / "version-00000003" / "manifest.msgpack.tmp").write_bytes(b"half")
-    (path / "removed-version-00000000").mkdir()
-    (path / "removed-version-00000000" / FIRST).write_bytes(b"half")
     (path / "version-of-mine").mkdir()
     with publishing(path, "one") as ends:
         # when
@@ -198,9 +196,4 @@ def test_an_error_while_writing_leaves_nothing(
     with pytest.raises(OSError, match="version 2: Input/output error: '.*version-00000002'"):
         files.publish(2, tensors())
     monkeypatch.undo()
-    assert names(path) == ["version-00000001"]
-    manifest, memories = files.write(3, tensors())
-    memories[0][30_001] = 1  # between tensors
-    with pytest.raises(WeightError, match="version 3: bytes between tensors of model-00001.* are not zero"):
-        files.send(manifest)
     assert names(path) == ["version-00000001"]

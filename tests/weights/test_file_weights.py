@@ -162,10 +162,10 @@ def test_a_rank_that_gives_its_part_up_takes_nothing_from_the_others(path: Path,
 def test_tensors_that_do_not_fit_into_files_are_refused_by_name(files: TransportHarness) -> None:
     good = TensorInfo("a", "float32", (4,), 0, 0)
     for other, reason in (
-        (TensorInfo("b", "float32", (4,), 1, 0), "tensor 'b' does not lie in chunk 1"),
-        (TensorInfo("b", "float32", (40,), 0, 64), "tensor 'b' does not lie in chunk 0"),
-        (TensorInfo("b", "float32", (-4,), 0, 0), "tensor 'b' does not lie"),
-        (TensorInfo("b", "float32", (4,), 0, -16), "tensor 'b' does not lie"),
+        (TensorInfo("b", "float32", (4,), 1, 0), "tensor 'b': it does not lie in chunk 1"),
+        (TensorInfo("b", "float32", (40,), 0, 64), "tensor 'b': it does not lie in chunk 0"),
+        (TensorInfo("b", "float32", (-4,), 0, 0), "tensor 'b': it does not lie"),
+        (TensorInfo("b", "float32", (4,), 0, -16), "tensor 'b': it does not lie"),
         (TensorInfo("b", "float32", (4,), 0, 8), "tensors 'b' and 'a' overlap"),
         (TensorInfo("a", "float32", (4,), 0, 64), "tensor 'a' is there twice"),
         (

@@ -11,14 +11,17 @@ publisher's path, or ``ASYNCFLOW_WEIGHTS_PATH`` where it is mounted elsewhere.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from ...errors import (
     ConfigError,
@@ -35,12 +38,12 @@ from ...interfaces.weights import Bytes, Room
 from ...memory import BufferPool, sync_directory
 from ...types import Manifest
 from ...types.manifest import Bucket
-from .file_layout import INDEX, ChunkFiles, TensorFile, chunk_files, encode_index
+from .file_layout import INDEX, TensorFile, encode_index, tensor_files
 from .version_directories import RankFiles, VersionDirectories, copy_model_files, version_of
 from .version_memory import VersionMemory
 
 PATH = "ASYNCFLOW_WEIGHTS_PATH"
-MOST_VIEWS = 1024  # IOV_MAX
+PIECE_BYTES = 1 << 20  # read and verified at a time
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _GONE = (errno.ENOENT, errno.ESTALE)
 _LINK = (errno.ELOOP, errno.ENOTDIR)
@@ -166,22 +169,17 @@ class FileSender(WeightSender):
 
     def _write(self, directory: Path, manifest: Manifest, chunks: Sequence[Bytes]) -> None:
         """Write this rank's part. The last rank writes the index, too."""
-        directory.mkdir(exist_ok=self._files.world_size > 1)
+        directory.mkdir(exist_ok=True)  # other ranks and people may have files there
         if self._model is not None:
             copy_model_files(self._model, directory)
-        for layout, chunk in zip(chunk_files(manifest, self._files.prefix), chunks, strict=True):
-            for n, gap in enumerate(layout.gaps(chunk)):
-                if gap.any():
-                    raise WeightError(
-                        f"version {manifest.version}: bytes between tensors of {layout.files[0].name} are not zero"
-                        f" ({n})"
-                    )
-            for file in layout.files:
-                with _open_to_write(directory / file.name, file) as fd:
-                    _write_all(fd, [file.header], 0)
-                    for at, views in layout.bytes_of(file, chunk):
-                        _write_all(fd, views, at)
-        _write_atomically(directory, self._files.manifest, msgspec.msgpack.encode(manifest))
+        for file in tensor_files(manifest, self._files.prefix):
+            # a shared file may exist already: it keeps other ranks' bytes
+            with _synced(directory / file.name, 0 if file.shared else os.O_EXCL) as fd:
+                os.ftruncate(fd, file.nbytes)
+                _write(fd, file.header, 0)
+                for run in file.runs:
+                    _write(fd, chunks[run.chunk][run.start : run.stop], run.place)
+                _write_atomically(directory, self._files.manifest, msgspec.msgpack.encode(manifest))
         self._write_index(directory, manifest)
         sync_directory(directory.parent)
 
@@ -197,7 +195,7 @@ class FileSender(WeightSender):
                     part = msgspec.msgpack.decode((directory / names.manifest).read_bytes(), type=Manifest)
                 except (FileNotFoundError, *_BAD):
                     return
-            files += [file for layout in chunk_files(part, names.prefix) for file in layout.files]
+            files += tensor_files(part, names.prefix)
             roots.append(part.root)
         index = encode_index(manifest.version, " ".join(roots), files)
         _write_atomically(directory, INDEX, index, f".{self._files.rank}")
@@ -208,19 +206,10 @@ def _write_atomically(directory: Path, name: str, content: bytes, mark: str = ""
     part = directory / f"{name}{mark}.tmp"
     part.unlink(missing_ok=True)
     with _synced(part, os.O_EXCL) as fd:
-        _write_all(fd, [content], 0)
+        _write(fd, content, 0)
     sync_directory(directory)
     os.rename(part, directory / name)
     sync_directory(directory)
-
-
-@contextmanager
-def _open_to_write(path: Path, file: TensorFile) -> Iterator[int]:
-    """Create a file of this rank. A shared file may exist already: it keeps other ranks' bytes."""
-    with _synced(path, 0 if file.shared else os.O_EXCL) as fd:
-        if file.shared:
-            os.ftruncate(fd, file.nbytes)
-        yield fd
 
 
 @contextmanager
@@ -234,21 +223,11 @@ def _synced(path: Path, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _write_all(fd: int, pieces: Sequence[bytes | Bytes], at: int) -> None:
-    views = [memoryview(piece) for piece in pieces]  # type: ignore[arg-type]
-    while views:
-        done = os.pwritev(fd, views[:MOST_VIEWS], at)
-        at += done
-        views = _skip(views, done)
-
-
-def _skip(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return the views without their first bytes."""
-    for n, view in enumerate(views):
-        if nbytes < len(view):
-            return [view[nbytes:], *views[n + 1 :]]
-        nbytes -= len(view)
-    return []
+def _write(fd: int, data: bytes | Bytes, at: int) -> None:
+    view = memoryview(data)  # type: ignore[arg-type]
+    while view:
+        done = os.pwritev(fd, [view], at)
+        at, view = at + done, view[done:]
 
 
 class FileReceiver(WeightReceiver):
@@ -302,92 +281,93 @@ class _VersionReader:
     def __init__(
         self, receiver: FileReceiver, manifest: Manifest, path: Path, files: RankFiles, timeout_s: float
     ) -> None:
-        self._receiver, self._manifest, self._path, self._files = receiver, manifest, path, files
+        self._receiver, self._manifest, self._path = receiver, manifest, path
         self._deadline, self._timeout_s = time.monotonic() + timeout_s, timeout_s
-        self._layouts = chunk_files(manifest, files.prefix)
+        published = msgspec.msgpack.encode(manifest)
+        own = TensorFile(files.manifest, published, len(published), (), (), {})
+        self._files = [own, *tensor_files(manifest, files.prefix)]  # the manifest's file first
         self._version = f"version {manifest.version}"
 
     def read(self, pool: BufferPool) -> list[Bytes]:
         """Return the verified chunks, in memory of ``pool``."""
         with self._opened(self._path, None, os.O_DIRECTORY) as directory:
-            self._check_manifest(directory)
-            for layout in self._layouts:  # before memory is allocated
-                for file in layout.files:
-                    self._check_size(directory, file.name, file.nbytes)
-            buckets: list[list[Bucket]] = [[] for _ in self._layouts]
-            for bucket in self._manifest.buckets():
-                buckets[bucket.chunk].append(bucket)
+            for file in self._files:  # before memory is allocated
+                self._check_size(directory, file)
+            for file in self._files:
+                with self._opened(file.name, directory) as fd:
+                    header = np.empty(len(file.header), np.uint8)
+                    self._read(fd, file.name, header, 0)
+                if header.tobytes() != file.header:
+                    raise DigestMismatch(
+                        f"{self._version}: the header of {self._path / file.name} is not that which was published"
+                        f"{self._tensors(file.name)}"
+                    )
             chunks = pool.take([chunk.nbytes for chunk in self._manifest.chunks])
             try:
-                for chunk, layout, inside in zip(chunks, self._layouts, buckets, strict=True):
-                    self._read_chunk(directory, chunk, layout, inside)
+                self._read_chunks(directory, chunks)
             except BaseException:
                 pool.give_back(chunks)  # frames of the error's traceback still refer to them
                 raise
             return chunks
 
-    def _check_manifest(self, directory: int) -> None:
-        name, wanted = self._files.manifest, msgspec.msgpack.encode(self._manifest)
-        self._check_size(directory, name, len(wanted))
-        with self._opened(name, directory) as fd:
-            found = os.pread(fd, len(wanted) + 1, 0)
-        if found != wanted:
-            raise DigestMismatch(f"{self._version}: {self._path / name} is not the manifest that was published")
-
-    def _check_size(self, directory: int, name: str, wanted: int) -> None:
+    def _check_size(self, directory: int, file: TensorFile) -> None:
         try:
-            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            found = os.stat(file.name, dir_fd=directory, follow_symlinks=False)
         except OSError as error:
-            raise self._failed(self._path / name, error) from None
+            raise self._failed(self._path / file.name, error) from None
         if not stat.S_ISREG(found.st_mode):
-            raise DigestMismatch(f"{self._version}: {self._path / name} is no regular file, but a link or the like")
-        if found.st_size != wanted:
             raise DigestMismatch(
-                f"{self._version}: {self._path / name} has {found.st_size} bytes, not the {wanted} that were"
-                f" published{self._tensors(name)}"
+                f"{self._version}: {self._path / file.name} is no regular file, but a link or the like"
+            )
+        if found.st_size != file.nbytes:
+            raise DigestMismatch(
+                f"{self._version}: {self._path / file.name} has {found.st_size} bytes, not the {file.nbytes} that were"
+                f" published{self._tensors(file.name)}"
             )
 
-    def _read_chunk(self, directory: int, chunk: Bytes, layout: ChunkFiles, buckets: Sequence[Bucket]) -> None:
-        for file in layout.files:
-            with self._opened(file.name, directory) as fd:
-                header = bytearray(len(file.header))
-                self._read_all(fd, file.name, [header], 0)
-                if header != file.header:
-                    raise DigestMismatch(
-                        f"{self._version}: the header of {self._path / file.name} is not that which was published"
-                        f"{self._tensors(file.name)}"
-                    )
-        for gap in layout.gaps(chunk):
-            gap[:] = 0
+    def _read_chunks(self, directory: int, chunks: Sequence[Bytes]) -> None:
+        """Read all chunks in order, and verify each bucket soon after its last byte."""
+        buckets = deque(self._manifest.buckets())
+        ends = [0] * len(chunks)
+        runs = sorted(run for file in self._files for run in file.runs)
+        for run in runs:
+            chunks[run.chunk][ends[run.chunk] : run.start] = 0  # padding is in no file
+            ends[run.chunk] = run.stop
+        for chunk, end in zip(chunks, ends, strict=True):
+            chunk[end:] = 0
+        for name, group in itertools.groupby(runs, key=lambda run: run.file):
+            with self._opened(name, directory) as fd:
+                for run in group:
+                    for low in range(run.start, run.stop, PIECE_BYTES):
+                        high = min(low + PIECE_BYTES, run.stop)
+                        self._read(fd, name, chunks[run.chunk][low:high], run.place + low - run.start)
+                        while buckets and (buckets[0].chunk, buckets[0].stop) <= (run.chunk, high):
+                            self._verify(buckets.popleft(), chunks)
         for bucket in buckets:
-            self._check_time()
-            name = ""
-            for file, at, views in layout.pieces(chunk, bucket.start, bucket.stop):
-                name = file.name
-                with self._opened(name, directory) as fd:
-                    self._read_all(fd, name, views, at)
-            try:
-                self._manifest.check(bucket, memoryview(chunk[bucket.start : bucket.stop]))  # type: ignore[arg-type]
-            except DigestMismatch as error:
-                raise DigestMismatch(f"{error}, in {self._path / name}") from None
+            self._verify(bucket, chunks)
 
-    def _read_all(self, fd: int, name: str, pieces: Sequence[bytearray | Bytes], at: int) -> None:
-        views = [memoryview(piece) for piece in pieces]  # type: ignore[arg-type]
-        while views:
+    def _verify(self, bucket: Bucket, chunks: Sequence[Bytes]) -> None:
+        data = chunks[bucket.chunk][bucket.start : bucket.stop]
+        try:
+            self._manifest.check(bucket, memoryview(data))  # type: ignore[arg-type]
+        except DigestMismatch as error:
+            runs = (run for file in self._files for run in file.runs)
+            name = next((r.file for r in runs if r.chunk == bucket.chunk and r.stop > bucket.start), "")
+            raise DigestMismatch(f"{error}, in {self._path / name}") from None
+
+    def _read(self, fd: int, name: str, view: Bytes, at: int) -> None:
+        while len(view):
+            if self._receiver.interrupted:
+                raise VersionGone(f"{self._version} is wanted no more")
+            if time.monotonic() > self._deadline:
+                raise DeadlineExceeded(f"{self._version}: {self._path} was not read within {self._timeout_s:g} s")
             try:
-                done = os.preadv(fd, views[:MOST_VIEWS], at)
+                done = os.preadv(fd, [view], at)  # type: ignore[list-item]
             except OSError as error:
                 raise self._failed(self._path / name, error) from None
             if not done:
                 raise DigestMismatch(f"{self._version}: {self._path / name} ends at byte {at}{self._tensors(name)}")
-            at += done
-            views = _skip(views, done)
-
-    def _check_time(self) -> None:
-        if self._receiver.interrupted:
-            raise VersionGone(f"{self._version} is wanted no more")
-        if time.monotonic() > self._deadline:
-            raise DeadlineExceeded(f"{self._version}: {self._path} was not read within {self._timeout_s:g} s")
+            at, view = at + done, view[done:]
 
     @contextmanager
     def _opened(self, name: str | Path, directory: int | None, flags: int = 0) -> Iterator[int]:
@@ -402,7 +382,7 @@ class _VersionReader:
             os.close(fd)
 
     def _failed(self, path: Path, error: OSError) -> Exception:
-        if error.errno in _GONE and not os.path.exists(self._path / self._files.manifest):
+        if error.errno in _GONE and not os.path.exists(self._path / self._files[0].name):
             return VersionGone(f"{self._version} is no longer kept in {self._path}; take the newest")
         if error.errno in _GONE:
             return DigestMismatch(f"{self._version}: {path} is missing{self._tensors(path.name)}")
@@ -414,6 +394,5 @@ class _VersionReader:
 
     def _tensors(self, name: str) -> str:
         """Return the tensors of a file, for an error message."""
-        files = (file for layout in self._layouts for file in layout.files)
-        held = next((file.holds for file in files if file.name == name), ())
+        held = next((file.holds for file in self._files if file.name == name), ())
         return f"; it holds {', '.join(held[:5])}{' and more' if len(held) > 5 else ''}" if held else ""

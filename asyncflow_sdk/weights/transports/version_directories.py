@@ -8,7 +8,7 @@
     path/.publisher-1                                          locked by the publisher of rank 1; holds the run's name
 
 Another rank may be writing to the directory of a version above every kept one: a rank removes only
-its own files there. A whole directory is renamed first: readers never find half of it.
+its own files there. Manifests are removed first: readers never take half of a version for a whole one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import contextlib
 import os
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...errors import ConfigError
 from ...memory import make_private_directory
@@ -28,7 +28,6 @@ from ...memory.segment import try_lock
 from .file_layout import INDEX
 
 MANIFEST = "manifest.msgpack"
-REMOVED = "removed-"
 MODEL_FILES = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "chat_template*",
@@ -36,10 +35,10 @@ MODEL_FILES = (
 """Files of a Hugging Face folder beside the weights."""
 _NAME = re.compile(r"version-(\d{8,19})", re.ASCII)
 _MANIFESTS = re.compile(r"manifest(?:-(\d{1,9})-of-\d{1,9})?\.msgpack", re.ASCII)
-_OWN_FILES = re.compile(
-    r"(?:manifest(?:-\d+-of-\d+)?\.msgpack|model\.safetensors\.index\.json(?:\.\d+)?"
-    r"|model-(?:rank-\d+-)?\d{5,}-of-\d{5,}\.safetensors|model-tensor-[0-9a-f]{16}\.safetensors)(?:\.tmp)?"
-)
+_OWN_FILES = (
+    "manifest*.msgpack", f"{INDEX}*", "model-*-of-*.safetensors", "model-tensor-*.safetensors", "*.tmp", *MODEL_FILES
+)  # fmt: skip
+"""Files of a publisher in the directory of a version."""
 
 
 class RankFiles(NamedTuple):
@@ -85,14 +84,11 @@ class VersionDirectories:
             self._lock = os.open(path / f".publisher-{files.rank}", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise ConfigError(
-                f"weights transport 'file' cannot write into {path}: {error.strerror}. Name a directory that the"
-                " trainer"
-                f' can write and every replica can read, for example path="/mnt/shared/my-run/weights"'
+                f"weights transport 'file' cannot write into {path}: {error.strerror}. Name a directory that the trainer"
+                ' can write and every replica can read, for example path="/mnt/shared/my-run/weights"'
             ) from None
         _open_directories.add(self)
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: the ledger still permits one publisher in a run
+        with contextlib.suppress(OSError):  # no locks there: the ledger still permits one publisher in a run
             if not try_lock(self._lock, 0, 1, exclusive=True):
                 self.close()
                 raise ConfigError(
@@ -106,7 +102,8 @@ class VersionDirectories:
         try:
             if run and os.pread(self._lock, len(mark) + 1, 0) == mark:
                 return
-            left = sorted(each.name for each in os.scandir(self.path) if self._is_whole(each))
+            found = self._list().values()
+            left = sorted(each.name for each in found if self._files.rank in _published_ranks(each))
             if left and not overwrite:
                 more = f" and {len(left) - 1} more" if len(left) > 1 else ""
                 raise ConfigError(
@@ -130,25 +127,20 @@ class VersionDirectories:
     def remove_below(self, kept: Sequence[int]) -> None:
         """With several ranks: remove whole directories of versions below the newest kept one."""
         if self._several:
-            for found in self._list():
-                if version_of(found.name) < max(kept, default=-1) and version_of(found.name) not in kept:
+            for version, found in self._list().items():
+                if version < max(kept, default=-1) and version not in kept:
                     self._remove(found, whole=True)
 
     def remove_all_but(self, kept: set[int]) -> set[int]:
         """Remove all files of this rank's publishers except complete versions of ``kept``. Return
         the versions found."""
         present = set()
-        for found in self._list():
-            version = version_of(found.name)
+        for version, found in self._list().items():
             if version in kept and (found / self._files.manifest).is_file():
                 present.add(version)
             elif self._several or not _published_ranks(found) - {self._files.rank}:
                 self._remove(found, whole=not self._several)
         self.remove_below(sorted(kept))
-        for half_removed in self.path.glob(f"{REMOVED}*"):
-            with contextlib.suppress(ValueError):
-                version_of(half_removed.name.removeprefix(REMOVED))
-                _delete(half_removed)
         return present
 
     def close(self) -> None:
@@ -157,52 +149,30 @@ class VersionDirectories:
             os.close(self._lock)
             self._lock = -1
 
-    def _list(self) -> list[Path]:
-        return [Path(each.path) for each in os.scandir(self.path) if _NAME.fullmatch(each.name)]
+    def _list(self) -> dict[int, Path]:
+        """Return the directories of versions."""
+        return {int(found[1]): each for each in self.path.iterdir() if (found := _NAME.fullmatch(each.name))}
 
-    def _is_whole(self, each: os.DirEntry[str]) -> bool:
-        return _NAME.fullmatch(each.name) is not None and self._files.rank in _published_ranks(Path(each.path))
-
-    def _remove(self, found: Path, *, whole: bool) -> None:
-        if not whole:
-            _delete_files(found, lambda name: name.startswith((self._files.manifest, f"model-{self._files.prefix}")))
-            (found / INDEX).unlink(missing_ok=True)
+    def _remove(self, place: Path, *, whole: bool) -> None:
+        """Remove this rank's files, or all that publishers wrote. Other files stay, and keep the directory."""
+        own = (f"{self._files.manifest}*", f"model-{self._files.prefix}*", INDEX)
+        patterns = _OWN_FILES if whole else own
+        if place.is_symlink() or not place.is_dir():
             return
-        gone = self.path / f"{REMOVED}{found.name}"
-        if gone.exists():
-            _delete(gone)
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                found.rename(gone)
-            except OSError:  # the other name is taken; without its manifest the version is invalid
-                (found / self._files.manifest).unlink(missing_ok=True)
-                gone = found
-            _delete(gone)
+        with contextlib.suppress(FileNotFoundError):  # another rank removed it first
+            for each in sorted(place.iterdir(), key=lambda file: not _MANIFESTS.fullmatch(file.name)):
+                if any(fnmatch(each.name, pattern) for pattern in patterns):
+                    with contextlib.suppress(OSError):
+                        each.unlink()
+        if whole:
+            with contextlib.suppress(OSError):
+                place.rmdir()
 
 
 def _published_ranks(found: Path) -> set[int]:
     """Return the ranks with a valid part of a version."""
     manifests = (_MANIFESTS.fullmatch(each.name) for each in found.glob("manifest*.msgpack"))
     return {int(each[1] or 0) for each in manifests if each is not None}
-
-
-def _delete(directory: Path) -> None:
-    """Delete the files that a publisher wrote. Other files stay, and keep the directory."""
-    _delete_files(
-        directory, lambda name: _OWN_FILES.fullmatch(name) or any(fnmatch(name, each) for each in MODEL_FILES)
-    )
-    with contextlib.suppress(OSError):
-        directory.rmdir()
-
-
-def _delete_files(directory: Path, ours: Callable[[str], Any]) -> None:
-    if directory.is_symlink() or not directory.is_dir():
-        return
-    with contextlib.suppress(FileNotFoundError):  # another rank removed it first
-        for each in sorted(os.scandir(directory), key=lambda entry: not _MANIFESTS.fullmatch(entry.name)):
-            if ours(each.name) and not each.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError):
-                    os.unlink(each.path)
 
 
 def _after_fork() -> None:
