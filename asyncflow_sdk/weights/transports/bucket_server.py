@@ -6,6 +6,7 @@ server.add(HeldVersion(manifest, chunks)); server.where     # the address for re
 
 from __future__ import annotations
 
+import bisect
 import functools
 import threading
 from collections.abc import Collection, Sequence
@@ -90,7 +91,7 @@ class HeldVersion:
         self.manifest, self.root = manifest, manifest.root
         self.buckets = list(manifest.buckets())
         self.chunks = chunks
-        self._widths: dict[tuple[int, int], int] = {}
+        self._widths: list[tuple[int, int, int]] = []
 
     def span(self, first: int, count: int) -> Sequence[Bucket]:
         """Return the requested buckets. Raises ProtocolError."""
@@ -105,10 +106,13 @@ class HeldVersion:
         return self.chunks[bucket.chunk][bucket.start : bucket.stop]
 
     def width(self, bucket: Bucket) -> int:
-        """Return the element size of most of a bucket's bytes."""
+        """Return the element size of the tensor in the middle of a bucket."""
         if not self._widths:
-            self._widths = _widths(self.manifest)
-        return self._widths.get((bucket.chunk, bucket.index), 1)
+            self._widths = sorted(
+                (t.chunk, t.offset, carrier(t.dtype).itemsize) for t in self.manifest.tensors if t.nbytes
+            )
+        middle = bucket.chunk, (bucket.start + bucket.stop) // 2, 8
+        return self._widths[max(bisect.bisect(self._widths, middle) - 1, 0)][2]
 
 
 class BucketServer:
@@ -214,16 +218,3 @@ def _first_of(buckets: Sequence[Bucket], nbytes: int) -> Sequence[Bucket]:
         if size > nbytes and number:
             return buckets[:number]
     return buckets
-
-
-def _widths(manifest: Manifest) -> dict[tuple[int, int], int]:
-    """Return the element size of most bytes of each bucket, by chunk and index."""
-    found: dict[tuple[int, int], dict[int, int]] = {}
-    step = manifest.bucket_bytes
-    for info in manifest.tensors:
-        width, stop = carrier(info.dtype).itemsize, info.offset + info.nbytes
-        for index in range(info.offset // step, -(-stop // step)):
-            inside = min(stop, (index + 1) * step) - max(info.offset, index * step)
-            sizes = found.setdefault((info.chunk, index), {})
-            sizes[width] = sizes.get(width, 0) + inside
-    return {place: max(sizes, key=lambda width: sizes[width]) for place, sizes in found.items()}

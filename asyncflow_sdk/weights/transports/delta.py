@@ -35,13 +35,11 @@ WORTH = 0.9
 _HEAD = struct.Struct("<BBxxII")  # kind, width; bytes of the bucket, words in the code
 _LENGTH = struct.Struct("<I")
 _SPARSE, _DENSE = 1, 2
-_TYPES: dict[int, tuple[type[Any], type[Any]]] = {
-    1: (np.uint8, np.int8), 2: (np.uint16, np.int16), 4: (np.uint32, np.int32), 8: (np.uint64, np.int64)
-}  # fmt: skip
+_WIDTHS = (1, 2, 4, 8)
+_STEP = 255
 _GROUP = 8  # bytes compared at once; the rest of a bucket, less than this, is sent unchanged
 _PROBE = 32 << 10  # words of the sample that decides whether a dense code is made
 _BLOCK = 64 << 10  # words subtracted at once: they stay in the cache
-_STEP = 255
 _MOST_WINDOW = 8 << 20  # memory for a frame beside its content; valid frames need 512 KB
 
 
@@ -62,16 +60,14 @@ def encode(new: Bytes, base: Bytes, width: int) -> bytes | None:
     differ = _differ(*head, _GROUP)
     if np.count_nonzero(differ) * _GROUP <= SPARSE * size or np.mean(_differ(*head, width)) <= SPARSE:
         places, folded = _listed(*head, np.flatnonzero(differ), width)
-        streams = [_pack(_gaps(places)), *map(_pack, _planes(folded))]
-        kind, count = _SPARSE, len(places)
+        kind, streams = _SPARSE, [_gaps(places), *_planes(folded)]
     else:
         if not _promising(*head, width):
             return None
         folded = _folded_all(*head, width)
-        streams = [_pack(plane) for plane in _planes(folded)]
-        kind, count = _DENSE, len(folded)
-    parts = [_HEAD.pack(kind, width, len(new), count)]
-    for stream in streams:
+        kind, streams = _DENSE, _planes(folded)
+    parts = [_HEAD.pack(kind, width, len(new), len(folded))]
+    for stream in map(_pack, streams):
         parts += [_LENGTH.pack(len(stream)), stream]
     code = b"".join((*parts, tail))
     return code if len(code) <= WORTH * len(new) else None
@@ -81,16 +77,16 @@ def apply(code: Any, base: Bytes, out: Bytes) -> None:
     """Write the bucket encoded against ``base`` to ``out``, of the same size. Both contiguous, without overlap.
     Raises ProtocolError for an invalid code, before ``out`` is written. Memory is limited to a few times the bucket
     for any code. A wrong base is not detected: compare digests."""
-    data = memoryview(code).cast("B")
+    rest = memoryview(code).cast("B")
     try:
-        kind, width, nbytes, count = _HEAD.unpack_from(data)
-        size = nbytes // _GROUP * _GROUP
-        if width not in _TYPES or kind not in (_SPARSE, _DENSE) or nbytes != len(base) or nbytes != len(out):
+        kind, width, nbytes, count = _HEAD.unpack_from(rest)
+        if width not in _WIDTHS or kind not in (_SPARSE, _DENSE) or nbytes != len(base) or nbytes != len(out):
             raise ProtocolError(f"a delta of kind {kind} of {nbytes} bytes of width {width}, for {len(base)} bytes")
+        size = nbytes // _GROUP * _GROUP
         words = size // width
         if count > words or (kind == _DENSE and count != words):
             raise ProtocolError(f"a delta of {count} of {words} words")
-        rest = data[_HEAD.size :]
+        rest = rest[_HEAD.size :]
         places = None
         if kind == _SPARSE:
             gaps, rest = _unpack(rest, count, count + words // _STEP + 1)
@@ -103,34 +99,31 @@ def apply(code: Any, base: Bytes, out: Bytes) -> None:
             raise ProtocolError(f"a delta with {len(rest)} bytes left over; {nbytes - size} are expected")
     except struct.error as error:
         raise ProtocolError(f"a delta that ends too early: {error}") from None
-    unsigned, _ = _TYPES[width]
-    new = out[:size].view(unsigned)
-    if places is None:
-        old = base[:size].view(unsigned)
+    new = out[:size].view(f"u{width}")
+    if places is not None:
+        out[:size] = base[:size]
+        new[places] += _unfolded(planes)
+    else:
+        old = base[:size].view(f"u{width}")
         for start in range(0, count, _BLOCK):
             part = slice(start, start + _BLOCK)
-            np.add(old[part], _unfolded([plane[part] for plane in planes], width), out=new[part])
-    else:
-        out[:size] = base[:size]
-        new[places] += _unfolded(planes, width)
+            np.add(old[part], _unfolded([plane[part] for plane in planes]), out=new[part])
     out[size:] = np.frombuffer(rest, np.uint8)
 
 
-# ---- places
+# ---- words
 
 
 def _differ(new: Bytes, base: Bytes, width: int) -> npt.NDArray[np.bool_]:
     """Return a mask of the changed words."""
-    unsigned, _ = _TYPES[width]
-    differ: npt.NDArray[np.bool_] = new.view(unsigned) != base.view(unsigned)
+    differ: npt.NDArray[np.bool_] = new.view(f"u{width}") != base.view(f"u{width}")
     return differ
 
 
 def _listed(new: Bytes, base: Bytes, groups: Words, width: int) -> tuple[Words, Words]:
     """Return the places of the changed words, all in these groups, and their folded differences."""
-    unsigned, _ = _TYPES[width]
     shift = (_GROUP // width).bit_length() - 1
-    difference = new.view(np.uint64)[groups].view(unsigned) - base.view(np.uint64)[groups].view(unsigned)
+    difference = new.view("u8")[groups].view(f"u{width}") - base.view("u8")[groups].view(f"u{width}")
     inside = np.flatnonzero(difference != 0)
     places = (groups[inside >> shift] << shift) | (inside & (1 << shift) - 1)
     return places, _folded(difference[inside])
@@ -138,18 +131,12 @@ def _listed(new: Bytes, base: Bytes, groups: Words, width: int) -> tuple[Words, 
 
 def _gaps(places: Words) -> Bytes:
     """Return the number of unchanged words before each place, since the last one."""
-    gaps = places.copy()
-    gaps[1:] -= places[:-1] + 1
-    wide = np.flatnonzero(gaps >= _STEP)
-    if not len(wide):
+    gaps = (np.diff(places, prepend=-1) - 1).astype(np.uint32)
+    full = gaps // _STEP
+    if not full.any():
         return gaps.astype(np.uint8)
-    full = gaps[wide] // _STEP
-    gaps[wide] %= _STEP
-    ends = np.zeros(len(gaps), np.int64)
-    ends[wide] = full
-    ends = np.cumsum(ends) + np.arange(len(gaps))
     coded = np.full(len(gaps) + int(full.sum()), _STEP, np.uint8)
-    coded[ends] = gaps
+    coded[np.cumsum(full + 1, dtype=np.int64) - 1] = gaps - full * _STEP
     return coded
 
 
@@ -163,20 +150,16 @@ def _places(gaps: Bytes, count: int, words: int) -> Words:
     return places
 
 
-# ---- differences
-
-
 def _folded(difference: Words) -> Words:
     """Map small differences of either sign to small unsigned numbers."""
-    unsigned, signed = _TYPES[difference.itemsize]
-    sign = difference.view(signed) >> (8 * difference.itemsize - 1)
-    folded: Words = (difference << unsigned(1)) ^ sign.view(unsigned)
+    width = difference.itemsize
+    sign = difference.view(f"i{width}") >> (8 * width - 1)
+    folded: Words = (difference << 1) ^ sign.view(f"u{width}")
     return folded
 
 
 def _folded_all(new: Bytes, base: Bytes, width: int) -> Words:
-    unsigned, _ = _TYPES[width]
-    ours, theirs = new.view(unsigned), base.view(unsigned)
+    ours, theirs = new.view(f"u{width}"), base.view(f"u{width}")
     folded: Words = np.empty_like(ours)
     for start in range(0, len(ours), _BLOCK):
         part = slice(start, start + _BLOCK)
@@ -184,19 +167,17 @@ def _folded_all(new: Bytes, base: Bytes, width: int) -> Words:
     return folded
 
 
-def _unfolded(planes: list[Bytes], width: int) -> Words:
-    unsigned, _ = _TYPES[width]
-    folded = planes[0].astype(unsigned)
+def _unfolded(planes: list[Bytes]) -> Words:
+    folded: Words = planes[0].astype(f"u{len(planes)}")
     for number, plane in enumerate(planes[1:], 1):
-        folded |= plane.astype(unsigned) << unsigned(8 * number)
-    difference: Words = (folded >> unsigned(1)) ^ (unsigned(0) - (folded & unsigned(1)))
+        folded |= plane.astype(folded.dtype) << 8 * number
+    difference: Words = (folded >> 1) ^ (0 - (folded & 1))
     return difference
 
 
 def _planes(words: Words) -> list[Bytes]:
     """Return the low bytes of all words, then the next bytes, and so on."""
-    unsigned, _ = _TYPES[words.itemsize]
-    return [(words >> unsigned(8 * number)).astype(np.uint8) for number in range(words.itemsize)]
+    return [(words >> 8 * number).astype(np.uint8) for number in range(words.itemsize)]
 
 
 def _promising(new: Bytes, base: Bytes, width: int) -> bool:
@@ -223,14 +204,12 @@ def _unpack(data: memoryview, least: int, most: int) -> tuple[Bytes, memoryview]
         raise ProtocolError("a delta that ends too early")
     try:
         size = zstandard.frame_content_size(packed)  # checked before it is allocated
-        if not least <= size <= most:
-            raise ProtocolError(f"a delta with a stream of {size} bytes; {least} to {most} are expected")
-        raw = np.frombuffer(_own.decompressor.decompress(packed, allow_extra_data=False), np.uint8)
+        raw = _own.decompressor.decompress(packed, allow_extra_data=False) if least <= size <= most else b""
     except zstandard.ZstdError as error:
         raise ProtocolError(f"a delta that cannot be read: {error}") from None
-    if not least <= len(raw) <= most:
-        raise ProtocolError(f"a delta with a stream of {len(raw)} bytes; {least} to {most} are expected")
-    return raw, rest
+    if not least <= min(size, len(raw)) <= max(size, len(raw)) <= most:
+        raise ProtocolError(f"a delta with a stream of {size} bytes; {least} to {most} are expected")
+    return np.frombuffer(raw, np.uint8), rest
 
 
 # ---- deltas for further replicas
@@ -257,11 +236,9 @@ class DeltaCache:
         """Return the delta. The first caller makes it; others wait for its result."""
         with self._lock:
             found = self._made.get(pair)
-            mine = found is None
-            code = found or Future[bytes | None]()
-            self._made[pair] = code
+            code = self._made[pair] = found or Future[bytes | None]()
             self._made.move_to_end(pair)
-        if not mine:
+        if found is not None:
             return code.result()
         try:
             value = make()

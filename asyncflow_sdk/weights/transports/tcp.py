@@ -63,7 +63,6 @@ class TcpSender(WeightSender):
 
     def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
         self._host = host
-        self._unannounced: int | None = None
         with contextlib.ExitStack() as undo:
             self._memory = VersionMemory.private(host.name)
             undo.callback(self._memory.close)
@@ -73,7 +72,6 @@ class TcpSender(WeightSender):
 
     def room(self, nbytes: int) -> SharedRoom:
         """See ``WeightSender.room``."""
-        self._unannounced = None
         return self._memory.room(nbytes)
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
@@ -85,19 +83,16 @@ class TcpSender(WeightSender):
         number = manifest.version
         places = encode(self._memory.seal(number))
         self._buckets.add(HeldVersion(manifest, self._memory.chunks(number)))
-        self._unannounced = number
         host, directory = self._host, str(self._memory.directory)
         return encode(TcpAddress(self._buckets.where, number, host.rank, host.identity, directory, places))
 
     def abandon(self) -> None:
         """See ``WeightSender.abandon``."""
-        self._buckets.keep([version for version in self._memory.versions if version != self._unannounced])
         self._memory.abandon()
-        self._unannounced = None
+        self._buckets.keep(self._memory.versions)
 
     def keep(self, versions: Sequence[int]) -> None:
         """See ``WeightSender.keep``."""
-        self._unannounced = None
         self._buckets.keep(versions)
         self._memory.keep(versions)
 
@@ -125,8 +120,8 @@ class TcpReceiver(WeightReceiver):
         self._interrupted = threading.Event()
         self._pool = BufferPool("fetched weights, of which a replica holds two versions")
         self._threads = FetchThreads()
-        self._clients: dict[bytes, ServiceClient] = {}
-        self._services: dict[int, bytes] = {}  # by rank: the service of the last version
+        self._clients: dict[int, ServiceClient] = {}  # by rank
+        self._services: dict[int, bytes] = {}  # by rank: the service of its client
         self._fetch: TcpFetch | None = None
         self._lock = threading.Lock()
         self.refetched = 0
@@ -173,9 +168,9 @@ class TcpReceiver(WeightReceiver):
 
     @staticmethod
     def _end(ends: dict[int, Any], rank: int) -> None:
-        """Close the end of a rank, if there is one."""
-        if rank in ends:
-            ends.pop(rank).close()
+        """Close the end of a rank, if there is one. An ending fetch and ``close`` may both be here."""
+        if (end := ends.pop(rank, None)) is not None:
+            end.close()
 
     def _receive(
         self,
@@ -187,26 +182,25 @@ class TcpReceiver(WeightReceiver):
         on_bucket: Callable[[], None] = lambda: None,
     ) -> Fetched:
         """Receive a version in ``room``, or in memory of this process."""
-        client = self._client(address.service)
+        client = self._client(address)
         with self._lock:
             fetch = self._fetch = TcpFetch(client, address, manifest, until - time.monotonic(), on_bucket)
             if self._interrupted.is_set():
                 fetch.interrupt()
         try:
-            chunks = self._run(fetch, base, room)
+            chunks = room or self._pool.take([each.nbytes for each in manifest.chunks])
+            fetch.begin(chunks, base)
+            self._threads.run(fetch)
         finally:
             with self._lock:
                 self._fetch = None
         self.refetched += fetch.refetched
         if fetch.error is None:
-            self._services[address.rank] = address.service
-            for service in set(self._clients) - set(self._services.values()):
-                self._disconnect(service)  # replaced publishers: a replica may outlive many
             return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full")
         if not room:
             self._pool.give_back(chunks)  # frames of the error's traceback still refer to them
         if isinstance(fetch.error, (WireError, DeadlineExceeded)):
-            self._disconnect(address.service)
+            self._end(self._clients, address.rank)
         raise fetch.error
 
     def interrupt(self) -> None:
@@ -220,27 +214,14 @@ class TcpReceiver(WeightReceiver):
         """See ``WeightReceiver.close``."""
         self.interrupt()
         self._threads.end()
-        for ends in (self._shares, self._mapped):
+        for ends in (self._shares, self._mapped, self._clients):
             for rank in list(ends):
                 self._end(ends, rank)
-        for service in list(self._clients):
-            self._disconnect(service)
         self._pool.close()
 
-    def _run(self, fetch: TcpFetch, base: Fetched | None, room: Sequence[Bytes]) -> Sequence[Bytes]:
-        """Run a fetch to its end. Return its chunks."""
-        chunks = room or self._pool.take([each.nbytes for each in fetch.manifest.chunks])
-        fetch.begin(chunks, base)
-        if fetch.missing:
-            self._threads.run(fetch)
-        return chunks
-
-    def _client(self, service: bytes) -> ServiceClient:
-        if service not in self._clients:
-            self._clients[service] = ServiceClient(service, self._host.own_key)
-        return self._clients[service]
-
-    def _disconnect(self, service: bytes) -> None:
-        client = self._clients.pop(service, None)
-        if client is not None:  # an ending fetch and ``close`` may both be here
-            client.close()
+    def _client(self, address: TcpAddress) -> ServiceClient:
+        if address.rank not in self._clients or self._services[address.rank] != address.service:
+            self._end(self._clients, address.rank)  # of a former publisher
+            self._clients[address.rank] = ServiceClient(address.service, self._host.own_key)
+            self._services[address.rank] = address.service
+        return self._clients[address.rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -36,20 +37,28 @@ _log = logging.getLogger(__name__)
 
 
 class FetchThreads:
-    """Runs fetches, one at a time, by a few threads: as many requests are on their way. They keep
+    """Runs fetches, one at a time, by a few daemon threads: as many requests are on their way. They keep
     their connections between fetches."""
 
     def __init__(self) -> None:
-        self._threads: _ThreadPool | None = None
+        self._work: queue.SimpleQueue[TcpFetch | None] | None = None
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
     def run(self, fetch: TcpFetch) -> None:
         """Run a fetch to its end."""
         with self._lock:
-            threads = self._threads = self._threads or _ThreadPool(THREADS)
-            threads.begin(fetch.work)  # before ``end`` can end them
+            if self._work is None:
+                self._work, self._done = queue.SimpleQueue(), queue.SimpleQueue()
+                for number in range(THREADS):
+                    ends = self._work, self._done
+                    threading.Thread(target=_run, args=ends, name=f"asyncflow-fetch-{number}", daemon=True).start()
+            work, done = self._work, self._done
+            for _ in range(THREADS):
+                work.put(fetch)
         try:
-            threads.wait()
+            for _ in range(THREADS):
+                done.get()
         except BaseException:
             fetch.interrupt()
             self.end()
@@ -58,49 +67,26 @@ class FetchThreads:
     def end(self) -> None:
         """End the threads after the fetch in progress. Idempotent."""
         with self._lock:
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.end()
+            work, self._work = self._work, None
+        if work is not None:
+            for _ in range(THREADS):
+                work.put(None)
 
 
-class _ThreadPool:
-    """Daemon threads. They keep their connections between fetches."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for number in range(count):
-            threading.Thread(target=self._run, name=f"asyncflow-fetch-{number}", daemon=True).start()
-
-    def begin(self, work: Callable[[], None]) -> None:
-        """Call ``work`` in each thread."""
-        for _ in range(self._count):
-            self._work.put(work)
-
-    def wait(self) -> None:
-        """Wait until all calls have returned."""
-        for _ in range(self._count):
-            self._done.get()
-
-    def end(self) -> None:
-        """End the threads after the work in progress."""
-        for _ in range(self._count):
-            self._work.put(None)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            del work  # it holds the fetched version
-            self._done.put(None)
+def _run(work: queue.SimpleQueue[TcpFetch | None], done: queue.SimpleQueue[None]) -> None:
+    while (fetch := work.get()) is not None:
+        fetch.work()
+        del fetch  # it holds the fetched version
+        done.put(None)
 
 
 class _BucketRange(NamedTuple):
-    """Buckets ``first`` to ``stop``. ``whole``: True to request no deltas."""
+    """Buckets ``first`` to ``stop``. ``whole``: True to request no deltas. ``same``: True if they equal the base's."""
 
     first: int
     stop: int
     whole: bool
+    same: bool = False
 
 
 class TcpFetch:
@@ -141,8 +127,19 @@ class TcpFetch:
             base = None
         self._chunks, self._base = chunks, base
         self._buckets = list(self.manifest.buckets())  # after memory is allocated: a manifest may claim any size
-        if self._buckets:
-            self._todo.append(_BucketRange(0, len(self._buckets), base is None))
+        same = [False] * len(self._buckets)
+        if base is not None:
+            pairs = zip(self.manifest.chunks, base.manifest.chunks, strict=True)
+            same = [
+                ours == theirs
+                for mine, other in pairs
+                for ours, theirs in zip(mine.digests, other.digests, strict=True)
+            ]
+        first = 0
+        for equal, group in itertools.groupby(same):
+            stop = first + len(list(group))
+            self._todo.append(_BucketRange(first, stop, base is None, equal))
+            first = stop
 
     def interrupt(self) -> None:
         """Make all threads end soon."""
@@ -153,7 +150,10 @@ class TcpFetch:
         """Fetch buckets until none are left. Called by each thread."""
         try:
             while (span := self._next()) is not None:
-                self._request(span)
+                if span.same:
+                    self._copy_base(span)
+                else:
+                    self._request(span)
         except Exception as error:
             with self._lock:
                 first = self.error is None
@@ -163,46 +163,25 @@ class TcpFetch:
                 self._client.interrupt()
 
     def _next(self) -> _BucketRange | None:
-        """Return the next buckets to request. Copies buckets that equal the base's."""
-        while True:
-            with self._lock:
-                if self.error is not None or not self._todo:
-                    return None
-                span = self._todo.popleft()
-                stop = min(span.stop, span.first + self._stride)
-                if stop < span.stop:
-                    self._todo.appendleft(span._replace(first=stop))
-            if span.whole or self._base is None:
-                return span._replace(stop=stop)
-            first = span.first
-            while first < stop and self._equals_base(first):
-                self._copy_base(first)
-                first += 1
-            if first == stop:
-                continue
-            rest = next((n for n in range(first + 1, stop) if self._equals_base(n)), stop)
-            if rest < stop:
-                self._put_back(_BucketRange(rest, stop, False))
-            return _BucketRange(first, rest, False)
-
-    def _put_back(self, span: _BucketRange) -> None:
+        """Return the next buckets to request or to copy."""
         with self._lock:
-            self._todo.appendleft(span)
+            if self.error is not None or not self._todo:
+                return None
+            span = self._todo.popleft()
+            stop = min(span.stop, span.first + self._stride)
+            if stop < span.stop:
+                self._todo.appendleft(span._replace(first=stop))
+            return span._replace(stop=stop)
 
-    def _equals_base(self, number: int) -> bool:
-        bucket = self._buckets[number]
+    def _copy_base(self, span: _BucketRange) -> None:
+        """Copy buckets from the base, or request them in full if the base was changed since."""
         assert self._base is not None
-        ours, theirs = self.manifest.chunks[bucket.chunk], self._base.manifest.chunks[bucket.chunk]
-        return ours.digests[bucket.index] == theirs.digests[bucket.index]
-
-    def _copy_base(self, number: int) -> None:
-        """Copy a bucket from the base, or request it in full if the base was changed since."""
-        assert self._base is not None
-        bucket = self._buckets[number]
-        if self._copy(bucket, self._base.chunks[bucket.chunk][bucket.start : bucket.stop]):
-            self._count(saved=1)
-        else:
-            self._refetch(number, "the base was changed")
+        for number in range(span.first, span.stop):
+            bucket = self._buckets[number]
+            if self._copy(bucket, self._base.chunks[bucket.chunk][bucket.start : bucket.stop]):
+                self._count(saved=1)
+            else:
+                self._refetch(number, "the base was changed")
 
     def _refetch(self, number: int, why: str) -> None:
         _log.warning("version %d: bucket %d is fetched in full: %s", self.manifest.version, number, why)
@@ -232,7 +211,8 @@ class TcpFetch:
         if not 0 < len(kinds) <= count or len(frames) != len(kinds):
             raise ProtocolError(f"{len(kinds)} buckets in {len(frames)} frames, where {count} were asked for")
         if len(kinds) < count:
-            self._put_back(span._replace(first=span.first + len(kinds)))
+            with self._lock:
+                self._todo.appendleft(span._replace(first=span.first + len(kinds)))
         size = sum(memoryview(frame).nbytes for frame in frames)
         self._stride = max(1, self._stride // 2) if size > FEW_BYTES else min(AT_ONCE, len(kinds) * 2)
         for number, (kind, frame) in enumerate(zip(kinds, frames, strict=True), span.first):

@@ -36,7 +36,7 @@ MODEL_FILES = (
 _NAME = re.compile(r"version-(\d{8,19})", re.ASCII)
 _MANIFESTS = re.compile(r"manifest(?:-(\d{1,9})-of-\d{1,9})?\.msgpack", re.ASCII)
 _OWN_FILES = (
-    "manifest*.msgpack", f"{INDEX}*", "model-*-of-*.safetensors", "model-tensor-*.safetensors", "*.tmp", *MODEL_FILES
+    "manifest*.msgpack*", f"{INDEX}*", "model-*-of-*.safetensors", "model-tensor-*.safetensors", *MODEL_FILES
 )  # fmt: skip
 """Files of a publisher in the directory of a version."""
 
