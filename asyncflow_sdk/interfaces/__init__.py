@@ -11,13 +11,20 @@ from .launcher import (
     WorkerSettings,
     WorkerSpec,
 )
-from .leased_batch import LeasedBatch
-from .leased_step import LeasedStep, StepConsumer, StepPart
+from .leased import Consumer, LeasedBatch, LeasedStep, Producer, StepConsumer, StepPart
 from .queue import PutRows, TransferQueue
-from .rollout import SAMPLING_MASK, Capabilities, Completion, Completions, Request, RolloutEngine
+from .rollout import (
+    SAMPLING_MASK,
+    Capabilities,
+    Completion,
+    Completions,
+    Request,
+    RolloutEngine,
+    StopTexts,
+    StopWatch,
+)
 from .sampler import Candidates, Sampler
 from .staleness import StalenessPolicy, StepWindow
-from .stop_texts import StopTexts, StopWatch
 from .store import HomeCatalog, HomeOffer, HomeUnit, PayloadStore, StorageHome, StoreContext, StoredBlock
 from .tracker import TrackedRun, Tracker
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
@@ -41,67 +48,15 @@ from .weights import (
     WeightTransport,
     WeightUpdate,
 )
-from .workers import Consumer, Producer
 
 __all__ = [
-    "FATAL_STATUS",
-    "NORMALISERS",
-    "SAMPLING_MASK",
-    "TRAIN_COLUMNS",
-    "Advantages",
-    "Algorithm",
-    "Candidates",
-    "Capabilities",
-    "Completion",
-    "Completions",
-    "Consumer",
-    "Fetched",
-    "FilePlace",
-    "HomeCatalog",
-    "HomeOffer",
-    "HomeUnit",
-    "Host",
-    "Launcher",
-    "LeasedBatch",
-    "LeasedStep",
-    "LoadableUpdate",
-    "OnFailure",
-    "PackedTokens",
-    "PayloadStore",
-    "Placement",
-    "Producer",
-    "Publication",
-    "PutRows",
-    "Request",
-    "RollbackResult",
-    "RolloutEngine",
-    "Room",
-    "Sampler",
-    "StalenessPolicy",
-    "StepConsumer",
-    "StepPart",
-    "StepResult",
-    "StepWindow",
-    "StopTexts",
-    "StopWatch",
-    "StorageHome",
-    "StoreContext",
-    "StoredBlock",
-    "TensorType",
-    "TrackedRun",
-    "Tracker",
-    "TrainEngine",
-    "TransferQueue",
-    "WeightPublisher",
-    "WeightReceiver",
-    "WeightSender",
-    "WeightSubscriber",
-    "WeightSync",
-    "WeightTransport",
-    "WeightUpdate",
-    "WorkerExit",
-    "WorkerHandle",
-    "WorkerSettings",
-    "WorkerSpec",
+    "FATAL_STATUS", "NORMALISERS", "SAMPLING_MASK", "TRAIN_COLUMNS", "Advantages", "Algorithm", "Candidates",
+    "Capabilities", "Completion", "Completions", "Consumer", "Fetched", "FilePlace", "HomeCatalog", "HomeOffer",
+    "HomeUnit", "Host", "Launcher", "LeasedBatch", "LeasedStep", "LoadableUpdate", "OnFailure", "PackedTokens",
+    "PayloadStore", "Placement", "Producer", "Publication", "PutRows", "Request", "RollbackResult", "RolloutEngine",
+    "Room", "Sampler", "StalenessPolicy", "StepConsumer", "StepPart", "StepResult", "StepWindow", "StopTexts",
+    "StopWatch", "StorageHome", "StoreContext", "StoredBlock", "TensorType", "TrackedRun", "Tracker", "TrainEngine",
+    "TransferQueue", "WeightPublisher", "WeightReceiver", "WeightSender", "WeightSubscriber", "WeightSync",
+    "WeightTransport", "WeightUpdate", "WorkerExit", "WorkerHandle", "WorkerSettings", "WorkerSpec",
     "optimizer_source",
-]
+]  # fmt: skip

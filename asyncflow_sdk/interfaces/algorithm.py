@@ -1,5 +1,4 @@
-"""Algorithm: advantages of rows and the loss of their tokens, for all train engines that compute
-log-probs.
+"""Algorithm: advantages of rows and the loss of their tokens, for all train engines with log-probs.
 
     @dataclass(frozen=True)
     class Reinforce(af.Algorithm):                           # a user's own, in a module that workers can import
@@ -14,8 +13,7 @@ log-probs.
 
     af.Train("torch", model=path, algorithm=Reinforce(baseline=0.2))
 
-Registered as an adapter of kind "algorithm", it is selected by name and options:
-``algorithm=("reinforce", {...})``.
+Registered as an adapter of kind "algorithm", it is selected by name and options: ``algorithm=("reinforce", {...})``.
 """
 
 from __future__ import annotations
@@ -35,19 +33,16 @@ from ..types import Batch, Ragged
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTokens:
-    """Response tokens of some rows of a step, packed row after row, without tokens excluded by
-    ``loss_mask``. Tensors of the engine's framework, on its device, float32 (tokens,) unless stated
-    otherwise. Later SDKs may add fields.
+    """Response tokens of some rows of a step, packed row after row, without tokens excluded by ``loss_mask``. Tensors
+    of the engine's framework, on its device, float32 (tokens,) unless stated otherwise. Later SDKs may add fields.
 
-    ``logprobs``: under the policy being trained, with gradient. ``behaviour``: under the policy
-    that generated the tokens. ``advantages``: of each token. ``rows``: int64, the row of each
-    token, from 0 to ``row_count`` - 1; sums over rows are
-    ``tensor.new_zeros(row_count).index_add(0, rows, tensor)``. ``columns``, by name: the
-    algorithm's ``needs`` beside TRAIN_COLUMNS, its ``asks``, and its arrays beside the advantages;
-    a number per row is repeated for each token. ``total_tokens``, ``total_rows``,
-    ``total_groups``: trained tokens, rows and groups of the whole step; all 1 if the step is
-    trained in parts, see ``Algorithm.normaliser``. ``total_groups`` is 0 if the engine does not
-    count groups.
+    ``logprobs``: under the policy being trained, with gradient. ``behaviour``: under the policy that generated the
+    tokens. ``advantages``: of each token. ``rows``: int64, the row of each token, from 0 to ``row_count`` - 1; sums
+    over rows are ``tensor.new_zeros(row_count).index_add(0, rows, tensor)``. ``columns``, by name: the algorithm's
+    ``needs`` beside TRAIN_COLUMNS, its ``asks``, and its arrays beside the advantages; a number per row is repeated
+    for each token. ``total_tokens``, ``total_rows``, ``total_groups``: trained tokens, rows and groups of the whole
+    step; all 1 if the step is trained in parts, see ``Algorithm.normaliser``. ``total_groups`` is 0 if the engine
+    does not count groups.
 
     ``entropy``: of the distribution of each token, with gradient. ``values``: of the critic being
     trained, with gradient. Both None unless in ``asks``.
@@ -92,12 +87,11 @@ class Algorithm(abc.ABC):
     this number added to the spread; None: no scaling. An engine of several ranks calls
     `advantages_of_share` for each rank's rows and scales itself.
 
-    ``normaliser``: declares that a step can be trained in parts, of whole groups: the advantages of
-    a part equal those in the whole step, and the loss is a sum over tokens divided once, by
-    ``total_tokens`` ("tokens"), ``total_rows`` ("rows"), ``total_groups`` ("groups") or nothing of
-    the step ("constant"). The engine then passes totals of 1, adds up the parts, and divides by the
-    number of the whole step at its end. None: the engine needs whole steps.
-    ``metric_normalisers``: the same by name of metric; default of a metric: "tokens".
+    ``normaliser``: declares that a step can be trained in parts, of whole groups: the advantages of a part equal
+    those in the whole step, and the loss is a sum over tokens divided once, by ``total_tokens`` ("tokens"),
+    ``total_rows`` ("rows"), ``total_groups`` ("groups") or nothing of the step ("constant"). The engine then passes
+    totals of 1, adds up the parts, and divides by the number of the whole step at its end. None: the engine needs
+    whole steps. ``metric_normalisers``: the same by name of metric; default of a metric: "tokens".
     """
 
     needs: tuple[str, ...] = ()
@@ -109,8 +103,8 @@ class Algorithm(abc.ABC):
 
     @property
     def whole_step(self) -> str:
-        """The reason why a step cannot be trained in parts, in plain words; "" if it can. Raises
-        ConfigError for an unknown normaliser."""
+        """The reason why a step cannot be trained in parts, in plain words; "" if it can. Raises ConfigError for an
+        unknown normaliser."""
         name = type(self).__name__
         for each in (self.normaliser, *self.metric_normalisers.values()):
             if each is not None and each not in NORMALISERS:
@@ -126,19 +120,16 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def advantages(self, batch: Batch) -> Advantages:
-        """Return the advantages of a whole step, with all rows of each group (``batch.groups``).
-        See ``Advantages`` for the forms. Numbers that are not finite make the step fail."""
+        """Return the advantages of a whole step, with all rows of each group (``batch.groups``). See ``Advantages`` for
+        the forms. A number not finite makes the step fail."""
 
     def advantages_of_share(self, batch: Batch) -> Advantages:
-        """Return the advantages of some of a step's groups, before the scaling of ``standardise``.
-        Called only if ``standardise`` is a number."""
+        """Return the advantages of some of a step's groups, before the scaling of ``standardise``. Called only if that
+        is a number."""
         return self.advantages(batch)
 
     @abc.abstractmethod
     def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
-        """Return the loss of some of a step's tokens, a scalar with gradient, and metrics by name:
-        numbers, or scalars without gradient.
-
-        Called for each part of a step. Losses, gradients and metrics of the parts are summed, so
-        means divide by ``tokens.total_tokens`` or ``total_rows``.
-        """
+        """Return the loss of some of a step's tokens, a scalar with gradient, and metrics by name: numbers, or scalars
+        without gradient. Called for each part of a step. Losses, gradients and metrics of the parts are summed, so
+        means divide by ``tokens.total_tokens`` or ``total_rows``."""

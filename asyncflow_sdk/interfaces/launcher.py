@@ -4,9 +4,8 @@
         def start(self, spec: WorkerSpec) -> WorkerHandle:
             return Job(submit(f"srun {sys.executable} -m mine.worker", stdin=spec.config))
 
-In the worker's process ``asyncflow_sdk.workflow.run_worker(config)`` does the rest. Workers of every
-launcher are supervised in the same way: restarted when they die, with back-off and a limit, and
-reported by name when they fail for good.
+In the worker's process ``asyncflow_sdk.workflow.run_worker(config)`` does the rest. Workers of every launcher are
+supervised alike: restarted when they die, with back-off and a limit, and reported by name when they fail for good.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ FATAL_STATUS = 3
 class Placement:
     """Where and how a worker runs.
 
-    ``python``: interpreter of an environment with the SDK and the engine. ``env``: variables added
-    to the worker's environment. ``max_restarts``: restarts after a death, at most. ``launcher``:
-    registered name of the launcher; ``launcher_options``: its options, in JSON types. ``hosts``:
-    names for the launcher, as ``ssh`` takes them; replicas take turns on them, ranks are divided
-    into equal blocks. (): the launcher chooses. ``cpus``, ``gpus``: numbers of each host's CPUs and
-    GPUs for the worker; () restricts nothing. ``on_failure``: stop the run or continue it once the
-    worker has failed for good; None: the workflow's setting.
+    ``python``: interpreter of an environment with the SDK and the engine. ``env``: variables added to the worker's
+    environment. ``max_restarts``: restarts after a death, at most. ``launcher``: registered name of the launcher;
+    ``launcher_options``: its options, in JSON types. ``hosts``: names for the launcher, as ``ssh`` takes them;
+    replicas take turns on them, ranks are divided into equal blocks. (): the launcher chooses. ``cpus``, ``gpus``:
+    numbers of each host's CPUs and GPUs for the worker; () restricts nothing. ``on_failure``: stop the run or
+    continue it once the worker has failed for good; None: the workflow's setting.
     """
 
     python: str | None = None
@@ -100,14 +98,13 @@ class WorkerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """One worker: what it runs, of which run, and where. Its process decodes this very object.
+    """One worker: its work, its run, and its place. Its process decodes this very object.
 
-    ``role``: the Rollout, Stage or Train as plain data. ``address``, ``key``, ``insecure``: how the
-    worker connects to the run. ``import_path``: folders to import the user's modules from.
-    ``plugins``: environment variables with the driver's choice of plugins. ``rank`` of
-    ``world_size``: of a worker of several processes; ``group``: their name in the queue. ``host``:
-    the one of its placement's hosts to run on; "": the launcher chooses. ``log``: a file on the
-    driver's host for the worker's output, if the launcher can collect it.
+    ``role``: the Rollout, Stage or Train as plain data. ``address``, ``key``, ``insecure``: how the worker connects
+    to the run. ``import_path``: folders to import the user's modules from. ``plugins``: environment variables with
+    the driver's choice of plugins. ``rank`` of ``world_size``: of a worker of several processes; ``group``: their
+    name in the queue. ``host``: the one of its placement's hosts to run on; "": the launcher chooses. ``log``: a file
+    on the driver's host for the worker's output, if the launcher can collect it.
     """
 
     name: str
@@ -139,9 +136,8 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """The end of a worker. ``status``: 0: finished; 3: an error that would recur; -N: killed by
-    signal N; other: an error. ``text``: its cause in the first line, empty if unknown, then its
-    traceback or log."""
+    """The end of a worker. ``status``: 0: finished; 3: an error to recur after a restart; -N: killed by signal N; other:
+    an error. ``text``: its cause in the first line, empty if unknown, then its traceback or log."""
 
     status: int
     text: str = ""
@@ -161,44 +157,39 @@ class WorkerHandle(abc.ABC):
 
     @abc.abstractmethod
     def wait(self) -> WorkerExit:
-        """Block until the worker and its children have ended. Called once. An exception counts as
-        an end with an error."""
+        """Block until the worker and its children have ended. Called once. An exception counts as an end with an
+        error."""
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Ask the worker to end at once; its leases return to the queue. Does not wait. Idempotent,
-        also after its end."""
+        """Ask the worker to end at once; its leases return to the queue. Does not wait. Idempotent, also after its
+        end."""
 
     @abc.abstractmethod
     def kill(self) -> None:
-        """End the worker by force. If that is impossible, ``wait`` returns all the same.
-        Idempotent, also after its end."""
+        """End the worker by force; ``wait`` returns even where this is impossible. Idempotent, also after its end."""
 
 
 class Launcher(abc.ABC):
-    """Starts workers. Made by its plugin's factory, with ``launcher_options``, once for each run that
-    names it with these options. The launcher must end its workers when the driver ends, however the
-    driver ends. If its AdapterSpec declares ``can={"hosts": "many"}``, its workers get the address
-    of the run for other hosts, with a key, if the run has one."""
+    """Starts workers. Made by its plugin's factory, once for each run and ``launcher_options``. It must end its workers
+    when the driver ends, however the driver ends. If its AdapterSpec declares ``can={"hosts": "many"}``, its workers get
+    the address of the run for other hosts, with a key, if the run has one."""
 
     def check(self, placement: Placement) -> None:
-        """Raise ConfigError for an impossible placement. Called for each placement before a worker
-        starts there. Optional."""
+        """Raise ConfigError for an impossible placement. Called before a worker starts there. Optional."""
 
     def check_ranks(self, placement: Placement, world_size: int) -> None:
-        """As ``check``, for a worker of several ranks, whose ``cpus`` and ``gpus`` are those of all. Default:
-        ``check``."""
+        """As ``check``, for a worker of several ranks, with the ``cpus`` and ``gpus`` of all. Default: ``check``."""
         self.check(placement)
 
     @abc.abstractmethod
     def start(self, spec: WorkerSpec) -> WorkerHandle:
-        """Start a worker and return as soon as its handle can be waited for. Raises ConfigError.
-        Any exception during a restart ends the worker for good. Called from any thread, for
-        different workers at the same time."""
+        """Start a worker and return as soon as its handle can be waited for. Raises ConfigError. Any exception during a
+        restart ends the worker for good. Called from any thread, for different workers at the same time."""
 
     def start_ranks(self, specs: Sequence[WorkerSpec]) -> Sequence[WorkerHandle]:
-        """Start all ranks of one worker, or none. Return a handle for each. The ranks find each other
-        through the run. Raises as ``start``. Default: ``start`` each of them."""
+        """Start all ranks of one worker, or none. Return a handle for each. The ranks find each other through the run.
+        Raises as ``start``. Default: ``start`` each of them."""
         handles: list[WorkerHandle] = []
         try:
             handles.extend(self.start(spec) for spec in specs)

@@ -11,12 +11,20 @@ A plugin implements it, and a worker of the run calls it:
 
     async for response in engine.generate(af.Request(ids, af.Sampling(), n=8)): ...  # in a worker
     assert await engine.load_weights(update) == set(update.tensors)
+
+StopTexts: the stop texts of a request, searched in the tokens of its responses:
+
+    watch = request.watch()                               # in an engine, for each response
+    async for ids in stream:                              # all tokens of the response so far
+        if watch is not None and watch.found(ids):
+            abort(...)                                    # and yield it, with the reason "stop"
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence, Set
+import bisect
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,13 +33,15 @@ import numpy.typing as npt
 
 from ..errors import ConfigError
 from ..types import ColumnSpec, Ragged, Sampling, VersionSpan
-from .stop_texts import Decode, StopTexts, StopWatch
 from .weights import WeightUpdate
 
 Swap = Literal["drain", "partial", "in_flight"]
 COUNTS = "_counts"  # end of the name of the column with the number of values of each token in another column
 SAMPLING_MASK = dict.fromkeys(("kept_ids", "kept_ids" + COUNTS), ColumnSpec("ragged", "int32"))
 """Columns of responses with ``Sampling.sampling_mask``: all possible ids of each draw, 0 if it was not cut."""
+TOKENS_OF_A_LETTER, MARGIN = 4, 4
+"""A token has at least one byte of a letter. Decoders change the text of the first token."""
+Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +74,7 @@ class Capabilities:
     most_kept: int | None = None
 
     def check(self, engine: str, sampling: Sampling) -> None:
-        """Raise ConfigError for a sampling that ``engine`` cannot draw by."""
+        """Raise ConfigError for a sampling impossible for ``engine``."""
         for name, value in sampling.restrictions.items():
             if name not in self.restrictions:
                 raise ConfigError(
@@ -79,6 +89,53 @@ class Capabilities:
         known = ", ".join(sorted(self.extra)) or "none"
         for name in sampling.extra.keys() - set(self.extra):
             raise ConfigError(f"{engine} takes no parameter {name!r} of Sampling(extra=...). It takes: {known}")
+
+
+@dataclass(frozen=True)
+class StopTexts:
+    """``texts``: one or more. ``decode``: returns the text of token ids, without special tokens."""
+
+    texts: tuple[str, ...]
+    decode: Decode
+
+    @property
+    def window(self) -> int:
+        """Number of tokens at the end of a response that are decoded in search of a text."""
+        return MARGIN + TOKENS_OF_A_LETTER * max(map(len, self.texts))
+
+    def inside(self, ids: Sequence[int]) -> bool:
+        """True if the text of ``ids`` contains one of the texts."""
+        text = self.decode(ids)
+        return any(each in text for each in self.texts)
+
+    def end(self, ids: Sequence[int]) -> int | None:
+        """Return the number of tokens up to the completion of the first text; None without one."""
+        if not self.inside(ids):
+            return None
+        return bisect.bisect_left(range(len(ids)), True, key=lambda count: self.inside(ids[:count]))
+
+
+class StopWatch:
+    """Follows one response. ``past``: its tokens in the prompt, of a continued response."""
+
+    def __init__(self, stops: StopTexts, past: Sequence[int] = ()) -> None:
+        self._stops, self._past = stops, list(past)
+        self._seen, self._found = 0, False
+
+    def found(self, ids: Sequence[int]) -> bool:
+        """True if the response contains a text. ``ids``: all its tokens behind the prompt, so far.
+
+        Decodes the new tokens and the window before them, and the whole response only if a text is
+        in those. False again once the engine has removed the tokens of the text.
+        """
+        whole = [*self._past, *ids]
+        if len(whole) < self._seen:
+            self._seen, self._found = 0, False
+        if not self._found:
+            near = whole[max(self._seen - self._stops.window, 0) :]
+            self._found = self._stops.inside(near) and (len(near) == len(whole) or self._stops.inside(whole))
+        self._seen = len(whole)
+        return self._found
 
 
 @dataclass(frozen=True)
@@ -166,9 +223,9 @@ class Completions:
 class RolloutEngine(abc.ABC):
     """Generates responses under a version of the policy and loads new versions.
 
-    The plugin's factory makes it in the worker's process as ``factory(model=PATH, **options)``,
-    with weights from the Hugging Face folder at PATH. All methods run on the worker's event loop
-    and must not block it: run blocking work in a thread. One engine serves one worker.
+    The plugin's factory makes it in the worker's process as ``factory(model=PATH, **options)``, with weights from the
+    Hugging Face folder at PATH. All methods run on the worker's event loop and must not block it: run blocking work in
+    a thread. One engine serves one worker.
 
     ``gives``: further columns of each completion by name, also named by ``can={"gives": [...]}`` of its
     AdapterSpec. A ragged one has a value for each token, or as many as its count in NAME_counts. A fixed one
@@ -211,15 +268,13 @@ class RolloutEngine(abc.ABC):
     async def logprobs(
         self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]
     ) -> Sequence[Sequence[float]]:
-        """Return log-probs of each response's tokens after its prompt, at temperature 1 over the
-        whole vocabulary, under the loaded weights. No request is running. Required with
-        ``capabilities.logprobs``: it verifies a load."""
+        """Return log-probs of each response's tokens after its prompt, at temperature 1 over the whole vocabulary, under
+        the loaded weights. No request is running. Required with ``capabilities.logprobs``: it verifies a load."""
         raise NotImplementedError(f"{type(self).__name__} cannot score given responses")
 
     def held_weights(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, tensor) of the loaded weights, with names, dtypes and shapes of the update.
-        Required with ``capabilities.held_weights``, for engines that neither fuse nor repack
-        weights: their bytes are hashed again."""
+        """Yield (name, tensor) of the loaded weights, with names, dtypes and shapes of the update. Required with
+        ``capabilities.held_weights``: their bytes are hashed again, so fused or repacked weights do not fit."""
         raise NotImplementedError(f"{type(self).__name__} does not hold weights as they were published")
 
     def weight_name(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""StalenessPolicy: decides which groups may be generated, which may be trained, and which expire.
+"""StalenessPolicy: decides the groups to generate, to train, and to expire.
 
     class Patient(StalenessPolicy):                          # a user's own
         promise = "no trained token is older than max_staleness; a quarter of each step waits for stragglers"
@@ -27,11 +27,10 @@ from dataclasses import dataclass
 class StepWindow:
     """The step being filled, and the rows in progress for this and later steps. Read-only.
 
-    ``step``: its number k; it trains version k. ``batch_rows``: rows of a step, B. ``free``: rows
-    missing from this step. ``current``: the step that trains the newest published version; -1
-    before the first. ``admitted``: admitted live rows outside of steps, by *deadline*: the last
-    step that may train them without a token older than ``max_staleness``. The deadline is the
-    version loaded by their replica at the lease, plus ``max_staleness``.
+    ``step``: its number k; it trains version k. ``batch_rows``: rows of a step, B. ``free``: rows missing from this
+    step. ``current``: the step training the newest published version; -1 before the first. ``admitted``: admitted live
+    rows outside of steps, by *deadline*: the last step to train them without a token older than ``max_staleness``, the
+    version loaded by their replica at the lease plus ``max_staleness``.
     """
 
     step: int
@@ -56,15 +55,14 @@ class StepWindow:
 
 
 class StalenessPolicy(ABC):
-    """Makes decisions from a ``StepWindow``. Methods must depend on their arguments and the
-    policy's options only: no clock, no random state, no state between calls. The queue's server
-    makes the policy from plain options and calls it in its own thread, which delays all clients.
-    After a server restart, recorded answers are replayed instead of new calls. An exception, or an
-    answer that is not a number, fails all lease requests with PluginError.
+    """Makes decisions from a ``StepWindow``. Methods must depend on their arguments and the policy's options only: no
+    clock, no random state, no state between calls. The queue's server makes the policy from plain options and calls it
+    in its own thread: it delays all clients. After a server restart, recorded answers are replayed instead of new calls.
+    An exception, or an answer other than a number, fails all lease requests with PluginError.
 
-    ``promise``: the guarantee for every trained token and its cost, in one line for people.
-    ``bounded``: True if no token is older than max_staleness; the ledger then admits no row into a
-    step past its deadline, whatever ``select`` returns.
+    ``promise``: the guarantee for every trained token and its cost, in one line for people. ``bounded``: True if no
+    token is older than max_staleness; the ledger then admits no row into a step past its deadline, also against
+    ``select``.
     """
 
     promise: str = ""
@@ -72,24 +70,19 @@ class StalenessPolicy(ABC):
 
     @abstractmethod
     def admit(self, window: StepWindow, deadline: int) -> int:
-        """Return the number of rows that a replica may start to generate, as whole groups; 0 or
-        less: none now.
-
-        ``deadline``: of these rows, the replica's version plus max_staleness. With ``bounded``, it
-        has not passed. If the answer never reaches a group's size, the replica starves. Also called
-        for a newer version.
-        """
+        """Return the number of rows to be started by a replica, as whole groups; 0 or less: none now. If the answer
+        never reaches a group's size, the replica starves. Also called for a newer version. ``deadline``: of these rows,
+        the replica's version plus max_staleness. With ``bounded``, it has not passed."""
 
     def select(self, window: StepWindow, deadline: int | None) -> int:
-        """Return the number of complete rows with this ``deadline`` that may join the step, at most
-        ``free`` (the default). ``deadline`` None: rows put complete, without a version. Called for
-        the earliest deadline first."""
+        """Return the number of complete rows with this ``deadline`` to join the step, at most ``free`` (the default).
+        ``deadline`` None: rows put complete, without a version. Called for the earliest deadline first."""
         return window.free
 
     def evict(self, window: StepWindow) -> Collection[int]:
-        """Return deadlines to give up. Called when a step has closed and the next one,
-        ``window.step``, is being filled. Groups with these deadlines expire, also during
-        generation, and are replaced, unless in a step. Default with ``bounded``: the passed ones."""
+        """Return deadlines to give up. Called when a step has closed and the next one, ``window.step``, is being filled.
+        Groups with these deadlines expire, also during generation, and are replaced, unless in a step. Default with
+        ``bounded``: the passed ones."""
         return [due for due in window.admitted if due < window.step] if self.bounded else ()
 
     def least_rows(self, batch_rows: int, max_staleness: int) -> int:

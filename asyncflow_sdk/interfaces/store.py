@@ -4,14 +4,12 @@
     columns = store.read(answer.slices, answer.schema)          # consumer, any process of the run
     store.free(serials)                                         # producer: the server lists them in a later answer
 
-The server's ledger knows only the location of columns. A store holds bytes and never state: losing
-one loses rows, and the server counts each. A *home* is a place that holds blocks: the memory of the
-server (home 0), or that of a storage unit on another host. Its *epoch* is counted up each time that
-its contents are given up.
+The server's ledger knows only the location of columns. A store holds bytes and never state: losing one loses rows, and
+the server counts each. A *home* holds blocks: the memory of the server (home 0), or of a storage unit on another host.
+Its *epoch* is counted up each time its contents are given up.
 
-Register a factory as an adapter of kind "store". It is called in each client, as ``factory(context,
-**options)`` with a ``StoreContext``, and returns a PayloadStore. For a system that holds whole blocks
-of bytes by name, ``contrib/asyncflow_blocks`` makes one.
+Register a factory as an adapter of kind "store". It is called in each client, as ``factory(context, **options)`` with a
+``StoreContext``, and returns a PayloadStore. ``contrib/asyncflow_blocks`` makes one of a system of blocks by name.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from ..types.ragged import Array
 
 
 class StoredBlock(msgspec.Struct, frozen=True):
-    """Written columns whose call is not sent yet: ``block``, their location, or ``image``, the bytes
-    to send beside the call. ``space``: the store's own handle of a block."""
+    """Columns written for a call not sent yet: ``block``, their location, or ``image``, the bytes to send beside the
+    call. ``space``: the store's own handle of a block."""
 
     block: Block | None = None
     image: BlockImage | None = None
@@ -40,12 +38,9 @@ class StoredBlock(msgspec.Struct, frozen=True):
 
 
 class PayloadStore(ABC):
-    """The payload of one connection. Thread-safe; unusable in a child made by fork().
-
-    ``inline``: True if the server sends the columns of rows in its own memory beside its answers.
-    ``synced``: True if payload is on disk before its call counts. ``may_wait``: True if ``read`` may
-    wait for other hosts; event loops then read in a thread.
-    """
+    """The payload of one connection. Thread-safe; unusable in a child made by fork(). ``inline``: True if the server
+    sends the columns of rows in its own memory beside its answers. ``synced``: True if payload is on disk before its
+    call counts. ``may_wait``: True if ``read`` may wait for other hosts; event loops then read in a thread."""
 
     inline: bool = False
     synced: bool = False
@@ -53,31 +48,29 @@ class PayloadStore(ABC):
 
     @abstractmethod
     def write(self, columns: Mapping[str, Column], *, copy: bool, grow: bool = True) -> StoredBlock:
-        """Write packed columns of equal length. On return the block is complete, and on disk if
-        ``synced``. ``copy``: the caller may change the columns before the call is sent. ``grow``
-        False: raise GrowthNeeded if freed blocks could make room. Raises MemoryFull, ServerLost if
-        the memory is gone, ProtocolError if the call would be too large."""
+        """Write packed columns of equal length. On return the block is complete, and on disk if ``synced``. ``copy``:
+        the caller may change the columns before the call is sent. ``grow`` False: raise GrowthNeeded if freed blocks
+        could make room. Raises MemoryFull, ServerLost if the memory is gone, ProtocolError for too large a call."""
 
     @abstractmethod
     def rewrite(self, stored: StoredBlock) -> StoredBlock | None:
-        """Return the same columns, stored again, for a call that failed with PayloadLost. None if
-        the block is still there: a repeated call would fail again. Raises MemoryFull."""
+        """Return the same columns, stored again, after a PayloadLost of their call. None if the block is still there: a
+        repeated call would fail again. Raises MemoryFull."""
 
     @abstractmethod
     def discard(self, stored: StoredBlock) -> None:
-        """Free a block whose call was never sent. Idempotent."""
+        """Free a block of a call never sent. Idempotent."""
 
     @abstractmethod
     def free(self, serials: Iterable[int]) -> None:
-        """Free blocks of this store that no row needs any more. Views of them stay valid.
-        Idempotent; ignores unknown serials, also of blocks that were lost."""
+        """Free blocks of this store needed by no row any more. Views of them stay valid. Idempotent; ignores unknown
+        serials, also of lost blocks."""
 
     @abstractmethod
     def read(self, slices: Sequence[BlockSlices], schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
-        """Return the columns of leased rows, by name: views of memory visible here, else copies.
-        Values never change while they are referenced. Raises LeaseLost for ended rows, SchemaError
-        for a damaged block, StoreUnavailable after a limited wait for another host: the rows are not
-        lost."""
+        """Return the columns of leased rows, by name: views of memory visible here, else copies. Values never change
+        while they are referenced. Raises LeaseLost for ended rows, SchemaError for a damaged block, StoreUnavailable
+        after a limited wait for another host: the rows are not lost."""
 
     def open_unit(self, catalog: HomeCatalog, name: str, host: str) -> HomeUnit | None:
         """Open the storage unit of this host. ``name``: of the home. ``host``: its IP address. None: the
@@ -85,21 +78,19 @@ class PayloadStore(ABC):
         return None
 
     def writable(self, slices: BlockSlices, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
-        """Return a column's values in memory that the caller may write to without changing the
-        store; None if ``read`` gave a copy, or without such memory."""
+        """Return a column's values in memory of the caller's own, to write to without changing the store; None if
+        ``read`` gave a copy, or without such memory."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Stop writing and reading, also in other threads. Views and blocks stay valid.
-        Idempotent."""
+        """Stop writing and reading, also in other threads. Views and blocks stay valid. Idempotent."""
 
 
 class HomeOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """A home, as its unit describes it. ``store``: kind of store. ``name``: for people.
-    ``identity``: of the contents; it changes when they are lost. ``address``, ``key``: of the unit's
-    socket, and its public key ("": it has none). ``directory``, ``owner``: of the segments; a client
-    that finds the same ``owner`` there sees the same memory."""
+    """A home, as its unit describes it. ``store``: kind of store. ``name``: for people. ``identity``: of the contents; it
+    changes when they are lost. ``address``, ``key``: of the unit's socket, and its public key ("": it has none).
+    ``directory``, ``owner``: of the segments; a client with the same ``owner`` there sees the same memory."""
 
     store: str
     name: str
@@ -111,8 +102,7 @@ class HomeOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StorageHome(msgspec.Struct, frozen=True, kw_only=True):
-    """A home in its newest epoch. Fields as in ``HomeOffer``. ``lost``: why that epoch is lost; ""
-    if it is not."""
+    """A home in its newest epoch. Fields as in ``HomeOffer``. ``lost``: why the epoch is lost; "" if it is not."""
 
     home: int
     epoch: int
@@ -129,9 +119,9 @@ class HomeCatalog(ABC):
 
     @abstractmethod
     def open(self, offer: HomeOffer) -> tuple[int, int]:
-        """Serve a home from now on; return its number and epoch. Repeated as a sign of life. The
-        same identity gets the same home, and the same epoch unless that is lost. Raises ConfigError
-        if another unit serves a home of this name, ServerLost."""
+        """Serve a home from now on; return its number and epoch. Repeated as a sign of life. The same identity gets the
+        same home, and the same epoch unless it is lost. Raises ConfigError if another unit serves a home of this name,
+        ServerLost."""
 
     @abstractmethod
     def homes(self) -> Sequence[StorageHome]:
@@ -139,8 +129,8 @@ class HomeCatalog(ABC):
 
     @abstractmethod
     def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
-        """Return the segments of a home that rows need, and the numbers of the sessions that may write
-        further ones. Raises ServerLost."""
+        """Return the segments of a home needed by rows, and the numbers of the sessions still able to write further ones.
+        Raises ServerLost."""
 
 
 class HomeUnit(ABC):

@@ -1,10 +1,7 @@
-"""WeightUpdate: a version handed to an engine. WeightTransport: moves a version's bytes.
+"""WeightUpdate: a version handed to an engine. WeightTransport: moves a version's chunks of bytes; it knows no tensors.
 
-A transport moves chunks of bytes and knows no tensors. The ledger decides which version is current,
-and which replica may load when.
-
-    sender.room(nbytes) ... sender.send(manifest) -> where          # trainer: fills chunks, then sends them
-    receiver.fetch(manifest, where) -> Fetched                      # replica: the same bytes, verified
+sender.room(nbytes) ... sender.send(manifest) -> where          # trainer: fills chunks, then sends them
+receiver.fetch(manifest, where) -> Fetched                      # replica: the same bytes, verified
 """
 
 from __future__ import annotations
@@ -41,10 +38,9 @@ class FilePlace(NamedTuple):
 class WeightUpdate(abc.ABC):
     """A verified version, ready to load: its bytes equal its manifests' digests.
 
-    Iterating yields (name, torch tensor), ``arrays()`` (name, numpy array): whole tensors, in the
-    order of ``tensors``, valid until ``release``. Writing into them changes nothing elsewhere.
-    ``root``: digest of the whole version. ``untrained``: names left out of every version of the run;
-    the engine keeps its own folder's tensors.
+    Iterating yields (name, torch tensor), ``arrays()`` (name, numpy array): whole tensors, in the order of ``tensors``,
+    valid until ``release``. Writing into them changes nothing elsewhere. ``root``: digest of the whole version.
+    ``untrained``: names left out of every version of the run; the engine keeps its own folder's tensors.
     """
 
     version: int
@@ -61,8 +57,8 @@ class WeightUpdate(abc.ABC):
         """Yield (name, torch tensor)."""
 
     def place(self, name: str) -> FilePlace | None:
-        """Return the place of a whole tensor in C order, for engines in other processes; None if
-        only this process can read it. Valid until ``release``; nothing writes there."""
+        """Return the place of a whole tensor in C order, for engines in other processes; None if only this process can
+        read it. Valid until ``release``; nothing writes there."""
         return None
 
     @abc.abstractmethod
@@ -74,14 +70,13 @@ class WeightUpdate(abc.ABC):
 class Host:
     """The end of a transport, and its host.
 
-    ``directory``: the run's shared memory; None if not visible here (another host or container).
-    ``name``: unique in the run, valid as a file name. ``run``: unique name of the run, the same
-    after a resume; "" if unknown. ``address``: IP address of this host for other members of the
-    run; a loopback address if all are on this host. ``rank`` of ``world_size``: the part of each
-    version that a publishing end sends; the same for its successor. ``model``: the Hugging Face
-    folder being trained; "" if unknown. ``identity``: the same for all processes that can map each
-    other's shared memory, of this user on this host. ``member``: this process in its run, for
-    ``wire.Service`` and ``ServiceClient``; None without a run.
+    ``directory``: the run's shared memory; None if not visible here (another host or container). ``name``: unique in the
+    run, valid as a file name. ``run``: unique name of the run, the same after a resume; "" if unknown. ``address``: IP
+    address of this host for other members of the run; a loopback address if all are on this host. ``rank`` of
+    ``world_size``: the part of each version from a publishing end; the same for its successor. ``model``: the Hugging
+    Face folder being trained; "" if unknown. ``identity``: the same for all processes able to map each other's shared
+    memory, of this user on this host. ``member``: this process in its run, for ``wire.Service`` and ``ServiceClient``;
+    None without a run.
     """
 
     directory: Path | None
@@ -109,27 +104,26 @@ class Host:
 
 
 class WeightTransport(abc.ABC):
-    """A way to move weights. Made as ``factory(**options)``: at the publishing end with the options
-    of ``weight_publisher``, at the fetching end without any, because ``where`` holds all it needs.
-    Raises ConfigError for invalid options."""
+    """A way to move weights. Made as ``factory(**options)``: at the publishing end with the options of
+    ``weight_publisher``, at the fetching end without any, because ``where`` holds all it needs. Raises ConfigError for
+    invalid options."""
 
     @abc.abstractmethod
     def sender(self, host: Host) -> WeightSender:
-        """Return the publishing end. Raises ConfigError for an unsuitable host, with the reason and
-        an alternative."""
+        """Return the publishing end. Raises ConfigError for an unsuitable host, with the reason and an alternative."""
 
     @abc.abstractmethod
     def receiver(self, host: Host) -> WeightReceiver:
         """Return the fetching end. Raises ConfigError as ``sender`` does."""
 
     def check(self) -> None:
-        """Raise, before there is a run, the ConfigError that ``sender`` would raise in a process
-        like this one, as far as it is known. Optional."""
+        """Raise the ConfigError of ``sender`` in a process like this one before there is a run, as far as it is known.
+        Optional."""
 
 
 class Room(abc.ABC):
-    """Memory for a chunk. ``memory``: uint8 (nbytes,), a numpy array or a torch tensor on a device,
-    written by the publisher."""
+    """Memory for a chunk. ``memory``: uint8 (nbytes,), a numpy array or a torch tensor on a device, written by the
+    publisher."""
 
     memory: Any
 
@@ -139,33 +133,29 @@ class Room(abc.ABC):
 
 
 class WeightSender(abc.ABC):
-    """The publishing end. Called by one thread at a time, ``send`` in another thread than ``room``.
-
-    One version is written at a time: a ``room`` for each chunk in order, then ``send`` or
-    ``abandon``. ``outlives``: True if sent versions can be fetched after this process has died.
-    """
+    """The publishing end. Called by one thread at a time, ``send`` in another thread than ``room``. One version is
+    written at a time: a ``room`` for each chunk in order, then ``send`` or ``abandon``. ``outlives``: True if sent
+    versions can be fetched after this process has died."""
 
     outlives: ClassVar[bool] = False
 
     def adopt(self, kept: Sequence[tuple[Manifest, bytes]]) -> None:
-        """Take over the ``kept`` versions of earlier publishers with this transport, oldest first.
-        Called once, first of all. Anything else that they left may be removed, because a run has
-        one publisher at a time. Optional."""
+        """Take over the ``kept`` versions of earlier publishers with this transport, oldest first. Called once, first
+        of all. Anything else of theirs may be removed: a run has one publisher at a time. Optional."""
 
     @abc.abstractmethod
     def room(self, nbytes: int) -> Room:
         """Return room for the next chunk. Never waits for receivers. Raises MemoryFull."""
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Get memory, ahead of time, for a next version with chunks of these sizes: one step at
-        each ``next``. The caller may stop after any step. Raises MemoryFull. Optional."""
+        """Get memory, ahead of time, for a next version with chunks of these sizes: one step at each ``next``. The
+        caller may stop after any step. Raises MemoryFull. Optional."""
         return iter(())
 
     @abc.abstractmethod
     def send(self, manifest: Manifest) -> bytes:
-        """Make the version in the rooms since the last one, in order, available. Return ``where``
-        for receivers. Raises MemoryFull, WireError, OSError; the caller then abandons the
-        version."""
+        """Make the version in the rooms since the last one, in order, available. Return ``where`` for receivers. Raises
+        MemoryFull, WireError, OSError; the caller then abandons the version."""
 
     @abc.abstractmethod
     def abandon(self) -> None:
@@ -173,7 +163,7 @@ class WeightSender(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, versions: Sequence[int]) -> None:
-        """Free all sent or adopted versions except these, which may still be fetched. Never waits."""
+        """Free all sent or adopted versions except these. Never waits."""
 
     @property
     @abc.abstractmethod
@@ -187,11 +177,10 @@ class WeightSender(abc.ABC):
 
 @dataclass
 class Fetched:
-    """A version's bytes at the fetching end, verified. ``chunks``: uint8 (nbytes,) each,
-    contiguous; writing into them changes nothing elsewhere. ``moved``: bytes moved by ``encoding``:
-    mapped (0 bytes), full or delta. ``places``: of each chunk in a file, if other processes of this
-    host can map it until ``release``; else empty. ``notes``: troubles on the way, for people.
-    ``is_base``: False if a later fetch has no use for it."""
+    """A version's bytes at the fetching end, verified. ``chunks``: uint8 (nbytes,) each, contiguous; writing into them
+    changes nothing elsewhere. ``moved``: bytes moved by ``encoding``: mapped (0 bytes), full or delta. ``places``: of
+    each chunk in a file, if other processes of this host can map it until ``release``; else empty. ``notes``: troubles
+    on the way, for people. ``is_base``: False if a later fetch has no use for it."""
 
     manifest: Manifest
     chunks: Sequence[Any]
@@ -211,21 +200,18 @@ class Fetched:
 
 
 class WeightReceiver(abc.ABC):
-    """The fetching end. Blocking; called in a thread, one call at a time, while the engine
-    generates. ``keeps_base``: True if it fetches less given the loaded version, which is then kept
-    for it.
-    """
+    """The fetching end. Blocking; called in a thread, one call at a time, while the engine generates. ``keeps_base``:
+    True if it fetches less given the loaded version; this is then kept for it."""
 
     keeps_base: ClassVar[bool] = False
 
     @abc.abstractmethod
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
-        """Fetch and verify a version. ``where``: from another process, so validate it. ``base``: an
-        earlier version from the same rank, still held here; the result shares no memory with it.
+        """Fetch and verify a version. ``where``: from another process, so validate it. ``base``: an earlier version
+        from the same rank, still held here; the result shares no memory with it.
 
-        Raises VersionGone (not kept any more: fetch the newest), DigestMismatch naming bucket and
-        tensors, WireError or DeadlineExceeded naming the peer, MemoryFull. Can be called again
-        after any of them.
+        Raises VersionGone (not kept any more: fetch the newest), DigestMismatch naming bucket and tensors, WireError or
+        DeadlineExceeded naming the peer, MemoryFull. Can be called again after any of them.
         """
 
     def interrupt(self) -> None:

@@ -1,7 +1,6 @@
 """Token ages: the staleness of each trained token, split into generation time and queue time.
 
-ages = batch.ages(step)                  # of a leased or recorded step
-ages.in_flight + ages.in_queue == ages.total
+ages = batch.ages(step)                  # of a leased or recorded step ages.in_flight + ages.in_queue == ages.total
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ def token_ages(
     version_step_offsets: tuple[tuple[int, int], ...] = (),
     mask: Ragged | None = None,
 ) -> TokenAges:
-    """Return the ages of the tokens of ``step``, or of those in ``mask``, counted in steps as by
-    ``token_steps``.
+    """Return the ages of the tokens of ``step``, or of those in ``mask``, counted in steps as by ``token_steps``.
 
     ``completed_at``: int64 (rows,), the current version at each row's completion; -1 for a row, or
     None for all rows, if unknown: the full age then counts as queue time.

@@ -1,9 +1,7 @@
 """Columns: callers' values packed into arrays of a declared kind, dtype and trailing shape.
 
-pack("answer", ["12", "345"])          # text
-pack("logprobs", [lp0, lp1])           # ragged float32
-pack("reward", torch.tensor([0., 1.])) # fixed float32
-pack("prompt", [[{"role": "user", "content": "2+3="}]])     # json
+pack("answer", ["12", "345"])          # text pack("logprobs", [lp0, lp1])           # ragged float32 pack("reward",
+torch.tensor([0., 1.])) # fixed float32 pack("prompt", [[{"role": "user", "content": "2+3="}]])     # json
 """
 
 from __future__ import annotations
@@ -82,9 +80,8 @@ def check_column_name(name: Any) -> None:
 def pack(name: str, value: Any) -> Column:
     """Pack ``value``, one entry a row. Arrays are not copied.
 
-    Takes numpy arrays and torch tensors (first dimension = rows), Ragged, and sequences of str,
-    bytes, numbers, arrays (ragged), or records and lists of records (json), such as chats. Raises
-    SchemaError naming the column.
+    Takes numpy arrays and torch tensors (first dimension = rows), Ragged, and sequences of str, bytes, numbers,
+    arrays (ragged), or records and lists of records (json), such as chats. Raises SchemaError naming the column.
     """
     try:
         return _pack(value)

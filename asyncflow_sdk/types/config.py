@@ -130,17 +130,16 @@ class Chat(UserConfig):
 class Weights(UserConfig):
     """Transfer of new versions from the trainer to the replicas.
 
-    ``transport``: "auto", "shm", "tcp", …; ``options``: its keyword arguments. ``dtype``: convert
-    floating-point tensors to it; None: unchanged. ``swap``: load a version after draining
-    ("drain"), between requests ("boundary"), by interrupting requests and continuing them
-    afterwards ("partial"), or during requests ("in_flight"). "auto" of ``transport`` and ``swap``:
-    the best choice supported by the whole run, made before the start and reported with its reason.
-    ``keep``: number of newest versions available for fetches and rollbacks. ``max_swapping``:
-    replicas loading at once, beside those that get no prompts before they load; 0: all.
-    ``quorum``: replicas that must have a version staged before any loads it; the others then get no
-    rows until they follow; 0: none. ``probe``: sequences published with the trainer's log-probs of each
-    version; None: a default where bytes cannot be compared; False: none. ``verify``: checks of a load beyond
-    names: "probe", "held" (see ``RolloutEngine``). Engines with log-probs compare a probe in any case.
+    ``transport``: "auto", "shm", "tcp", …; ``options``: its keyword arguments. ``dtype``: convert floating-point
+    tensors to it; None: unchanged. ``swap``: load a version after draining ("drain"), between requests ("boundary"),
+    by interrupting requests and continuing them afterwards ("partial"), or during requests ("in_flight"). "auto" of
+    ``transport`` and ``swap``: the best choice supported by the whole run, made before the start and reported with
+    its reason. ``keep``: number of newest versions available for fetches and rollbacks. ``max_swapping``: replicas
+    loading at once, beside those that get no prompts before they load; 0: all. ``quorum``: replicas that must have a
+    version staged before any loads it; the others then get no rows until they follow; 0: none. ``probe``: sequences
+    published with the trainer's log-probs of each version; None: a default where bytes cannot be compared; False:
+    none. ``verify``: checks of a load beyond names: "probe", "held" (see ``RolloutEngine``). Engines with log-probs
+    compare a probe in any case.
     """
 
     transport: str = "auto"
@@ -183,11 +182,10 @@ class Checkpoint(UserConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Store(UserConfig):
-    """Where the columns of rows stay. ``kind``: "local", in the memory of the server's host; "hosts",
-    on the host that makes them, served by a storage unit there, which its first worker or
-    ``asyncflow store`` starts; or another installed store. ``options``: its keyword arguments.
-    ``silence_s``: a host without a storage unit for this long (seconds) is lost: rows with
-    columns there fail, and a feeder puts their prompts again."""
+    """Where the columns of rows stay. ``kind``: "local", in the memory of the server's host; "hosts", on the host
+    that makes them, served by a storage unit there, which its first worker or ``asyncflow store`` starts; or another
+    installed store. ``options``: its keyword arguments. ``silence_s``: a host without a storage unit for this long
+    (seconds) is lost: rows with columns there fail, and a feeder puts their prompts again."""
 
     kind: str = LOCAL
     silence_s: float = HOME_SILENCE_S

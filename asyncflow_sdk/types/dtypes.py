@@ -1,9 +1,8 @@
 """Names of element types, in torch's spelling, with their numpy dtypes and safetensors codes.
 
-Element types unknown to numpy (``complex32``, packed 4-bit floats, torch's sub-byte integers of one
-byte each) get an opaque numpy dtype of the same size: their values are copied bit for bit and never
-interpreted. Quantised tensors are refused, because their values depend on a scale and a zero point
-stored beside the bytes.
+Element types unknown to numpy (``complex32``, packed 4-bit floats, torch's sub-byte integers of one byte each) get an
+opaque numpy dtype of the same size: their values are copied bit for bit and never interpreted. Quantised tensors are
+refused, because their values depend on a scale and a zero point stored beside the bytes.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ def storable(tensor: Any) -> str:
 
 
 def from_torch(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a numpy view of a tensor's elements; a copy only if the tensor is not contiguous or
-    not on the CPU.
+    """Return a numpy view of a tensor's elements; a copy only if the tensor is not contiguous or not on the CPU.
 
     Shape (*tensor.shape,), dtype ``carrier``. Raises SchemaError as ``storable`` does.
     """

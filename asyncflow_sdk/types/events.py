@@ -30,13 +30,11 @@ class WorkerState(_Event, frozen=True, tag="worker"):
 
 
 class Span(_Event, frozen=True, tag="span"):
-    """A worker was busy with ``kind`` (generate, train, wait, publish, load, …) from ``time_s`` for
-    ``seconds``.
+    """A worker was busy with ``kind`` (generate, train, wait, publish, load, …) from ``time_s`` for ``seconds``.
 
-    ``cpu_s``: CPU seconds of the worker's process, if measured. ``version``: of the weights used
-    (generate), trained (train), written (publish) or loaded (load); -1 for other kinds. A step in
-    parts has a span of kind train for each part, and a last one without rows for its update;
-    ``detail`` names them.
+    ``cpu_s``: CPU seconds of the worker's process, if measured. ``version``: of the weights used (generate), trained
+    (train), written (publish) or loaded (load); -1 for other kinds. A step in parts has a span of kind train for each
+    part, and a last one without rows for its update; ``detail`` names them.
     """
 
     kind: str
@@ -90,10 +88,9 @@ class Restored(_Event, frozen=True, tag="restored"):
 
 
 class WeightState(_Event, frozen=True, tag="weights"):
-    """State of a version on a replica: fetching, staged, swapping, released (its load permission
-    was withdrawn before the load), failed. ``detail``: the reason. If staged: ``moved`` bytes in
-    ``seconds``, by ``encoding`` (mapped, full, delta); ``skipped``: versions skipped since the
-    previous one."""
+    """State of a version on a replica: fetching, staged, swapping, released (its load permission was withdrawn before
+    the load), failed. ``detail``: the reason. If staged: ``moved`` bytes in ``seconds``, by ``encoding`` (mapped,
+    full, delta); ``skipped``: versions skipped since the previous one."""
 
     version: int
     state: str
@@ -168,9 +165,8 @@ class HomeLost(_Event, frozen=True, tag="home_lost"):
 
 
 class Balanced(_Event, frozen=True, tag="balanced"):
-    """A lease was split into ``shards`` for a group of ranks. The heaviest weighs 1 + ``imbalance``
-    times the mean, by the measure of the task's sampler (by rows without a sampler). ``step``: -1
-    for tasks without steps."""
+    """A lease was split into ``shards`` for a group of ranks. The heaviest weighs 1 + ``imbalance`` times the mean,
+    by the measure of the task's sampler (by rows without a sampler). ``step``: -1 for tasks without steps."""
 
     task: str
     shards: int

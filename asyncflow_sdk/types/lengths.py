@@ -35,8 +35,7 @@ def bin_middle(number: int) -> float:
 
 @dataclass
 class LengthHistogram:
-    """A histogram with exact mean and deviation. ``tokens``, ``squares``: sums of lengths and
-    squares."""
+    """A histogram with exact mean and deviation. ``tokens``, ``squares``: sums of lengths and squares."""
 
     rows: float = 0
     tokens: float = 0
@@ -68,8 +67,7 @@ class LengthHistogram:
         return math.sqrt(max(self.squares - self.tokens * self.tokens / self.rows, 0.0) / (self.rows - 1))
 
     def quantile(self, share: float) -> float:
-        """Return the length not exceeded by ``share`` of the rows, with the precision of a bin; nan
-        without rows."""
+        """Return the length not exceeded by ``share`` of the rows, with the precision of a bin; nan without rows."""
         left = share * self.rows
         for number in sorted(self.bins):
             left -= self.bins[number]

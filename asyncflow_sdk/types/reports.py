@@ -17,10 +17,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True
 
 
 class HomeStatus(msgspec.Struct, frozen=True, array_like=True, repr_omit_defaults=True):
-    """A place of payload. Home 0 is the server's memory. ``state``: "served" by a storage unit at
-    ``address``, "absent" for ``absent_s`` because its unit is gone, or "lost" for the reason
-    ``detail``. ``rows_failed``: in all lost epochs. ``payload_bytes``: of live rows; known only to a
-    server."""
+    """A place of payload. Home 0 is the server's memory. ``state``: "served" by a storage unit at ``address``,
+    "absent" for ``absent_s`` because its unit is gone, or "lost" for the reason ``detail``. ``rows_failed``: in all
+    lost epochs. ``payload_bytes``: of live rows; known only to a server."""
 
     home: int
     epoch: int
@@ -34,9 +33,8 @@ class HomeStatus(msgspec.Struct, frozen=True, array_like=True, repr_omit_default
 
 
 class Audit(Reply, frozen=True, tag="audit", repr_omit_defaults=True):
-    """The balance: rows put = live + all terminal states. ``reasons``: rows by reason of their end.
-    ``homes``: the places of payload, and what was lost with each; empty if there is only the
-    server's memory."""
+    """The balance: rows put = live + all terminal states. ``reasons``: rows by reason of their end. ``homes``: the
+    places of payload, and what was lost with each; empty if there is only the server's memory."""
 
     put: int
     live: int
@@ -64,9 +62,8 @@ class FailedGroup(msgspec.Struct, frozen=True, array_like=True):
     often. If their payload was lost, ``task`` is "", and the rows are all adjacent rows of one put
     lost at once, possibly of several groups.
 
-    ``key``, ``place``: idempotency key of their put, and number of their first group in it (from
-    0); "" and -1 for a put without a key. ``reasons``: of the attempts, oldest first. ``time_s``:
-    ledger seconds.
+    ``key``, ``place``: idempotency key of their put, and number of their first group in it (from 0); "" and -1 for a
+    put without a key. ``reasons``: of the attempts, oldest first. ``time_s``: ledger seconds.
     """
 
     first: int
@@ -80,12 +77,11 @@ class FailedGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A client. ``rows``: leased to it, in ``leases`` leases; the oldest lease is of ``task``, held
-    for ``held_s``. ``loaded``: version loaded by its replica. ``pid`` 0 and ``host`` "": unknown.
-    ``replica``: True if it loads versions. ``weights``: its state for the newest version ("fetching
-    7", "staged 7", "waits to load 7", "loading 7", "failed 7: reason"), since ``weights_s``; ""
-    once loaded. ``prepares``: its activity before the first request for rows ("loading its model"),
-    since ``prepares_s``; "" once prepared."""
+    """A client. ``rows``: leased to it, in ``leases`` leases; the oldest lease is of ``task``, held for ``held_s``.
+    ``loaded``: version loaded by its replica. ``pid`` 0 and ``host`` "": unknown. ``replica``: True if it loads
+    versions. ``weights``: its state for the newest version ("fetching 7", "staged 7", "waits to load 7", "loading 7",
+    "failed 7: reason"), since ``weights_s``; "" once loaded. ``prepares``: its activity before the first request for
+    rows ("loading its model"), since ``prepares_s``; "" once prepared."""
 
     id: int
     name: str
@@ -105,8 +101,7 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A lease: ``rows`` not completed, held for ``since_s``, returned to the task after another
-    ``left_s``."""
+    """A lease: ``rows`` not completed, held for ``since_s``, returned to the task after another ``left_s``."""
 
     token: int
     task: str
@@ -144,9 +139,8 @@ class VersionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class StepAges(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Staleness of the rows of the step leased last for training, in versions, counted from the
-    weights at the row's start: versions published during generation (``in_flight``), and between
-    that and training (``in_queue``)."""
+    """Staleness of the rows of the step leased last for training, in versions, counted from the weights at the row's
+    start: versions published during generation (``in_flight``), and between that and training (``in_queue``)."""
 
     step: int
     in_flight_mean: float
@@ -158,19 +152,17 @@ class StepAges(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StatusReport(Reply, frozen=True, tag="status"):
     """A queue at ``time_s`` (its own clock, seconds).
 
-    ``rows``: task → state → live rows. ``arrived`` and ``completed``: task → rows that became ready
-    for it and rows it completed, since the start; differences between two reports are rates.
-    ``waiting``: client name → the missing thing for its parked request, as text. ``sessions`` and
-    ``parked``: at most 100 each, of ``session_count`` and ``parked_count``. ``step``: being filled,
-    of ``batch_rows`` rows; -1 without steps. ``over``: True once the stream has ended.
-    ``charged_bytes``, of ``capacity_bytes``: of live rows, with the reserve for their missing
-    columns. Known only to a server, else 0 or "": ``payload_bytes`` of live rows, ``held_bytes`` of
-    shared memory, ``written_bytes`` since the start, ``garbage`` messages, ``sdk``. ``versions``:
-    kept versions, oldest first. ``publisher``: the session in this role, or "". ``announced``: the
-    version being written since ``announced_s``, or -1. ``committed``: decided by quorum, or -1.
-    ``held``: trained live rows not covered by a checkpoint. ``checkpoint``: the next step after the
-    newest checkpoint, or -1. ``staleness``: the policy's name, with its ``promise``.
-    ``max_staleness``: -1 without steps. ``ages``: of the step in training, None before the first.
+    ``rows``: task → state → live rows. ``arrived`` and ``completed``: task → rows that became ready for it and rows
+    it completed, since the start; differences between two reports are rates. ``waiting``: client name → the missing
+    thing for its parked request, as text. ``sessions`` and ``parked``: at most 100 each, of ``session_count`` and
+    ``parked_count``. ``step``: being filled, of ``batch_rows`` rows; -1 without steps. ``over``: True once the stream
+    has ended. ``charged_bytes``, of ``capacity_bytes``: of live rows, with the reserve for their missing columns.
+    Known only to a server, else 0 or "": ``payload_bytes`` of live rows, ``held_bytes`` of shared memory,
+    ``written_bytes`` since the start, ``garbage`` messages, ``sdk``. ``versions``: kept versions, oldest first.
+    ``publisher``: the session in this role, or "". ``announced``: the version being written since ``announced_s``, or
+    -1. ``committed``: decided by quorum, or -1. ``held``: trained live rows not covered by a checkpoint.
+    ``checkpoint``: the next step after the newest checkpoint, or -1. ``staleness``: the policy's name, with its
+    ``promise``. ``max_staleness``: -1 without steps. ``ages``: of the step in training, None before the first.
     ``in_parts``: step and delivered rows of each step leased in parts. ``homes``: as in ``Audit``.
     """
 

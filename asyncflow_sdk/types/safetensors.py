@@ -45,8 +45,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """A decoded header. ``nbytes``: its size with the length field. ``end``: the byte after the
-    last tensor."""
+    """A decoded header. ``nbytes``: its size with the length field. ``end``: the byte after the last tensor."""
 
     tensors: dict[str, StoredTensor]
     metadata: dict[str, str]

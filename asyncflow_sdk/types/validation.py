@@ -213,18 +213,19 @@ def _fit(hint: Any) -> Fits:
     return lambda value: True
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def _is_instance(kinds: Any) -> Fits:
+    return lambda value: isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
 _PLAIN: dict[Any, Fits] = {
-    int: _is_int, float: _is_float, bool: lambda value: isinstance(value, (bool, np.bool_)), Any: lambda value: True,
-    None: lambda value: value is None, NoneType: lambda value: value is None, object: lambda value: True,
-}  # fmt: skip
+    int: _is_instance((int, np.integer)),
+    float: _is_instance((numbers.Real,)),
+    bool: _is_instance((bool, np.bool_)),
+    None: lambda value: value is None,
+    NoneType: lambda value: value is None,
+    Any: lambda value: True,
+    object: lambda value: True,
+}
 
 
 def _describe(hint: Any) -> str:
