@@ -36,7 +36,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/ledger": (8_022, 31),
     "asyncflow_sdk/memory": (1_462, 7),
     "asyncflow_sdk/plugins": (769, 5),
-    "asyncflow_sdk/queue": (7_114, 32),
+    "asyncflow_sdk/queue": (6_883, 28),
     "asyncflow_sdk/testing": (9_806, 57),
     "asyncflow_sdk/types": (2_373, 19),
     "asyncflow_sdk/weights": (4_935, 24),

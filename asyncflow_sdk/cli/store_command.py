@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..queue.stores.unit import UnitConfig
 from ..queue.unit_process import run_unit
-from ..queue.unit_start import UnitConfig
 from ..types.defaults import CALL_S
 from ..wire import RunKey
 from ..workflow.endpoints import find_run

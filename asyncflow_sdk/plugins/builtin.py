@@ -31,8 +31,8 @@ _ADAPTERS: dict[str, list[tuple[str, str, str, dict[str, Any]]]] = {
         ("ssh", "workflow.workers.ssh_launcher:SshLauncher", "OpenSSH 9 and 10", {"hosts": "many"}),
     ],
     "store": [
-        ("local", "queue.stores.factory:local_store", "", {"hosts": "one"}),
-        ("hosts", "queue.stores.factory:hosts_store", "", {"hosts": "many"}),
+        ("local", "queue.stores.local:local_store", "", {"hosts": "one"}),
+        ("hosts", "queue.stores.hosts:HostsStore", "", {"hosts": "many"}),
     ],
 }  # fmt: skip
 """By kind: name, factory, what it was tested with, and capabilities."""

@@ -1,4 +1,4 @@
-"""Leased batches of a queue client, blocking and for event loops.
+"""Leases of a queue client, blocking and for event loops: batches, and steps in parts.
 
 with queue.get("reward", count=64) as batch:        # an exception gives the rows back
     batch.complete({"reward": score(batch["response"])})
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import AsyncFlowError, LeaseLost, MemoryFull, SchemaError
-from ..interfaces import LeasedBatch
+from ..interfaces import LeasedBatch, LeasedStep, StepPart
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..types import Batch, Column
@@ -28,36 +30,141 @@ from .stores.blocks import pack_columns
 if TYPE_CHECKING:
     from .protocol import CallResult
 
-_LEFT = "left without completing"
+WaitForPart = Callable[[cmd.LeaseRows], Awaitable[tuple[StepPart, cmd.LeasedPart]]]
+"""Sends the request for a part of a step, and returns it."""
+T = TypeVar("T", bound="AsyncContext")
+U = TypeVar("U", bound="BlockingContext")
 
 
-class BatchVerbs(Batch):
-    """The methods of a leased batch, written once as coroutines. Attributes: see ``LeasedBatch``."""
+class AsyncContext(ABC):
+    """An ``async with`` block gives the exception that ended it to ``_close``."""
+
+    _entered = False
+
+    @abstractmethod
+    async def _close(self, error: BaseException | None) -> None: ...
+
+    async def __aenter__(self: T) -> T:
+        self._entered = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close(error)
+
+
+class BlockingContext(ABC):
+    """Like ``AsyncContext``, of a ``with`` block."""
+
+    _entered = False
+
+    @abstractmethod
+    async def _close(self, error: BaseException | None) -> None: ...
+
+    def __enter__(self: U) -> U:
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run_blocking(self._close(error))
+
+
+class Lease:
+    """A lease of this client. ``left``: rows neither completed nor given back; of a step: 1 while it is held."""
 
     token: int
     task: str
     index: int
     version: int
-    partition: str
     lease_s: float
     rank: int
     world_size: int
-    shard: int
-    imbalance: float
     _port: Port
     _left: int
-    _since: float
+    since: float  # start of the lease's time
+    _reason = "left without completing"  # of rows that go back without an error
+    _void = False  # True if the lease has no row: the server does not know it
+
+    def _take(self, lease: cmd.Leased, left: int) -> None:
+        self.token, self.task, self.lease_s = lease.token, lease.task, lease.lease_s
+        self.index, self.version = lease.step, lease.version
+        self.rank, self.world_size = lease.rank, lease.world_size
+        self._left, self.since = left, time.monotonic()
+
+    @property
+    def left(self) -> int:
+        """The number of rows neither completed nor given back; of a step, 1 while it is held."""
+        return self._left
+
+    def renewed(self, now: float) -> None:
+        """Restart the lease's time here."""
+        self.since = now
+
+    async def _send(self, command: cmd.AnyCommand, left: int) -> None:
+        """Send the last command about some rows; ``left`` rows remain. None do if the lease is lost."""
+        try:
+            await self._port.send(command)
+        except LeaseLost:
+            self._left = 0
+            raise
+        self._left = left
+
+    async def _renew(self, *, after_s: float = 0.0) -> None:
+        now = time.monotonic()
+        if self._void or now - self.since < after_s:
+            return
+        await self._send(cmd.Renew(token=self.token, rank=self.rank), self._left)
+        self.since = now
+
+    async def _return(self, rows: npt.NDArray[np.int32] | None, left: int, reason: str, blame: bool) -> None:
+        if self._void:
+            return
+        index = None if rows is None else rows.tobytes()
+        reason = plain_text(reason) if isinstance(reason, str) else reason
+        command = cmd.GiveBack(token=self.token, index=index, reason=reason, blame=blame, rank=self.rank)
+        await self._send(command, left)
+
+    async def _close(self, error: BaseException | None, *, blame: bool = False) -> None:
+        """Give the rest back."""
+        if self._left > 0:
+            reason = self._reason if error is None else error_text(error)
+            blame |= isinstance(error, Exception) and not isinstance(error, MemoryFull)  # the fault of no row
+            await self._return(None, 0, reason, blame)
+
+
+class UnreadLease(Lease):
+    """A lease with columns that are fetched from another host."""
+
+    lost = False
+
+    def __init__(self, lease: cmd.Leased) -> None:
+        self._take(lease, 1)
+
+    def lose(self) -> None:
+        """Note that the server says that it is lost."""
+        self.lost = True
+
+
+class BatchVerbs(Lease, Batch):
+    """The methods of a leased batch, written once as coroutines. Attributes: see ``LeasedBatch``."""
+
+    partition: str
+    shard: int
+    imbalance: float
     _last: tuple[PendingWrite, int] | None = None  # the unsent completion of finish(), and its number of rows
 
     def _bind(self, port: Port, lease: cmd.Leased) -> None:
-        self._port, self._left, self._since = port, self.rows, time.monotonic()
-        self.token, self.task, self.lease_s = lease.token, lease.task, lease.lease_s
-        self.index, self.version, self.partition = lease.step, lease.version, lease.partition
+        self._port = port
+        self._take(lease, len(self.ids))
+        self._void = not self._left
+        self.partition, self.shard, self.imbalance = lease.partition, lease.shard, lease.imbalance
         self.version_step_offsets = lease.version_step_offsets
-        self.rank, self.world_size = lease.rank, lease.world_size
-        self.shard, self.imbalance = lease.shard, lease.imbalance
         self.completed_at = unpack_ids(lease.completed_at) if lease.step >= 0 else None
-        port.connection.on_lease(self)
+        if port.connection.on_lease is not None:
+            port.connection.on_lease(self)
 
     async def _complete(
         self,
@@ -67,14 +174,13 @@ class BatchVerbs(Batch):
         filtered: npt.ArrayLike | None = None,
     ) -> npt.NDArray[np.int64]:
         command, packed, count = self._completion(columns, index, filtered)
-        if not self.rows:
+        if self._void:
             return self.ids
         try:
             reply = await self._port.send_columns(command, packed)
         except LeaseLost:
             self._left = 0
             raise
-        assert isinstance(reply, cmd.Completed)
         self._left -= count
         return unpack_ids(reply.revoked)
 
@@ -91,13 +197,8 @@ class BatchVerbs(Batch):
                 "this batch is finished already: use complete() for parts of it, and finish() once, for the last part"
             )
         command, packed, count = self._completion(columns, index, filtered)
-        if self.rows:
+        if not self._void:
             self._last = self._port.write(command, packed), count
-
-    @property
-    def left(self) -> int:
-        """The number of rows neither completed nor given back."""
-        return self._left
 
     @property
     def finished(self) -> bool:
@@ -109,14 +210,9 @@ class BatchVerbs(Batch):
     ) -> tuple[cmd.Complete, dict[str, Column], int]:
         """Return the command, its payload, and the number of rows it completes."""
         rows = None if index is None else _positions(index)
-        count = self.rows if rows is None else len(rows)
-        drop = None
-        if filtered is not None:
-            mask = np.asarray(filtered)
-            if mask.shape != (count,) or mask.dtype != bool:
-                raise SchemaError(f"filtered must be bool of shape ({count},), not {mask.dtype} of {mask.shape}")
-            drop = _positions(mask).tobytes() if mask.any() else None
+        count = len(self.ids if rows is None else rows)
         at = None if rows is None else rows.tobytes()
+        drop = None if filtered is None else _filtered(filtered, count)
         command = cmd.Complete(token=self.token, columns={}, index=at, filtered=drop, rank=self.rank)
         return command, pack_columns(columns or {}), count
 
@@ -133,7 +229,7 @@ class BatchVerbs(Batch):
                 return None
             command: cmd.Complete | cmd.GiveBack = cmd.Complete(token=self.token, columns={}, rank=self.rank)
             if not acknowledge:  # an attempt, or a loop that finishes nothing would get the same rows for ever
-                command = cmd.GiveBack(token=self.token, rank=self.rank, reason=_LEFT, blame=True)
+                command = cmd.GiveBack(token=self.token, rank=self.rank, reason=self._reason, blame=True)
             last = PendingWrite(command), self._left
         pending, count = last
         answer = await self._port.submit(pending, then)
@@ -146,49 +242,21 @@ class BatchVerbs(Batch):
         return answer
 
     async def _give_back(self, *, index: npt.ArrayLike | None = None, reason: str = "", blame: bool = False) -> None:
-        if not self.rows:
-            return
         rows = None if index is None else _positions(index)
-        packed = None if rows is None else rows.tobytes()
-        reason = plain_text(reason) if isinstance(reason, str) else reason
-        try:
-            await self._port.send(
-                cmd.GiveBack(token=self.token, index=packed, reason=reason, blame=blame, rank=self.rank)
-            )
-        except LeaseLost:
-            self._left = 0
-            raise
-        self._left -= self.rows if rows is None else len(rows)
-
-    async def _renew(self, *, after_s: float = 0.0) -> None:
-        now = time.monotonic()
-        if not self.rows or now - self._since < after_s:
-            return
-        await self._port.send(cmd.Renew(token=self.token, rank=self.rank))
-        self._renewed(now)
-
-    def _renewed(self, now: float) -> None:
-        self._since = now
+        await self._return(rows, 0 if rows is None else self._left - len(rows), reason, blame)
 
     async def _ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
         await self._complete(filtered=filtered)
 
-    async def _close(self, error: BaseException | None) -> None:
+    async def _close(self, error: BaseException | None, *, blame: bool = False) -> None:
         if self._last is not None:
             with contextlib.suppress(*(() if error is None else (AsyncFlowError,))):
                 await self._send_last()
-        if self._left <= 0:
-            return
-        reason = _LEFT if error is None else error_text(error)
-        blame = isinstance(error, Exception) and not isinstance(error, MemoryFull)  # of no row
-        try:
-            await self._give_back(reason=reason, blame=blame)
-        except LeaseLost:
-            if error is None:
-                raise
+        with contextlib.suppress(*(() if error is None else (LeaseLost,))):
+            await super()._close(error, blame=blame)
 
 
-class AsyncLeasedBatch(BatchVerbs):
+class AsyncLeasedBatch(BatchVerbs, AsyncContext):
     """A leased batch for ``async with``."""
 
     complete = BatchVerbs._complete
@@ -196,16 +264,8 @@ class AsyncLeasedBatch(BatchVerbs):
     renew = BatchVerbs._renew
     ack = BatchVerbs._ack
 
-    async def __aenter__(self) -> AsyncLeasedBatch:
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._close(error)
-
-
-class BlockingBatch(BatchVerbs, LeasedBatch):
+class BlockingBatch(BatchVerbs, BlockingContext, LeasedBatch):
     """A leased batch for threads."""
 
     def move_to(self, port: Port) -> None:
@@ -217,13 +277,95 @@ class BlockingBatch(BatchVerbs, LeasedBatch):
     renew = sync(BatchVerbs._renew, LeasedBatch.renew)
     ack = sync(BatchVerbs._ack, LeasedBatch.ack)
 
-    def __enter__(self) -> BlockingBatch:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+class StepVerbs(Lease):
+    """The methods of a leased step, written once as coroutines. Attributes: see ``LeasedStep``."""
+
+    _reason = "left without acknowledging"
+
+    def __init__(
+        self, port: Port, wait: WaitForPart, request: cmd.LeaseRows, first: StepPart, leased: cmd.LeasedPart
     ) -> None:
-        run_blocking(self._close(error))
+        self._port, self._wait = port, wait
+        self._take(leased, 1)
+        self._request = msgspec.structs.replace(request, token=leased.token)
+        self._rows, self._complete = 0, False
+        self._first: StepPart | None = first
+        self._delivered(first)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows delivered here so far."""
+        return self._rows
+
+    @property
+    def complete(self) -> bool:
+        """True once the last part is delivered."""
+        return self._complete
+
+    @property
+    def held(self) -> bool:
+        """True until the step is acknowledged, given back, or known to be lost."""
+        return self._left > 0
+
+    async def _next_part(self) -> StepPart | None:
+        """Return the next part; None after the last."""
+        part, self._first = self._first, None
+        if part is not None or self._complete:
+            return part
+        began = time.monotonic()
+        try:
+            part, _ = await self._wait(self._request)
+        except LeaseLost:
+            self._left = 0
+            raise
+        self._port.connection.report_wait(began)
+        self._delivered(part)
+        return part
+
+    async def _ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
+        drop = None if filtered is None else _filtered(filtered, self._rows)
+        await self._send(cmd.Complete(token=self.token, columns={}, filtered=drop, rank=self.rank), 0)
+
+    async def _give_back(self, *, reason: str = "", blame: bool = False) -> None:
+        await self._return(None, 0, reason, blame)
+
+    async def _close(self, error: BaseException | None, *, blame: bool = False) -> None:
+        with contextlib.suppress(LeaseLost):
+            await super()._close(error, blame=blame)
+
+    def _delivered(self, part: StepPart) -> None:
+        self.since = time.monotonic()
+        self._rows += part.rows
+        self._complete = part.last
+        if self._port.connection.on_lease is not None:
+            self._port.connection.on_lease(self)
+
+
+class AsyncStep(StepVerbs, AsyncContext):
+    """A leased step for ``async with``."""
+
+    ack = StepVerbs._ack
+    renew = StepVerbs._renew
+    give_back = StepVerbs._give_back
+
+    async def parts(self) -> AsyncIterator[StepPart]:
+        """See ``LeasedStep.parts``."""
+        while (part := await self._next_part()) is not None:
+            yield part
+
+
+class BlockingStep(StepVerbs, BlockingContext, LeasedStep):
+    """A leased step for threads."""
+
+    ack = sync(StepVerbs._ack, LeasedStep.ack)
+    renew = sync(StepVerbs._renew, LeasedStep.renew)
+    give_back = sync(StepVerbs._give_back, LeasedStep.give_back)
+
+    def parts(self) -> Generator[StepPart, None, None]:
+        """See ``LeasedStep.parts``."""
+        while (part := run_blocking(self._next_part())) is not None:
+            yield part
 
 
 def _positions(index: npt.ArrayLike) -> npt.NDArray[np.int32]:
@@ -235,3 +377,11 @@ def _positions(index: npt.ArrayLike) -> npt.NDArray[np.int32]:
         raise SchemaError(f"positions must be integers in one dimension, not {at.dtype} of shape {at.shape}")
     packed: npt.NDArray[np.int32] = np.clip(at, -1, (1 << 31) - 1).astype("<i4")
     return packed
+
+
+def _filtered(filtered: npt.ArrayLike, count: int) -> bytes | None:
+    """Return the positions of a bool mask of ``count`` rows, packed; None if it has none."""
+    mask = np.asarray(filtered)
+    if mask.shape != (count,) or mask.dtype != bool:
+        raise SchemaError(f"filtered must be bool of shape ({count},), not {mask.dtype} of {mask.shape}")
+    return _positions(mask).tobytes() or None

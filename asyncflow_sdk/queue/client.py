@@ -9,15 +9,25 @@ with queue.get("reward", count=64, timeout_s=30) as batch:
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AsyncFlowError, ConfigError, LeaseLost, SchemaError, StoreUnavailable, VersionNeeded
+from ..errors import (
+    AsyncFlowError,
+    ConfigError,
+    DeadlineExceeded,
+    Ended,
+    LeaseLost,
+    SchemaError,
+    StoreUnavailable,
+    VersionNeeded,
+)
 from ..interfaces import LeasedBatch, PutRows, StepPart, TransferQueue
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
@@ -26,29 +36,35 @@ from ..types.columns import empty
 from ..types.defaults import CALL_S, LEASE_S, MAX_ATTEMPTS, TIMEOUT_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.tasks import PolicySpec, SamplerSpec, TaskSpec
-from .batches import AsyncLeasedBatch, BatchVerbs, BlockingBatch
+from .batches import AsyncLeasedBatch, AsyncStep, BatchVerbs, BlockingBatch, BlockingStep, StepVerbs, UnreadLease
 from .checks import check_arguments, check_columns, check_name, check_names
-from .connection import BlockingPort, Connection, LoopPort, Port, received_columns
+from .connection import BlockingPort, Connection, LoopPort, Port
 from .coroutines import run_blocking, sync
-from .lease_renewal import LeaseRenewer, UnreadLease
-from .leased_steps import AsyncStepStream, BlockingStepStream
-from .protocol import CallResult
-from .stores import blocks
-from .streams import AsyncStream, BlockingStream
+from .lease_renewal import LeaseRenewer
+from .protocol import CallResult, ResultWithPayload
+from .stores.blocks import pack_columns
+from .stores.reader import from_image
+from .streams import AsyncStream, BatchStream, StepStream
 
+CHECK_S = 5.0
+"""Interval of checks during the wait for a part of a step."""
+LARGE_BYTES = 128 << 20
+"""A put from this size on is compared with ``capacity_bytes`` before it is written."""
 LATE_S = 0.2
 """Pause before rows of a host that cannot be reached are leased again."""
 _READ_TRIES = 8
 """Most requests for one batch: rows can end between their lease and the read."""
 B = TypeVar("B", bound=BatchVerbs)
+S = TypeVar("S", bound=StepVerbs)
 R = TypeVar("R", bound=Batch)
-S = TypeVar("S", SamplerSpec, PolicySpec)
+K = TypeVar("K", SamplerSpec, PolicySpec)
 
 
-class QueueVerbs(Generic[B]):
-    """The methods of a queue, written once as coroutines."""
+class QueueVerbs(Generic[B, S]):
+    """The leases of a queue, as coroutines. Its verbs are methods of ``AsyncTransferQueue``."""
 
     _batch: type[B]
+    _step: type[S]
 
     def __init__(self, port: Port) -> None:
         self._port = port
@@ -58,68 +74,29 @@ class QueueVerbs(Generic[B]):
         """Return the session with the server. Events and weights of this client use the same one."""
         return self._port.connection
 
-    async def _configure(
-        self, *, staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None = None, **limits: Any
-    ) -> None:
-        """See ``TransferQueue.configure``."""
-        await self._port.send(cmd.Configure(staleness=policy_spec(staleness_policy), **limits))
-
-    async def _declare(
-        self,
-        name: str,
-        *,
-        needs: Sequence[str],
-        gives: Sequence[str] = (),
-        lease_s: float = LEASE_S,
-        max_attempts: int = MAX_ATTEMPTS,
-        admits: bool = False,
-        batch_rows: int | None = None,
-        partitions: Sequence[str] = ("",),
-        sampler: str | tuple[str, Mapping[str, Any]] | SamplerSpec | None = None,
-    ) -> None:
-        task = TaskSpec(
-            name=name, needs=check_columns("needs", needs), gives=check_columns("gives", gives), lease_s=lease_s,
-            max_attempts=max_attempts, admits=admits, batch_rows=batch_rows,
-            partitions=check_names("partitions", partitions, empty=True), sampler=_spec("sampler", SamplerSpec, sampler),
-        )  # fmt: skip
-        check_name("a task", name)
-        check_arguments(task)
-        await self._port.send(cmd.Declare(task=task))
-
-    async def _put(
-        self,
-        columns: Mapping[str, Any],
-        *,
-        group_size: int = 1,
-        key: str = "",
-        partition: str = "",
-        priority: int = 0,
-        version: int | None = None,
-        keep_version: int | None = None,
-        timeout_s: float = TIMEOUT_S,
-    ) -> PutRows:
-        packed = blocks.pack_columns(columns)
-        count = max(map(len, packed.values()), default=0)
-        command = cmd.AddRows(
-            groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s, partition=partition,
-            priority=priority, version=-1 if version is None else version,
-            keep=-1 if keep_version is None else keep_version,
-        )  # fmt: skip
-        reply = await self._port.send_columns(command, packed if count else {})
-        return PutRows(reply.first, reply.count, reply.again)
-
-    async def _get(
+    def _request(
         self,
         task: str,
-        count: int = 1,
+        count: int,
         *,
-        ack: LeasedBatch | BatchVerbs | None = None,
+        columns: Sequence[str] | None = None,
+        timeout_s: float = TIMEOUT_S,
         **options: Any,
+    ) -> cmd.LeaseRows:
+        """Return a checked request: its wait may be added to a clock."""
+        needs = None if columns is None else check_names("columns", columns)
+        inline = self._port.connection.store.inline
+        request = cmd.LeaseRows(task=task, count=count, columns=needs, timeout_s=timeout_s, inline=inline, **options)
+        check_arguments(request)
+        return request
+
+    async def _get(
+        self, task: str, count: int = 1, *, ack: LeasedBatch | BatchVerbs | None = None, **options: Any
     ) -> B:
         """See ``TransferQueue.get``."""
         if ack is not None and not isinstance(ack, BatchVerbs):
             raise TypeError(f"ack must be a batch that this queue leased, not {type(ack).__name__}")
-        return await self._lease(_lease_request(task, count, **options), ack)
+        return await self._lease(self._request(task, count, **options), ack)
 
     async def _lease(self, request: cmd.LeaseRows, last: BatchVerbs | None = None, *, acknowledge: bool = True) -> B:
         """Send a lease request with the last message about batch ``last``; return the new batch."""
@@ -128,9 +105,42 @@ class QueueVerbs(Generic[B]):
         batch._bind(self._port, lease)
         return batch
 
-    async def _lease_part(self, request: cmd.LeaseRows, until: float) -> tuple[StepPart, cmd.LeasedPart]:
-        """Send the request for a part of a step; return it. ``until``: when the whole wait for it ends."""
-        part, lease = await self._lease_rows(request, None, StepPart, until)
+    async def _lease_step(
+        self, request: cmd.LeaseRows, last: StepVerbs | None, check: Callable[[], None] | None = None
+    ) -> S:
+        """Return the next step, once its first part is ready. ``last`` goes back if it was not acknowledged."""
+        if last is not None:
+            await last._close(None, blame=True)
+
+        async def wait(request: cmd.LeaseRows) -> tuple[StepPart, cmd.LeasedPart]:
+            """Return the next part of the step."""
+            return await self._lease_part(request, check)
+
+        return self._step(self._port, wait, request, *await wait(request))
+
+    async def _lease_part(
+        self, request: cmd.LeaseRows, check: Callable[[], None] | None
+    ) -> tuple[StepPart, cmd.LeasedPart]:
+        """Send the request for a part of a step; return it. ``check``: see ``QueueClient.steps``."""
+        began, waits = time.monotonic(), 1
+        until = began + request.timeout_s
+        if check is not None:
+            waits = max(1, math.ceil(request.timeout_s / CHECK_S))
+            request = msgspec.structs.replace(request, timeout_s=request.timeout_s / waits)
+        for left in reversed(range(waits)):
+            if check is not None:
+                check()
+            try:
+                part, lease = await self._lease_rows(request, None, StepPart, until)
+                break
+            except Ended:
+                if check is not None:
+                    check()
+                raise
+            except DeadlineExceeded as error:
+                if not left:
+                    why = str(error).partition(": ")[2]
+                    raise DeadlineExceeded(f"after {time.monotonic() - began:.1f} s: {why}") from None
         assert isinstance(lease, cmd.LeasedPart)
         part._place(lease, unpack_ids(lease.completed_at))
         return part, lease
@@ -150,16 +160,17 @@ class QueueVerbs(Generic[B]):
         while True:
             left -= 1
             if answer is None:
-                await self._return_leases(request.timeout_s)
+                if self._port.connection.unreturned:
+                    await self._return_leases(request.timeout_s)
                 answer = await self._port.call(request)
             else:
                 answer.raise_error()
             lease = answer.reply
-            if isinstance(lease, cmd.LoadFirst):
+            if not isinstance(lease, cmd.Leased):
+                assert isinstance(lease, cmd.LoadFirst)
                 raise VersionNeeded(
                     f"task {request.task!r} leases no more rows before version {lease.version} is loaded"
                 )
-            assert isinstance(lease, cmd.Leased)
             alone = lease.world_size == 1 or lease.step >= 0
             shared = request.token or lease.world_size > 1
             try:
@@ -187,7 +198,7 @@ class QueueVerbs(Generic[B]):
                 if alone:
                     answer = None  # rows ended before they were read
                     continue
-                return self._without_rows(answer, kind), msgspec.structs.replace(lease, ids=b"", groups=b"")
+                return _without_rows(answer, kind), msgspec.structs.replace(lease, ids=b"", groups=b"")
 
     async def _return_leases(self, timeout_s: float) -> None:
         """Give back the leases whose rows could not be read. Raises ServerLost if the server cannot be
@@ -221,37 +232,106 @@ class QueueVerbs(Generic[B]):
 
     def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R]) -> R:
         """Return the leased rows as a batch of views and copies."""
-        ids, store = unpack_ids(lease.ids), self._port.connection.store
-        if not len(ids):  # a rank group's lease may have fewer rows than shards
-            return self._without_rows(answer, kind)
-        beside = answer.payload is not None
-        columns = received_columns(answer) if beside else store.read(answer.slices, answer.schema)
-        where = {name: slices for slices in answer.slices for name in slices.columns}
+        store, slices, schema = self._port.connection.store, answer.slices, answer.schema
+        if not lease.ids:  # a rank group's lease may have fewer rows than shards
+            return _without_rows(answer, kind)
+        if answer.payload is None:
+            columns = store.read(slices, schema)
+        elif isinstance(answer, ResultWithPayload):
+            columns = from_image(answer.memory, answer.payload, schema)
+        else:
+            raise LeaseLost("the rows ended before their columns were sent")
 
         def writable(name: str) -> Any:
             """Return a column's values in a copy-on-write mapping, or None."""
-            return store.writable(where[name], name, answer.schema)
+            return store.writable(next(part for part in slices if name in part.columns), name, schema)
 
-        return kind(ids, unpack_ids(lease.groups), columns, writable if where else None)
+        return kind(unpack_ids(lease.ids), unpack_ids(lease.groups), columns, writable if slices else None)
 
-    def _without_rows(self, answer: CallResult, kind: type[R]) -> R:
-        return kind(unpack_ids(b""), unpack_ids(b""), {name: empty(spec) for name, spec in answer.schema.items()})
 
-    async def _loaded(self, version: int) -> None:
+class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStep]):
+    """The methods of ``TransferQueue`` as coroutines. One object serves one event loop."""
+
+    _batch, _step = AsyncLeasedBatch, AsyncStep
+    get = QueueVerbs._get
+
+    async def configure(
+        self, *, staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None = None, **limits: Any
+    ) -> None:
+        """See ``TransferQueue.configure``."""
+        await self._port.send(cmd.Configure(staleness=policy_spec(staleness_policy), **limits))
+
+    async def declare(
+        self,
+        name: str,
+        *,
+        needs: Sequence[str],
+        gives: Sequence[str] = (),
+        lease_s: float = LEASE_S,
+        max_attempts: int = MAX_ATTEMPTS,
+        admits: bool = False,
+        batch_rows: int | None = None,
+        partitions: Sequence[str] = ("",),
+        sampler: str | tuple[str, Mapping[str, Any]] | SamplerSpec | None = None,
+    ) -> None:
+        """See ``TransferQueue.declare``."""
+        task = TaskSpec(
+            name=name, needs=check_columns("needs", needs), gives=check_columns("gives", gives), lease_s=lease_s,
+            max_attempts=max_attempts, admits=admits, batch_rows=batch_rows,
+            partitions=check_names("partitions", partitions, empty=True), sampler=_spec("sampler", SamplerSpec, sampler),
+        )  # fmt: skip
+        check_name("a task", name)
+        check_arguments(task)
+        await self._port.send(cmd.Declare(task=task))
+
+    async def put(
+        self,
+        columns: Mapping[str, Any],
+        *,
+        group_size: int = 1,
+        key: str = "",
+        partition: str = "",
+        priority: int = 0,
+        version: int | None = None,
+        keep_version: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> PutRows:
+        """See ``TransferQueue.put``."""
+        packed = pack_columns(columns)
+        count = nbytes = 0
+        for column in packed.values():
+            count, nbytes = len(column), nbytes + column.values.nbytes
+        if nbytes >= LARGE_BYTES:
+            room = (await self._port.send(cmd.GetStatus())).capacity_bytes
+            if nbytes > room:  # checked before it is written
+                raise SchemaError(f"a put of {nbytes} bytes exceeds capacity_bytes={room}; put fewer rows at a time")
+        command = cmd.AddRows(
+            groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s, partition=partition,
+            priority=priority, version=-1 if version is None else version,
+            keep=-1 if keep_version is None else keep_version,
+        )  # fmt: skip
+        reply = await self._port.send_columns(command, packed if count else {})
+        return PutRows(reply.first, reply.count, reply.again)
+
+    async def loaded(self, version: int) -> None:
+        """See ``TransferQueue.loaded``."""
         await self._port.send(cmd.ReportLoaded(version=version))
 
-    async def _wanted(self, *, timeout_s: float = TIMEOUT_S) -> int:
+    async def wanted(self, *, timeout_s: float = TIMEOUT_S) -> int:
+        """See ``TransferQueue.wanted``."""
         reply = await self._port.send(cmd.AwaitRowsWanted(timeout_s=timeout_s))
         return int(reply.count)
 
-    async def _lost(self, *, timeout_s: float = TIMEOUT_S) -> npt.NDArray[np.int64]:
+    async def lost(self, *, timeout_s: float = TIMEOUT_S) -> npt.NDArray[np.int64]:
+        """See ``TransferQueue.lost``."""
         reply = await self._port.send(cmd.AwaitLost(timeout_s=timeout_s))
         return unpack_ids(reply.ids)
 
-    async def _end(self, *, cancel: bool = False, partition: str | None = None) -> None:
+    async def end(self, *, cancel: bool = False, partition: str | None = None) -> None:
+        """See ``TransferQueue.end``."""
         await self._port.send(cmd.End(cancel=cancel, partition=partition))
 
-    async def _cancel(
+    async def cancel(
         self,
         rows: npt.ArrayLike | None = None,
         *,
@@ -259,116 +339,85 @@ class QueueVerbs(Generic[B]):
         partition: str | None = None,
         reason: str = "cancelled by request",
     ) -> int:
+        """See ``TransferQueue.cancel``."""
         ids = b"" if rows is None else pack_ids(_ids(rows))
         if rows is not None and not ids:
             return 0
         reply = await self._port.send(cmd.Cancel(ids=ids, key=key, partition=partition, reason=reason))
         return int(reply.count)
 
-    async def _failed(self, count: int = 100) -> tuple[FailedGroup, ...]:
+    async def failed(self, count: int = 100) -> tuple[FailedGroup, ...]:
+        """See ``TransferQueue.failed``."""
         reply = await self._port.send(cmd.GetFailed(count=count))
         assert isinstance(reply, cmd.Failed)
         return reply.groups
 
-    async def _audit(self) -> Audit:
+    async def audit(self) -> Audit:
+        """See ``TransferQueue.audit``."""
         reply = await self._port.send(cmd.GetAudit())
         assert isinstance(reply, Audit)
         return reply
 
-    async def _status(self) -> StatusReport:
+    async def status(self) -> StatusReport:
+        """See ``TransferQueue.status``."""
         reply = await self._port.send(cmd.GetStatus())
         assert isinstance(reply, StatusReport)
         return reply
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
+        """See ``TransferQueue.flush``."""
         await self._port.call(None)
 
-
-class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch]):
-    """The methods of ``TransferQueue`` as coroutines. One object serves one event loop."""
-
-    _batch = AsyncLeasedBatch
-    configure = QueueVerbs._configure
-    declare = QueueVerbs._declare
-    put = QueueVerbs._put
-    get = QueueVerbs._get
-    loaded = QueueVerbs._loaded
-    wanted = QueueVerbs._wanted
-    lost = QueueVerbs._lost
-    end = QueueVerbs._end
-    cancel = QueueVerbs._cancel
-    failed = QueueVerbs._failed
-    audit = QueueVerbs._audit
-    status = QueueVerbs._status
-    flush = QueueVerbs._flush
-
-    def stream(self, task: str, count: int = 1, **options: Any) -> AsyncStream:
+    def stream(self, task: str, count: int = 1, **options: Any) -> AsyncStream[AsyncLeasedBatch]:
         """Iterate over the batches of a task; see ``TransferQueue.stream``. It leases none ahead."""
-        request = _lease_request(task, count, **options)
-        return AsyncStream(lambda last: self._lease(request, last, acknowledge=False))
+        request = self._request(task, count, **options)
+        return AsyncStream(self.connection, lambda last: self._lease(request, last, acknowledge=False))
 
-    def steps(self, task: str, *, part_rows: int = 1, **options: Any) -> AsyncStepStream:
+    def steps(self, task: str, *, part_rows: int = 1, **options: Any) -> AsyncStream[AsyncStep]:
         """Iterate over the steps of a task, each in parts; see ``TransferQueue.steps``."""
-        request = _lease_request(task, 1, parts=True, at_least=part_rows, **options)
-        return AsyncStepStream(self._port, self._lease_part, request)
+        request = self._request(task, 1, parts=True, at_least=part_rows, **options)
+        return AsyncStream(self.connection, lambda last: self._lease_step(request, last))
 
 
-class _LoopQueue(QueueVerbs[BlockingBatch]):
-    """Leases batches on an event loop for use in a thread."""
-
-    _batch = BlockingBatch
+def _without_rows(answer: CallResult, kind: type[R]) -> R:
+    return kind(unpack_ids(b""), unpack_ids(b""), {name: empty(spec) for name, spec in answer.schema.items()})
 
 
-class QueueClient(QueueVerbs[BlockingBatch], TransferQueue):
+class QueueClient(QueueVerbs[BlockingBatch, BlockingStep], TransferQueue):
     """``TransferQueue`` over a connection to its server."""
 
-    _batch = BlockingBatch
-    configure = sync(QueueVerbs._configure, TransferQueue.configure)
-    declare = sync(QueueVerbs._declare, TransferQueue.declare)
-    put = sync(QueueVerbs._put, TransferQueue.put)
-    get = sync(QueueVerbs[BlockingBatch]._get, TransferQueue.get)
-    loaded = sync(QueueVerbs._loaded, TransferQueue.loaded)
-    wanted = sync(QueueVerbs._wanted, TransferQueue.wanted)
-    lost = sync(QueueVerbs._lost, TransferQueue.lost)
-    end = sync(QueueVerbs._end, TransferQueue.end)
-    cancel = sync(QueueVerbs._cancel, TransferQueue.cancel)
-    failed = sync(QueueVerbs._failed, TransferQueue.failed)
-    audit = sync(QueueVerbs._audit, TransferQueue.audit)
-    status = sync(QueueVerbs._status, TransferQueue.status)
-    flush = sync(QueueVerbs._flush, TransferQueue.flush)
+    _batch, _step = BlockingBatch, BlockingStep
+    configure = sync(AsyncTransferQueue.configure, TransferQueue.configure)
+    declare = sync(AsyncTransferQueue.declare, TransferQueue.declare)
+    put = sync(AsyncTransferQueue.put, TransferQueue.put)
+    get = sync(QueueVerbs[BlockingBatch, BlockingStep]._get, TransferQueue.get)
+    loaded = sync(AsyncTransferQueue.loaded, TransferQueue.loaded)
+    wanted = sync(AsyncTransferQueue.wanted, TransferQueue.wanted)
+    lost = sync(AsyncTransferQueue.lost, TransferQueue.lost)
+    end = sync(AsyncTransferQueue.end, TransferQueue.end)
+    cancel = sync(AsyncTransferQueue.cancel, TransferQueue.cancel)
+    failed = sync(AsyncTransferQueue.failed, TransferQueue.failed)
+    audit = sync(AsyncTransferQueue.audit, TransferQueue.audit)
+    status = sync(AsyncTransferQueue.status, TransferQueue.status)
+    flush = sync(AsyncTransferQueue.flush, TransferQueue.flush)
 
-    def stream(
-        self,
-        task: str,
-        count: int = 1,
-        *,
-        ahead: bool = False,
-        **options: Any,
-    ) -> BlockingStream:
+    def stream(self, task: str, count: int = 1, *, ahead: bool = False, **options: Any) -> BatchStream:
         """See ``TransferQueue.stream``."""
-        request = _lease_request(task, count, **options)
-
-        def lease_on_a_loop() -> Coroutine[Any, Any, BlockingBatch]:
-            return _LoopQueue(LoopPort(self.connection))._lease(request)
-
-        return BlockingStream(
-            self.connection,
+        request, connection = self._request(task, count, **options), self.connection
+        early = QueueClient(LoopPort(connection))
+        return BatchStream(
+            connection,
             lambda last: self._lease(request, last, acknowledge=False),
-            lease_on_a_loop if ahead else None,
+            (lambda: early._lease(request)) if ahead else None,
         )
 
     def steps(
-        self,
-        task: str,
-        *,
-        part_rows: int = 1,
-        check: Callable[[], None] | None = None,
-        **options: Any,
-    ) -> BlockingStepStream:
-        """See ``TransferQueue.steps``. ``check``: called before each wait for a part, and every few
-        seconds of it; its exception ends the wait."""
-        request = _lease_request(task, 1, parts=True, at_least=part_rows, **options)
-        return BlockingStepStream(self._port, self._lease_part, request, check)
+        self, task: str, *, part_rows: int = 1, check: Callable[[], None] | None = None, **options: Any
+    ) -> StepStream:
+        """See ``TransferQueue.steps``. ``check``: called before each wait for a part, every ``CHECK_S``
+        seconds of it, and at the end of the stream; its exception is raised."""
+        request = self._request(task, 1, parts=True, at_least=part_rows, **options)
+        return StepStream(self.connection, lambda last: self._lease_step(request, last, check))
 
     def send(self, command: cmd.AnyCommand) -> Any:
         """Send a ledger command for another client of this server. Raises the ledger's error."""
@@ -380,22 +429,12 @@ class QueueClient(QueueVerbs[BlockingBatch], TransferQueue):
         return AsyncTransferQueue(LoopPort(self.connection))
 
 
-def _lease_request(
-    task: str, count: int, *, columns: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S, **options: Any
-) -> cmd.LeaseRows:
-    """Return a checked request: its wait may be added to a clock."""
-    needs = None if columns is None else check_names("columns", columns)
-    request = cmd.LeaseRows(task=task, count=count, columns=needs, timeout_s=timeout_s, **options)
-    check_arguments(request)
-    return request
-
-
 def policy_spec(policy: Any) -> PolicySpec | None:
     """Return the spec of a policy given by name, or by name and options. Raises ConfigError."""
     return _spec("staleness policy", PolicySpec, policy)
 
 
-def _spec(what: str, kind: type[S], given: Any) -> S | None:
+def _spec(what: str, kind: type[K], given: Any) -> K | None:
     if given is None or isinstance(given, kind):
         return given
     is_pair = isinstance(given, tuple) and len(given) == 2

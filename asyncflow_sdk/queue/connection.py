@@ -28,10 +28,8 @@ from .._version import __version__
 from ..errors import (
     AccessDenied,
     ConfigError,
-    LeaseLost,
     PayloadLost,
     ProtocolError,
-    SchemaError,
     ServerLost,
     StoreUnavailable,
 )
@@ -42,6 +40,7 @@ from ..memory import GrowthNeeded
 from ..types import Column, Event, digest_of
 from ..types.config import LOCAL
 from ..types.defaults import CALL_S
+from ..types.events import Span
 from ..wire import Client, Member, RunKey, WireReply, await_key, own_address, own_key, process_key, same_host
 from .checks import check_arguments, measures_of
 from .protocol import (
@@ -60,17 +59,13 @@ from .protocol import (
     decode_result,
     encode,
 )
-from .stores.factory import make_store
-from .stores.fetch import FetchReply, FetchRequest
-from .stores.home_fetcher import open_unit
+from .stores.fetch import FetchReply, FetchRequest, open_unit
 from .stores.homes import SERVER_MEMORY, KnownHomes, home_of
-from .stores.local import InlineStore
-from .stores.reader import from_image
-from .unit_start import UnitConfig, ensure_unit
+from .stores.local import InlineStore, make_store
+from .stores.unit import UnitConfig, ensure_unit
 
 ADMIT_S = 8.0
 """Limit of the wait for an answer about a key: less than that of a handshake."""
-LARGE_BYTES = 128 << 20
 SEND_TRIES = 3
 """The number of times a call is sent if its payload is lost before it is executed."""
 RESPONSE = "response_ids"
@@ -83,7 +78,7 @@ WritingCommand: TypeAlias = cmd.AddRows | cmd.Complete
 
 
 class PendingWrite(msgspec.Struct, frozen=True):
-    """A command, and its payload as the store has written it."""
+    """A checked command, and its payload as the store has written it."""
 
     command: WritingCommand | cmd.GiveBack
     stored: StoredBlock = StoredBlock()
@@ -94,13 +89,14 @@ class Connection:
 
     ``key``: a copy of the run's run.key, or its path. Default: for a tcp address of this host, the
     key of this user's server. ``insecure``: the run is served without keys. ``shared_memory``
-    False: columns and weights go over sockets even if the server's memory is accessible. ``timeout_s``:
-    the longest wait for the server's first answer. ``store``: the payload. ``directory``: the run's
-    shared memory; None if it is not visible here. ``run``: the name of that directory.
-    ``server_addresses``: the server's tcp addresses. ``key``: this client's
-    own, accepted while the session lives. ``start_unit``: start a storage unit on this
-    host for the first write, if the run has them and none is here. Raises ConfigError, AccessDenied,
-    ServerLost, ProtocolError, PluginError.
+    False: columns and weights go over sockets even if the server's memory is accessible.
+    ``timeout_s``: the longest wait for the server's first answer. ``start_unit``: start a storage
+    unit on this host for the first write, if the run has them and none is here. Raises ConfigError,
+    AccessDenied, ServerLost, ProtocolError, PluginError.
+
+    Attributes: ``store``: the payload. ``directory``: the run's shared memory; None if it is not
+    visible here. ``run``: the name of that directory. ``server_addresses``: the server's tcp
+    addresses. ``key``: this client's own, accepted while the session lives.
     """
 
     def __init__(
@@ -121,34 +117,33 @@ class Connection:
         known = key if key is None or isinstance(key, RunKey) else RunKey.load(key)
         self.wire = Client(address, known, insecure=insecure)
         self.key = own_key(None if known is None else known.server)
-        self.on_lease: Callable[[Any], None] = lambda lease: None
+        self.on_lease: Callable[[Any], None] | None = None
         self.renewer: Any = None
         self.unreturned: deque[cmd.GiveBack] = deque()
         """Leases whose rows could not be read, and that the server does not know to be given back."""
         self._events: list[Event] = []
         self._lock = threading.Lock()
         try:
-            welcome = self._hello(max(until - time.monotonic(), 0.0))
-        except BaseException:
-            self.wire.close()
-            raise
-        self.wire.limit(welcome.max_bytes)
-        if not welcome.durability:
-            self.wire.watch(welcome.pid, welcome.pid_key)
-        self.run, self.session = Path(welcome.directory).name, welcome.session
-        self.server_addresses = welcome.addresses
-        visible = shared_memory and _shares_memory(welcome)
-        self.directory = Path(welcome.directory) if visible else None
-        rows = Path(welcome.rows or welcome.directory) if visible else None
-        if known is not None:
-            self.wire.use_key(self.key)
-        try:
-            self.store = self._open_store(welcome, rows, start_unit)
+            pid = os.getpid()
+            hello = ClientHello(name, pid, process_key(pid), __version__, socket.gethostname(), self.key.public)
+            welcome = self._ask(hello, max(until - time.monotonic(), 0.0))
+            assert isinstance(welcome, Welcome)
+            self.wire.limit(welcome.max_bytes)
+            if not welcome.durability:
+                self.wire.watch(welcome.pid, welcome.pid_key)
+            self.run, self.session = Path(welcome.directory).name, welcome.session
+            self.server_addresses = welcome.addresses
+            visible = shared_memory and _shares_memory(welcome)
+            self.directory = Path(welcome.directory) if visible else None
+            if known is not None:
+                self.wire.use_key(self.key)
+            self.store = self._open_store(welcome, start_unit)
         except BaseException:
             self.wire.close()
             raise
 
-    def _open_store(self, welcome: Welcome, rows: Path | None, start_unit: bool) -> PayloadStore:
+    def _open_store(self, welcome: Welcome, start_unit: bool) -> PayloadStore:
+        rows = None if self.directory is None else Path(welcome.rows or welcome.directory)
         context = StoreContext(
             run=self.run, session=self.session, rows=rows, synced=welcome.durability == "host",
             check_size=self.wire.check_size,
@@ -192,19 +187,11 @@ class Connection:
     def fetch(self, request: FetchRequest, timeout_s: float) -> tuple[FetchReply, Any]:
         """Fetch columns of rows in the server's memory. Return the reply, and the bytes of its blocks."""
         received = self.wire.exchange(encode(Call(request)), timeout_s, grace_s=0.0)
-        answer = decode_result(received.body)
+        answer = self.unpack(received)
         answer.raise_error()
         if not isinstance(answer.reply, FetchReply) or received.payload is None:
             raise ProtocolError(f"{self.wire.address} gave no columns in its answer to a request for columns")
         return answer.reply, received.payload
-
-    def _hello(self, timeout_s: float) -> Welcome:
-        pid, host = os.getpid(), socket.gethostname()
-        hello = ClientHello(self.name, pid, process_key(pid), __version__, host, self.key.public)
-        answer = decode_result(self.wire.request(encode(Call(hello)), timeout_s, grace_s=0.0))
-        answer.raise_error()
-        assert isinstance(answer.reply, Welcome)
-        return answer.reply
 
     def renew_by(self, renewer: Any, on_lease: Callable[[Any], None] | None) -> None:
         """Set the ``LeaseRenewer``, to be closed with the connection. ``on_lease``: called with each new lease, in the
@@ -237,7 +224,9 @@ class Connection:
 
     def _ask(self, request: CallCommand, timeout_s: float) -> Any:
         """Send a request without columns, also before the store is open. Raises the server's error."""
-        return self.unpack_or_raise(self.wire.exchange(encode(Call(request)), timeout_s, grace_s=0.0)).reply
+        answer = self.unpack(self.wire.exchange(encode(Call(request)), timeout_s, grace_s=0.0))
+        answer.raise_error()
+        return answer.reply
 
     def report(self, *events: Event) -> None:
         """Send events with the next call. An event that cannot be encoded is logged and dropped."""
@@ -251,24 +240,20 @@ class Connection:
         with self._lock:
             self._events.extend(fit)
 
+    def report_wait(self, began: float) -> None:
+        """Report a wait that began at a time of the monotonic clock, if it took more than a millisecond."""
+        if (seconds := time.monotonic() - began) > 0.001:
+            self.report(Span(time_s=began, worker=self.name, kind="wait", seconds=seconds))
+
     def encode_call(
-        self,
-        command: cmd.AnyCommand | None,
-        then: cmd.LeaseRows | None = None,
-        payload: int | None = None,
+        self, command: cmd.AnyCommand | None, then: cmd.LeaseRows | None = None, payload: int | None = None
     ) -> bytes:
-        """Return the encoded call, with waiting events. Raises TypeError, SchemaError."""
-        for each in (command, then):
-            if each is not None:
-                check_arguments(each)
-        if self.store.inline and isinstance(command, cmd.LeaseRows):
-            command = msgspec.structs.replace(command, inline=True)
-        if self.store.inline and then is not None:
-            then = msgspec.structs.replace(then, inline=True)
+        """Return the encoded call, with waiting events. Raises TypeError."""
+        if not self._events:
+            return encode(Call(command, (), then, payload))
         with self._lock:
             body = encode(Call(command, tuple(self._events), then, payload))
-            if self._events:
-                self._events.clear()
+            self._events.clear()
         return body
 
     def unpack(self, reply: WireReply) -> CallResult:
@@ -280,12 +265,6 @@ class Connection:
             return answer
         reply.payload.setflags(write=False)
         return ResultWithPayload(**msgspec.structs.asdict(answer), memory=reply.payload)
-
-    def unpack_or_raise(self, reply: WireReply) -> CallResult:
-        """Decode a reply as ``unpack`` does. Raises the error that the server returned."""
-        answer = self.unpack(reply)
-        answer.raise_error()
-        return answer
 
     def close(self, *, ended: bool = False) -> None:
         """End the session: its leases are given back. Views stay valid. Idempotent; needs no live
@@ -313,16 +292,11 @@ def _shares_memory(welcome: Welcome) -> bool:
     return seen and os.access(welcome.rows or welcome.directory, os.W_OK)
 
 
-def received_columns(answer: CallResult) -> dict[str, Column]:
-    """Return the columns received beside an answer. Raises LeaseLost if the rows had ended."""
-    if isinstance(answer, ResultWithPayload):
-        assert answer.payload is not None
-        return from_image(answer.memory, answer.payload, answer.schema)
-    raise LeaseLost("the rows ended before their columns were sent")
-
-
 class Port(ABC):
     """A way to call the server: ``BlockingPort`` blocks the thread, ``LoopPort`` suspends the task."""
+
+    _must_copy = False
+    """True if columns must be copied before they are sent: other tasks may change them meanwhile."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -339,48 +313,51 @@ class Port(ABC):
     async def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a function that may wait, without blocking an event loop."""
 
-    _must_copy = False
-    """True if columns must be copied before they are sent, because other tasks may change them
-    meanwhile."""
-
     async def call(self, command: cmd.AnyCommand | None) -> CallResult:
-        """Send a command, or only waiting events; return the result. Raises the server's error."""
+        """Send a checked command, or only waiting events; return the result. Raises the server's error."""
         timeout_s: float = getattr(command, "timeout_s", CALL_S)
-        return self.connection.unpack_or_raise(await self.request(self.connection.encode_call(command), timeout_s))
+        answer = self.connection.unpack(await self.request(self.connection.encode_call(command), timeout_s))
+        if answer.error is not None:
+            answer.raise_error()
+        return answer
 
     async def send(self, command: cmd.AnyCommand) -> Any:
-        """Send a command and return its reply. Raises the server's error."""
+        """Send a command and return its reply. Raises TypeError, SchemaError, and the server's error."""
+        check_arguments(command)
         return (await self.call(command)).reply
 
     def write(
         self, command: WritingCommand, columns: Mapping[str, Column], *, keep: bool = True, grow: bool = True
     ) -> PendingWrite:
-        """Write columns to the store. Return the command with them, for ``submit`` or ``discard``.
-        ``keep``: the caller may change the columns before they are sent. ``grow``: see
-        ``PayloadStore.write``."""
+        """Write columns to the store. Return the command with them, for ``submit``. ``keep``: the
+        caller may change the columns before they are sent. ``grow``: see ``PayloadStore.write``.
+        Raises TypeError, SchemaError, MemoryFull."""
+        check_arguments(command)
         if not columns:
             return PendingWrite(command)
-        self.connection.wire.check()  # a forked child must not write into its parent's segments
-        specs = {name: column.spec for name, column in columns.items()}
-        if (response := columns.get(RESPONSE)) is not None and response.offsets is not None:
-            command = msgspec.structs.replace(command, lengths=np.diff(response.offsets).astype("<i4").tobytes())
-        if isinstance(command, cmd.AddRows) and command.key:
-            command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
-        store, copy = self.connection.store, keep or self._must_copy
+        wire, store, copy = self.connection.wire, self.connection.store, keep or self._must_copy
+        if wire.closed:
+            wire.check()  # a closed store would make a new segment
+        fields: dict[str, Any] = {}
+        if RESPONSE in columns and (offsets := columns[RESPONSE].offsets) is not None:
+            fields["lengths"] = np.diff(offsets).astype("<i4").tobytes()
+        if type(command) is cmd.AddRows and command.key:
+            fields["digest"] = b"".join(map(digest_of, columns.values()))
         try:
             stored = store.write(columns, copy=copy, grow=grow)
         except ServerLost as lost:  # its memory was removed: the server makes it again
-            inline = InlineStore(self.connection.wire.check_size)
             try:
-                stored = inline.write(columns, copy=copy)
+                stored = InlineStore(wire.check_size).write(columns, copy=copy)
             except ProtocolError:  # too large to be sent beside the call
                 raise lost from None
-        if stored.block is not None and home_of(stored.block.segment) != SERVER_MEMORY:
-            command = msgspec.structs.replace(command, measures=measures_of(columns))
-        nbytes = 0 if stored.block is None else stored.block.nbytes
-        return PendingWrite(
-            msgspec.structs.replace(command, columns=specs, block=stored.block, nbytes=nbytes), stored
-        )
+        if (block := stored.block) is not None:
+            fields["nbytes"] = block.nbytes
+            if home_of(block.segment) != SERVER_MEMORY:
+                fields["measures"] = measures_of(columns)
+        fields["columns"] = specs = {}
+        for name in columns:
+            specs[name] = columns[name].spec
+        return PendingWrite(msgspec.structs.replace(command, block=block, **fields), stored)
 
     async def submit(self, pending: PendingWrite, then: cmd.LeaseRows | None = None) -> CallResult:
         """Send a write, with a lease request if ``then`` is given. The result may be an error.
@@ -389,50 +366,40 @@ class Port(ABC):
         it; this also holds if the call is cancelled before the answer arrives. A write is therefore
         sent once. If its payload was lost with the store's memory, a copy is sent.
         """
-        began = time.monotonic()
+        connection, began = self.connection, time.monotonic()
         for left in reversed(range(SEND_TRIES)):
+            command, stored = pending.command, pending.stored
+            image = stored.image
             try:
-                stored = pending.stored
-                image = stored.image
-                body = self.connection.encode_call(pending.command, then, None if image is None else image.rows)
+                body = connection.encode_call(command, then, None if image is None else image.rows)
             except BaseException:
-                self.discard(pending)
+                if stored.block is not None:
+                    connection.store.discard(stored)
                 raise
-            timeout_s: float = getattr(then or pending.command, "timeout_s", CALL_S)
-            answer = self.connection.unpack(await self.request(body, timeout_s, () if image is None else image.parts))
+            timeout_s: float = getattr(then or command, "timeout_s", CALL_S)
+            answer = connection.unpack(await self.request(body, timeout_s, () if image is None else image.parts))
             if not left or answer.error is None or answer.error[0] != PayloadLost.__name__:
                 break
-            again = stored if stored.block is None else self.connection.store.rewrite(stored)
+            again = stored if stored.block is None else connection.store.rewrite(stored)
             if again is None:
                 break
-            command = msgspec.structs.replace(pending.command, block=again.block)
+            command = msgspec.structs.replace(command, block=again.block)
             if isinstance(command, cmd.AddRows):
                 waited_s = time.monotonic() - began
                 command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))
             pending = PendingWrite(command, again)
         return answer
 
-    def discard(self, pending: PendingWrite) -> None:
-        """Free the memory of a write that was never sent."""
-        if pending.stored.block is not None:
-            self.connection.store.discard(pending.stored)
-
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
         """Write and send columns; return the reply or raise the server's error. Raises MemoryFull."""
-        is_put = type(command) is cmd.AddRows
-        if is_put and (size := sum(column.values.nbytes for column in columns.values())) >= LARGE_BYTES:
-            room = (await self.send(cmd.GetStatus())).capacity_bytes
-            if size > room:  # checked before it is written
-                raise SchemaError(f"a put of {size} bytes exceeds capacity_bytes={room}; put fewer rows at a time")
         try:
             pending = self.write(command, columns, keep=False, grow=False)
         except GrowthNeeded:  # ended rows may have left room: get the blocks freed since
-            check_arguments(command)
-            timeout_s: float = getattr(command, "timeout_s", CALL_S)
-            self.connection.unpack_or_raise(await self.request(self.connection.encode_call(None), timeout_s))
+            await self.call(None)
             pending = self.write(command, columns, keep=False)
         answer = await self.submit(pending)
-        answer.raise_error()
+        if answer.error is not None:
+            answer.raise_error()
         return answer.reply
 
 

@@ -10,40 +10,17 @@ import math
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import AsyncFlowError, LeaseLost
 from ..ledger import commands as cmd
+from .batches import Lease, UnreadLease
 from .connection import BlockingPort, Connection
 from .coroutines import run_blocking
 
-if TYPE_CHECKING:
-    from .batches import BatchVerbs
-    from .leased_steps import StepVerbs
-
-Lease: TypeAlias = "BatchVerbs | StepVerbs | UnreadLease"
-_Key: TypeAlias = tuple[int, int, bool]
 _PARTS = 3
 """A lease is renewed after this fraction (1/3) of its time, so two renewals may be missed."""
 _MOST = 1000
 """Ended leases are forgotten once this many leases are known."""
-
-
-class UnreadLease:
-    """A lease with columns that are fetched from another host. It is renewed while it is referenced."""
-
-    left = 1
-
-    def __init__(self, lease: cmd.Leased) -> None:
-        self.token, self.rank, self.lease_s, self._since = lease.token, lease.rank, lease.lease_s, time.monotonic()
-        self.lost = False
-
-    def lose(self) -> None:
-        """Note that the server says that it is lost."""
-        self.lost = True
-
-    def _renewed(self, now: float) -> None:
-        self._since = now
 
 
 class LeaseRenewer:
@@ -57,8 +34,8 @@ class LeaseRenewer:
 
     def __init__(self, connection: Connection, patience_s: float = math.inf, *, unread: bool = False) -> None:
         self._port, self._patience_s = BlockingPort(connection), patience_s
-        self._held: dict[_Key, weakref.ref[Lease]] = {}
-        self._left: dict[_Key, int] = {}
+        self._held: dict[int, weakref.ref[Lease]] = {}  # by id; they are referenced only while they are looked at
+        self._left: dict[int, int] = {}
         self._progress_at = time.monotonic()  # last progress that was seen
         self._changed = threading.Condition()
         self._closed = False
@@ -82,9 +59,9 @@ class LeaseRenewer:
     def add(self, lease: Lease) -> None:
         """Renew a lease while it is referenced and has rows left."""
         with self._changed:
-            self._held[lease.token, lease.rank, isinstance(lease, UnreadLease)] = weakref.ref(lease)
+            self._held[id(lease)] = weakref.ref(lease)
             self._progress_at = time.monotonic()
-            if lease._since + lease.lease_s / _PARTS < self._wake_at or len(self._held) > _MOST:
+            if _due_s(lease) < self._wake_at or len(self._held) > _MOST:
                 self._changed.notify()
 
     def _run(self) -> None:
@@ -93,14 +70,18 @@ class LeaseRenewer:
                 try:
                     run_blocking(self._port.send(cmd.Renew(token=token, rank=rank)))
                 except LeaseLost:
-                    with self._changed:
-                        self._held.pop((token, rank, False), None)
-                        reading = self._held.pop((token, rank, True), None)
-                    if reading is not None and isinstance(lease := reading(), UnreadLease):
-                        lease.lose()
+                    self._lose(token, rank)
                 except AsyncFlowError:
                     if self._port.connection.wire.closed or self._port.connection.wire.server_closed:
                         return
+
+    def _lose(self, token: int, rank: int) -> None:
+        with self._changed:
+            for lease in self._update():
+                if (lease.token, lease.rank) == (token, rank):
+                    del self._held[id(lease)]
+                    if isinstance(lease, UnreadLease):
+                        lease.lose()
 
     def _due(self) -> list[tuple[int, int]]:
         """Wait for leases due for renewal, and mark them renewed. Return none once this is closed."""
@@ -108,20 +89,20 @@ class LeaseRenewer:
             with self._changed:
                 if self._closed:
                     return []
-                held = self._update()
                 now = time.monotonic()
-                first = min((lease._since + lease.lease_s / _PARTS for lease in held), default=None)
-                if first is None or first > now:
-                    del held
-                    self._wake_at = math.inf if first is None else first
-                    self._changed.wait(None if first is None else first - now)
-                    continue
-                due = [lease for lease in held if lease._since + lease.lease_s / _PARTS <= now]
-                for lease in due:
-                    lease._renewed(now)
-                if now - self._progress_at < self._patience_s:
-                    return [(lease.token, lease.rank) for lease in due]
-            del held, due, lease
+                due = self._mark_due(now)
+                if due and now - self._progress_at < self._patience_s:
+                    return due
+                if not due:
+                    self._changed.wait(None if self._wake_at == math.inf else self._wake_at - now)
+
+    def _mark_due(self, now: float) -> list[tuple[int, int]]:
+        held = self._update()
+        due = [lease for lease in held if _due_s(lease) <= now]
+        for lease in due:
+            lease.renewed(now)
+        self._wake_at = min(map(_due_s, held), default=math.inf)
+        return [(lease.token, lease.rank) for lease in due]
 
     def _update(self) -> list[Lease]:
         """Return the leases still held. Fewer rows left than before count as progress."""
@@ -131,3 +112,7 @@ class LeaseRenewer:
             self._progress_at = time.monotonic()
         self._held, self._left = {key: self._held[key] for key in alive}, left
         return list(alive.values())
+
+
+def _due_s(lease: Lease) -> float:
+    return lease.since + lease.lease_s / _PARTS

@@ -52,9 +52,9 @@ from .protocol import (
     failure,
 )
 from .recovery import Recovered, recover
-from .stores.factory import make_store
 from .stores.fetch import FetchRequest, Needed, NeededRequest
 from .stores.homes import HomeId
+from .stores.local import make_store
 
 STATUS_EVERY_S = 1.0
 GUARDED = frozenset({ClientHello, cmd.OpenHome, cmd.AddCheckpoint})

@@ -1,4 +1,4 @@
-"""Streams: the batches of a task, one after another, blocking and for event loops.
+"""Streams: the batches or steps of a task, one after another, blocking and for event loops.
 
     with queue.stream("reward", count=64) as stream:    # an exception gives the rows back, and counts as an attempt
         for batch in stream:
@@ -14,128 +14,116 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from ..errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost, WireError
-from ..interfaces import Consumer
-from ..types import events as ev
-from .batches import AsyncLeasedBatch, BatchVerbs, BlockingBatch
+from ..interfaces import Consumer, StepConsumer
+from .batches import AsyncContext, BlockingBatch, BlockingContext, BlockingStep, Lease
 from .connection import BlockingPort, Connection
 from .coroutines import run_blocking
 
-B = TypeVar("B", bound=BatchVerbs)
-Lease = Callable[[B | None], Awaitable[B]]
-"""Sends the last message about a batch together with the request for the next one, which it returns."""
+L = TypeVar("L", bound=Lease)
+LeaseNext = Callable[[L | None], Awaitable[L]]
+"""Sends the last message about a lease together with the request for the next one, which it returns."""
 
 
-class Stream(Generic[B]):
-    """Base of both kinds of stream. After an error it can be iterated over again. One thread or
-    task iterates over it.
+class Stream(Generic[L]):
+    """Base of all streams. After an error it can be iterated over again. One thread or task iterates
+    over it. Waits of more than a millisecond are reported as events.
 
     A loop that is left early sends its unsent completion. If the server rejects it, the ``with``
     block raises the error; without a ``with`` block Python only prints it.
     """
 
-    def __init__(self, lease: Lease[B]) -> None:
-        self._lease = lease
-        self._batch: B | None = None
-        self._entered = False  # if True, __exit__ closes the batch with the exception that ended the loop
+    def __init__(self, connection: Connection, lease: LeaseNext[L]) -> None:
+        self._connection, self._lease = connection, lease
+        self._current: L | None = None
 
-    async def _next(self, lease: Lease[B]) -> B:
-        """Return the next batch. Raises the errors of ``get``, for the previous batch and this one."""
-        last, self._batch = self._batch, None
+    async def _next(self, lease: LeaseNext[L]) -> L:
+        """Return the next lease. Raises the errors of ``get``, for the previous batch and this one."""
+        began = time.monotonic()
+        last, self._current = self._current, None
         try:
-            self._batch = await lease(last)
+            self._current = await lease(last)
         except AsyncFlowError as error:
             if last is not None and not isinstance(error, WireError):
                 await last._close(error)  # its completion was rejected: this client still holds the rows
             raise
-        return self._batch
+        self._connection.report_wait(began)
+        return self._current
 
     async def _close(self, error: BaseException | None = None) -> None:
-        last, self._batch = self._batch, None
+        last, self._current = self._current, None
         if last is not None:
             await last._close(error)
 
 
-class AsyncStream(Stream[AsyncLeasedBatch]):
-    """Batches for ``async for``; without ``async with`` an abandoned loop is cleaned up late."""
+class AsyncStream(Stream[L], AsyncContext):
+    """Leases for ``async for``; without ``async with`` an abandoned loop is cleaned up late."""
 
-    async def __aiter__(self) -> AsyncIterator[AsyncLeasedBatch]:
+    async def __aiter__(self) -> AsyncIterator[L]:
         try:
             while True:
                 try:
-                    batch = await self._next(self._lease)
+                    lease = await self._next(self._lease)
                 except Ended:
                     return
-                yield batch
+                yield lease
         finally:
             if not self._entered:
                 await self._close()
 
-    async def __aenter__(self) -> AsyncStream:
-        self._entered = True
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._close(error)
+class BlockingStream(Stream[L], BlockingContext):
+    """Leases for a thread."""
+
+    @property
+    def current(self) -> L | None:
+        """The lease of this turn of the loop."""
+        return self._current
+
+    def __iter__(self) -> Generator[L, None, None]:
+        return self._each(self._lease)
+
+    def _each(self, lease: LeaseNext[L]) -> Generator[L, None, None]:
+        try:
+            while True:
+                try:
+                    found = run_blocking(self._next(lease))
+                except Ended:
+                    return
+                yield found
+        finally:
+            if not self._entered:
+                run_blocking(self._close())
 
 
-class BlockingStream(Stream[BlockingBatch], Consumer):
-    """``Consumer`` over a connection. Waits of more than a millisecond are reported as events.
+class StepStream(BlockingStream[BlockingStep], StepConsumer):
+    """``StepConsumer`` over a connection."""
 
-    ``ahead``: a request for a batch, on an event loop; then one batch is leased while the last one is in use.
-    """
+
+class BatchStream(BlockingStream[BlockingBatch], Consumer):
+    """``Consumer`` over a connection. ``ahead``: a request for a batch, on an event loop; then one
+    batch is leased while the last one is in use."""
 
     def __init__(
         self,
         connection: Connection,
-        lease: Lease[BlockingBatch],
+        lease: LeaseNext[BlockingBatch],
         ahead: Callable[[], Coroutine[Any, Any, BlockingBatch]] | None = None,
     ) -> None:
-        super().__init__(lease)
-        self._connection, self._ahead = connection, ahead
-
-    @property
-    def current(self) -> BlockingBatch | None:
-        return self._batch
+        super().__init__(connection, lease)
+        self._ahead = ahead
 
     def __iter__(self) -> Generator[BlockingBatch, None, None]:
-        prefetcher = None if self._ahead is None else _Prefetcher(self._connection, self._ahead)
-        lease = self._lease if prefetcher is None else prefetcher.lease
+        if self._ahead is None:
+            yield from self._each(self._lease)
+            return
+        prefetcher = _Prefetcher(self._connection, self._ahead)
         try:
-            while True:
-                began = time.monotonic()
-                try:
-                    batch = run_blocking(self._next(lease))
-                except Ended:
-                    return
-                self._report(began)
-                yield batch
+            yield from self._each(prefetcher.lease)
         finally:
-            try:
-                if not self._entered:
-                    run_blocking(self._close())
-            finally:
-                if prefetcher is not None:
-                    prefetcher.close()
-
-    def _report(self, began: float) -> None:
-        waited = time.monotonic() - began
-        if waited > 0.001:
-            self._connection.report(ev.Span(time_s=began, worker=self._connection.name, kind="wait", seconds=waited))
-
-    def __enter__(self) -> BlockingStream:
-        self._entered = True
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        run_blocking(self._close(error))
+            prefetcher.close()
 
 
 class _Prefetcher:

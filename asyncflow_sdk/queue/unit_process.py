@@ -17,8 +17,7 @@ from ..errors import AsyncFlowError, ProtocolError
 from ..interfaces.store import HomeCatalog, HomeOffer, HomeUnit, StorageHome
 from ..wire import Member, RunKey, own_address
 from .connection import Connection
-from .stores.unit import BEAT_S, StorageUnit
-from .unit_start import UnitConfig, remove_unit_log
+from .stores.unit import BEAT_S, StorageUnit, UnitConfig, remove_unit_log
 
 
 class UnitCatalog(HomeCatalog):

@@ -22,8 +22,8 @@ from ..interfaces import TransferQueue
 from ..interfaces.store import PayloadStore
 from ..plugins import registry
 from ..queue.connection import Connection
+from ..queue.stores.unit import UnitConfig, ensure_unit
 from ..queue.unit_process import run_unit
-from ..queue.unit_start import UnitConfig, ensure_unit
 from ..types.config import Store
 from ..workflow import Run, connect, serve
 from .kit.check import CheckFailed, expect

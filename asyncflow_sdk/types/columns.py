@@ -90,15 +90,14 @@ def pack(name: str, value: Any) -> Column:
 
 
 def _pack(value: Any) -> Column:
-    if isinstance(value, Ragged):
-        spec = ColumnSpec("ragged", dtype_name(value.values.dtype), value.values.shape[1:])
-        return Column(spec, _plain(value.values), value.offsets)
-    if not isinstance(value, np.ndarray) and is_torch(value):
-        value = from_torch(value)
-    if isinstance(value, np.ma.MaskedArray):
-        raise SchemaError(
-            "a masked array cannot be stored, because its mask would be lost; store the mask as another column"
-        )
+    if type(value) is not np.ndarray:
+        if isinstance(value, Ragged):
+            spec = ColumnSpec("ragged", dtype_name(value.values.dtype), value.values.shape[1:])
+            return Column(spec, _plain(value.values), value.offsets)
+        if is_torch(value):
+            value = from_torch(value)
+        if isinstance(value, np.ma.MaskedArray):
+            raise SchemaError("a masked array cannot be stored: its mask would be lost; store it as another column")
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUS":
         if value.ndim == 0:
             raise SchemaError("a single number is not a column; give one entry a row")

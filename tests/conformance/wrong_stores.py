@@ -17,7 +17,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import LeaseLost, StoreUnavailable
 from asyncflow_sdk.interfaces import StoreContext
 from asyncflow_sdk.interfaces.store import PayloadStore
-from asyncflow_sdk.queue.stores.factory import local_store
+from asyncflow_sdk.queue.stores.local import local_store
 from asyncflow_sdk.types import Column
 
 ADAPTERS = [

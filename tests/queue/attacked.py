@@ -15,8 +15,8 @@ from queue_runs import asking_again_soon
 import asyncflow_sdk as af
 from asyncflow_sdk.queue import connection as CALLS
 from asyncflow_sdk.queue import server as WAITS
+from asyncflow_sdk.queue.stores.unit import UnitConfig
 from asyncflow_sdk.queue.unit_process import run_unit
-from asyncflow_sdk.queue.unit_start import UnitConfig
 from asyncflow_sdk.types.events import HomeLost
 from asyncflow_sdk.wire import RunKey
 from asyncflow_sdk.wire import client as SOCKETS

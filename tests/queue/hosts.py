@@ -20,9 +20,8 @@ from asyncflow_sdk.queue import Connection, open_queue
 from asyncflow_sdk.queue.block_index import BlockIndex
 from asyncflow_sdk.queue.stores.blocks import pack_columns
 from asyncflow_sdk.queue.stores.hosts import HostsStore
-from asyncflow_sdk.queue.stores.unit import StorageUnit
+from asyncflow_sdk.queue.stores.unit import StorageUnit, UnitConfig
 from asyncflow_sdk.queue.unit_process import UnitCatalog
-from asyncflow_sdk.queue.unit_start import UnitConfig
 from asyncflow_sdk.types import Column
 from asyncflow_sdk.types.blocks import BlockSlices
 from asyncflow_sdk.wire import RunKey

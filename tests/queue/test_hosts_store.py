@@ -32,12 +32,12 @@ from asyncflow_sdk.queue.stores.fetch import (
     FetchPart,
     FetchReply,
     FetchRequest,
+    HomeFetcher,
     SentBlock,
     check_parts,
     read_parts,
     unpack_parts,
 )
-from asyncflow_sdk.queue.stores.home_fetcher import HomeFetcher
 from asyncflow_sdk.queue.stores.homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
 from asyncflow_sdk.queue.stores.reader import ColumnReader
 from asyncflow_sdk.types.blocks import BlockSlices

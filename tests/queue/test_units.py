@@ -17,8 +17,8 @@ from waiting import until
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded
 from asyncflow_sdk.interfaces.store import HomeOffer
 from asyncflow_sdk.queue.connection import Connection
+from asyncflow_sdk.queue.stores.unit import UnitConfig, ensure_unit
 from asyncflow_sdk.queue.unit_process import run_unit
-from asyncflow_sdk.queue.unit_start import UnitConfig, ensure_unit
 from asyncflow_sdk.wire import RunKey
 
 

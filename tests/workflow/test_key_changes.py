@@ -20,8 +20,8 @@ from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection
 from asyncflow_sdk.queue import server as WAITS
 from asyncflow_sdk.queue.protocol import Call, ClientHello, decode_result, encode
+from asyncflow_sdk.queue.stores.unit import UnitConfig
 from asyncflow_sdk.queue.unit_process import run_unit
-from asyncflow_sdk.queue.unit_start import UnitConfig
 from asyncflow_sdk.wire import (
     Client,
     Member,

@@ -33,38 +33,50 @@ BLOCK, RUN = struct.Struct("<6q"), struct.Struct("<i")
 """A row of ``BlockSlices.blocks``, and an item of ``entries`` and of ``counts``."""
 _PAD = bytes(ALIGN)
 _PADDING: Any = np.zeros(ALIGN, np.uint8)
+_check_name = functools.lru_cache(4096)(check_column_name)
 
 
 def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
     """Pack a caller's columns. Raises SchemaError if they differ in rows, or are no mapping."""
     if type(columns) is not dict and not isinstance(columns, Mapping):
         raise SchemaError(f"columns must be a dict of columns by name, not a {type(columns).__name__}")
+    packed = {}
     for name in columns:
-        check_column_name(name)
-    packed = {name: pack(name, value) for name, value in columns.items()}
-    sizes = {name: len(column) for name, column in packed.items()}
-    if len(set(sizes.values())) > 1:
-        raise SchemaError(f"columns have different numbers of rows: {sizes}")
+        _check_name(name)
+        packed[name] = pack(name, columns[name])
+    if len(packed) > 1:
+        sizes = {name: len(column) for name, column in packed.items()}
+        if len(set(sizes.values())) > 1:
+            raise SchemaError(f"columns have different numbers of rows: {sizes}")
     return packed
 
 
 def arrange(columns: Mapping[str, Column]) -> tuple[int, int, bytes, list[Array]]:
-    """Return a block's rows, bytes, header (after the arena's), and arrays, to be aligned to ALIGN."""
-    end = -(-(HEADER_BYTES + 24 + 24 * len(columns)) // ALIGN) * ALIGN
-    head = [0, len(columns), 0]
-    arrays: list[Array] = []
+    """Return a block's rows, bytes, header (after the arena's, up to the first array), and arrays,
+    to be aligned to ALIGN."""
+    count = len(columns)
+    layout = _head_of(count)
+    end = HEADER_BYTES + layout.size
+    head, arrays = list[int](), list[Array]()
     for column in columns.values():
-        size, offsets = column.values.nbytes, column.offsets
+        values, offsets = column.values, column.offsets
+        size = values.nbytes
         head += (end, size, -1)
-        arrays.append(column.values)
+        arrays.append(values)
         end += -(-size // ALIGN) * ALIGN
         if offsets is not None:
             head[-1] = end
             arrays.append(offsets)
             end += -(-offsets.nbytes // ALIGN) * ALIGN
-    rows = len(column)
-    head[0], head[2] = rows, end
-    return rows, end, struct.pack(f"<{len(head)}q", *head), arrays
+    rows = len(values) if offsets is None else len(offsets) - 1
+    return rows, end, layout.pack(rows, count, end, *head), arrays
+
+
+@functools.lru_cache(256)
+def _head_of(columns: int) -> struct.Struct:
+    """Return the struct of a block's header without the arena's part, padded up to the first array."""
+    nbytes = HEADER_BYTES + 24 + 24 * columns
+    return struct.Struct(f"<{3 + 3 * columns}q{-nbytes % ALIGN}x")
 
 
 def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> tuple[Block, Allocation]:
@@ -73,13 +85,17 @@ def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> 
     rows, end, header, arrays = arrange(columns)
     space = arena.allocate(end, grow=grow)
     if end <= JOIN_BYTES:
-        pieces: list[Any] = [header, _PAD[: -(len(header) + HEADER_BYTES) % ALIGN]]
+        pieces: list[Any] = [header]
         for array in arrays:
-            pieces += (np.ascontiguousarray(array), _PAD[: -array.nbytes % ALIGN])
-        space.write(HEADER_BYTES, b"".join(pieces))
+            pieces += (
+                array if array.flags.c_contiguous else np.ascontiguousarray(array),
+                _PAD[: -array.nbytes % ALIGN],
+            )
+        memory = space.memory.data
+        memory[HEADER_BYTES:end] = b"".join(pieces)
     else:
         space.write(HEADER_BYTES, header)
-        at = -(-(HEADER_BYTES + len(header)) // ALIGN) * ALIGN
+        at = HEADER_BYTES + len(header)
         for array in arrays:
             if array.nbytes:  # a strided view is copied only once, too
                 space.memory[at : at + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
@@ -90,7 +106,7 @@ def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> 
 def to_image(columns: Mapping[str, Column], *, copy: bool = False) -> BlockImage:
     """Return columns as an image. It refers to their memory unless ``copy``."""
     rows, nbytes, header, arrays = arrange(columns)
-    parts = [np.frombuffer(bytes(HEADER_BYTES) + header, np.uint8), _PADDING[: -(len(header) + HEADER_BYTES) % ALIGN]]
+    parts = [np.frombuffer(bytes(HEADER_BYTES) + header, np.uint8)]
     for array in arrays:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         parts += (flat.copy() if copy else flat, _PADDING[: -flat.nbytes % ALIGN])

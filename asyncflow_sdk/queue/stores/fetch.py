@@ -1,36 +1,63 @@
 """Fetches: columns of rows in memory that a client does not see, sent by the process that sees it.
 
-    request = encode(FetchRequest((FetchPart(slices, schema),)))          # client
-    reply, frames = read_parts(reader, request.parts)                     # storage unit, or server
-    columns = unpack_parts(decode_reply(body), payload, request.parts)    # client
+    columns = fetcher.fetch({home: [FetchPart(slices, schema)]})      # client: all homes in parallel
+    reply, frames = read_parts(reader, request.parts)                 # storage unit, or server
 
-Each part becomes one block. A digest of its bytes is checked by the client.
+Each part becomes one block. A digest of its bytes is checked by the client. A unit that restarts has
+another address and key, and the same contents: ``HomeFetcher`` looks it up again between two attempts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ...errors import DigestMismatch, ProtocolError, SchemaError
+from ...errors import (
+    AccessDenied,
+    AsyncFlowError,
+    DigestMismatch,
+    LeaseLost,
+    ProtocolError,
+    SchemaError,
+    StoreUnavailable,
+    WireError,
+)
+from ...interfaces.store import StorageHome
 from ...types import Column, ColumnSpec
 from ...types.blocks import BlockSlices
+from ...wire import RunKey, ServiceAddress, ServiceClient
 from .blocks import MOST_BYTES, RUN, Ints, kind_of, to_image
-from .homes import is_row_segment
+from .homes import SERVER_MEMORY, HomeId, KnownHomes, is_row_segment
 from .reader import ColumnReader, from_image
 
+MAX_REQUEST_BYTES = 16 << 20
+"""Of one request to a unit, on both sides."""
+FETCH_S = 30.0
+"""Longest wait for one home. A transfer in progress goes on."""
+ATTEMPT_S = 2.0
+"""The first wait for an answer to begin, before the home's address is looked up again. Then doubled."""
+LAST_S = 1.0
+"""The shortest attempt, also at the end."""
+PAUSE_S = 0.2
+THREADS = 2
+"""Requests to one home at a time. Others of the same client wait for them."""
 MOST_PARTS = 4096
 MOST_FIELDS = 1 << 16
 MOST_ROWS = 1 << 22
 """Rows of one part."""
 MOST_COPIED_BYTES = 4 << 30
 """Bytes copied for one request. Contiguous rows are not copied."""
-_BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Exceptions raised by decoding an invalid message."""
 
 
 class FetchPart(msgspec.Struct, frozen=True, array_like=True):
@@ -76,14 +103,6 @@ class FetchReply(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_reply = msgspec.msgpack.Decoder(FetchReply).decode
-
-
-def decode_reply(body: bytes) -> FetchReply:
-    """Raises ProtocolError."""
-    try:
-        return _decode_reply(body)
-    except _BAD as error:
-        raise ProtocolError(f"an answer with columns cannot be read: {error}") from None
 
 
 def check_parts(parts: Sequence[FetchPart]) -> None:
@@ -167,7 +186,7 @@ def unpack_parts(
     return out
 
 
-class SlicesOfHome(msgspec.Struct, frozen=True):
+class SlicesOfHome(NamedTuple):
     """The part of a ``BlockSlices`` in one home. ``rows``: positions of its rows in the batch."""
 
     slices: BlockSlices
@@ -212,7 +231,8 @@ def merge(pieces: Sequence[tuple[Ints, Column]], name: str) -> Column:
         values = np.empty((rows, *pieces[0][1].values.shape[1:]), pieces[0][1].values.dtype)
         for at, column in pieces:
             values[at] = column.values
-        return Column(spec, _read_only(values), None)
+        values.setflags(write=False)
+        return Column(spec, values, None)
     lengths = np.zeros(rows, np.int64)
     for at, column in pieces:
         assert column.offsets is not None
@@ -227,9 +247,144 @@ def merge(pieces: Sequence[tuple[Ints, Column]], name: str) -> Column:
             raise SchemaError(f"column {name!r} has offsets beyond its values")
         index = np.repeat(offsets[at] - column.offsets[:-1], lengths[at]) + np.arange(int(column.offsets[-1]))
         values[index] = column.values[: int(column.offsets[-1])]
-    return Column(spec, _read_only(values), offsets)
-
-
-def _read_only(values: Any) -> Any:
     values.setflags(write=False)
-    return values
+    return Column(spec, values, offsets)
+
+
+def open_unit(home: StorageHome, key: RunKey | None) -> ServiceClient:
+    """Return a connection to the unit of a home. ``key``: this client's own. Raises AccessDenied without a
+    key that is needed."""
+    if home.key and key is None:
+        raise AccessDenied(f"home {home.home} ({home.name}) needs the run's key, and this client has none")
+    return ServiceClient(ServiceAddress(home.address, home.key or None, 0, ""), key, max_call_bytes=MAX_REQUEST_BYTES)
+
+
+def _unit_of(home: StorageHome) -> tuple[str, str]:
+    return home.address, home.key
+
+
+class HomeFetcher:
+    """``key``: the run's key. ``server``: sends a request for columns in home 0; see
+    ``StoreContext.fetch``. Thread-safe."""
+
+    def __init__(
+        self,
+        homes: KnownHomes,
+        key: RunKey | None,
+        server: Callable[[FetchRequest, float], tuple[FetchReply, Any]] | None,
+        *,
+        timeout_s: float = FETCH_S,
+    ) -> None:
+        self._homes, self._key, self._server, self._timeout_s = homes, key, server, timeout_s
+        self._clients: dict[int, tuple[StorageHome, ServiceClient]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._threads: dict[HomeId, ThreadPoolExecutor] = {}
+
+    def fetch(self, wanted: Mapping[HomeId, Sequence[FetchPart]]) -> dict[HomeId, list[dict[str, Column]]]:
+        """Return the columns of each part, all homes in parallel. Raises the first home's error:
+        StoreUnavailable, LeaseLost, SchemaError, ProtocolError, AccessDenied."""
+        if len(wanted) == 1:  # in this thread: handing over costs more than a small transfer
+            ((where, parts),) = wanted.items()
+            return {where: self._fetch(where, parts)}
+        with self._lock:
+            self._check_open()
+            waiting: dict[HomeId, Future[list[dict[str, Column]]]] = {}
+            for where, parts in wanted.items():  # threads for each: a lost host must not delay others
+                if where not in self._threads:
+                    self._threads[where] = ThreadPoolExecutor(THREADS, f"asyncflow-home-{where.home}")
+                waiting[where] = self._threads[where].submit(self._fetch, where, parts)
+        return {where: future.result() for where, future in waiting.items()}  # each ends at its own deadline
+
+    def close(self) -> None:
+        """End all fetches and connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            pools, self._threads = list(self._threads.values()), {}
+            clients, self._clients = list(self._clients.values()), {}
+        for _, client in clients:
+            client.close()
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _fetch(self, where: HomeId, parts: Sequence[FetchPart]) -> list[dict[str, Column]]:
+        request, timeout_s = FetchRequest(tuple(parts)), self._timeout_s
+        began, damaged, attempt_s = time.monotonic(), 0, ATTEMPT_S
+        while True:
+            left = timeout_s - (time.monotonic() - began)
+            try:
+                reply, payload = self._ask(where, request, min(max(left, LAST_S), attempt_s))
+                return unpack_parts(reply, payload, parts)
+            except DigestMismatch as error:
+                damaged += 1
+                reason: AsyncFlowError = error
+                if damaged > 1:
+                    raise StoreUnavailable(f"{self._named(where)}: {error}, twice") from None
+            except (ProtocolError, AccessDenied) as error:
+                if not self._moved(where):
+                    raise
+                reason = error
+            except WireError as error:
+                reason = error
+            waited = time.monotonic() - began
+            self._check_open()
+            moved = self._moved(where)
+            if waited >= timeout_s and not moved:
+                raise StoreUnavailable(
+                    f"{self._named(where)} could not be reached from this host in {waited:.1f} s: {reason}. The rows are"
+                    " not lost; is its storage unit running, and does the network reach it?"
+                )
+            attempt_s = ATTEMPT_S if moved else 2 * attempt_s
+            if not moved:
+                time.sleep(PAUSE_S)
+
+    def _ask(self, where: HomeId, request: FetchRequest, timeout_s: float) -> tuple[FetchReply, Any]:
+        if where == SERVER_MEMORY:
+            if self._server is None:
+                raise ProtocolError("rows are in memory of the server that this client neither sees nor may request")
+            return self._server(request, timeout_s)
+        answer = self._client(where).call(encode(request), timeout_s, f"rows in {self._named(where)}")
+        try:
+            return _decode_reply(answer.body), answer.payload
+        except DECODE_ERRORS as error:
+            raise ProtocolError(f"an answer with columns cannot be read: {error}") from None
+
+    def _client(self, where: HomeId) -> ServiceClient:
+        """Return the connection to a home's unit. Raises LeaseLost for a lost epoch and after
+        ``close``, WireError if it has no unit now, AccessDenied."""
+        home = self._homes.in_epoch(where)
+        if home is None:
+            raise WireError(f"home {where.home} is unknown to this run's server")
+        if not home.address:
+            raise WireError("it has no storage unit now")
+        with self._lock:
+            self._check_open()
+            known, client = self._clients.get(where.home, (None, None))
+            if client is None or known is None or _unit_of(known) != _unit_of(home):
+                if client is not None:
+                    client.close()
+                client = open_unit(home, self._key)
+                self._clients[where.home] = home, client
+            return client
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LeaseLost("the connection that reads these rows is closed")
+
+    def _moved(self, where: HomeId) -> bool:
+        """Look a home up again. True if its unit has another address or key now."""
+        if where == SERVER_MEMORY:
+            return False
+        before = self._homes.find(where)
+        with contextlib.suppress(WireError):  # the server may be away, too
+            self._homes.refresh(after_s=PAUSE_S / 2)
+        now = self._homes.find(where)
+        return (before and _unit_of(before)) != (now and _unit_of(now))
+
+    def _named(self, where: HomeId) -> str:
+        home = None
+        with contextlib.suppress(WireError):
+            home = self._homes.find(where)
+        if where == SERVER_MEMORY:
+            return "the memory of the queue server"
+        return f"home {where.home}" if home is None else f"home {where.home} ({home.name}) at {home.address}"

@@ -25,8 +25,7 @@ from ...memory import Mapper
 from ...types import Column, ColumnSpec
 from ...types.blocks import BlockSlices
 from ...types.ragged import Array
-from .fetch import FetchPart, SlicesOfHome, merge, split
-from .home_fetcher import FETCH_S, HomeFetcher
+from .fetch import FETCH_S, FetchPart, HomeFetcher, SlicesOfHome, merge, split
 from .homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
 from .local import InlineStore, SharedStore
 from .reader import ColumnReader

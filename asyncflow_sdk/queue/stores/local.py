@@ -1,20 +1,25 @@
-"""Stores of columns in the server's memory: SharedStore maps it, InlineStore sends columns beside calls."""
+"""Stores of columns in the server's memory: SharedStore maps it, InlineStore sends columns beside calls;
+and ``make_store``: the store of a connection, by its kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from ...errors import ProtocolError
-from ...interfaces.store import PayloadStore, StoredBlock
+from ...errors import AsyncFlowError, ConfigError, PluginError, ProtocolError
+from ...interfaces.store import PayloadStore, StoreContext, StoredBlock
 from ...memory import HEADER_BYTES, Allocation, Arena, Mapper
+from ...plugins import registry
 from ...types import Column, ColumnSpec
 from ...types.blocks import Block, BlockImage, BlockSlices
+from ...types.config import LOCAL
 from ...types.ragged import Array
 from . import blocks
+from .homes import SERVER_MEMORY, segment_prefix
 from .reader import ColumnReader
 
 
@@ -35,12 +40,10 @@ class SharedStore(PayloadStore):
         return StoredBlock(block, None, space)
 
     def rewrite(self, stored: StoredBlock) -> StoredBlock | None:
-        """See ``PayloadStore.rewrite``. This process still maps the lost memory."""
-        block, old = stored.block, stored.space
-        assert block is not None
-        if not self._arena.is_lost(old):
-            return None  # the server cannot see this client's memory
-        return self.copy_of(block, old)
+        """See ``PayloadStore.rewrite``. This process still maps the lost memory. None also if the
+        server cannot see this client's memory."""
+        assert stored.block is not None
+        return self.copy_of(stored.block, stored.space) if self._arena.is_lost(stored.space) else None
 
     def copy_of(self, block: Block, old: Allocation) -> StoredBlock:
         """Write a block that any store of this process has written. Raises MemoryFull."""
@@ -60,7 +63,7 @@ class SharedStore(PayloadStore):
     def read(self, slices: Sequence[BlockSlices], schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
         columns: dict[str, Column] = {}
         for part in slices:
-            columns.update(self._reader.read(part, schema))
+            columns |= self._reader.read(part, schema)
         return columns
 
     def writable(self, slices: BlockSlices, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
@@ -108,3 +111,28 @@ class InlineStore(PayloadStore):
 
     def close(self) -> None:
         """Do nothing: the columns read belong to their readers."""
+
+
+def local_store(context: StoreContext) -> SharedStore | InlineStore:
+    """Return the store of runs with one home, the server's memory: mapped on its host, and reached
+    over its socket from others."""
+    if context.rows is None:
+        return InlineStore(context.check_size)
+    return SharedStore(context.rows, segment_prefix(SERVER_MEMORY, context.session), synced=context.synced)
+
+
+def make_store(name: str, options: Mapping[str, Any], context: StoreContext) -> PayloadStore:
+    """Create the store of a connection, from the plugins. Raises PluginError, ConfigError."""
+    if name == LOCAL:  # discovering plugins takes longer than connecting
+        return local_store(context)
+    factory = registry().get("store", name).load()
+    try:
+        made = factory(context, **options)
+    except AsyncFlowError:
+        raise
+    except Exception as error:
+        text = f"store {name!r} cannot be created with {dict(options)}: {type(error).__name__}: {error}"
+        raise ConfigError(text) from error
+    if not isinstance(made, PayloadStore):
+        raise PluginError(f"store {name!r} is a {type(made).__name__}, not a {PayloadStore.__name__}")
+    return made

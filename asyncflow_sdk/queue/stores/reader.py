@@ -29,7 +29,7 @@ from .blocks import BLOCK, MOST_BYTES, RUN, TABLE, Ints, Kind, check_serials, da
 COPY_BYTES = 16 << 10
 """A block up to this size is copied whole: that costs less than a view's lock."""
 MOST_PLANS = 256
-_WORD = struct.Struct("<q")
+_WORD, _RUN = struct.Struct("<q"), struct.Struct("<2i")
 
 
 class _Plan(NamedTuple):
@@ -56,29 +56,25 @@ class ColumnReader:
         if len(slices.counts) > RUN.size:
             kinds = [kind_of(name, schema[name]) for name in slices.columns]
             return gather(self._mapper, slices, kinds, most_bytes)
-        _, start, serial, _, nbytes, _ = BLOCK.unpack(slices.blocks)
-        raw: Any
-        if nbytes <= COPY_BYTES:
-            raw = self._mapper.copy(slices.segments[0], start, serial, nbytes)
-        else:
-            raw = self._mapper.view(slices.segments[0], start, serial, nbytes)
-        return {name: column for name, column, _ in one_run(raw, slices, self._plan(slices, schema))}
+        _, start, serial, rows, nbytes, _ = BLOCK.unpack(slices.blocks)
+        bytes_of = self._mapper.copy if nbytes <= COPY_BYTES else self._mapper.view
+        raw = bytes_of(slices.segments[0], start, serial, nbytes)
+        first, count = _RUN.unpack(slices.entries + slices.counts)
+        return one_run(raw, rows, nbytes, first, count, self._plan(slices, schema))
 
     def writable(self, slices: BlockSlices, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
         """Return a column's values in a copy-on-write mapping; None if ``read`` gave a copy, or if
         the segment cannot be mapped again: its file is removed or this reader is closed."""
-        if len(slices.counts) > RUN.size:
-            return None
-        _, start, serial, _, nbytes, _ = BLOCK.unpack(slices.blocks)
-        if nbytes <= COPY_BYTES:
+        segment, (_, start, serial, _, nbytes, _) = slices.segments[0], BLOCK.unpack_from(slices.blocks)
+        if len(slices.counts) > RUN.size or nbytes <= COPY_BYTES:
             return None
         try:
-            raw = self._mapper.view(slices.segments[0], start, serial, nbytes)
-            ((_, column, at),) = one_run(raw, slices, self._plan(slices, schema), name)
-            values = column.values
+            whole = self._mapper.view(segment, start, serial, nbytes)
+            values = self.read(slices, schema)[name].values
             if not values.size:
                 return None
-            own = self._mapper.private_view(slices.segments[0], start, serial, at + values.nbytes, at)
+            at = values.ctypes.data - whole.ctypes.data
+            own = self._mapper.private_view(segment, start, serial, at + values.nbytes, at)
         except LeaseLost:
             return None
         return own.view(values.dtype).reshape(values.shape)
@@ -95,41 +91,36 @@ class ColumnReader:
         key = slices.columns, slices.fields
         plan = self._plans.get(key)
         if plan is None or plan.schema != schema:
-            plan = plan_of(slices, schema)
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[key] = plan
+            fields = struct.unpack(f"<{len(slices.columns)}i", slices.fields)
+            plan = self._plans[key] = plan_of(slices.columns, fields, schema)
         return plan
 
 
-def plan_of(slices: BlockSlices, schema: Mapping[str, ColumnSpec]) -> _Plan:
-    fields = struct.unpack(f"<{len(slices.columns)}i", slices.fields)
-    kinds = [kind_of(name, schema[name]) for name in slices.columns]
+def plan_of(columns: Sequence[str], fields: Sequence[int], schema: Mapping[str, ColumnSpec]) -> _Plan:
+    """Return the plan to read columns at these positions of a block's table."""
+    kinds = [kind_of(name, schema[name]) for name in columns]
     head = struct.Struct(f"<{3 * max(fields) + 6}q")
     return _Plan(dict(schema), list(zip(kinds, fields, strict=True)), max(fields), head)
 
 
-def one_run(raw: Any, slices: BlockSlices, plan: _Plan, only: str | None = None) -> list[tuple[str, Column, int]]:
-    """Return the columns of one run of entries, over the block's bytes, and the position of their
-    values.
+def one_run(raw: Any, rows: int, nbytes: int, first: int, count: int, plan: _Plan) -> dict[str, Column]:
+    """Return the columns of ``count`` entries from ``first`` on, over the bytes ``raw`` of a block.
 
     It checks in plain numbers what ``blocks.tables`` checks for many blocks in arrays.
     """
-    _, _, _, rows, nbytes, _ = BLOCK.unpack(slices.blocks)
-    (first,), (count,) = RUN.unpack(slices.entries), RUN.unpack(slices.counts)
     try:
         header_rows, columns, header_nbytes, *table = plan.head.unpack_from(raw, HEADER_BYTES)
     except struct.error:
-        raise damaged(slices.columns[0]) from None
+        raise damaged(plan.kinds[0][0].name) from None
     body = 8 * TABLE + 24 * columns
     if header_rows != rows or header_nbytes != nbytes or not plan.last < columns <= nbytes // 24:
-        raise damaged(slices.columns[0])
+        raise damaged(plan.kinds[0][0].name)
     if not 0 <= first <= first + count <= rows:
         raise LeaseLost(f"entries {first} to {first + count} of a block of {rows}")
-    out = []
+    out = {}
     for (name, spec, dtype, width, ragged), field in plan.kinds:
-        if only is not None and name != only:
-            continue
         values, size, at = table[3 * field : 3 * field + 3]
         if values < body or values % 64 or not 0 <= size <= nbytes - values:
             raise damaged(name)
@@ -148,9 +139,8 @@ def one_run(raw: Any, slices: BlockSlices, plan: _Plan, only: str | None = None)
             offsets = np.ndarray((count + 1,), np.int64, raw, at + 8 * first)
             if low:
                 offsets = offsets - low
-        begin = values + low * width
-        array: Array = np.ndarray((length, *spec.shape), dtype, raw, begin)
-        out.append((name, Column(spec, array, offsets), begin))
+        array: Array = np.ndarray((length, *spec.shape), dtype, raw, values + low * width)
+        out[name] = Column(spec, array, offsets)
     return out
 
 
@@ -158,15 +148,8 @@ def from_image(memory: npt.NDArray[np.uint8], rows: int, specs: Mapping[str, Col
     """Return columns over a block's memory. Raises SchemaError if it does not have them."""
     if not specs or not 0 < rows < 1 << 31:
         raise SchemaError(f"the payload has {rows} rows and {len(specs)} columns; it needs at least one of each")
-    count = len(specs)
-    kinds = [(kind_of(name, spec), field) for field, (name, spec) in enumerate(specs.items())]
-    plan = _Plan(dict(specs), kinds, count - 1, struct.Struct(f"<{3 * count + 3}q"))
-    block = BLOCK.pack(0, 0, 0, rows, len(memory), 1)
-    whole = BlockSlices(tuple(specs), b"", (), block, RUN.pack(0), RUN.pack(rows))
-    try:
-        columns = {name: column for name, column, _ in one_run(memory, whole, plan)}
-    except LeaseLost as error:
-        raise SchemaError(str(error)) from None
+    plan = plan_of(tuple(specs), range(len(specs)), specs)
+    columns = one_run(memory, rows, len(memory), 0, rows, plan)
     for name, column in columns.items():
         offsets = column.offsets
         if offsets is not None and (offsets[1:] < offsets[:-1]).any():

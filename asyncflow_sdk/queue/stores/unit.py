@@ -1,4 +1,4 @@
-"""StorageUnit: serves the memory of one host to clients elsewhere.
+"""StorageUnit: serves the memory of one host to clients elsewhere. ``ensure_unit`` starts one.
 
     unit = StorageUnit(catalog, run="asyncflow-0-17-ab", name="node7", host="10.0.0.7", member=member)
     unit.serve(ended)                       # until the run ends; gives a sign of life every few seconds
@@ -10,10 +10,16 @@ no state but these files, so its process may die: the next unit of the run on th
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +27,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ...errors import AsyncFlowError, LeaseLost, ProtocolError, WireError
+from ...errors import AsyncFlowError, DeadlineExceeded, LeaseLost, ProtocolError, WireError
 from ...interfaces.store import HomeCatalog, HomeOffer, HomeUnit
 from ...memory import HomeDirectory, Mapper
-from ...wire import Frames, Member, Service
-from .fetch import FetchReply, FetchRequest, check_parts, encode, read_parts
-from .home_fetcher import MAX_REQUEST_BYTES
+from ...wire import Frames, Member, RunKey, Service
+from .fetch import DECODE_ERRORS, MAX_REQUEST_BYTES, FetchReply, FetchRequest, check_parts, encode, read_parts
 from .homes import HomeId, home_of, owner_of, session_of
 from .reader import ColumnReader
 
@@ -34,12 +39,15 @@ BEAT_S = 5.0
 """Interval of signs of life."""
 ALONE_S = 3600.0
 """A unit without contact to its run's server for this long ends."""
+START_S = 120.0
+"""Limit of the wait for a unit to start: it imports the SDK first, on a host that may be busy."""
+PROGRAM = ("-m", "asyncflow_sdk.queue.unit_process")
+PAUSE_S = 0.1
 THREADS = 2
 SMALL_BYTES = 1 << 20
 """Blocks of up to this size are read in the service's thread."""
 STORE = "hosts"
 _decode = msgspec.msgpack.Decoder(FetchRequest).decode
-_BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _log = logging.getLogger(__name__)
 
 
@@ -152,7 +160,7 @@ class StorageUnit(HomeUnit):
         """See ``ServiceHandler.request``. Large columns are read in other threads."""
         try:
             request = _decode(body)
-        except _BAD as error:
+        except DECODE_ERRORS as error:
             raise ProtocolError(f"this request to a storage unit cannot be read: {error}") from None
         check_parts(request.parts)
         for part in request.parts:
@@ -179,3 +187,90 @@ class StorageUnit(HomeUnit):
 
     def gone(self, peer: str) -> None:
         """See ``ServiceHandler.gone``. Nothing is kept for a peer."""
+
+
+class UnitConfig(msgspec.Struct, frozen=True):
+    """A unit to start. ``address``: of the run. ``name``: of its home; "": a name of this host. ``key``,
+    ``insecure``, ``listen``: see ``StorageUnit``."""
+
+    address: str
+    name: str = ""
+    key: RunKey | None = None
+    insecure: bool = False
+    listen: str | None = None
+
+
+def ensure_unit(
+    run: str,
+    config: UnitConfig,
+    is_open: Callable[[], bool],
+    *,
+    program: Sequence[str] = PROGRAM,
+    timeout_s: float = START_S,
+) -> None:
+    """Return once ``is_open`` is true. Else start a unit first, in a session of its own, detached from
+    this process. Raises DeadlineExceeded, with the end of the unit's output; the errors of
+    ``is_open``."""
+    until = time.monotonic() + timeout_s
+    log = unit_log(run)
+    with _locked(log.with_suffix(".lock"), run, until):
+        if is_open():
+            return
+        with open(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, *program],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # the key, which a command line would show
+            process.stdin.write(msgspec.json.encode(config))
+        while not is_open():
+            status = process.poll()
+            if status is not None or time.monotonic() >= until:
+                why = "did not open its home" if status is None else f"ended with {status}"
+                if status is None:
+                    process.kill()
+                    process.wait()
+                raise DeadlineExceeded(f"the storage unit of this host {why}; its log, {log}, ends: {_end(log)}")
+            time.sleep(PAUSE_S)
+
+
+def unit_log(run: str) -> Path:
+    """Return the path of the output of a run's unit on this host. The lock has the suffix ".lock"."""
+    return Path(tempfile.gettempdir()) / f"asyncflow-{os.getuid()}-{run}-unit.log"
+
+
+def remove_unit_log(run: str) -> None:
+    """Remove the files left by ``ensure_unit``, once the run has ended."""
+    for path in (unit_log(run), unit_log(run).with_suffix(".lock")):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _locked(path: Path, run: str, until: float) -> Iterator[None]:
+    lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise DeadlineExceeded(
+                        f"another process is starting the storage unit of run {run} on this host, and is not done in"
+                        f" time; it holds {path}"
+                    ) from None
+                time.sleep(PAUSE_S)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _end(log: Path) -> str:
+    with contextlib.suppress(OSError):
+        return log.read_text(errors="replace")[-500:].strip()
+    return ""

@@ -185,7 +185,7 @@ def ended(lab: PlainLab) -> None:
             client = stored.client(far=far)
             client.queue.put({"x": np.ones((4, 50_000))})
             connection = connection_of(client)
-            answer = run_blocking(BlockingPort(connection).call(cmd.LeaseRows(task="read", count=4)))
+            answer = run_blocking(BlockingPort(connection).call(cmd.LeaseRows(task="read", count=4, inline=far)))
             client.queue.cancel(rows=np.arange(4))
             client.queue.put({"x": np.full((4, 50_000), 2.0)})
             client.queue.put({"x": np.full((1, 50_000), 3.0)})

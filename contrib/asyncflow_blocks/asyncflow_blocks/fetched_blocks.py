@@ -35,8 +35,10 @@ class FetchedBlocks:
         self._check_serials()
         if len(self._slices.counts) == RUN.size:
             self._memory[0].flags.writeable = False
-            plan = plan_of(self._slices, self._schema)
-            return {name: column for name, column, _ in one_run(self._memory[0], self._slices, plan)}
+            plan = plan_of(self._slices.columns, self._fields[0].tolist(), self._schema)
+            _, _, _, rows, nbytes, _ = self._blocks[0].tolist()
+            (first,), (count,) = RUN.unpack(self._slices.entries), RUN.unpack(self._slices.counts)
+            return one_run(self._memory[0], rows, nbytes, first, count, plan)
         return copy_runs(self._memory, runs_of(self._slices, self._blocks, self._table()), self._kinds, MOST_BYTES)
 
     def ranges(self, *, values: bool) -> list[list[tuple[int, int]]]:

@@ -17,11 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from asyncflow_sdk.errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, StoreUnavailable
 from asyncflow_sdk.interfaces import HomeCatalog, PayloadStore, StorageHome, StoreContext, StoredBlock
 from asyncflow_sdk.memory import GrowthNeeded
-from asyncflow_sdk.queue.stores.factory import local_store
-from asyncflow_sdk.queue.stores.fetch import FetchPart, merge, split
-from asyncflow_sdk.queue.stores.home_fetcher import HomeFetcher
+from asyncflow_sdk.queue.stores.fetch import FetchPart, HomeFetcher, merge, split
 from asyncflow_sdk.queue.stores.homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
-from asyncflow_sdk.queue.stores.local import SharedStore
+from asyncflow_sdk.queue.stores.local import SharedStore, local_store
 from asyncflow_sdk.types import Column, ColumnSpec
 from asyncflow_sdk.types.blocks import Block, BlockSlices
 from asyncflow_sdk.types.ragged import Array
