@@ -40,7 +40,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/testing": (9_806, 57),
     "asyncflow_sdk/types": (2_373, 19),
     "asyncflow_sdk/weights": (4_935, 24),
-    "asyncflow_sdk/wire": (3_640, 16),
+    "asyncflow_sdk/wire": (3_446, 15),
     "asyncflow_sdk/workflow": (13_684, 75),
     "adapters/asyncflow_deepspeed": (817, 8),
     "adapters/asyncflow_fsdp": (405, 6),

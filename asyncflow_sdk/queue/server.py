@@ -479,7 +479,7 @@ class QueueServer:
             raise ConfigError(f"there is no session {unknown[0]}; there are: {known}")
         if self._keys is None and not command.evict:
             raise ConfigError("this run has no keys: it is not served over tcp, or with insecure=True")
-        unsaved = "" if self._keys is None else self._replace_keys(rotated(self._keys))
+        unsaved = "" if self._keys is None else self._replace_keys(rotated(self._keys.server))
         for number in command.evict:
             self.gone(sessions[number], command.reason)
         return CurrentKey(None if self._keys is None else self._keys.run, unsaved)
@@ -507,7 +507,7 @@ class QueueServer:
         reply: Any
         if isinstance(command, FetchRequest):
             make = functools.partial(self._payload.fetch, command)
-            self._wire.answer(ticket, b"", at_once=True, recorded=False, make=make)
+            self._wire.answer(ticket, b"", recorded=False, make=make)
             return
         try:
             match command:
@@ -533,9 +533,8 @@ class QueueServer:
         """Answer a call without a record, even if the journal cannot be written. ``freed``: the serial of its
         payload."""
         error = failure(reply) if isinstance(reply, AsyncFlowError) else None
-        at_once = error is not None or (self._files is not None and self._files.journal.failure is not None)
         result = CallResult(reply, freed=freed) if error is None else CallResult(error=error, freed=freed)
-        self._wire.answer(ticket, encode(result), at_once=at_once, recorded=error is not None)
+        self._wire.answer(ticket, encode(result), recorded=False)
 
     # ---- status
 

@@ -19,7 +19,6 @@ from .processes import LOOPBACK, boot_id, has_ended, own_address, process_key, s
 from .server import Handler, Server
 from .service import Frames, Member, Service, ServiceAddress, ServiceClient
 from .sockets import RETRY_S, is_loopback, probe, transport_of
-from .uploads import PayloadSink
 
 __all__ = [
     "LOOPBACK",
@@ -30,7 +29,6 @@ __all__ = [
     "Handler",
     "KeyPair",
     "Member",
-    "PayloadSink",
     "RunKey",
     "Server",
     "ServerKeys",

@@ -4,9 +4,8 @@
     answer = client.request(body, timeout_s=30.0)            # threads: one socket each
     reply = await client.aexchange(body, timeout_s=30.0)     # event loops: one socket each
 
-A request without an answer is sent again, of a large one only the lost pieces: see
-``exchange``. All requests end when the server closes for good.
-"""
+A request without an answer is sent again, of a large one only the lost pieces: see ``exchange``. All requests end
+when the server closes for good."""
 
 from __future__ import annotations
 
@@ -31,10 +30,8 @@ from .pieces import nbytes_of
 from .sockets import context_of, transport_of
 
 RESEND_S = 5.0
-GRACE_S = 15.0
-"""How much longer than its own deadline a request waits for the server's answer."""
-_ENVELOPE_BYTES = 64 << 10
-"""Allowance for the envelope around a call."""
+GRACE_S = 15.0  # how much longer than its own deadline a request waits for the server's answer
+_ENVELOPE_BYTES = 64 << 10  # allowance for the envelope around a call
 
 
 class _OwnSocket(threading.local):
@@ -51,13 +48,11 @@ class _OwnSocket(threading.local):
 class Client:
     """One session with the server at ``address``. Thread-safe; unusable in a child made by fork().
 
-    ``key``: authenticates client and server to each other over tcp. ``insecure``: tcp to a server
-    without keys. Raises ConfigError for a missing or needless key; the first request raises
-    AccessDenied for a wrong one. ``bulk``: most traffic is payload. ``resend_s``: repeat a request
-    after a silence this long, or query its progress; None: ``RESEND_S``. ``max_bytes``: largest request.
-    ``patient``: make connections cut during the handshake again, whatever their number; None: for ipc.
-    ``interrupts``: calls of ``interrupt``.
-    """
+    ``key``: authenticates client and server to each other over tcp. ``insecure``: tcp to a server without keys.
+    Raises ConfigError for a missing or needless key; the first request raises AccessDenied for a wrong one.
+    ``bulk``: most traffic is payload. ``resend_s``: repeat a request after a silence this long, or query its
+    progress; None: ``RESEND_S``. ``max_bytes``: largest request. ``patient``: make connections cut during the
+    handshake again, whatever their number; None: for ipc. ``interrupts``: calls of ``interrupt``."""
 
     def __init__(
         self,
@@ -104,8 +99,7 @@ class Client:
         return self._server.closed
 
     def check(self) -> None:
-        """Raises ServerLost once this client is closed, or the server for good; AsyncFlowError in a
-        forked child."""
+        """Raises ServerLost once this client is closed, or the server for good; AsyncFlowError in a forked child."""
         if os.getpid() != self._pid:
             raise AsyncFlowError("a connection cannot be used in a child made by fork(); connect again in the child")
         if self.closed:
@@ -121,14 +115,12 @@ class Client:
         """Raises ProtocolError for a request above ``max_bytes``, the server's limit."""
         size = nbytes + _ENVELOPE_BYTES
         if size > self.max_bytes:
-            raise ProtocolError(
-                f"a call of {size} bytes is too large; this server takes at most {self.max_bytes}: send fewer rows"
-                " at a time"
-            )
+            limit = f"this server takes at most {self.max_bytes}"
+            raise ProtocolError(f"a call of {size} bytes is too large; {limit}: send fewer rows at a time")
 
     def use_key(self, key: RunKey) -> None:
-        """Use another key for the next connections; this thread's is made again. Call while no request
-        is in progress."""
+        """Use another key for the next connections; this thread's is made again. Call while no request is in
+        progress."""
         with self._lock:
             self.key, self._accepted = key, False
             if (channel := self._local.replace(None)) is not None:
@@ -136,8 +128,7 @@ class Client:
                 channel.close()
 
     def watch(self, pid: int, key: str) -> None:
-        """End requests with ServerLost when the server's process ends, if it is visible here. Call
-        at most once."""
+        """End requests with ServerLost when the server's process ends, if it is visible here. Call at most once."""
         self._server.watch(pid, key)
 
     def request(self, body: bytes, timeout_s: float, grace_s: float | None = None) -> bytes:
@@ -154,14 +145,13 @@ class Client:
         since: int | None = None,
         max_answer_bytes: int | None = None,
     ) -> WireReply:
-        """Send a request with payload, and wait for the answer. ``payload``: contiguous buffers,
-        which must not change before the call ends. ``since``: value of ``interrupts`` when the
-        enclosing operation began.
+        """Send a request with payload, and wait for the answer. ``payload``: contiguous buffers, which must not
+        change before the call ends. ``since``: value of ``interrupts`` when the enclosing operation began.
 
-        Raises ServerLost without an answer after ``timeout_s`` + ``grace_s`` (default ``GRACE_S``),
-        when the server closes for good or its process ends, and on ``close``; WireError if
-        interrupted since ``since``; ProtocolError for a request above ``max_bytes``, and for an answer in pieces
-        above ``max_answer_bytes``; AccessDenied."""
+        Raises ServerLost without an answer after ``timeout_s`` + ``grace_s`` (default ``GRACE_S``), when the server
+        closes for good or its process ends, and on ``close``; WireError if interrupted since ``since``;
+        ProtocolError for a request above ``max_bytes``, and for an answer in pieces above ``max_answer_bytes``;
+        AccessDenied."""
         self.check_size(nbytes := nbytes_of(body, payload))
         with self._lock:
             self.check()
@@ -176,8 +166,7 @@ class Client:
             channel.send(exchange.begin())
             while exchange.reply is None:
                 if (left_s := exchange.left_s) <= 0:
-                    failures = 0 if channel.handshake is None else channel.handshake.failures
-                    channel.send(self._resend(exchange, failures))
+                    channel.send(self._resend(exchange, channel.failures))
                 elif self._wait(channel, left_s):
                     with contextlib.suppress(zmq.Again):  # a signal handler's request has read it
                         response, data = channel.receive()
@@ -219,13 +208,23 @@ class Client:
     def _resend(self, exchange: RequestExchange, failures: int = 0) -> list[Message]:
         """Return the messages to send after a silence. ``failures``: connections cut during the handshake."""
         self._check_goodbyes()
-        if exchange.late:
-            raise self._timeout_error(exchange.began, failures)
-        return exchange.resend()
+        if not exchange.late:
+            return exchange.resend()
+        if failures:
+            why = (
+                f"its server cut {failures} connections during the handshake: is it short of file descriptors? See"
+                " its log and its events. Close clients, or raise its limit (ulimit -n)"
+            )
+        elif self._server.fd >= 0:
+            why = f"its process {self._server.pid} lives; is it frozen, or out of time?"
+        else:
+            network = ", and does the network reach it" if transport_of(self.address) == "tcp" else ""
+            why = f"does its process still live{network}?"
+        raise ServerLost(f"{self.address} gave no answer in {time.monotonic() - exchange.began:.1f} s; {why}")
 
     def interrupt(self) -> None:
-        """Raise WireError in the requests of all threads, now, and later in those whose operation
-        began before (see ``exchange``, ``since``)."""
+        """Raise WireError in the requests of all threads, now, and later in those whose operation began before (see
+        ``exchange``, ``since``)."""
         with self._lock:
             self.interrupts += 1
             for channel in list(self._sockets):
@@ -233,8 +232,8 @@ class Client:
                     channel.interrupt()
 
     def close(self) -> None:
-        """Close the sockets. Idempotent. A request in another thread raises ServerLost, and that
-        thread closes its socket: closing a socket in use by another thread crashes the process."""
+        """Close the sockets. Idempotent. A request in another thread raises ServerLost, and that thread closes its
+        socket: closing a socket in use by another thread crashes the process."""
         with self._lock:
             if self.closed:
                 return
@@ -267,10 +266,10 @@ class Client:
             raise self._server.ended_error()
         if self._server.fd >= 0:
             watched.append((self._server.fd, POLLIN))
-        if channel.handshake is not None:
-            watched.append((channel.handshake.monitor, POLLIN))
+        if channel.monitor is not None:
+            watched.append((channel.monitor, POLLIN))
         ready = dict(zmq.zmq_poll(watched, int(seconds * 1000) + 1))
-        if channel.handshake is not None and channel.handshake.monitor in ready and channel.authenticated():
+        if channel.monitor is not None and channel.monitor in ready and channel.authenticated():
             self._accepted = True
         if channel.wake in ready:
             channel.clear_interrupt()
@@ -289,20 +288,6 @@ class Client:
                 if not channel.busy:
                     channel.drain()
         self.check()
-
-    def _timeout_error(self, began: float, failures: int) -> ServerLost:
-        took_s = time.monotonic() - began
-        if failures:
-            why = (
-                f"its server cut {failures} connections during the handshake: is it short of file descriptors? See"
-                " its log and its events. Close clients, or raise its limit (ulimit -n)"
-            )
-        elif self._server.fd >= 0:
-            why = f"its process {self._server.pid} lives; is it frozen, or out of time?"
-        else:
-            network = ", and does the network reach it" if transport_of(self.address) == "tcp" else ""
-            why = f"does its process still live{network}?"
-        return ServerLost(f"{self.address} gave no answer in {took_s:.1f} s; {why}")
 
     def _interrupted_error(self) -> WireError:
         return WireError(f"a request to {self.address} was interrupted")

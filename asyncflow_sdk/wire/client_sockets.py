@@ -20,8 +20,7 @@ from .sockets import set_options, set_tcp, transport_of
 
 # Plain integers: an operation on zmq's enumerations takes longer than receiving a message.
 _NOBLOCK, POLLIN, _RCVMORE, _EVENTS = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE), int(zmq.EVENTS)
-FINAL_MESSAGES_MS = 100
-"""How long messages of an ended server may still be in transit."""
+FINAL_MESSAGES_MS = 100  # how long messages of an ended server may still be in transit
 _HANDSHAKE = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -29,14 +28,14 @@ _HANDSHAKE = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _MAX_FAILURES = 3
-"""Connections cut during the handshake in a row before access counts as denied: a peer unable to decrypt a
-message closes without a reason."""
+"""Connections cut during the handshake in a row before access counts as denied: a peer unable to decrypt a message
+closes without a reason."""
 
 
 class ServerWatch:
-    """The server of a client. ``closed``: True once it has closed for good. ``pid``: its process,
-    if it is visible here and ``watch`` was called; ``fd``: readable once it has ended, else -1;
-    ``ended``: True if it had ended before."""
+    """The server of a client. ``closed``: True once it has closed for good. ``pid``: its process, if it is visible
+    here and ``watch`` was called; ``fd``: readable once it has ended, else -1; ``ended``: True if it had ended
+    before."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -66,43 +65,6 @@ class ServerWatch:
             os.close(self.fd)
 
 
-class HandshakeMonitor:
-    """Detects by the events of a socket if a new connection was accepted, or its key refused. ``monitor``: readable
-    when ``read`` has events. ``failures``: connections cut during the handshake, in a row. ``patient``: accept any
-    number of them, because a server short of descriptors cuts connections too."""
-
-    def __init__(self, socket: Any, address: str, keyed: bool, patient: bool) -> None:
-        self._socket, self._address, self._keyed, self._patient = socket, address, keyed, patient
-        self.failures = 0
-        self.monitor = socket.get_monitor_socket(_HANDSHAKE)
-
-    def read(self) -> bool:
-        """Process the events. Return True once a handshake succeeded. Raises AccessDenied."""
-        while self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.close()
-                return True
-            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                raise AccessDenied(f"the server at {self._address} does not accept this key; ask for its run.key")
-            self.failures += 1
-            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (self.failures >= _MAX_FAILURES and not self._patient):
-                raise AccessDenied(
-                    f"the server at {self._address} has no keys, or others than this key is for: is it the run.key of"
-                    " that run? If the run is served without keys, connect with insecure=True and without a key"
-                    if self._keyed
-                    else f"the server at {self._address} needs a key; pass key=, the path of a copy of the run's"
-                    " run.key, and not insecure=True"
-                )
-        return False
-
-    def close(self) -> None:
-        """Stop monitoring."""
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-        self.monitor.close(linger=0)
-
-
 class Channel:
     """A connection to the server, for one thread or event loop."""
 
@@ -117,8 +79,8 @@ class Channel:
         connect(self.socket, self._server.address, self._key)
 
     def send(self, messages: Iterable[Message]) -> None:
-        """Send without waiting: a socket with a refused connection accepts no more messages, and
-        the caller must read the reason. Unsent messages are dropped."""
+        """Send without waiting: a socket with a refused connection accepts no more messages, and the caller must
+        read the reason. Unsent messages are dropped."""
         for envelope, data in messages:
             try:
                 if data is None:
@@ -152,20 +114,22 @@ class Channel:
 
 
 class ThreadSocket(Channel):
-    """The socket of one thread. ``busy``: its requests in progress (2 if a signal handler makes
-    one). ``patient``: of its HandshakeMonitor; None without one."""
+    """The socket of one thread. ``busy``: its requests in progress (2 if a signal handler makes one). ``monitor``:
+    readable when ``authenticated`` has events; None after the handshake. ``failures``: connections cut during the
+    handshake, in a row. ``patient``: accept any number of them, because a server short of descriptors cuts
+    connections, too; None: do not monitor."""
 
     def __init__(
         self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None, patient: bool | None
     ) -> None:
         super().__init__(context, server, key)
-        self.busy = 0
+        self.busy, self.failures, self._patient = 0, 0, patient
         self.wake, self._interrupted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
         self._open = [self.wake]
-        self.handshake: HandshakeMonitor | None = None
+        self.monitor: Any = None
         try:
             if patient is not None:
-                self.handshake = HandshakeMonitor(self.socket, server.address, key is not None, patient)
+                self.monitor = self.socket.get_monitor_socket(_HANDSHAKE)
             self.connect()
         except BaseException:
             self.close()
@@ -188,11 +152,31 @@ class ThreadSocket(Channel):
         self.connect()
 
     def authenticated(self) -> bool:
-        """Read the events of the handshake. Return True if it has succeeded."""
-        if self.handshake is None or not self.handshake.read():
-            return False
-        self.handshake = None
-        return True
+        """Process the events of the handshake. Return True if it has succeeded. Raises AccessDenied."""
+        address = self._server.address
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._end_monitor()
+                return True
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise AccessDenied(f"the server at {address} does not accept this key; ask for its run.key")
+            self.failures += 1
+            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (self.failures >= _MAX_FAILURES and not self._patient):
+                raise AccessDenied(
+                    f"the server at {address} needs a key; pass key=, the path of a copy of the run's run.key, and not"
+                    " insecure=True"
+                    if self._key is None
+                    else f"the server at {address} has no keys, or others than this key is for: is it the run.key of"
+                    " that run? If the run is served without keys, connect with insecure=True and without a key"
+                )
+        return False
+
+    def _end_monitor(self) -> None:
+        if self.monitor is not None:
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.monitor, self.failures = None, 0
 
     def interrupt(self) -> None:
         """Make ``wake`` readable, to end the wait of another thread."""
@@ -219,9 +203,7 @@ class ThreadSocket(Channel):
 
     def _disconnect(self, linger: int) -> None:
         """``linger``: milliseconds for unsent messages."""
-        if self.handshake is not None:
-            self.handshake.close()
-            self.handshake = None
+        self._end_monitor()
         self.socket.close(linger=linger)
 
     def __del__(self) -> None:
@@ -230,8 +212,8 @@ class ThreadSocket(Channel):
 
 
 class LoopSocket(Channel):
-    """The socket of an event loop. It adds its descriptor to the loop itself: zmq.asyncio takes
-    several loop iterations per message."""
+    """The socket of an event loop. It adds its descriptor to the loop itself: zmq.asyncio takes several loop
+    iterations per message."""
 
     def __init__(self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None) -> None:
         super().__init__(context, server, key)

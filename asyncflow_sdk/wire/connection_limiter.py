@@ -1,12 +1,9 @@
-"""ConnectionLimiter: keeps file descriptors and memory of a server for its own work, however many
-peers connect.
+"""ConnectionLimiter: keeps file descriptors and memory of a server for its own work, however many peers connect.
 
-libzmq accepts tcp peers by itself, as fast as they come. The limiter counts them by the monitor
-events of the ROUTER sockets. With too many unauthenticated peers or too few free descriptors it
-pauses the listeners, with a note: a socket filter drops all packets of new peers, and they try again
-by themselves. Peers of this host are admitted while the tcp listeners of the process are paused, in
-rounds of the server: none of them waits for libzmq.
-"""
+libzmq accepts tcp peers by itself, as fast as they come. The limiter counts them by the monitor events of the
+ROUTER sockets. With too many unauthenticated peers or too few free descriptors it pauses the listeners, with a
+note: a socket filter drops all packets of new peers, and they try again by themselves. Peers of this host are
+admitted while the tcp listeners of the process are paused, in rounds of the server: none waits for libzmq."""
 
 from __future__ import annotations
 
@@ -15,31 +12,30 @@ import ctypes
 import itertools
 import logging
 import os
+import secrets
 import select
 import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from .ipc_listener import IPC_BACKLOG, IpcListener
+from ..errors import ConfigError
 from .processes import descriptor_limit, free_descriptors, raise_limit
-from .sockets import GIVE_UP_MS, has_waiting, set_options
+from .sockets import GIVE_UP_MS, set_options
 
-MAX_UNAUTHENTICATED = 128
-"""A server with this many unauthenticated tcp peers pauses its tcp listeners."""
-RESUME_S = 0.1
-"""Interval between attempts to resume paused listeners, or to admit peers after a failure."""
-_SOON_S = 0.001
-"""Interval between looks at libzmq's progress with local peers."""
-_ACCEPT_S = 1.0
-"""libzmq accepts local peers within this time, or is given up: the peers try again."""
-_EXPIRED_S = GIVE_UP_MS / 1000 + 5.0
-"""A peer has authenticated or disconnected this long after it connected."""
+IPC_BACKLOG = 64  # peers that may wait at an ipc address: one ``admit`` admits at most one more
+MAX_UNAUTHENTICATED = 128  # a server with this many unauthenticated tcp peers pauses its tcp listeners
+RESUME_S = 0.1  # interval between attempts to resume paused listeners, or to admit peers after a failure
+_SOON_S = 0.001  # interval between looks at libzmq's progress with local peers
+_ACCEPT_S = 1.0  # libzmq accepts local peers within this time, or is given up: the peers try again
+_EXPIRED_S = GIVE_UP_MS / 1000 + 5.0  # a peer has authenticated or disconnected this long after it connected
+_MAX_PATH_BYTES = 107
 _MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_LISTENING
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes of each packet
@@ -52,16 +48,112 @@ _tcp: dict[socket.socket, bool] = {}
 _log = logging.getLogger(__name__)
 
 
+class IpcListener:
+    """The socket file ``path``, for the thread of ``router``. libzmq ends the process if it accepts an ipc peer
+    without a free descriptor (``ipc_listener.cpp``), so peers wait at a socket unknown to libzmq. ``ready`` reports
+    each new peer once. ``socket``: None while its directory is gone. Raises ConfigError."""
+
+    def __init__(self, router: zmq.Socket[Any], path: str, ready: select.epoll) -> None:
+        if path[0] in "@*" or len(os.fsencode(path)) > _MAX_PATH_BYTES:
+            raise ConfigError(f"cannot listen on ipc://{path}: a path of at most {_MAX_PATH_BYTES} bytes is expected")
+        self._router, self._path, self._ready = router, path, ready
+        self._admitted: dict[str, Counter[int]] = {}  # endpoint of a socket passed to libzmq → its events
+        try:
+            self.socket: socket.socket | None = self._listen()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on ipc://{path}: {os.strerror(error.errno or 0)}") from None
+
+    def admit(self) -> socket.socket:
+        """Pass the socket with its waiting peers to libzmq, and put a new one in its place. Return a duplicate: it
+        has no waiting peers once libzmq has accepted them. Raises OSError or ZMQError if that fails for now."""
+        assert self.socket is not None
+        admitted, accepting = self.socket, self.socket.dup()
+        try:
+            try:
+                self.socket = self._listen()
+            except FileNotFoundError:  # the directory is gone: no more peers can connect before ``renew``
+                self.socket = None
+            self._ready.unregister(admitted)
+            self._router.setsockopt(zmq.USE_FD, descriptor := admitted.detach())
+            try:
+                self._router.bind(f"ipc://{self._path}")
+            except zmq.ZMQError:  # the waiting peers are disconnected, and try again
+                os.close(descriptor)
+                raise
+            finally:
+                self._router.setsockopt(zmq.USE_FD, -1)
+        except BaseException:
+            accepting.close()
+            raise
+        self._admitted[self._router.get_string(zmq.LAST_ENDPOINT)] = Counter()
+        return accepting
+
+    def renew(self) -> None:
+        """Listen at a new socket file in place of a removed one. Raises OSError."""
+        removed, self.socket = self.socket, self._listen()
+        if removed is not None:
+            removed.close()
+
+    def refuse(self) -> None:
+        """Disconnect the waiting peers; they try again until their deadline. Raises OSError."""
+        assert self.socket is not None
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(IPC_BACKLOG):
+                self.socket.accept()[0].close()
+
+    def count(self, events: list[tuple[int, int, str]], unbind: bool) -> None:
+        """Count joined and left peers. ``unbind``: no peer waits for libzmq. Then close sockets passed to it once
+        all their peers have left: it closes the connections accepted at a socket together with it."""
+        for event, _, endpoint in events:
+            if endpoint in self._admitted:
+                self._admitted[endpoint][event] += 1
+        for endpoint, seen in list(self._admitted.items()):
+            if unbind and 0 < seen[zmq.EVENT_ACCEPTED] <= seen[zmq.EVENT_DISCONNECTED]:
+                del self._admitted[endpoint]
+                self._router.unbind(endpoint)
+
+    def close(self) -> None:
+        """Remove the socket file, unless another server has replaced it. Idempotent."""
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
+            with contextlib.suppress(OSError):
+                if os.stat(self._path).st_ino == self._inode:
+                    os.unlink(self._path)
+
+    def _listen(self) -> socket.socket:
+        """Replace the socket file by a new listening socket, atomically."""
+        new = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        folder, name = os.path.split(self._path)
+        made = f"{name}.{secrets.token_hex(3)}"
+        at = os.open(folder or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            new.bind(f"/proc/self/fd/{at}/{made}")  # short, however long the path is
+            new.listen(IPC_BACKLOG)
+            new.setblocking(False)
+            self._ready.register(new, select.EPOLLIN | select.EPOLLET)
+            self._inode = os.stat(made, dir_fd=at).st_ino
+            os.rename(made, name, src_dir_fd=at, dst_dir_fd=at)
+        except BaseException:
+            new.close()
+            with contextlib.suppress(OSError):
+                os.unlink(made, dir_fd=at)
+            raise
+        finally:
+            os.close(at)
+        return new
+
+
 class ConnectionLimiter:
     """Pauses and resumes the listeners of one server. Not thread-safe: the server's thread owns it.
 
-    Call ``update`` when ``fd`` is readable, and ``wait_s`` seconds after the last call unless None.
-    """
+    Call ``update`` when ``fd`` is readable, and ``wait_s`` seconds after the last call unless None. ``note`` gets a
+    text and "info" or "warning" on each change."""
 
     def __init__(self) -> None:
         raise_limit()
         limit = descriptor_limit()
-        self._note: Callable[[str, str], None] = lambda text, level: getattr(_log, level)(text)
+        self.note: Callable[[str, str], None] = lambda text, level: getattr(_log, level)(text)
         # free descriptors below which no more peers are admitted
         self._for_tcp = min(256, limit // 4)
         self._for_ipc = max(IPC_BACKLOG + 16, min(3 * IPC_BACKLOG, limit * 3 // 16))
@@ -76,7 +168,6 @@ class ConnectionLimiter:
         self._accept_until_s = 0.0
         self._paused = self._refusing = self._holding = False
         self.wait_s: float | None = None
-        """Limit of the wait for the next ``update``."""
 
     @property
     def short(self) -> bool:
@@ -84,8 +175,8 @@ class ConnectionLimiter:
         return free_descriptors() < self._for_ipc // 3
 
     def on_note(self, note: Callable[[str, str], None]) -> None:
-        """Call ``note`` with a text and "info" or "warning" on each change, instead of logging it."""
-        self._note = note
+        """Call another ``note``."""
+        self.note = note
 
     def monitor(self, router: zmq.Socket[Any]) -> None:
         """Monitor the connections of a socket. Call before it is bound."""
@@ -127,7 +218,8 @@ class ConnectionLimiter:
                 self._unauthenticated.pop(descriptor, None)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._unauthenticated:
                 self._unauthenticated.popitem()  # the event does not identify the peer: guess the newest
-        self._update_tcp(now)
+        if self._listeners:
+            self._update_tcp(now)
         for listener in self._ipc:
             listener.count(events, unbind=self._accepting is None)
         self.wait_s = self._update_ipc() or (RESUME_S if self._paused else None)
@@ -161,15 +253,13 @@ class ConnectionLimiter:
         return found
 
     def _update_tcp(self, now: float) -> None:
-        if not self._listeners:
-            return
         for descriptor in [fd for fd, began_s in self._unauthenticated.items() if now - began_s > _EXPIRED_S]:
             del self._unauthenticated[descriptor]  # corrects wrong guesses of ``update``
         free, unauthenticated, names = free_descriptors(), len(self._unauthenticated), ", ".join(self._listeners)
         if self._paused:
             if free >= self._to_reserve + self._for_tcp * 5 // 4 and unauthenticated <= MAX_UNAUTHENTICATED // 2:
                 self._pause_tcp(False)
-                self._note(f"{names} takes connections again", "info")
+                self.note(f"{names} takes connections again", "info")
         elif free < self._for_tcp or unauthenticated >= MAX_UNAUTHENTICATED:
             self._pause_tcp(True)
             why = _short_of(free)
@@ -178,11 +268,11 @@ class ConnectionLimiter:
                     f"{unauthenticated} peers have connected and not authenticated; each is disconnected after"
                     f" {GIVE_UP_MS // 1000} s. Does somebody scan this port?"
                 )
-            self._note(f"{names} takes no connections for now: {why}", "warning")
+            self.note(f"{names} takes no connections for now: {why}", "warning")
 
     def _pause_tcp(self, paused: bool) -> None:
-        """Pause or resume this server's tcp listeners. Hold descriptors in reserve while they are not
-        paused: libzmq may accept peers faster than this thread can pause it."""
+        """Pause or resume this server's tcp listeners. Hold descriptors in reserve while they are not paused:
+        libzmq may accept peers faster than this thread can pause it."""
         self._paused = paused
         with _lock, contextlib.suppress(OSError):
             _tcp.update(dict.fromkeys(self._listeners.values(), paused))
@@ -193,9 +283,9 @@ class ConnectionLimiter:
                 self._reserve.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
 
     def _update_ipc(self) -> float | None:
-        """Admit the peers waiting at a socket file, or disconnect them if too few descriptors are
-        free. No tcp listener of the process takes one between the count and the last accept. Return
-        the limit of the wait for the next call."""
+        """Admit the peers waiting at a socket file, or disconnect them if too few descriptors are free. No tcp
+        listener of the process takes one between the count and the last accept. Return the limit of the wait for
+        the next call."""
         if self._accepting is not None:
             if not has_waiting(self._accepting) or time.monotonic() > self._accept_until_s:
                 self._accepting.close()
@@ -221,15 +311,14 @@ class ConnectionLimiter:
             waiting.refuse()
             if not self._refusing:
                 self._refusing = True
-                self._note(f"clients of this host are refused for now: {_short_of(free)}", "warning")
+                self.note(f"clients of this host are refused for now: {_short_of(free)}", "warning")
         except (OSError, zmq.ZMQError):
             pass  # the peers still wait
         self._hold(False)
         return RESUME_S
 
     def _hold(self, hold: bool) -> bool:
-        """Pause all tcp listeners of the process, or undo that. Return False if another
-        limiter holds them."""
+        """Pause all tcp listeners of the process, or undo that. Return False if another limiter holds them."""
         if hold != self._holding:
             with _lock:
                 if not hold:
@@ -239,6 +328,14 @@ class ConnectionLimiter:
                 self._holding = hold
                 _filter_tcp()
         return True
+
+
+def has_waiting(listening: socket.socket | None) -> bool:
+    """True if a listening socket has peers to accept."""
+    poll = select.poll()
+    if listening is not None:
+        poll.register(listening, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _filter_tcp() -> None:
@@ -252,6 +349,6 @@ def _filter_tcp() -> None:
 
 def _short_of(free: int) -> str:
     return (
-        f"{free} of {descriptor_limit()} file descriptors are free, and those are kept for the server's own work."
+        f"{free} of {descriptor_limit()} file descriptors are free, and the server keeps these for its own work."
         " Close clients, or raise the limit (ulimit -n)"
     )

@@ -1,43 +1,38 @@
 """Envelopes: the first frame of every message. A second frame may carry payload as plain bytes.
 
-A request envelope is (protocol, session, seq, done, settled, dropped, body, part), a response
-envelope (protocol, seq, body, part). A server recognises a retry by ``session`` and ``seq``.
-``done``: all requests below it are over; ``settled``: answered requests from there on; both let the
-server forget answers. ``dropped``: cancelled requests.
+A request envelope is (protocol, session, seq, done, settled, dropped, body, part), a response envelope (protocol,
+seq, body, part). A server recognises a retry by ``session`` and ``seq``. ``done``: all requests below it are over;
+``settled``: answered requests from there on; both let the server forget answers. ``dropped``: cancelled requests.
 
-A message above PIECE_BYTES is sent in pieces, one per message, described by ``part`` instead of
-``body``: see ``pieces``, ``exchange`` (the client's side) and ``uploads`` (the server's).
+A message above PIECE_BYTES is sent in pieces, one per message, described by ``part`` instead of ``body``: see
+``pieces``, ``exchange`` (the client's side) and ``uploads`` (the server's).
 
-A response to request 0 is a goodbye: the server has closed, and no other server will take its
-place.
+A response to request 0 is a goodbye: the server has closed, and no other server will take its place.
 
-In every version of the protocol, a request begins with (protocol, session, seq), and a response
-with (protocol, seq, body). A server answers a request of another version in its own, with an error
-text as body. A client that receives another version can therefore show the text.
-"""
+In every version of the protocol, a request begins with (protocol, session, seq), and a response with (protocol,
+seq, body). A server answers a request of another version in its own, with an error text as body for the user."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import contextlib
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from ..errors import ProtocolError
 
 PROTOCOL = 4
-MAX_BYTES = 1 << 30
-"""The default of the largest request: body and payload, in any number of pieces."""
+MAX_BYTES = 1 << 30  # the default of the largest request: body and payload, in any number of pieces
 PIECE_BYTES = 1 << 20
 FRAME_BYTES = 2 << 20
-"""The largest frame a socket accepts: a piece, or an envelope around one. ZeroMQ cuts a connection
-at the announcement of a larger one, before it allocates memory for it."""
-GOODBYE = 0
-"""The request number of a goodbye."""
+"""The largest frame a socket accepts: a piece, or an envelope around one. ZeroMQ cuts a connection at the
+announcement of a larger one, before it allocates memory for it."""
+GOODBYE = 0  # the request number of a goodbye
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A large message, to be asked for: its bytes of body and payload. ``number``: the client's questions
-    so far; in an answer, the number of the question."""
+    """A large message, to be asked for: its bytes of body and payload. ``number``: the client's questions so far;
+    in an answer, the number of the question."""
 
     sizes: tuple[int, int]
     number: int = 0
@@ -70,7 +65,7 @@ ResponsePart: TypeAlias = Offer | Piece | Read
 
 class RequestEnvelope(msgspec.Struct, frozen=True, array_like=True):
     protocol: int
-    session: str
+    session: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     seq: int
     done: int
     settled: tuple[int, ...]
@@ -116,17 +111,12 @@ def decode_request(frame: bytes) -> RequestEnvelope:
     try:
         request = _request.decode(frame)
     except _DECODE_ERRORS as error:
-        try:
-            start = _request_start.decode(frame)
-        except _DECODE_ERRORS:
-            start = None
-        if start is not None and start.protocol != PROTOCOL:
-            raise ProtocolMismatch(start.protocol, start.seq) from None
+        with contextlib.suppress(*_DECODE_ERRORS):
+            if (start := _request_start.decode(frame)).protocol != PROTOCOL:
+                raise ProtocolMismatch(start.protocol, start.seq) from None
         raise ProtocolError(f"not a request: {error}") from None
     if request.protocol != PROTOCOL:
         raise ProtocolMismatch(request.protocol, request.seq)
-    if not request.session or len(request.session) > 64:
-        raise ProtocolError(f"a session name of {len(request.session)} characters; 1 to 64 are expected")
     return request
 
 

@@ -1,10 +1,9 @@
 """RequestExchange: one request and its answer on the client's side, of any size. It uses no socket.
 
-A small request is one message. A large one is offered, and the server asks for its pieces; of a large
-answer, the client asks for the pieces (see ``pieces``). After a silence the client offers again, or
-asks. One connection keeps the order of its messages: pieces expected before the question and
-missing when it is answered were lost with an earlier connection, and only these are sent again.
-"""
+A small request is one message. A large one is offered, and the server asks for its pieces; of a large answer, the
+client asks for the pieces (see ``pieces``). After a silence the client offers again, or asks. One connection keeps
+the order of its messages: pieces expected before the question and missing when it is answered were lost with an
+earlier connection, and only these are sent again."""
 
 from __future__ import annotations
 
@@ -52,10 +51,9 @@ class Message(NamedTuple):
 class SequenceNumbers:
     """The request numbers of one session, and the confirmations and cancellations to be sent. Thread-safe.
 
-    A number is open until its answer arrives. A cancelled number stays open until an answer proves the
-    cancellation known to the server: if ``done`` passed it before, the server would forget the
-    answer without undoing its effect.
-    """
+    A number is open until its answer arrives. A cancelled number stays open until an answer proves the cancellation
+    known to the server: if ``done`` passed it before, the server would forget the answer without undoing its
+    effect."""
 
     def __init__(self, session: str) -> None:
         self._session = session

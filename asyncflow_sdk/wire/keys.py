@@ -4,17 +4,15 @@
     keys.server, keys.run                                                    # for the server, for its clients
     RunKey.load("runs/x/run.key")                                            # in a client
 
-Both files are JSON with Z85 keys. As with ssh, a file readable by other users is rejected.
-``server.key`` stays on the server's host. ``run.key`` is copied to clients: it holds the server's
-public key, which identifies the server, and a key pair of the client. ``clients`` in ``server.key``
-lists the accepted public keys of clients. A client shows the key of ``run.key`` only once: its hello
-introduces a key pair of its own, accepted while its session lives. So ``run.key`` can be replaced
-during the run.
+Both files are JSON with Z85 keys. As with ssh, a file readable by other users is rejected. ``server.key`` stays on
+the server's host. ``run.key`` is copied to clients: it holds the server's public key, which identifies the server,
+and a key pair of the client. ``clients`` in ``server.key`` lists the accepted public keys of clients. A client
+shows the key of ``run.key`` only once: its hello introduces a key pair of its own, accepted while its session
+lives. So ``run.key`` can be replaced during the run.
 
-A server offers its run key in the run's directory of shared memory (mode 0700), where clients of
-the same user on this host find it by the tcp address. The offer is removed with its server, unless a
-journal keeps it for the run's next server.
-"""
+A server offers its run key in the run's directory of shared memory (mode 0700), where clients of the same user on
+this host find it by the tcp address. The offer is removed with its server, unless a journal keeps it for the run's
+next server."""
 
 from __future__ import annotations
 
@@ -35,12 +33,10 @@ from zmq.utils import z85
 
 from ..errors import AccessDenied, ConfigError, ServerLost
 from ..memory import is_served, journal_owns, make_private_directory, own_directories
-from .sockets import RETRY_S, is_loopback, probe
+from .sockets import EVERY_HOST, RETRY_S, host_and_port, is_loopback, probe
 
 Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40, pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]*$")]
-FILE = "tcp.key"
-"""An offer, in a directory of shared memory."""
-_EVERY_HOST = ("*", "0.0.0.0", "::")
+FILE = "tcp.key"  # an offer, in a directory of shared memory
 _K = TypeVar("_K", bound="_KeyFile")
 
 
@@ -61,8 +57,7 @@ class _KeyFile(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fie
 
     @classmethod
     def load(cls: type[_K], path: str | os.PathLike[str]) -> _K:
-        """Raises ConfigError for a missing or unreadable file, one readable by others, or another
-        kind of file."""
+        """Raises ConfigError for a missing or unreadable file, one readable by others, or another kind of file."""
         what = str(cls.__struct_config__.tag).removeprefix("asyncflow ")
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -81,10 +76,8 @@ class _KeyFile(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fie
             os.close(fd)
         try:
             return msgspec.json.decode(text, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is no {what}: {error}") from None
-        except UnicodeDecodeError:
-            raise ConfigError(f"{path} is no {what}: it is not text") from None
 
 
 class ServerKeys(_KeyFile, frozen=True, tag="asyncflow server key"):
@@ -111,32 +104,28 @@ class KeyPair(NamedTuple):
 
 
 def ensure_keys(server: Path, run: Path) -> KeyPair:
-    """Load the server's keys from file ``server`` and the clients' key from ``run``. Make missing
-    files; replace the run key of another server. Raises ConfigError."""
-    keys = ServerKeys.load(server) if os.path.lexists(server) else ServerKeys(*_pair(), ())
+    """Load the server's keys from file ``server`` and the clients' key from ``run``. Make missing files; replace
+    the run key of another server. Raises ConfigError."""
+    keys = ServerKeys.load(server) if os.path.lexists(server) else _server_keys()
     if os.path.lexists(run):
         known = RunKey.load(run)
         if known.server == keys.public and known.public in keys.clients:
             return KeyPair(keys, known)
-    public, secret = _pair()
-    keys = msgspec.structs.replace(keys, clients=(*keys.clients, public))
-    made = RunKey(keys.public, public, secret)
-    save(server, keys)
-    save(run, made)
-    return KeyPair(keys, made)
+    made = own_key(keys.public)
+    pair = KeyPair(msgspec.structs.replace(keys, clients=(*keys.clients, made.public)), made)
+    save_keys(server, run, pair)
+    return pair
 
 
 def generate_keys() -> KeyPair:
     """Return new keys, without key files."""
-    (server, secret), (client, own) = _pair(), _pair()
-    return KeyPair(ServerKeys(server, secret, (client,)), RunKey(server, client, own))
+    return rotated(_server_keys())
 
 
-def rotated(keys: KeyPair) -> KeyPair:
-    """Return the same server's keys with another key for clients, the only accepted one."""
-    public, secret = _pair()
-    server = msgspec.structs.replace(keys.server, clients=(public,))
-    return KeyPair(server, RunKey(server.public, public, secret))
+def rotated(server: ServerKeys) -> KeyPair:
+    """Return the server's keys with another key for clients, the only accepted one."""
+    run = own_key(server.public)
+    return KeyPair(msgspec.structs.replace(server, clients=(run.public,)), run)
 
 
 def save_keys(server: Path, run: Path, keys: KeyPair) -> None:
@@ -146,15 +135,15 @@ def save_keys(server: Path, run: Path, keys: KeyPair) -> None:
 
 
 def own_key(server: str | None = None) -> RunKey:
-    """Return a new key pair of a client. ``server``: the public key of its server; default: its own,
-    for connections to others than the server."""
-    public, secret = _pair()
+    """Return a new key pair of a client. ``server``: the public key of its server; default: its own, for
+    connections to others than the server."""
+    public, secret = (key.decode() for key in zmq.curve_keypair())
     return RunKey(server or public, public, secret)
 
 
-def _pair() -> tuple[str, str]:
-    public, secret = zmq.curve_keypair()
-    return public.decode(), secret.decode()
+def _server_keys() -> ServerKeys:
+    key = own_key()
+    return ServerKeys(key.public, key.secret, ())
 
 
 def save(path: Path, keys: Any) -> None:
@@ -173,8 +162,7 @@ def save(path: Path, keys: Any) -> None:
 
 
 class _Offer(msgspec.Struct, frozen=True):
-    """``network``: the network namespace of ``addresses``. ``bound``: False if the server will
-    listen soon."""
+    """``network``: the network namespace of ``addresses``. ``bound``: False if the server will listen soon."""
 
     network: str
     addresses: tuple[str, ...]
@@ -183,8 +171,8 @@ class _Offer(msgspec.Struct, frozen=True):
 
 
 def offer_key(directory: Path, addresses: Sequence[str], key: RunKey | None, *, bound: bool) -> None:
-    """Offer a key to clients of this user; None withdraws it. Call before and after binding, so
-    that a client able to connect finds it. Raises ConfigError if it cannot be written."""
+    """Offer a key to clients of this user; None withdraws it. Call before and after binding, so that a client able
+    to connect finds it. Raises ConfigError if it cannot be written."""
     if key is not None:
         over_tcp = tuple(address for address in addresses if address.startswith("tcp://"))
         save(directory / FILE, _Offer(_network(), over_tcp, bound, key))
@@ -195,16 +183,18 @@ def offer_key(directory: Path, addresses: Sequence[str], key: RunKey | None, *, 
 def find_key(address: str) -> RunKey | None:
     """Return the key offered by a server of this user for a tcp address of this host, else None.
 
-    Prefers a running server over one to be continued from its journal, then a listening server.
-    """
+    Prefers a running server over one to be continued from its journal, then a listening server."""
     host, port = _split(address)
     network, found = _network(), list[tuple[bool, bool, RunKey]]()
     for directory in own_directories():
-        offer = _read(directory / FILE)
-        if offer is None or offer.network != network:
+        try:
+            offer = msgspec.json.decode((directory / FILE).read_bytes(), type=_Offer)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+        if offer.network != network:
             continue
         for each in map(_split, offer.addresses):
-            if each[1] == port and (each[0] == host or (each[0] in _EVERY_HOST and _is_here(host))):
+            if each[1] == port and (each[0] == host or (each[0] in EVERY_HOST and _is_here(host))):
                 served = is_served(directory)
                 if served or journal_owns(directory):
                     found.append((served, offer.bound, offer.key))
@@ -214,12 +204,10 @@ def find_key(address: str) -> RunKey | None:
 def await_key(address: str, timeout_s: float) -> RunKey | None:
     """Like ``find_key``. On loopback, wait up to ``timeout_s`` for a starting server.
 
-    Raises ServerLost if none listens in time, AccessDenied if one of another user listens.
-    """
+    Raises ServerLost if none listens in time, AccessDenied if one of another user listens."""
     until = time.monotonic() + timeout_s
     while True:
-        key = find_key(address)
-        if key is not None or not is_loopback(address):
+        if (key := find_key(address)) is not None or not is_loopback(address):
             return key
         try:
             probe(address)
@@ -230,20 +218,13 @@ def await_key(address: str, timeout_s: float) -> RunKey | None:
                     " there, and does its process still live?"
                 ) from None
             time.sleep(RETRY_S)
-        else:
-            key = find_key(address)  # the server offers it before it listens
-            if key is not None:
-                return key
-            raise AccessDenied(
-                f"at {address} listens no server of this user on this host, so no key for it is known; pass key=,"
-                " the path of a copy of the run's run.key, or insecure=True if it is served without keys"
-            )
-
-
-def _read(path: Path) -> _Offer | None:
-    with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return msgspec.json.decode(path.read_bytes(), type=_Offer)
-    return None
+            continue
+        if (key := find_key(address)) is not None:  # the server offers it before it listens
+            return key
+        raise AccessDenied(
+            f"at {address} listens no server of this user on this host, so no key for it is known; pass key=,"
+            " the path of a copy of the run's run.key, or insecure=True if it is served without keys"
+        )
 
 
 def _network() -> str:
@@ -255,9 +236,8 @@ def _network() -> str:
 
 
 def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.partition("://")[2].rpartition(":")
-    host = host.strip("[]")
-    return "127.0.0.1" if host == "localhost" else host, int(port) if port.isdecimal() else 0
+    host, port = host_and_port(address)
+    return "127.0.0.1" if host == "localhost" else host, port
 
 
 def _is_here(host: str) -> bool:

@@ -1,8 +1,7 @@
 """Pieces of a message of body and payload. The receiver asks for them, so it decides about its memory.
 
-The body comes first. A piece has PIECE_BYTES; the last of the body and the last of the payload may be
-shorter, and none has bytes of both. So a receiver derives the length of a piece from its start.
-"""
+The body comes first. A piece has PIECE_BYTES; the last of the body and the last of the payload may be shorter, and
+none has bytes of both. So a receiver derives the length of a piece from its start."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ import numpy as np
 from ..errors import ProtocolError
 from .envelope import PIECE_BYTES
 
-MOST_ASKED = 8
-"""Pieces of one message in flight."""
+MOST_ASKED = 8  # pieces of one message in flight
 
 
 def piece_end(start: int, sizes: tuple[int, int]) -> int:
@@ -57,8 +55,8 @@ class Outgoing:
 
 
 class Incoming:
-    """A message to receive. ``body``: memory of the body; the caller stores the payload. Raises ProtocolError
-    for sizes of no message."""
+    """A message to receive. ``body``: memory of the body; the caller stores the payload. Raises ProtocolError for
+    sizes of no message."""
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         piece_end(0, sizes)

@@ -1,6 +1,5 @@
-"""Processes: the kernel reports the end of one (pidfd), silence never counts as one. The file
-descriptors of this process, and the IP address of its host.
-"""
+"""Processes: the kernel reports the end of one (pidfd), silence never counts as one. The file descriptors of this
+process, and the IP address of its host."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from .sockets import is_loopback
+from .sockets import EVERY_HOST, host_and_port, is_loopback
 
 LOOPBACK = "127.0.0.1"
 _UNUSED_ADDRESS = "192.0.2.1"  # reserved (RFC 5737): its route is this host's default route
@@ -70,8 +69,8 @@ def _is_visible(pid: int, key: str) -> bool:
 
 
 def open_pidfd(pid: int, key: str) -> int | None:
-    """Return a descriptor, readable once the process ends; None if the process is not visible here.
-    Raises ProcessLookupError if it has ended."""
+    """Return a descriptor, readable once the process ends; None if the process is not visible here. Raises
+    ProcessLookupError if it has ended."""
     if not _is_visible(pid, key):
         return None
     try:
@@ -93,50 +92,46 @@ class ProcessWatch:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self.fd = self._epoll.fileno()
-        self._watched: dict[int, tuple[tuple[int, str], set[str]]] = {}  # descriptor → process, its sessions
-        self._descriptors: dict[tuple[int, str], int] = {}
+        self._watched: dict[tuple[int, str], tuple[int, set[str]]] = {}  # process → its descriptor and sessions
 
     def add(self, session: str, pid: int, key: str) -> None:
         """Watch a session's process if visible here. Raises ProcessLookupError if it has ended."""
-        if (pid, key) not in self._descriptors:
-            fd = open_pidfd(pid, key)
-            if fd is None:
+        if (pid, key) not in self._watched:
+            if (fd := open_pidfd(pid, key)) is None:
                 return
-            self._descriptors[pid, key], self._watched[fd] = fd, ((pid, key), set())
+            self._watched[pid, key] = fd, set()
             self._epoll.register(fd, select.EPOLLIN)
-        self._watched[self._descriptors[pid, key]][1].add(session)
+        self._watched[pid, key][1].add(session)
 
     def remove(self, session: str) -> None:
         """Forget a session. A process without sessions is not watched any more."""
-        for fd, (_, sessions) in list(self._watched.items()):
-            if session in sessions:
-                sessions.remove(session)
-                if not sessions:
-                    self._forget(fd)
+        for process, (_, sessions) in list(self._watched.items()):
+            sessions.discard(session)
+            if not sessions:
+                self._forget(process)
 
     def ended(self) -> list[str]:
         """Return the sessions of processes ended since the last call, and forget them."""
-        return [session for fd, _ in self._epoll.poll(0) for session in self._forget(fd)]
+        ended = {fd for fd, _ in self._epoll.poll(0)}
+        processes = [process for process, (fd, _) in self._watched.items() if fd in ended]
+        return [session for process in processes for session in self._forget(process)]
 
     def close(self) -> None:
         """Close all descriptors."""
+        for process in list(self._watched):
+            self._forget(process)
         self._epoll.close()
-        for fd in self._watched:
-            os.close(fd)
-        self._watched.clear()
 
-    def _forget(self, fd: int) -> set[str]:
-        process, sessions = self._watched.pop(fd)
-        del self._descriptors[process]
+    def _forget(self, process: tuple[int, str]) -> set[str]:
+        fd, sessions = self._watched.pop(process)
         self._epoll.unregister(fd)
         os.close(fd)
         return sessions
 
 
 def own_address(server: str, served: Sequence[str] = ()) -> str:
-    """Return the IP address at which other members of the run reach this host: the one of its route
-    to ``server``. On the server's own host: the address it serves to others, if any of ``served``
-    is not a loopback address."""
+    """Return the IP address at which other members of the run reach this host: the one of its route to ``server``.
+    On the server's own host: the address it serves to others, if any of ``served`` is not a loopback address."""
     if server.startswith("tcp://") and not is_loopback(server):
         return _route_to(server)
     outward = next((each for each in served if not is_loopback(each)), None)
@@ -145,12 +140,10 @@ def own_address(server: str, served: Sequence[str] = ()) -> str:
 
 def _route_to(server: str) -> str:
     """Return this host's address on the route to a server; loopback if there is none."""
-    host, _, port = server.partition("://")[2].rpartition(":")
-    host = host.strip("[]")
-    if host in ("*", "0.0.0.0", "::"):
-        host = _UNUSED_ADDRESS
+    host, port = host_and_port(server)
+    host = _UNUSED_ADDRESS if host in EVERY_HOST else host
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # a datagram socket only looks up the route
             return str(probe.getsockname()[0])

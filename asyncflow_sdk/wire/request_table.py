@@ -1,8 +1,7 @@
-"""RequestTable: all sessions of a server with their requests, and the answers not yet confirmed. A
-request repeated by (session, seq) is not executed again: it gets its stored answer, or waits for it.
+"""RequestTable: all sessions of a server with their requests, and the answers not yet confirmed. A request repeated
+by (session, seq) is not executed again: it gets its stored answer, or waits for it.
 
-It uses no socket, so a recorded run is replayed through it: see ``RequestTable.replay``.
-"""
+It uses no socket, so a recorded run is replayed through it: see ``RequestTable.replay``."""
 
 from __future__ import annotations
 
@@ -20,25 +19,23 @@ MOST_SESSIONS, HOST_SESSIONS, CONNECTION_SESSIONS = 8192, 4096, 16
 MOST_BYTES, SESSION_BYTES = 1 << 30, 64 << 20
 """The most bytes held for unconfirmed requests of all sessions, and of one."""
 CHECK_BYTES = 16 << 20
-REQUEST_BYTES = 1 << 10
-"""Held for each unconfirmed request beside its body, later its answer."""
+REQUEST_BYTES = 1 << 10  # held for each unconfirmed request beside its body, later its answer
 MAX_EARLY = 1 << 16
-MAX_CONNECTIONS = 1024
-"""Connections remembered for one session."""
-Maker: TypeAlias = Callable[[], tuple[bytes, Sequence[Any]]]
-"""Makes an answer each time it is sent."""
+MAX_CONNECTIONS = 1024  # connections remembered for one session
+Maker: TypeAlias = Callable[[], tuple[bytes, Sequence[Any]]]  # makes an answer each time it is sent
 
 
 class RequestHandler(Protocol):
     """Executes requests. All calls come from one thread."""
 
     def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
-        """Execute a request. Call ``Server.answer`` now or later. ``payload``: the filled sink
-        returned by ``sink``, or its error; None for a request without payload."""
+        """Execute a request. Call ``Server.answer`` now or later. ``payload``: the filled sink returned by
+        ``sink``, or its error; None for a request without payload."""
 
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
-        """The client cancelled a request, or will not read its answer. ``answer``: None if there
-        is none yet. ``ticket`` 0 without an answer: the request has not arrived yet."""
+        """The client cancelled a request, or will not read its answer. ``answer``: None if there is none yet.
+        ``ticket`` 0 without an answer: the request has not arrived yet."""
+        return
 
 
 @dataclass(eq=False)
@@ -77,10 +74,8 @@ class WireRequest:
 class SessionState:
     """Answers are kept until the client confirms them, so a repeated request has no second effect.
 
-    The cancellation of a request may arrive before the request, over another socket (``early``).
-    The request is then executed on arrival and cancelled at once, as if both had arrived in order:
-    its lease must not be lost.
-    """
+    The cancellation of a request may arrive before the request, over another socket (``early``). The request is
+    then executed on arrival and cancelled at once, as if both had arrived in order: its lease must not be lost."""
 
     TRANSIENT: ClassVar[frozenset[str]] = frozenset({"connections", "keys", "host"})
 
@@ -98,8 +93,8 @@ class SessionState:
         self.keys += keys
 
     def add_connection(self, route: Route, key: str, host: str) -> None:
-        """Keep a connection; above MAX_CONNECTIONS the first and the newest. Raises
-        ProtocolError for a connection of another client."""
+        """Keep a connection; above MAX_CONNECTIONS the first and the newest. Raises ProtocolError for a connection
+        of another client."""
         if self.keys:
             if key not in self.keys:
                 raise ProtocolError("a message in the session of another client")
@@ -150,8 +145,8 @@ class SessionState:
 
 
 class RequestTable:
-    """Not thread-safe: the server's thread owns it. ``sessions``: by name. A *ticket* is the number
-    of a request in this table."""
+    """Not thread-safe: the server's thread owns it. ``sessions``: by name. A *ticket* is the number of a request in
+    this table."""
 
     TRANSIENT: ClassVar[frozenset[str]] = frozenset({"downloads"})
 
@@ -197,8 +192,8 @@ class RequestTable:
             self.downloads.pop(request, None)
 
     def answer(self, ticket: int, body: bytes, made: bool, make: Maker | None) -> WireRequest | None:
-        """Keep the answer of a request; see ``Server.answer``. Return the request, None if it was cancelled or
-        its session ended."""
+        """Keep the answer of a request; see ``Server.answer``. Return the request, None if it was cancelled or its
+        session ended."""
         request = self._by_ticket.pop(ticket, None)
         if request is not None:
             self.grown += request.keep(body, made, make)

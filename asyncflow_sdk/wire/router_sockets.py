@@ -1,9 +1,8 @@
-"""RouterSockets: the ROUTER sockets of a server. One serves ipc and inproc without keys; the other,
-in a ZeroMQ context of its own, serves tcp clients with an accepted key, proven by CurveZMQ.
+"""RouterSockets: the ROUTER sockets of a server. One serves ipc and inproc without keys; the other, in a ZeroMQ
+context of its own, serves tcp clients with an accepted key, proven by CurveZMQ.
 
-The separate context is needed because a ZAP handler decides for every socket of its context, also
-for sockets of clients in the same process.
-"""
+The separate context is needed because a ZAP handler decides for every socket of its context, also for sockets of
+clients in the same process."""
 
 from __future__ import annotations
 
@@ -21,32 +20,22 @@ from .envelope import FRAME_BYTES
 from .keys import ServerKeys
 from .sockets import BULK_THREADS, GIVE_UP_MS, context_of, set_options, set_tcp, transport_of
 
-Route: TypeAlias = "tuple[zmq.Socket[Any], bytes]"
-"""A connection: its socket, and its name there."""
+Route: TypeAlias = "tuple[zmq.Socket[Any], bytes]"  # a connection: its socket, and its name there
 Asking: TypeAlias = Callable[[str, Callable[[bool], None]], None]
-UNREAD_ANSWERS = 1000
-"""Unread answers per connection; its client asks for the others again."""
-UNREAD_MESSAGES = 64
-"""Unread messages per connection; its client waits until the server has read some."""
+UNREAD_ANSWERS = 1000  # unread answers per connection; its client asks for the others again
+UNREAD_MESSAGES = 64  # unread messages per connection; its client waits until the server has read some
 
 
 class RouterSockets:
     """Binds to ``addresses``; ``keys`` are for the tcp addresses. Then the server's thread owns it.
 
-    ``insecure``: tcp without keys: every process that reaches the address may read and change the
-    data. ``ask`` is called with the key of a client outside ``keys`` and a function for the verdict,
-    to be called in the owner's thread; without a verdict the connection fails after a while.
-    ``refused``: connections refused because of their key.
-    """
+    ``insecure``: tcp without keys: every process that reaches the address may read and change the data. ``ask`` is
+    called with the key of a client outside ``keys`` and a function for the verdict, to be called in the owner's
+    thread; without a verdict the connection fails after a while. ``refused``: connections refused because of their
+    key."""
 
     def __init__(
-        self,
-        addresses: list[str],
-        keys: ServerKeys | None,
-        *,
-        insecure: bool = False,
-        bulk: bool = False,
-        ask: Asking | None = None,
+        self, addresses: list[str], keys: ServerKeys | None, insecure: bool, bulk: bool, ask: Asking | None
     ) -> None:
         self.keys, self._insecure, self._bulk, self._ask = keys, insecure, bulk, ask
         self._keyed_context: zmq.Context[Any] | None = None
@@ -76,10 +65,11 @@ class RouterSockets:
             curve = len(request) == 7 and request[5] == b"CURVE"
             key = z85.encode(request[6]).decode() if curve else ""
             envelope = [name, b"", b"1.0", request[1] if len(request) > 1 else b""]
+            verdict = functools.partial(self._answer_zap, envelope, key)
             if key in self.keys.clients or not key or self._ask is None:
-                self._answer_zap(envelope, key, key in self.keys.clients)
+                verdict(key in self.keys.clients)
             else:
-                self._ask(key, functools.partial(self._answer_zap, envelope, key))
+                self._ask(key, verdict)
 
     def _answer_zap(self, envelope: list[bytes], key: str, known: bool) -> None:
         assert self.zap is not None
@@ -125,11 +115,10 @@ class RouterSockets:
             router.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot listen on {address}: {error}") from None
-        if not tcp:
-            return address
-        bound = router.get_string(zmq.LAST_ENDPOINT)
-        self.limiter.add_tcp(bound)
-        return bound
+        if tcp:
+            address = router.get_string(zmq.LAST_ENDPOINT)
+            self.limiter.add_tcp(address)
+        return address
 
     def _keyed_router(self, keys: ServerKeys) -> zmq.Socket[Any]:
         self._keyed_context = zmq.Context(io_threads=BULK_THREADS if self._bulk else 1)
@@ -137,8 +126,7 @@ class RouterSockets:
         self.zap.bind("inproc://zeromq.zap.01")
         router = self._router(self._keyed_context)
         own = {zmq.CURVE_PUBLICKEY: keys.public.encode(), zmq.CURVE_SECRETKEY: keys.secret.encode()}
-        set_options(router, own | {zmq.ZAP_DOMAIN: b"asyncflow"})
-        set_options(router, {zmq.CURVE_SERVER: 1})
+        set_options(router, own | {zmq.ZAP_DOMAIN: b"asyncflow", zmq.CURVE_SERVER: 1})
         return router
 
     def _router(self, context: zmq.Context[Any]) -> zmq.Socket[Any]:

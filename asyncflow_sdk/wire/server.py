@@ -1,18 +1,17 @@
-"""Server: one thread owns the ROUTER sockets, executes requests in order, and sends each answer
-when it is known.
+"""Server: one thread owns the ROUTER sockets, executes requests in order, and sends each answer when it is known.
 
     server = Server(["ipc:///run/x/queue"], handler); server.start()     # handler: see Handler
     server.answer(ticket, body)                                          # from the server's thread, now or later
     server.stop()
 
-RequestTable keeps sessions and answers, Uploads the large requests on their way. Invalid messages are
-counted and dropped. A frame above FRAME_BYTES cuts its connection before any memory is allocated for it.
-Payload beside an answer is not stored: it is made again for each retry.
-"""
+RequestTable keeps sessions and answers, Uploads the large requests on their way. Invalid messages are counted and
+dropped. A frame above FRAME_BYTES cuts its connection before any memory is allocated for it. Payload beside an
+answer is not stored: it is made again for each retry."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -47,12 +46,9 @@ from .request_table import CHECK_BYTES, Maker, RequestHandler, RequestTable, Ses
 from .router_sockets import Asking, Route, RouterSockets
 from .uploads import SILENCE_S, PayloadSink, Upload, Uploads
 
-_MAX_UNREAD = 10_000
-"""Unread requests per socket whose senders get a goodbye."""
-MAX_WAIT_S = 3600.0
-"""The longest sleep between two rounds: a deadline may be infinite."""
-SWEEP_S = 5.0
-"""Interval between searches for inactive transfers, while there are any."""
+_MAX_UNREAD = 10_000  # unread requests per socket whose senders get a goodbye
+MAX_WAIT_S = 3600.0  # the longest sleep between two rounds: a deadline may be infinite
+SWEEP_S = 5.0  # interval between searches for inactive transfers, while there are any
 _ROUND_MESSAGES = 64
 # Plain integers: an operation on zmq's enumerations costs as much as receiving a message.
 _NOBLOCK, _SNDMORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
@@ -65,10 +61,12 @@ class Handler(RequestHandler, Protocol):
     def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
         """Return a sink for the payload of a request, before the payload arrives. Raises AsyncFlowError if it
         cannot be stored: this becomes the payload."""
+        raise ProtocolError("this server takes no payload")
 
     def make(self, answer: bytes) -> tuple[bytes, Sequence[Any]]:
-        """Render a stored answer for sending: return the body, and contiguous buffers to send
-        beside it. The buffers must not change while anything refers to them."""
+        """Render a stored answer for sending: return the body, and contiguous buffers to send beside it. The
+        buffers must not change while anything refers to them."""
+        return answer, ()
 
     def gone(self, session: str, reason: str) -> None:
         """The process of a session ended."""
@@ -77,8 +75,9 @@ class Handler(RequestHandler, Protocol):
         """Called after every round. Return the seconds until the next call is due, None for never."""
 
     def settle(self) -> bool:
-        """Called before answers are sent: store the state behind them. Return False to hold the answers back
-        until the next round."""
+        """Called before answers are sent: store the state behind them. Return False to hold the answers back until
+        the next round."""
+        return True
 
 
 class _Outgoing(NamedTuple):
@@ -90,15 +89,12 @@ class _Outgoing(NamedTuple):
 
 
 class Server:
-    """Binds to ``addresses`` (inproc, ipc, tcp) and runs ``handler`` in a thread. Raises
-    ConfigError.
+    """Binds to ``addresses`` (inproc, ipc, tcp) and runs ``handler`` in a thread. Raises ConfigError.
 
-    A tcp address needs ``keys``, and serves clients with one of them; or ``insecure``: everyone.
-    ``ask`` decides about clients with other keys: see RouterSockets.
-    ``bulk``: most traffic is payload. ``max_bytes``: the largest request with its payload, and the
-    limit for all unfinished uploads together. ``hold``: send answers at the end of a
-    round, so the handler settles once for all of them. ``garbage``: invalid messages dropped so far.
-    """
+    A tcp address needs ``keys``, and serves clients with one of them; or ``insecure``: everyone. ``ask`` decides
+    about clients with other keys: see RouterSockets. ``bulk``: most traffic is payload. ``max_bytes``: the largest
+    request with its payload, and the limit for all unfinished uploads together. ``hold``: send answers at the end
+    of a round, so the handler settles once for all of them. ``garbage``: invalid messages dropped so far."""
 
     def __init__(
         self,
@@ -122,7 +118,7 @@ class Server:
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._for_good: Callable[[], bool] = lambda: False
-        self.sockets = RouterSockets(addresses, keys, insecure=insecure, bulk=bulk, ask=ask)
+        self.sockets = RouterSockets(addresses, keys, insecure, bulk, ask)
         self.limiter = self.sockets.limiter
         self.addresses = self.sockets.addresses
         self._wake_lock = threading.Lock()
@@ -154,11 +150,10 @@ class Server:
                 os.eventfd_write(self._wake, 1)
 
     def stop(self, for_good: Callable[[], bool] = lambda: False) -> None:
-        """Finish the current round, close the sockets, and end the thread. Call from another
-        thread.
+        """Finish the current round, close the sockets, and end the thread. Call from another thread.
 
-        ``for_good``: called in the server's thread after the last answer. If it returns True, all
-        clients get a goodbye, so none waits for another server at these addresses."""
+        ``for_good``: called in the server's thread after the last answer. If it returns True, all clients get a
+        goodbye, so none waits for another server at these addresses."""
         if self._thread.is_alive():
             self._for_good = for_good
             self.call(self._stop)
@@ -167,25 +162,14 @@ class Server:
             self._close()
 
     def answer(
-        self,
-        ticket: int,
-        body: bytes,
-        made: bool = False,
-        at_once: bool = False,
-        recorded: bool = True,
-        make: Maker | None = None,
+        self, ticket: int, body: bytes, made: bool = False, recorded: bool = True, make: Maker | None = None
     ) -> None:
         """Answer a request. Call in the server's thread. Ignores the ticket of a cancelled request.
 
-        ``made``: each time, send the result of ``Handler.make(body)``. ``make``: each time, send
-        the result of this function, held until the answer is confirmed or cancelled; its buffers
-        are held until they are sent. ``at_once``: send now, because the answer needs no settling.
+        ``made``: each time, send the result of ``Handler.make(body)``. ``make``: each time, send the result of this
+        function, held until the answer is confirmed or cancelled; its buffers are held until they are sent.
         ``recorded``: False for requests without a record: send even if settling failed."""
-        if (request := self.requests.answer(ticket, body, made, make)) is None:
-            return
-        if at_once:
-            self._send(request)
-        else:
+        if (request := self.requests.answer(ticket, body, made, make)) is not None:
             self._answers.append(_Outgoing(request, None, recorded))
 
     def finish_replay(self) -> None:
@@ -253,11 +237,16 @@ class Server:
         for route in routes:
             self._post(route, GOODBYE)
 
-    def _end_session(self, session: str, reason: str) -> None:
+    def _guard(self, where: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the handler. Its errors must not end the server: return None."""
         try:
-            self._handler.gone(session, reason)
-        except Exception:  # must not end the server
-            _log.exception("the server failed at the end of a session")
+            return function(*arguments)
+        except Exception:
+            _log.exception("the server failed %s", where)
+            return None
+
+    def _end_session(self, session: str, reason: str) -> None:
+        self._guard("at the end of a session", self._handler.gone, session, reason)
 
     def _idle(self) -> float | None:
         try:
@@ -269,10 +258,7 @@ class Server:
     def _run_calls(self) -> None:
         os.eventfd_read(self._wake)
         while self._calls:
-            try:
-                self._calls.popleft()()
-            except Exception:  # must not end the server
-                _log.exception("the server failed at a call of its own")
+            self._guard("at a call of its own", self._calls.popleft())
 
     def _close(self) -> None:
         self._processes.close()
@@ -312,8 +298,8 @@ class Server:
                 return
 
     def _sweep(self) -> float | None:
-        """Release inactive transfers and continue waiting uploads. Return the seconds until the
-        next call is due, None without transfers."""
+        """Release inactive transfers and continue waiting uploads. Return the seconds until the next call is due,
+        None without transfers."""
         if not (self._uploads.by_session or self.requests.downloads):
             return None
         self._admit()
@@ -401,13 +387,13 @@ class Server:
     # ---- answers
 
     def _flush(self) -> None:
-        """Let the handler settle, then send the queued answers. If it could not, send only those of
-        requests without a record."""
+        """Let the handler settle, then send the queued answers. If it could not, send only those of requests
+        without a record."""
         try:
             settled = self._handler.settle()
         except Exception:
-            _log.exception("the server failed to store the state that its answers depend on")
-            return
+            _log.exception("the server failed to store the state behind its answers")
+            settled = False
         if not self._answers:
             return
         queued, self._answers = self._answers, [each for each in self._answers if each.recorded and not settled]
@@ -416,9 +402,8 @@ class Server:
                 self._send(request, part)
 
     def _send(self, request: WireRequest, part: RequestPart | None = None) -> None:
-        """Send an answer, or pieces of it, over the connection of its request's last message; offer it
-        if its first pieces were sent before. Do nothing if that message reached an earlier server: the
-        client will repeat it."""
+        """Send an answer, or pieces of it, over the connection of its request's last message; offer it if its first
+        pieces were sent before. Do nothing if that message reached an earlier server: the client will repeat it."""
         route, seq, body = request.route, request.seq, request.answer
         if route is None or body is None:
             return
@@ -427,11 +412,10 @@ class Server:
         if download is None:
             payload: Sequence[Any] = ()
             if request.made or request.maker is not None:
-                try:
-                    body, payload = self._handler.make(body) if request.maker is None else request.maker()
-                except Exception:  # must not end the server
-                    _log.exception("the server failed to make an answer")
+                make = request.maker or functools.partial(self._handler.make, body)
+                if (rendered := self._guard("to make an answer", make)) is None:
                     return
+                body, payload = rendered
             if not payload and len(body) <= PIECE_BYTES:
                 self._post(route, seq, body)
                 return
@@ -441,8 +425,7 @@ class Server:
             return
         starts = part.starts if isinstance(part, Read) else ()
         with contextlib.suppress(ProtocolError):  # the answer was made again, and has other pieces
-            for start, body, piece, data in download.messages(starts):
-                download.mark_sent(start, len(body) + len(data), self._post(route, seq, body, piece, data))
+            download.send(starts, functools.partial(self._post, route, seq))
 
     def _post(
         self, route: Route, seq: int, body: bytes = b"", part: ResponsePart | None = None, data: Any = None

@@ -5,11 +5,9 @@
     client = ServiceClient(service.where)                  # the other end, on any host
     result = client.call(b"...", 30.0, "bucket 7")
 
-Each service has its own keys. ``where`` has the public one, and travels over the run's connections
-only. Members of a run prove themselves by their own keys: the service asks the run's server for each
-new connection if its key is a member's, and again during use. Without a ``member``, ``where`` has the
-key for all clients.
-"""
+Each service has its own keys. ``where`` has the public one, and travels over the run's connections only. Members of
+a run prove themselves by their own keys: the service asks the run's server for each new connection if its key is a
+member's, and again during use. Without a ``member``, ``where`` has the key for all clients."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -32,16 +30,14 @@ from ..errors import AccessDenied, AsyncFlowError, ConfigError, ProtocolError, S
 from .client import Client
 from .keys import RunKey, generate_keys
 from .processes import process_key
-from .server import Server
+from .server import Handler, Server
+from .sockets import EVERY_HOST, host_and_port
 
 MAX_CALL_BYTES = 1 << 20
 ASK_THREADS = 2
-MAX_ASKED = 256
-"""Open questions about keys of connections. Other connections are not answered, and try again."""
-RECHECK_S = 5.0
-"""A service in use asks about the keys of its peers again after this time: they may be revoked."""
-FORGET_S = 3600.0
-"""A peer without calls for this long is forgotten. It may call again."""
+MAX_ASKED = 256  # open questions about keys of connections. Other connections are not answered, and try again
+RECHECK_S = 5.0  # a service in use asks about the keys of its peers again after this time: they may be revoked
+FORGET_S = 3600.0  # a peer without calls for this long is forgotten. It may call again
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _log = logging.getLogger(__name__)
 
@@ -49,17 +45,9 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Frames: TypeAlias = Sequence[Any]
 
 
-class ReachableHost(Protocol):
-    """A host."""
-
-    @property
-    def address(self) -> str:
-        """Return its IP address for other hosts."""
-
-
 class Member(NamedTuple):
-    """A member of a run, for other members. ``key``: its key pair. ``known``: returns the members'
-    keys among some public keys; asks the run's server, blocking; raises AsyncFlowError."""
+    """A member of a run, for other members. ``key``: its key pair. ``known``: returns the members' keys among some
+    public keys; asks the run's server, blocking; raises AsyncFlowError."""
 
     key: RunKey
     known: Callable[[Collection[str]], Collection[str]]
@@ -69,16 +57,16 @@ class ServiceHandler(Protocol):
     """Called in the service's one thread. Must not block. The caller gets its errors."""
 
     def request(self, peer: str, ticket: int, body: bytes) -> None:
-        """Handle a call: ``Service.answer`` or ``fail`` for ``ticket``, now or later, from any
-        thread. ``peer``: the same for all calls of a ServiceClient."""
+        """Handle a call: ``Service.answer`` or ``fail`` for ``ticket``, now or later, from any thread. ``peer``:
+        the same for all calls of a ServiceClient."""
 
     def gone(self, peer: str) -> None:
         """Handle the end of a peer: closed, process ended, or silent for FORGET_S."""
 
 
 class ServiceAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Address, key and process of a service. ``key``: its public key, if clients have their own, else
-    the key for all clients; None for an insecure service."""
+    """Address, key and process of a service. ``key``: its public key, if clients have their own, else the key for
+    all clients; None for an insecure service."""
 
     address: str
     key: RunKey | str | None
@@ -120,18 +108,17 @@ _decode_reply = msgspec.msgpack.Decoder(CallReply).decode
 _decode_address = msgspec.msgpack.Decoder(ServiceAddress).decode
 
 
-class Service:
+class Service(Handler):
     """Answers calls in its own thread, from now until ``close``. ``where``: the encoded address.
 
-    ``host``: this host. ``listen``: an address; default: a free port of this host. ``member``: this
-    process in its run, to admit other members; None: ``where`` has the key. ``insecure``: no keys, so
-    every process with access to the address may call. ``max_call_bytes``: size of the largest call.
-    ``public``: its public key; "" without keys. Raises ConfigError.
-    """
+    ``host``: the IP address of this host for others. ``listen``: an address; default: a free port of this host.
+    ``member``: this process in its run, to admit other members; None: ``where`` has the key. ``insecure``: no keys,
+    so every process with access to the address may call. ``max_call_bytes``: size of the largest call. ``public``:
+    its public key; "" without keys. Raises ConfigError."""
 
     def __init__(
         self,
-        host: ReachableHost,
+        host: str,
         handler: ServiceHandler,
         *,
         listen: str | None = None,
@@ -139,7 +126,7 @@ class Service:
         insecure: bool = False,
         max_call_bytes: int = MAX_CALL_BYTES,
     ) -> None:
-        own = f"[{host.address}]" if ":" in host.address else host.address
+        own = f"[{host}]" if ":" in host else host
         keys, key = (None, None) if insecure else generate_keys()
         self.public = "" if keys is None else keys.public
         self._known = None if insecure or member is None else member.known
@@ -147,31 +134,26 @@ class Service:
             keys = msgspec.structs.replace(keys, clients=())
         self._asking, self._slots = ThreadPoolExecutor(ASK_THREADS, "asyncflow-ask"), threading.Semaphore(MAX_ASKED)
         self._members: set[str] = set()
-        self._next_recheck_s = 0.0
         self._handler = handler
         self._last_calls: dict[str, float] = {}
-        self._next_check_s = 0.0
+        self._next_recheck_s = self._next_check_s = 0.0
         ask = None if self._known is None else self._admit
-        self._server = Server(
-            [listen or f"tcp://{own}:0"], self, keys, max_call_bytes, insecure=insecure, bulk=True, ask=ask
-        )
+        addresses = [listen or f"tcp://{own}:0"]
+        self._server = Server(addresses, self, keys, max_call_bytes, insecure=insecure, bulk=True, ask=ask)
         self.address = self._server.addresses[0]
-        name, _, port = self.address.removeprefix("tcp://").rpartition(":")
-        if name.strip("[]") in ("*", "0.0.0.0", "::"):
+        name, port = host_and_port(self.address)
+        if name in EVERY_HOST:
             self.address = f"tcp://{own}:{port}"
-        pid = os.getpid()
-        self.where = _encode(
-            ServiceAddress(self.address, key if self._known is None else self.public, pid, process_key(pid))
-        )
+        pid, shown = os.getpid(), key if self._known is None else self.public
+        self.where = _encode(ServiceAddress(self.address, shown, pid, process_key(pid)))
         self._server.start()
 
     def answer(self, ticket: int, body: bytes, frames: Frames | Callable[[], Frames] = ()) -> None:
         """Answer a call, from any thread. No effect if its peer no longer waits.
 
-        ``frames``: contiguous buffers. They must not change, and are held until they arrive. A
-        function instead is called in the service's thread whenever the answer is sent; its buffers
-        are held until they are sent, and its AsyncFlowError is the answer.
-        """
+        ``frames``: contiguous buffers. They must not change, and are held until they arrive. A function instead is
+        called in the service's thread whenever the answer is sent; its buffers are held until they are sent, and
+        its AsyncFlowError is the answer."""
 
         def render() -> tuple[bytes, Frames]:
             try:
@@ -202,8 +184,8 @@ class Service:
             self._ask({key}, decide).add_done_callback(lambda future: self._slots.release())
 
     def _ask(self, keys: set[str], decide: Callable[[set[str]], None]) -> Future[None]:
-        """Call ``decide`` in the service's thread with the members' keys among ``keys``; never, if
-        the run's server cannot be asked."""
+        """Call ``decide`` in the service's thread with the members' keys among ``keys``; never, if the run's server
+        cannot be asked."""
 
         def ask() -> None:
             assert self._known is not None
@@ -229,10 +211,6 @@ class Service:
         self._server.call(lambda: self._server.answer(ticket, _encode(reply), make=make))
 
     # ---- the wire's Handler
-
-    def sink(self, session: str, body: bytes, nbytes: int) -> NoReturn:
-        """See ``Handler.sink``."""
-        raise ProtocolError(f"{self.address} takes no payload")
 
     def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
         """See ``Handler.request``."""
@@ -264,13 +242,6 @@ class Service:
             _log.exception("a service failed at a call")
             self.fail(ticket, ProtocolError(f"{self.address} failed at this call: {error!r}"))
 
-    def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
-        """See ``RequestHandler.dropped``."""
-
-    def make(self, answer: bytes) -> tuple[bytes, Frames]:
-        """See ``Handler.make``. An answer with frames has a function of its own."""
-        return answer, ()
-
     def gone(self, session: str, reason: str) -> None:
         """See ``Handler.gone``."""
         if self._last_calls.pop(session, None) is None:
@@ -289,17 +260,12 @@ class Service:
                     self.gone(session, "it was silent for long")
         return self._next_check_s - now if self._last_calls else None
 
-    def settle(self) -> bool:
-        """See ``Handler.settle``."""
-        return True
-
 
 class ServiceClient:
-    """Calls the service at ``where``. Thread-safe; each calling thread has its own connection.
-    ``max_call_bytes``: as the service's. ``own``: key of this member.
+    """Calls the service at ``where``. Thread-safe; each calling thread has its own connection. ``max_call_bytes``:
+    as the service's. ``own``: key of this member.
 
-    ``where`` comes from another process: raises ProtocolError for an invalid one.
-    """
+    ``where`` comes from another process: raises ProtocolError for an invalid one."""
 
     def __init__(
         self, where: bytes | ServiceAddress, own: RunKey | None = None, *, max_call_bytes: int = MAX_CALL_BYTES
@@ -314,13 +280,9 @@ class ServiceClient:
             if not found.address.startswith("tcp://"):
                 raise ProtocolError(f"a service at {found.address[:200]!r}; a tcp address is expected")
             # patient with a service that has yet no answer from the run's server
+            patient, insecure = isinstance(found.key, str), key is None
             self._client = Client(
-                found.address,
-                key,
-                insecure=key is None,
-                bulk=True,
-                max_bytes=max_call_bytes,
-                patient=isinstance(found.key, str),
+                found.address, key, insecure=insecure, bulk=True, max_bytes=max_call_bytes, patient=patient
             )
         except (*_BAD, ConfigError) as error:
             raise ProtocolError(f"the address of a service cannot be read: {error}") from None
@@ -337,14 +299,11 @@ class ServiceClient:
         since: int | None = None,
         most_bytes: int | None = None,
     ) -> ServiceResult:
-        """Send a call and wait for its answer. ``what``: the requested object, for errors.
-        ``since``: a former value of ``interrupts``; the call raises if it has changed.
-        ``most_bytes``: limit of the answer.
+        """Send a call and wait for its answer. ``what``: the requested object, for errors. ``since``: a former
+        value of ``interrupts``; the call raises if it has changed. ``most_bytes``: limit of the answer.
 
-        Raises the handler's error; ServerLost after ``timeout_s``, when the service's process ends,
-        and on ``close``; WireError on ``interrupt``; ProtocolError for a broken or large answer;
-        AccessDenied.
-        """
+        Raises the handler's error; ServerLost after ``timeout_s``, when the service's process ends, and on
+        ``close``; WireError on ``interrupt``; ProtocolError for a broken or large answer; AccessDenied."""
         until = time.monotonic() + timeout_s
         with self._lock:
             if time.monotonic() - self._called_s > FORGET_S / 2:  # the service may not know this client
@@ -353,8 +312,7 @@ class ServiceClient:
         return self._exchange(PeerCall(body), until - time.monotonic(), what, since, most_bytes)
 
     def greet(self, timeout_s: float, what: str, since: int | None = None) -> None:
-        """Introduce this client, and wait for the answer: the service is reached, with its keys.
-        Arguments and errors as of ``call``."""
+        """Introduce this client, and wait for the answer. Arguments and errors as of ``call``."""
         self._exchange(PeerCall(None, (os.getpid(), process_key(os.getpid()))), timeout_s, what, since, None)
 
     @property
@@ -376,20 +334,19 @@ class ServiceClient:
     def _exchange(
         self, message: PeerCall, timeout_s: float, what: str, since: int | None, most_bytes: int | None
     ) -> ServiceResult:
+        body, limit = _encode(message), most_bytes
         try:
-            reply = self._client.exchange(
-                _encode(message), timeout_s, grace_s=0.0, since=since, max_answer_bytes=most_bytes
-            )
+            reply = self._client.exchange(body, timeout_s, grace_s=0.0, since=since, max_answer_bytes=limit)
         except ServerLost as error:
             raise ServerLost(f"{what}: {error}") from None
         try:
             answer = _decode_reply(reply.body)
-            parts = _split(reply.payload, answer.sizes)
+            frames = _split(reply.payload, answer.sizes)
         except _BAD as error:
             raise ProtocolError(f"{what}: {self.address} gave an answer that cannot be read: {error}") from None
         if answer.error:
             raise error_from_name(answer.error, answer.message)
-        return ServiceResult(answer.body, parts)
+        return ServiceResult(answer.body, frames)
 
 
 def _failure(error: AsyncFlowError) -> CallReply:

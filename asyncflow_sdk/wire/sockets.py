@@ -1,15 +1,13 @@
 """Socket options and addresses.
 
-The kernel detects lost connections (keepalive and TCP_USER_TIMEOUT), not ZeroMQ's heartbeats.
-Heartbeats are answered only between frames, so each attempt to send a frame longer than the timeout
-would fail; and a stopped process does not answer them, while its kernel does.
-"""
+The kernel detects lost connections (keepalive and TCP_USER_TIMEOUT), not ZeroMQ's heartbeats. Heartbeats are
+answered only between frames, so each attempt to send a frame longer than the timeout would fail; and a stopped
+process does not answer them, while its kernel does."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
-import select
 import socket as sockets
 import threading
 from collections.abc import Mapping
@@ -19,17 +17,14 @@ import zmq
 
 from ..errors import ConfigError, ServerLost
 
-GIVE_UP_MS = 10_000
-"""A tcp connection is closed after this long without acknowledgement; its client connects again."""
+GIVE_UP_MS = 10_000  # a tcp connection is closed after this long without acknowledgement; its client connects again
 BULK_THREADS = 2
 MAX_PORT = 65535
-RETRY_S = 0.1
-"""Interval between attempts to reach a server, equal to ZeroMQ's reconnect interval."""
-CONNECT_S = 5.0
-"""Timeout of ``probe``."""
+EVERY_HOST = ("*", "0.0.0.0", "::")  # hosts of an address where a server listens at all addresses of its host
+RETRY_S = 0.1  # interval between attempts to reach a server, equal to ZeroMQ's reconnect interval
+CONNECT_S = 5.0  # timeout of ``probe``
 IDLE_S, PROBE_S, PROBES = 5, 2, 3
-"""A tcp connection idle for IDLE_S is probed every PROBE_S, and closed after PROBES without
-response."""
+"""A tcp connection idle for IDLE_S is probed every PROBE_S, and closed after PROBES without response."""
 
 
 _bulk: list[tuple[int, zmq.Context[Any]]] = []
@@ -37,8 +32,8 @@ _bulk_lock = threading.Lock()
 
 
 def context_of(bulk: bool) -> zmq.Context[Any]:
-    """Return the ZeroMQ context of this process for calls, or for payload (``bulk``): a separate
-    one with more I/O threads, so calls do not wait for payload."""
+    """Return the ZeroMQ context of this process for calls, or for payload (``bulk``): a separate one with more I/O
+    threads, so calls do not wait for payload."""
     if not bulk:
         return zmq.Context.instance()
     with _bulk_lock:
@@ -62,9 +57,15 @@ def transport_of(address: str) -> str:
     return transport
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return the host and the port of a tcp address; 0 without a port."""
+    host, _, port = address.partition("://")[2].rpartition(":")
+    return host.strip("[]"), int(port) if port.isdecimal() else 0
+
+
 def is_loopback(address: str) -> bool:
     """True if only its own host reaches a tcp address: an IP address of loopback, or localhost."""
-    host = address.partition("://")[2].rsplit(":", 1)[0].strip("[]")
+    host, _ = host_and_port(address)
     if host == "localhost":
         return True
     try:
@@ -86,14 +87,6 @@ def set_tcp(socket: Any, address: str) -> None:
     set_options(socket, keepalive | limits | {zmq.IPV6: int("[" in address)})
 
 
-def has_waiting(listening: sockets.socket | None) -> bool:
-    """True if a listening socket has peers to accept."""
-    poll = select.poll()
-    if listening is not None:
-        poll.register(listening, select.POLLIN)
-    return bool(poll.poll(0))
-
-
 def probe(address: str) -> None:
     """Raises ServerLost if no server listens at an address, ConfigError for an invalid address."""
     transport, _, rest = address.partition("://")
@@ -105,8 +98,7 @@ def probe(address: str) -> None:
                 trial.settimeout(CONNECT_S)
                 trial.connect(rest)
         else:
-            host, _, port = rest.rpartition(":")
-            sockets.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+            sockets.create_connection(host_and_port(address), CONNECT_S).close()
     except OSError as error:
         raise ServerLost(
             f"nobody listens at {address}: {error.strerror or error}; is the address right, and is the server running?"

@@ -1,10 +1,9 @@
 """Large requests and answers on the server's side, in pieces.
 
-The client offers a request. Within the limits, in the order of its session's offers, the server asks for
-the pieces of its body, then of its payload, for the handler's PayloadSink, and executes
-it. An upload is released with its session, when its request is cancelled, or after SILENCE_S; the client
-then offers it again under the same request number.
-"""
+The client offers a request. Within the limits, in the order of its session's offers, the server asks for the pieces
+of its body, then of its payload, for the handler's PayloadSink, and executes it. An upload is released with its
+session, when its request is cancelled, or after SILENCE_S; the client then offers it again under the same request
+number."""
 
 from __future__ import annotations
 
@@ -24,12 +23,9 @@ from .router_sockets import Route
 SILENCE_S = 60.0
 """An upload without a requested piece for this long, or while it waits without an offer, is released; and a
 download without a message."""
-BODY_BYTES = 64 << 20
-"""The largest body, and the limit for all bodies of one session's unfinished uploads together."""
-SESSION_BYTES = 128 << 20
-"""The limit for all unfinished uploads of one session together, but for a single one."""
-SESSION_UPLOADS = 256
-"""The most unfinished uploads of one session."""
+BODY_BYTES = 64 << 20  # the largest body, and the limit for all bodies of one session's unfinished uploads together
+SESSION_BYTES = 128 << 20  # the limit for all unfinished uploads of one session together, but for a single one
+SESSION_UPLOADS = 256  # the most unfinished uploads of one session
 
 
 class PayloadSink(Protocol):
@@ -66,8 +62,8 @@ class Upload:
         self.incoming = Incoming(self.sizes)
 
     def add(self, start: int, data: Any, make_sink: MakeSink) -> bytes | None:
-        """Store a piece. Return the body if the request can be executed: it is complete, or has no sink
-        because of an error. Raises ProtocolError if it is no piece of this upload."""
+        """Store a piece. Return the body if the request can be executed: it is complete, or has no sink because of
+        an error. Raises ProtocolError if it is no piece of this upload."""
         if (incoming := self.incoming) is None:
             return None
         if incoming.add(start, data):
@@ -90,8 +86,8 @@ class Upload:
 
 
 class Uploads:
-    """All unfinished uploads of a server. Not thread-safe. Above ``max_bytes`` in total, or above SESSION_BYTES
-    or BODY_BYTES of bodies in their session, they wait until others are complete."""
+    """All unfinished uploads of a server. Not thread-safe. Above ``max_bytes`` in total, or above SESSION_BYTES or
+    BODY_BYTES of bodies in their session, they wait until others are complete."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -170,9 +166,13 @@ class Uploads:
             self.release(session, before_s=now - SILENCE_S)
 
 
+Post: TypeAlias = Callable[[bytes, "Piece | None", Any], "zmq.MessageTracker | None"]
+"""Sends a message of body, piece and its data. Returns a tracker while the data are not sent."""
+
+
 class Download:
-    """An answer being sent: in pieces, or whole if it is small. It can be released at any time, because
-    a retry makes it again. It sends no piece twice at once, and two windows at most."""
+    """An answer being sent: in pieces, or whole if it is small. It can be released at any time, because a retry
+    makes it again. It sends no piece twice at once, and two windows at most."""
 
     def __init__(self, body: bytes, payload: Sequence[Any]) -> None:
         self._message, self._body = Outgoing(body, payload), body
@@ -190,29 +190,23 @@ class Download:
         """True if all of it has left this process."""
         return self._unsent <= 0 and self._idle()
 
-    def messages(self, starts: tuple[int, ...]) -> Iterator[tuple[int, bytes, Piece | None, Any]]:
-        """Yield start, body, piece and data of messages for the pieces at ``starts``, by default as
-        many as a client asks for at once. Raises ProtocolError if no piece begins there."""
+    def send(self, starts: tuple[int, ...], post: Post) -> None:
+        """Send the pieces at ``starts``, by default as many as a client asks for at once. Raises ProtocolError if no
+        piece begins there."""
         self.active_s = time.monotonic()
         sizes, message = self.sizes, self._message
-        if sizes is None:
-            if self._may_send(0):
-                yield 0, self._body, None, message.read(len(self._body), message.nbytes)
-            return
-        for start in starts or Incoming(sizes).ask(0):
-            end = piece_end(start, sizes)
-            if self._may_send(start):
-                yield start, b"", Piece(start, sizes), message.read(start, end)
-
-    def mark_sent(self, start: int, nbytes: int, tracker: zmq.MessageTracker | None) -> None:
-        """Record a sent piece. ``tracker``: None if nothing refers to its data any more."""
-        self._unsent -= nbytes
-        if tracker is not None:
-            self._in_flight[start] = tracker
+        for start in (0,) if sizes is None else starts or Incoming(sizes).ask(0):
+            if self._idle() or (start not in self._in_flight and len(self._in_flight) < 2 * MOST_ASKED):
+                if sizes is None:
+                    tracker = post(self._body, None, message.read(len(self._body), message.nbytes))
+                    self._unsent = 0
+                else:
+                    data = message.read(start, piece_end(start, sizes))
+                    tracker = post(b"", Piece(start, sizes), data)
+                    self._unsent -= len(data)
+                if tracker is not None:
+                    self._in_flight[start] = tracker
 
     def _idle(self) -> bool:
         self._in_flight = {start: tracker for start, tracker in self._in_flight.items() if not tracker.done}
         return not self._in_flight
-
-    def _may_send(self, start: int) -> bool:
-        return self._idle() or (start not in self._in_flight and len(self._in_flight) < 2 * MOST_ASKED)

@@ -5,7 +5,7 @@ import socket
 import struct
 import tracemalloc
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from asyncflow_sdk.errors import (
     WireError,
 )
 from asyncflow_sdk.testing.transport_harness import Sent, TransportHarness
-from asyncflow_sdk.wire import Client, Server, generate_keys
+from asyncflow_sdk.wire import Client, Handler, Server, generate_keys
 
 pytestmark = pytest.mark.fast
 NBYTES = 9 << 20
@@ -185,7 +185,7 @@ def test_requests_for_what_is_not_there_and_requests_that_are_none() -> None:
 # ---- a publisher that is none
 
 
-class Liar:
+class Liar(Handler):
     """Answers each request for buckets with ``kinds`` and ``frames``."""
 
     def __init__(self, kinds: bytes, frames: list[bytes]) -> None:
@@ -198,28 +198,12 @@ class Liar:
         said = [msgspec.msgpack.encode([kinds]), "", "", [len(frame) for frame in frames]]
         self._said, self._frames = msgspec.msgpack.encode(said), frames
 
-    def sink(self, session: str, body: bytes, nbytes: int) -> NoReturn:
-        raise AssertionError("no request has payload")
-
     def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
         asks = msgspec.msgpack.decode(body)[0] is not None
         plain = msgspec.msgpack.encode([b"", "", "", []])
         self._server.answer(
             ticket, self._said if asks else plain, make=(lambda: (self._said, self._frames)) if asks else None
         )
-
-    def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None: ...
-
-    def make(self, answer: bytes) -> Any:
-        return answer, ()
-
-    def gone(self, session: str, reason: str) -> None: ...
-
-    def idle(self) -> float | None:
-        return None
-
-    def settle(self) -> bool:
-        return True
 
     def close(self) -> None:
         self._server.stop()

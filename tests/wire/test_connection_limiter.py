@@ -15,7 +15,7 @@ from waiting import in_thread, until
 from wire_handlers import client_of, serving
 
 from asyncflow_sdk.wire import connection_limiter, router_sockets, sockets
-from asyncflow_sdk.wire.ipc_listener import IPC_BACKLOG, IpcListener
+from asyncflow_sdk.wire.connection_limiter import IPC_BACKLOG, IpcListener
 
 pytestmark = pytest.mark.fast
 
@@ -119,7 +119,7 @@ def test_a_socket_that_libzmq_never_accepts_from_keeps_nobody_out(
 
 def test_a_crowd_at_one_server_of_a_process_leaves_turns_to_another(tmp_path: Path) -> None:
     # given two servers, of which one always has a local peer waiting
-    servers = [router_sockets.RouterSockets([f"ipc://{tmp_path}/{name}"], None) for name in "ab"]
+    servers = [router_sockets.RouterSockets([f"ipc://{tmp_path}/{name}"], None, False, False, None) for name in "ab"]
     crowd: list[socket.socket] = []
     late = knock_local(tmp_path / "b", [])
 
@@ -187,7 +187,7 @@ def test_a_socket_that_cannot_be_watched_takes_no_place_of_another(tmp_path: Pat
             listener.renew()
         # then the former one takes the next peer
         peer.connect(str(tmp_path / "s"))
-        until(lambda: sockets.has_waiting(listener.socket), "the peer")
+        until(lambda: connection_limiter.has_waiting(listener.socket), "the peer")
         listener.close()
 
 

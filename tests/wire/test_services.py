@@ -2,7 +2,6 @@
 
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from waiting import until
@@ -18,8 +17,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.gone_ones: list[str] = []
-        host: Any = SimpleNamespace(address="127.0.0.1")
-        self.service = Service(host, self, insecure=True, max_call_bytes=8 * MB)
+        self.service = Service("127.0.0.1", self, insecure=True, max_call_bytes=8 * MB)
 
     def request(self, peer: str, ticket: int, body: bytes) -> None:
         self.service.answer(ticket, b"%d" % len(body))

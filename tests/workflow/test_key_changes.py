@@ -210,15 +210,13 @@ def test_strangers_neither_fill_a_service_with_questions_nor_shut_out_members(
         return {member.public} & set(keys)
 
     class Anyone:
-        address = "127.0.0.1"
-
         def request(self, peer: str, ticket: int, body: bytes) -> None:
             served.answer(ticket, body)
 
         def gone(self, peer: str) -> None:
             pass
 
-    served = Service(Anyone(), Anyone(), member=Member(own_key(), known))
+    served = Service("127.0.0.1", Anyone(), member=Member(own_key(), known))
     strangers = [ServiceClient(served.where, own_key()) for _ in range(8)]
     greeting = [in_thread(stranger.greet, 100, "a stranger") for stranger in strangers]
     until(lambda: len(asked) == service.ASK_THREADS, "the first questions")

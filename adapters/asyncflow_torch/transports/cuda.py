@@ -138,7 +138,7 @@ class CudaSender(WeightSender):
         self._sent: int | None = None
         self._free: list[Any] = []
         self._lock = threading.Lock()
-        self._service = Service(host, self, member=host.member)
+        self._service = Service(host.address, self, member=host.member)
 
     @property
     def nbytes(self) -> int:

@@ -73,7 +73,7 @@ class DistSender(WeightSender):
             host.name, host.address, backend, self._manifest, self._staging.chunks, stall_s=stall_s, gather_s=gather_s
         )
         try:
-            self._service = Service(host, self._rounds, member=host.member)
+            self._service = Service(host.address, self._rounds, member=host.member)
         except BaseException:
             self._staging.close()
             raise

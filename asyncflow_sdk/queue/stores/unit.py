@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,12 +48,6 @@ SMALL_BYTES = 1 << 20
 STORE = "hosts"
 _decode = msgspec.msgpack.Decoder(FetchRequest).decode
 _log = logging.getLogger(__name__)
-
-
-class UnitHost(NamedTuple):
-    """The host of a unit. ``address``: its IP address."""
-
-    address: str
 
 
 class StorageUnit(HomeUnit):
@@ -89,7 +82,7 @@ class StorageUnit(HomeUnit):
         self._closed = False
         try:
             self._service = Service(
-                UnitHost(host),
+                host,
                 self,
                 listen=listen,
                 member=member,

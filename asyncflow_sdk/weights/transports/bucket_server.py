@@ -125,7 +125,7 @@ class BucketServer:
         self._versions: dict[int, HeldVersion] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(DELTA_THREADS, "asyncflow-delta")
-        self.service = Service(host, self, listen=listen, member=host.member, insecure=insecure)
+        self.service = Service(host.address, self, listen=listen, member=host.member, insecure=insecure)
         self.where = self.service.where
 
     @property
