@@ -30,15 +30,15 @@ NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|
 """A parameter's note without a noun."""
 MAX_SIZE = {  # lines, files
     "asyncflow_sdk": (670, 5),
-    "asyncflow_sdk/algorithms": (722, 6),
+    "asyncflow_sdk/algorithms": (705, 6),
     "asyncflow_sdk/cli": (5_682, 45),
     "asyncflow_sdk/interfaces": (2_110, 13),
     "asyncflow_sdk/ledger": (8_022, 31),
     "asyncflow_sdk/memory": (1_462, 7),
-    "asyncflow_sdk/plugins": (769, 5),
+    "asyncflow_sdk/plugins": (767, 5),
     "asyncflow_sdk/queue": (6_883, 28),
     "asyncflow_sdk/testing": (9_806, 57),
-    "asyncflow_sdk/types": (2_373, 19),
+    "asyncflow_sdk/types": (2_335, 15),
     "asyncflow_sdk/weights": (4_935, 24),
     "asyncflow_sdk/wire": (3_446, 15),
     "asyncflow_sdk/workflow": (13_684, 75),

@@ -1,5 +1,4 @@
-"""The SDK's algorithms, the terms of their losses, and the lookup of an algorithm by name, class or
-import path."""
+"""The SDK's algorithms, the terms of their losses, and the lookup of an algorithm by name, class or import path."""
 
 from .advantages import Moments, dynamic_sampling, gae, group_advantages, standardise
 from .factory import AlgorithmSpec, algorithm_spec, make_algorithm

@@ -17,8 +17,7 @@ Floats = npt.NDArray[np.float64]
 def group_advantages(
     rewards: npt.ArrayLike, groups: npt.NDArray[np.int64], *, epsilon: float | None = 1e-4
 ) -> npt.NDArray[np.float32]:
-    """Return the advantage of each row, float32 (rows,), from rewards (rows,) and group numbers
-    (rows,) in any order.
+    """Return the advantage of each row, float32 (rows,), from rewards (rows,) and group numbers (rows,) in any order.
 
     A_i = (R_i - mean(R)) / (std(R) + epsilon) over the row's group (arXiv 2402.03300, section
     4.1.2), in float64. ``epsilon`` None: no division. std is the unbiased estimate (n - 1), as
@@ -40,9 +39,8 @@ def group_advantages(
 def gae(rewards: Floats, values: Floats, lengths: npt.NDArray[np.int64], *, discount: float, decay: float) -> Floats:
     """Return generalised advantage estimates of tokens packed row after row: (tokens,).
 
-    A_t = δ_t + γλ A_{t+1}, with δ_t = r_t + γ V_{t+1} - V_t (arXiv 1506.02438, eq. 16); A and V are
-    0 after a row's last token. γ: ``discount``, λ: ``decay``. One vectorised pass over positions,
-    from the last token backwards.
+    A_t = δ_t + γλ A_{t+1}, with δ_t = r_t + γ V_{t+1} - V_t (arXiv 1506.02438, eq. 16); A and V are 0 after a row's
+    last token. γ: ``discount``, λ: ``decay``. One vectorised pass over positions, from the last token backwards.
     """
     ends = np.cumsum(lengths)
     ahead = np.append(values[1:], 0.0)
@@ -100,9 +98,8 @@ def row_sums(values: Floats, column: Ragged) -> Floats:
 
 
 def dynamic_sampling(score: npt.ArrayLike, groups: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.generic]]:
-    """Stage function: copy the score to the reward and filter groups with equal scores. Other
-    prompts replace them, and every step is full of groups with a gradient (arXiv 2503.14476, eq.
-    11).
+    """Stage function: copy the score to the reward and filter groups with equal scores. Other prompts replace them,
+    and every step is full of groups with a gradient (arXiv 2503.14476, eq. 11).
 
         stages=[af.Stage(mine, task="score"), af.Stage(af.dynamic_sampling, gives=["reward"])]
     """

@@ -12,7 +12,7 @@ import msgspec
 from ..errors import ConfigError, PluginError
 from ..interfaces import Algorithm
 from ..plugins import import_path, registry
-from ..types.validation import suggestion
+from ..types.validation import place_of
 
 
 class AlgorithmSpec(msgspec.Struct, frozen=True):
@@ -28,9 +28,8 @@ class AlgorithmSpec(msgspec.Struct, frozen=True):
 
 
 def algorithm_spec(given: Any) -> AlgorithmSpec:
-    """Make a spec from a name, "module:Class", a class, one of these with options, as ("mine",
-    {"beta": 0.1}), or an Algorithm dataclass; None: GRPO. Raises ConfigError if a worker could not
-    instantiate it."""
+    """Make a spec from a name, "module:Class", a class, one of these with options, as ("mine", {"beta": 0.1}), or an
+    Algorithm dataclass; None: GRPO. Raises ConfigError if a worker could not instantiate it."""
     if given is None:
         return AlgorithmSpec()
     of, options = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, {})
@@ -69,7 +68,7 @@ def make_algorithm(spec: AlgorithmSpec) -> Algorithm:
     except TypeError as error:
         known = list(inspect.signature(factory).parameters)
         odd = next((name for name in spec.options if name not in known), "")
-        why = f"has no option {odd!r}; {suggestion(odd, known)}" if odd else f"cannot be made: {error}"
+        why = f"has no option {odd!r}; {place_of(factory, odd, known)}" if odd else f"cannot be made: {error}"
         raise ConfigError(f"algorithm {spec.label!r} {why}") from None
     if not isinstance(made, Algorithm):
         raise PluginError(f"algorithm {spec.name!r} is a {type(made).__name__}, not an asyncflow_sdk.Algorithm")

@@ -19,9 +19,8 @@ ESTIMATORS: dict[str, Callable[[Any, Any], Any]] = {
     "k2": lambda d, exp: d * d / 2,
     "k3": lambda d, exp: exp(d) - 1 - d,
 }
-"""Estimators of KL(π ‖ ref) from one token sampled from π; d = log ref - log π (Schulman,
-"Approximating KL divergence"; k3: arXiv 2402.03300, eq. 4). The second argument is the exponential
-function for d's array type."""
+"""Estimators of KL(π ‖ ref) from one token sampled from π; d = log ref - log π (Schulman, "Approximating KL
+divergence"; k3: arXiv 2402.03300, eq. 4). The second argument is the exponential function for d's array type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +28,10 @@ class KL(UserConfig):
     """A penalty of ``coef`` times the estimated KL to a reference. ``column``: the reference's
     log-probs, from a stage ``af.Stage(af.Logprobs("torch", model=path), gives=["ref_logprobs"])``.
 
-    ``where``: "loss": add it to the loss, with its gradient; "reward": subtract it from the reward,
-    of each token with a critic, of each row without (arXiv 2203.02155, eq. 2). ``estimator``: k1,
-    k2 or k3. In the reward, k1 is usual and unbiased. In the loss, k2 has the gradient of the KL
-    itself for on-policy tokens, k3 has another gradient and is never negative, and k1 has gradient
-    0 in expectation.
+    ``where``: "loss": add it to the loss, with its gradient; "reward": subtract it from the reward, of each token
+    with a critic, of each row without (arXiv 2203.02155, eq. 2). ``estimator``: k1, k2 or k3. In the reward, k1 is
+    usual and unbiased. In the loss, k2 has the gradient of the KL itself for on-policy tokens, k3 has another
+    gradient and is never negative, and k1 has gradient 0 in expectation.
     """
 
     coef: float = 0.001
@@ -59,10 +57,9 @@ class KL(UserConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicy(UserConfig):
-    """Decoupled policy ratios: the clipped ratio is relative to the proximal policy, the weights at
-    the start of the step. Each token is weighted by w_t = π_proximal / π_behaviour, without
-    gradient; π_behaviour generated the token (arXiv 2110.00641, section 3; arXiv 2505.24298, eq.
-    5).
+    """Decoupled policy ratios: the clipped ratio is relative to the proximal policy, the weights at the start of the
+    step. Each token is weighted by w_t = π_proximal / π_behaviour, without gradient; π_behaviour generated the token
+    (arXiv 2110.00641, section 3; arXiv 2505.24298, eq. 5).
 
     ``weight``: "plain": w_t, decoupled PPO. "truncate": min(w_t, ``high``), truncated importance
     sampling (arXiv 1802.01561, eq. 1; between engines: arXiv 2505.24034). "mask": w_t from ``low``
@@ -87,9 +84,8 @@ class OffPolicy(UserConfig):
         return "proximal_logprobs" if self.proximal == "computed" else "staleness"
 
     def proximal_logprobs(self, tokens: PackedTokens) -> Any:
-        """Return log-probs under the proximal policy, without gradient. Interpolated: log
-        π_behaviour + d / (d + 1) · (log π - log π_behaviour) for a token generated d versions
-        before the step's first version."""
+        """Return log-probs under the proximal policy, without gradient. Interpolated: log π_behaviour + d / (d + 1) ·
+        (log π - log π_behaviour) for a token generated d versions before the step's first version."""
         given = computed(tokens.columns.get(self.asks), self.asks)
         if self.proximal == "computed":
             return given
@@ -135,10 +131,9 @@ class Critic(UserConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Overlong(UserConfig):
-    """Soft punishment of long responses (arXiv 2503.14476, eq. 13): adds 0 to the reward up to
-    ``max_tokens`` - ``buffer`` tokens, -1 beyond ``max_tokens``, linear between; nothing without both.
-    ``mask_truncated``: leave responses that end for ``length`` out of the loss, after the advantages of
-    their groups."""
+    """Soft punishment of long responses (arXiv 2503.14476, eq. 13): adds 0 to the reward up to ``max_tokens`` -
+    ``buffer`` tokens, -1 beyond ``max_tokens``, linear between; nothing without both. ``mask_truncated``: leave
+    responses that end for ``length`` out of the loss, after the advantages of their groups."""
 
     max_tokens: int = 0
     buffer: int = 0

@@ -32,12 +32,11 @@ class PolicyGradient(UserConfig, Algorithm):
     """The loss is -mean(w · surrogate(ratio, A)) + kl.coef · mean(KL) - entropy · mean(H) +
     critic.coef · mean(value loss).
 
-    ``ratio``: of each "token", or of the whole response, "sequence" (arXiv 2507.18071, eq. 7).
-    ``surrogate``: "clip", min(r A, clip(r) A) (arXiv 1707.06347, eq. 7), or "truncate", the clipped
-    ratio as a weight of log π (arXiv 2506.13585, eq. 4). Both clip to [1 - ``clip_low``, 1 +
-    ``clip_high``]. ``dual_clip``: upper bound of the ratio of tokens with A < 0. ``mean``: over the
-    step's "tokens", over "rows" of their token means, or "length": the sum over all tokens divided
-    by rows times ``length``.
+    ``ratio``: of each "token", or of the whole response, "sequence" (arXiv 2507.18071, eq. 7). ``surrogate``: "clip",
+    min(r A, clip(r) A) (arXiv 1707.06347, eq. 7), or "truncate", the clipped ratio as a weight of log π (arXiv
+    2506.13585, eq. 4). Both clip to [1 - ``clip_low``, 1 + ``clip_high``]. ``dual_clip``: upper bound of the ratio of
+    tokens with A < 0. ``mean``: over the step's "tokens", over "rows" of their token means, or "length": the sum over
+    all tokens divided by rows times ``length``.
 
     Advantage of a row: (reward - mean of its group) / (standard deviation of its group + ``epsilon``), without the
     division if ``normalize_std=False``. With a ``critic``, a token's advantage is its GAE, normalised over the step's
@@ -155,10 +154,9 @@ class PolicyGradient(UserConfig, Algorithm):
     # ---- the loss
 
     def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
-        """Return the loss (see the class) and metrics, means over tokens: ``clip_fraction``, share
-        of tokens cut by the clip; ``logprob_drift``, |logprobs - behaviour|; and, if configured,
-        ``kl``, ``off_policy_weight``, ``off_policy_cut`` (share of tokens with a changed weight),
-        ``value_loss``."""
+        """Return the loss (see the class) and metrics, means over tokens: ``clip_fraction``, share of tokens cut by
+        the clip; ``logprob_drift``, |logprobs - behaviour|; and, if configured, ``kl``, ``off_policy_weight``,
+        ``off_policy_cut`` (share of tokens with a changed weight), ``value_loss``."""
         older, mean = tokens.behaviour, self._mean
         if self.off_policy is not None:
             older = self.off_policy.proximal_logprobs(tokens)
@@ -213,9 +211,8 @@ def _spread(values: npt.NDArray[np.float64], where: npt.NDArray[np.bool_]) -> np
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(PolicyGradient):
-    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3) with the clip-higher range and
-    the token-mean loss of DAPO (arXiv 2503.14476, eq. 8). As in the GRPO paper: ``mean="rows",
-    clip_high=0.2, kl=af.KL(coef=0.04)``."""
+    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3) with the clip-higher range and the token-mean loss
+    of DAPO (arXiv 2503.14476, eq. 8). As in the GRPO paper: ``mean="rows", clip_high=0.2, kl=af.KL(coef=0.04)``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,4 @@
-"""The terms of losses: ratios, surrogates and means. They call methods of tensors and import no
-framework.
+"""The terms of losses: ratios, surrogates and means. They call methods of tensors and import no framework.
 
     ratio = token_ratio(tokens.logprobs - tokens.behaviour, tokens)
     gain, cut = clip(ratio, tokens.advantages, low=0.2, high=0.28)
@@ -41,8 +40,7 @@ def token_ratio(difference: Any, tokens: PackedTokens) -> Any:
 
 
 def sequence_ratio(difference: Any, tokens: PackedTokens) -> Any:
-    """Return s_i = exp(mean of the row's differences), the same for each token of a row (arXiv
-    2507.18071, eq. 7)."""
+    """Return s_i = exp(mean of the row's differences), the same for each token of a row (arXiv 2507.18071, eq. 7)."""
     zeros = difference.new_zeros(tokens.row_count)
     mean = zeros.index_add(0, tokens.rows, difference) / row_tokens(difference, tokens)
     return clamp_log_ratio(mean).exp()[tokens.rows]
@@ -52,9 +50,8 @@ def sequence_ratio(difference: Any, tokens: PackedTokens) -> Any:
 
 
 def clip(ratio: Any, advantages: Any, *, low: float, high: float, dual: float | None = None) -> tuple[Any, Any]:
-    """Return min(r A, clip(r, 1 - low, 1 + high) A) (arXiv 1707.06347, eq. 7; two ranges: arXiv
-    2503.14476, eq. 8), at least ``dual`` A for A < 0 (arXiv 1912.09729, eq. 5). Cut: tokens without
-    gradient because of the clip."""
+    """Return min(r A, clip(r, 1 - low, 1 + high) A) (arXiv 1707.06347, eq. 7; two ranges: arXiv 2503.14476, eq. 8),
+    at least ``dual`` A for A < 0 (arXiv 1912.09729, eq. 5). Cut: tokens without gradient because of the clip."""
     free = ratio * advantages
     clipped = ratio.clamp(1 - low, 1 + high) * advantages
     gain, cut = free.minimum(clipped), clipped < free
@@ -82,8 +79,7 @@ def token_mean(values: Any, tokens: PackedTokens) -> Any:
 
 
 def row_mean(values: Any, tokens: PackedTokens) -> Any:
-    """Return the mean with equal weight for every row, and within a row for every token (arXiv
-    2402.03300, eq. 3)."""
+    """Return the mean with equal weight for every row, and within a row for every token (arXiv 2402.03300, eq. 3)."""
     return (values / row_tokens(values, tokens)[tokens.rows]).sum() / max(tokens.total_rows, 1)
 
 

@@ -34,8 +34,7 @@ from .spec import GROUP, AdapterSpec, HookSpecs, Kind, other_sdk, unmet
 
 _log = logging.getLogger("asyncflow_sdk.plugins")
 _BY_PATH = ("rollout", "train", "algorithm", "tracker")
-"""Kinds found by "module:attribute" too. Names of other kinds come from clients, which must not
-trigger imports."""
+"""Kinds found by "module:attribute" too. Names of other kinds come from clients, which must not trigger imports."""
 ONLY, WITHOUT = "ASYNCFLOW_PLUGINS", "ASYNCFLOW_NO_PLUGINS"
 CORE = "core"
 """The SDK's own plugin. It cannot be blocked."""
@@ -93,8 +92,7 @@ class Adapter:
         return self.spec.install or f"pip install {wanted}"
 
     def load(self) -> Callable[..., Any]:
-        """Import and return the factory. Raises PluginError, with the pip command if its engine is
-        not installed."""
+        """Import and return the factory. Raises PluginError, with the pip command if its engine is not installed."""
         kind = f"{self.spec.kind} engine" if self.spec.kind in ("rollout", "train") else self.spec.kind
         what = f"{kind} {self.spec.name!r} (from {self.source})"
         if self.missing:

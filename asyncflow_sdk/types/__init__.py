@@ -1,22 +1,21 @@
 """Plain values: columns, batches, version spans, manifests, events and configuration."""
 
-from .ages import AgeSums, TokenAges, token_ages
 from .batch import Batch, loss_mask
 from .columns import Column, ColumnSpec, Values, check_column_name, digest_of, pack, unpack
-from .config import Chat, Checkpoint, Sampling, Staleness, Store, Weights
+from .config import Chat, Checkpoint, Probe, Sampling, Staleness, Store, Weights
 from .dtypes import carrier, dtype_name, from_torch, to_torch
 from .events import Event
-from .lengths import LengthHistogram
-from .manifest import Chunk, Manifest, TensorInfo
-from .probe import Probe
+from .manifest import Chunk, Manifest, Shard, TensorInfo
 from .ragged import Ragged
-from .reports import Audit
-from .shard import Shard
+from .reports import Audit, LengthHistogram
 from .spans import (
     LOSS_MASK,
     VERSION_SPANS,
+    AgeSums,
+    TokenAges,
     VersionSpan,
     one_version,
+    token_ages,
     token_staleness,
     token_steps,
     token_versions,

@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import SchemaError
-from .ages import TokenAges, token_ages
-from .columns import Column, ColumnSpec, Values, pack, unpack
+from .columns import Column, ColumnSpec, Kind, Values, pack, unpack
 from .dtypes import to_torch
 from .ragged import Array, Ragged
-from .spans import LOSS_MASK, VERSION_SPANS
+from .spans import LOSS_MASK, VERSION_SPANS, TokenAges, token_ages
 
 
 class Batch(Mapping[str, Values]):
@@ -69,23 +68,23 @@ class Batch(Mapping[str, Values]):
 
     def array(self, name: str) -> Array:
         """Return a fixed column: (n, *shape). Raises SchemaError for another kind."""
-        value = self[name]
-        if not isinstance(value, np.ndarray):
-            raise SchemaError(f"column {name!r} is {self.spec(name)}, not fixed")
-        return value
+        fixed: Array = self._checked(name, "fixed")
+        return fixed
 
     def ragged(self, name: str) -> Ragged:
         """Return a ragged column. Raises SchemaError for another kind."""
-        value = self[name]
-        if not isinstance(value, Ragged):
-            raise SchemaError(f"column {name!r} is {self.spec(name)}, not ragged")
-        return value
+        ragged: Ragged = self._checked(name, "ragged")
+        return ragged
 
     def texts(self, name: str) -> list[str]:
         """Return a text column. Raises SchemaError for another kind."""
-        if self.spec(name).kind != "text":
-            raise SchemaError(f"column {name!r} is {self.spec(name)}, not text")
-        return self[name]  # type: ignore[return-value]
+        texts: list[str] = self._checked(name, "text")
+        return texts
+
+    def _checked(self, name: str, kind: Kind) -> Any:
+        if self.spec(name).kind != kind:
+            raise SchemaError(f"column {name!r} is {self.spec(name)}, not {kind}")
+        return self[name]
 
     def padded(self, name: str, fill: Any = 0, *, length: int | None = None, side: str = "right") -> Array:
         """Return a ragged column as a copy of shape (n, ``length`` or the longest row, ...)."""
@@ -94,8 +93,8 @@ class Batch(Mapping[str, Values]):
     def torch(self, name: str) -> Any:
         """Return a fixed column as a tensor (n, *shape), a ragged one as (values, cu_seqlens).
 
-        cu_seqlens is int32 (n + 1,). Rows in one segment are not copied. Writing into the tensor
-        changes neither the stored value nor any numpy view. Raises SchemaError for text and bytes.
+        cu_seqlens is int32 (n + 1,). Rows in one segment are not copied. Writing into the tensor changes neither the
+        stored value nor any numpy view. Raises SchemaError for text and bytes.
         """
         column = self._column(name)
         if column.spec.kind not in ("fixed", "ragged"):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import xxhash
@@ -42,6 +44,29 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     def nbytes(self) -> int:
         """Size of the elements."""
         return math.prod(self.shape) * carrier(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A piece of a tensor; ``named_weights`` may yield it instead of a tensor. ``tensor``: the
+    piece, starting at index ``start`` of a tensor of shape ``whole``. The pieces of all ranks must
+    cover the tensor without gap or overlap; otherwise receivers refuse the version."""
+
+    tensor: Any
+    start: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    def problem(self) -> str:
+        """Return why the piece does not fit the whole tensor; "" if it fits."""
+        shape = tuple(self.tensor.shape)
+        if not len(shape) == len(self.start) == len(self.whole):
+            return f"a piece of shape {shape} at {tuple(self.start)} of a tensor of shape {tuple(self.whole)}"
+        for begin, size, whole in zip(self.start, shape, self.whole, strict=True):
+            if begin < 0 or begin + size > whole:
+                return (
+                    f"a piece of shape {shape} at {tuple(self.start)} does not lie in a tensor of {tuple(self.whole)}"
+                )
+        return ""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):

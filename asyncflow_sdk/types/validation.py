@@ -61,29 +61,22 @@ _PLACES = {name: place for names, place in _OTHER_NAMES.items() for name in name
 _LORA = re.compile("lora|peft|use_peft|enable_lora")
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the name meant, or all known ones."""
-    known = list(known)
-    return hint(name, known) or f"it takes: {', '.join(known) or 'none'}"
-
-
-def hint(name: str, known: Iterable[str]) -> str:
+def hint(name: str, known: Collection[str]) -> str:
     """Return the name meant by an unknown name, in words, or "". Longer names precede: stop_ids for stop."""
     if _LORA.match(name):
         return "LoRA is not supported yet: all weights are trained"
     if name in _PLACES:
         return f"did you mean {_PLACES[name]}?"
-    known = list(known)
     longer = [each for each in known if each.startswith(f"{name}_")]
     near = next(iter(longer or difflib.get_close_matches(name, known, 1)), "")
     return near and f"did you mean {near!r}?"
 
 
-def place_of(made: Any, name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown argument: its entry in the mapping ``elsewhere`` of the class
-    ``made``, if there is one, else a ``suggestion``."""
+def place_of(made: Any, name: str, known: Collection[str]) -> str:
+    """Return a hint for an unknown argument of ``made``: its entry in the class's mapping ``elsewhere``, if there is one,
+    else the name meant, or all known ones."""
     elsewhere: Mapping[str, str] = getattr(made, "elsewhere", {})
-    return elsewhere.get(name) or suggestion(name, known)
+    return elsewhere.get(name) or hint(name, known) or f"it takes: {', '.join(known) or 'none'}"
 
 
 def check_keywords(made: type, given: Iterable[str]) -> None:

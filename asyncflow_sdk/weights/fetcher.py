@@ -18,7 +18,7 @@ from ..ledger import commands as cmd
 from ..queue import Connection
 from ..types import Manifest, Probe
 from ..types import events as ev
-from ..types.probe import validate_probe
+from ..types.config import validate_probe
 from .choices import make_transport
 from .host import host_of
 from .update import Update

@@ -45,10 +45,10 @@ from ..queue.connection import BlockingPort
 from ..queue.coroutines import run_blocking
 from ..types import Chunk, Manifest, Probe
 from ..types import events as ev
+from ..types.config import validate_probe
 from ..types.defaults import FETCH_S
 from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES
-from ..types.probe import validate_probe
 from .choices import AUTO, choose_transport, make_transport
 from .chunk_copier import BucketDigests, has_spare_core
 from .host import host_of

@@ -9,8 +9,7 @@ from ledger_queue import TOKENS, Queue, ids, produce, running
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger import unpack_ids
 from asyncflow_sdk.types import events as ev
-from asyncflow_sdk.types.lengths import length_bins
-from asyncflow_sdk.types.reports import StatusReport, StepAges
+from asyncflow_sdk.types.reports import StatusReport, StepAges, length_bins
 
 pytestmark = pytest.mark.fast
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from asyncflow_sdk.types import LengthHistogram, Ragged, token_ages, token_staleness
-from asyncflow_sdk.types.lengths import bin_start, length_bins
+from asyncflow_sdk.types.reports import bin_start, length_bins
 
 pytestmark = pytest.mark.fast
 

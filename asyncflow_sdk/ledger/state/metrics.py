@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 
 from ...types import events as ev
-from ...types.lengths import length_bins
-from ...types.reports import StepAges
+from ...types.reports import StepAges, length_bins
 from ...types.spans import steps_of
 from ..commands import Ids, pack_ids
 from .context import Context

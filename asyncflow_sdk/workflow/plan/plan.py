@@ -18,7 +18,7 @@ from ...errors import ConfigError, PluginError
 from ...interfaces import OnFailure
 from ...plugins import registry
 from ...types import Batch, Checkpoint, Probe, Staleness, Store, Weights
-from ...types.probe import validate_probe
+from ...types.config import validate_probe
 from ...weights import AUTO, Choice, choose_encoding, choose_swap, choose_transport
 from ...wire import is_loopback
 from ..data import LongPrompts, PromptStream, Selection
