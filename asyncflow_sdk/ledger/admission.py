@@ -41,20 +41,28 @@ class LeaseAdmission:
 
     def check(self, task: Task, command: cmd.LeaseRows) -> None:
         """Raise SchemaError for a request that can never be granted."""
+        spec, capacity = task.spec, self._state.limits.capacity_rows
         if command.count < 1:
             raise SchemaError(f"a lease needs a count of 1 or more, not {command.count}")
-        if command.partition is not None and not task.spec.takes(command.partition):
-            takes = ", ".join(map(repr, task.spec.partitions))
+        if command.partition is not None and not spec.takes(command.partition):
+            takes = ", ".join(map(repr, spec.partitions))
+            raise SchemaError(f"task {spec.name!r} takes no rows of partition {command.partition!r}, only of {takes}")
+        most = command.count if spec.batch_rows is None else spec.batch_rows
+        if not 0 <= command.at_least <= most:
+            raise SchemaError(f"at_least is a number of rows up to {most}, not {command.at_least}")
+        if command.at_least > capacity:
             raise SchemaError(
-                f"task {command.task!r} takes no rows of partition {command.partition!r}, only of {takes}"
+                f"at_least={command.at_least} rows are never ready together: the queue holds"
+                f" {capacity} (capacity_rows)"
             )
-        self._check_at_least(task, command)
+        if command.at_least and spec.admits:
+            raise SchemaError(
+                f"task {spec.name!r} grants whole groups within the staleness rule; it takes no at_least"
+            )
         for column in command.columns or ():
-            if column not in task.spec.needs:
-                needs = ", ".join(map(repr, task.spec.needs))
-                raise SchemaError(
-                    f"task {task.spec.name!r} is not declared to need column {column!r}; it needs: {needs}"
-                )
+            if column not in spec.needs:
+                needs = ", ".join(map(repr, spec.needs))
+                raise SchemaError(f"task {spec.name!r} is not declared to need column {column!r}; it needs: {needs}")
 
     def check_open(self, session: Session, task: Task, command: cmd.LeaseRows) -> None:
         """Raise Ended if no further row can come, PluginError if the policy has failed."""
@@ -63,8 +71,67 @@ class LeaseAdmission:
         if task.exhausted(command.partition):
             where = "" if command.partition is None else f" of partition {command.partition!r}"
             raise Ended(f"task {command.task!r} has no more rows{where} to grant")
-        if task.spec.grouped:
+        if task.grouped:
             self._staleness.check()
+
+    def find(
+        self, task: Task, command: cmd.LeaseRows, at_least: int, session: Session | None = None
+    ) -> tuple[Ids, int] | None:
+        """Remove rows for a lease from their queue. Return them and their step; None if too few.
+        ``session``: gets rows of pinned partitions only with their version. ``at_least``: rows, one for each rank."""
+        if task.makes_steps:
+            if not self._state.steps.closed:
+                return None
+            step, ids = self._state.steps.closed.popleft()
+            return ids, step
+        pins = self._state.partitions.pins
+        for partition in task.next_partitions(command.partition):
+            if session is not None and pins and not self._pins.allows(session, partition):
+                continue
+            counts, least = task.by_partition[partition], max(at_least, command.at_least, 1)
+            if (fit := counts[READY]) < least and (not fit or counts[WAITING] or self._more_come(partition)):
+                continue
+            dealt = at_least > command.at_least and not (task.sampling.chooses or task.whole_groups)
+            exact = (least if dealt else command.at_least) if fit >= least else 1
+            ids = self._samplers.take(task, task.queues[partition], command.count, exact)
+            if ids.size:
+                task.turn_from(partition)
+                return ids, NONE
+        return None
+
+    def _more_come(self, partition: int) -> bool:
+        """True if rows may come in a partition without a loss."""
+        fed = partition or not self._state.parked.feeder_is_done
+        return bool(fed) and not self._state.partitions.closed(partition)
+
+    def grant(self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None, shards: ShardedLease | None = None) -> cmd.Leased:  # fmt: skip
+        """Lease rows to a session, or to the sessions of ``shards``. ``version``: loaded by the replica."""
+        versions = self._state.versions
+        if step != NONE:
+            self._assembly.lease(step)
+        if version is not None:
+            if session.claimed:
+                session.load(session.loaded)
+                versions.name_zero(own=True)
+        else:
+            version = NONE if step == NONE else self._assembly.version_of(step)
+        grant = self._state.leases.add(session, task, ids, step, version, len(versions.lineage.changes), shards)
+        return self._leased(task, grant, ids)
+
+    def _leased(self, task: Task, grant: Grant, ids: Ids) -> cmd.Leased:
+        """Return the reply for newly leased rows."""
+        rows, lineage, in_step = self._state.rows, self._state.versions.lineage, grant.step != NONE
+        at = ids - rows.base
+        if in_step:
+            self._state.metrics.note_ages(rows.at(grant.ids), grant.step, lineage)
+        return cmd.Leased(
+            token=grant.token, task=grant.task, ids=pack_ids(ids), groups=pack_ids(rows.first[at]), step=grant.step,
+            version=grant.newest, lease_s=task.spec.lease_s, partition=self._state.partitions.name_of(ids),
+            version_step_offsets=lineage.offsets if in_step else (),
+            completed_at=pack_ids(rows.current[at]) if in_step else b"",
+        )  # fmt: skip
+
+    # ---- prompts
 
     def lease_prompts(
         self, session: Session, task: Task, command: cmd.LeaseRows, *, swapping: bool
@@ -77,87 +144,27 @@ class LeaseAdmission:
             held = sum(grant.left for grant in session.leases.values() if grant.task == command.task)
             count = max(count, command.most - held)
         reply = self._lease_admitted(session, task, command.partition, count)
-        self._note_starved(session, isinstance(reply, cmd.LoadFirst))
-        return None if command.most and isinstance(reply, cmd.LoadFirst) else reply
-
-    def find(
-        self, task: Task, command: cmd.LeaseRows, at_least: int, session: Session | None = None
-    ) -> tuple[Ids, int] | None:
-        """Remove rows for a lease from their queue. Return them and their step; None if too few.
-        ``session``: gets rows of pinned partitions only with their version. ``at_least``: rows, one for each rank."""
-        if task.spec.batch_rows is not None:
-            if not self._state.steps.closed:
-                return None
-            step, ids = self._state.steps.closed.popleft()
-            return ids, step
-        for partition in task.next_partitions(command.partition):
-            if session is not None and not self._pins.allows(session, partition):
-                continue
-            counts, least = task.by_partition[partition], max(at_least, command.at_least, 1)
-            fit = counts[READY]
-            if fit < least and (not fit or counts[WAITING] or not self._no_more_come(partition)):
-                continue
-            dealt = at_least > command.at_least and not (task.sampling.chooses or task.whole_groups)
-            exact = (least if dealt else command.at_least) if fit >= least else 1
-            ids = self._samplers.take(task, task.queues[partition], command.count, exact)
-            if len(ids):
-                task.turn_from(partition)
-                return ids, NONE
-        return None
-
-    def _no_more_come(self, partition: int) -> bool:
-        """True if no rows come in a partition, or only after a loss."""
-        return self._state.partitions.closed(partition) or (not partition and self._state.parked.feeder_is_done)
-
-    def grant(self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None, shards: ShardedLease | None = None) -> cmd.Leased:  # fmt: skip
-        """Lease rows to a session, or to the sessions of ``shards``. ``version``: loaded by the replica."""
-        name, rows = task.spec.name, self._state.rows
-        at = rows.at(ids)
-        if step != NONE:
-            self._assembly.lease(step)
-        if version is not None:
-            if session.claimed:
-                session.load(session.loaded)
-                self._state.versions.name_zero(own=True)
-        else:
-            version = NONE if step == NONE else self._assembly.version_of(step)
-        lineage = self._state.versions.lineage
-        token = self._state.leases.add(session, task, ids, step, version, len(lineage.changes), shards).token
-        return cmd.Leased(
-            token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
-            step=step, version=version, lease_s=task.spec.lease_s, partition=self._state.partitions.name_of(ids[:1]),
-            version_step_offsets=() if step == NONE else lineage.offsets,
-            completed_at=b"" if step == NONE else self._state.metrics.note_ages(at, step, lineage),
-        )  # fmt: skip
-
-    def _check_at_least(self, task: Task, command: cmd.LeaseRows) -> None:
-        most = command.count if task.spec.batch_rows is None else task.spec.batch_rows
-        if not 0 <= command.at_least <= most:
-            raise SchemaError(f"at_least is a number of rows up to {most}, not {command.at_least}")
-        if command.at_least > self._state.limits.capacity_rows:
-            raise SchemaError(
-                f"at_least={command.at_least} rows are never ready together: the queue holds"
-                f" {self._state.limits.capacity_rows} (capacity_rows)"
-            )
-        if command.at_least and task.spec.admits:
-            raise SchemaError(
-                f"task {task.spec.name!r} grants whole groups within the staleness rule; it takes no at_least"
-            )
+        starved = isinstance(reply, cmd.LoadFirst)  # it has to load before it gets prompts, so it may load at once
+        if session.replica is not None and session.replica.starved != starved:
+            session.replica.starve(starved)
+            if starved:
+                self._state.context.wake("swap")
+        return None if command.most and starved else reply
 
     def _lease_admitted(self, session: Session, task: Task, named: str | None, count: int) -> cmd.Reply | None:
         """Lease whole groups: of trained partitions within the staleness rule, else in order."""
-        versions, loaded = self._state.versions, session.loaded
+        versions, loaded, pins = self._state.versions, session.loaded, self._state.partitions.pins
         if not self._state.steps.declared:
             return None
         if loaded is None:
             return cmd.LoadFirst(version=versions.current) if versions.current != NONE else None
         reply: cmd.Reply | None = None
         for partition in task.next_partitions(named):
-            if partition in self._state.partitions.pins:
+            if partition in pins:
                 reply = reply or self._lease_apart(session, task, loaded, partition, count)
         if reply is not None:
             return reply
-        if self._is_behind(loaded):
+        if loaded < versions.committed or versions.lineage.given_up(loaded):  # no rows, whatever the policy
             if loaded == versions.current:
                 return None  # lost with its trainer; the next one is not published yet
             return cmd.LoadFirst(version=versions.committed if loaded < versions.committed else versions.current)
@@ -176,24 +183,10 @@ class LeaseAdmission:
         if not self._pins.allows(session, partition):
             return None
         ids = self._samplers.take(task, task.queue(partition), count)
-        if not len(ids):
+        if not ids.size:
             return None
         self._state.versions.admit(ids, loaded)
         return self.grant(session, task, ids, version=loaded)
-
-    def _note_starved(self, session: Session, starved: bool) -> None:
-        """Note if a replica has to load before it gets prompts. Then it may load at once."""
-        if session.replica is None or session.replica.starved == starved:
-            return
-        session.replica.starve(starved)
-        if starved:
-            self._state.context.wake("swap")
-
-    def _is_behind(self, loaded: int) -> bool:
-        """True if a replica gets no rows with its loaded version, whatever the policy: the version
-        was given up, or a newer one is committed."""
-        versions = self._state.versions
-        return loaded < versions.committed or versions.lineage.given_up(loaded)
 
     def _lease_in_window(
         self, session: Session, task: Task, loaded: int, partition: int, count: int
@@ -203,7 +196,7 @@ class LeaseAdmission:
         for _ in range(len(redo)):  # rows lost by another replica keep their deadline
             ids = redo[0][ready.is_ready(redo[0])]
             ids = ids[rows.deadline[rows.at(ids)] != NONE]  # a group returned whole was withdrawn
-            if not len(ids):
+            if not ids.size:
                 redo.popleft()
                 continue
             begun = np.unique(rows.version[rows.at(ids)]).tolist()
@@ -218,13 +211,13 @@ class LeaseAdmission:
             return None
         deadline = versions.lineage.step(loaded) + limit
         ids = self._samplers.take(task, ready, count, room=self._staleness.admittable(deadline))
-        if len(ids):
+        if ids.size:
             versions.admit(ids, loaded, deadline)
-            self._state.steps.window.admit(len(ids), deadline)
+            self._state.steps.window.admit(ids.size, deadline)
             return self.grant(session, task, ids, version=loaded)
         group = ready.peek_group()
         deadline = versions.lineage.step(versions.current) + limit
-        if len(group) and versions.current > loaded and self._staleness.admittable(deadline) >= len(group):
+        if group.size and versions.current > loaded and self._staleness.admittable(deadline) >= group.size:
             return cmd.LoadFirst(version=versions.current)
         return None
 
@@ -238,7 +231,7 @@ class LeaseAdmission:
                 raise SchemaError(f"lease {command.token} is named in a request for another lease")
             return None
         name = task.spec.name
-        if task.spec.batch_rows is None:
+        if not task.makes_steps:
             raise SchemaError(f"task {name!r} has no steps to lease in parts; declare it with batch_rows")
         if task.spec.gives:
             raise SchemaError(f"task {name!r} gives columns, and a step in parts is acknowledged without columns")
@@ -247,7 +240,14 @@ class LeaseAdmission:
         grant = self._state.leases.held(session, command.token, command.rank)
         if grant.parts == NONE or grant.task != name:
             raise SchemaError(f"lease {grant.token} is not of a step of task {name!r} in parts")
-        self._check_ranks(grant, command)
+        size, shards = command.world_size, grant.shards
+        held = ("", 1, 1) if shards is None else (shards.group, shards.size, len(shards.bounds) - 1)
+        asked = (command.group if size > 1 else "", size, command.shards or size)
+        if asked != held:
+            raise SchemaError(
+                f"lease {grant.token} is of group {held[0]!r} with {held[1]} ranks and {held[2]} shards, and not of"
+                f" {asked[0]!r} with {asked[1]} and {asked[2]}"
+            )
         if self._state.steps.delivered_whole(grant):
             raise SchemaError(f"step {grant.step} is delivered whole under lease {grant.token}; acknowledge it")
         self._staleness.check()
@@ -256,8 +256,8 @@ class LeaseAdmission:
     def find_part(self, command: cmd.LeaseRows, grant: Grant | None, shards: int) -> tuple[int, DealtPart] | None:
         """Return the step and the next part of a lease, or of a new one; None if too few rows are
         selected. ``shards``: number of shards to deal a part to, unless it is dealt to as many."""
-        steps = self._state.steps
-        step = self._first() if grant is None else grant.step
+        steps, rows = self._state.steps, self._state.rows
+        step = steps.next_to_lease() if grant is None else grant.step
         if step is None:
             return None
         number, known = (0 if grant is None else grant.parts), steps.parts.get(step, [])
@@ -268,9 +268,13 @@ class LeaseAdmission:
             filled = steps.window.batch_rows - steps.window.free
             if filled - (0 if grant is None else grant.left) < max(command.at_least, 1):
                 return None
-        ids = self._rows(step)
-        selected = steps.task.state[self._state.rows.at(ids)] == SELECTED
-        return step, self._deal(ids[selected], shards, number)
+        ids = steps.rows_of(step)
+        return step, self._deal(ids[steps.task.state[rows.at(ids)] == SELECTED], shards, number)
+
+    def _deal(self, ids: Ids, shards: int, number: int) -> DealtPart:
+        if shards == 1:
+            return DealtPart(ids, [0, ids.size])
+        return deal(self._state.rows, self._state.steps.task, ids, shards, whole_groups=True, first=number)
 
     def deliver_part(
         self,
@@ -282,68 +286,21 @@ class LeaseAdmission:
         shards: ShardedLease | None = None,
     ) -> cmd.LeasedPart:
         """Lease a part found by ``find_part``. ``shards``: of a new lease of a rank group."""
-        steps, number = self._state.steps, 0 if grant is None else grant.parts
+        steps, leases, number = self._state.steps, self._state.leases, 0 if grant is None else grant.parts
         steps.deliver(step, number, part)
-        if grant is not None:
-            leased = self._extend(task, grant, part)
-        else:
+        if grant is None:
             leased = self.grant(session, task, part.ids, step, shards=shards)
-            grant = self._state.leases.by_token[leased.token]
+            grant = leases.by_token[leased.token]
             grant.begin_parts()
-        last = steps.delivered_whole(grant)
-        return cmd.LeasedPart(**msgspec.structs.asdict(leased), part=number, last=last)
+        else:
+            grant.extend(part)
+            leases.renew(grant)
+            task.grant(part.ids, grant.token)
+            leased = self._leased(task, grant, part.ids)
+        return cmd.LeasedPart(**msgspec.structs.asdict(leased), part=number, last=steps.delivered_whole(grant))
 
     def waits_for_part(self, grant: Grant) -> bool:
         """True if all holders of a lease wait for its next part."""
         place = self._state.tasks[grant.task].place
         asking = {each.command.rank for each in self._state.parked.at(place) if each.command.token == grant.token}
         return len(asking) == (1 if grant.shards is None else grant.shards.size)
-
-    def _check_ranks(self, grant: Grant, command: cmd.LeaseRows) -> None:
-        shards = grant.shards
-        held = ("", 1, 1) if shards is None else (shards.group, shards.size, len(shards.bounds) - 1)
-        asked = (
-            command.group if command.world_size > 1 else "",
-            command.world_size,
-            command.shards or command.world_size,
-        )
-        if asked != held:
-            raise SchemaError(
-                f"lease {grant.token} is of group {held[0]!r} with {held[1]} ranks and {held[2]} shards, and not of"
-                f" {asked[0]!r} with {asked[1]} and {asked[2]}"
-            )
-
-    def _first(self) -> int | None:
-        """Return the step of a new lease: a full one, or the open one if no other lease has it."""
-        steps = self._state.steps
-        if steps.closed:
-            return steps.closed[0][0]
-        free = steps.open and steps.window.free < steps.window.batch_rows and not steps.leased(steps.window.step)
-        return steps.window.step if free else None
-
-    def _rows(self, step: int) -> Ids:
-        """Return all rows selected for a step without an acknowledgement."""
-        steps = self._state.steps
-        if step == steps.window.step:
-            return np.concatenate(steps.open_rows)
-        return steps.held[step] if step in steps.held else steps.closed[0][1]
-
-    def _deal(self, ids: Ids, shards: int, number: int) -> DealtPart:
-        if shards == 1:
-            return DealtPart(ids, [0, len(ids)])
-        return deal(self._state.rows, self._state.steps.task, ids, shards, whole_groups=True, first=number)
-
-    def _extend(self, task: Task, grant: Grant, part: DealtPart) -> cmd.Leased:
-        """Add a part to a lease."""
-        rows, lineage = self._state.rows, self._state.versions.lineage
-        at = rows.at(part.ids)
-        grant.extend(part)
-        self._state.leases.renew(grant)
-        task.grant(part.ids, grant.token)
-        self._state.metrics.note_ages(rows.at(grant.ids), grant.step, lineage)
-        return cmd.Leased(
-            token=grant.token, task=grant.task, ids=pack_ids(part.ids), groups=pack_ids(rows.first[at]),
-            step=grant.step, version=grant.newest, lease_s=task.spec.lease_s,
-            partition=self._state.partitions.name_of(part.ids[:1]), version_step_offsets=lineage.offsets,
-            completed_at=pack_ids(rows.current[at]),
-        )  # fmt: skip

@@ -24,7 +24,7 @@ class StepAssembly:
         self._state, self._staleness, self._terminations = state, staleness, terminations
 
     def make_ready_new(self, takers: list[Task], ids: Ids, have: int) -> None:
-        """Hand new rows of a partition with some columns to the tasks that take them."""
+        """Hand new rows of a partition with some columns to the tasks of that partition."""
         for task in takers:
             need = int(task.need)
             if have & need == need:
@@ -50,8 +50,8 @@ class StepAssembly:
     def cancel_broken_groups(self, spec: TaskSpec) -> None:
         """Cancel groups with ended rows before a task is declared: they never become whole in it."""
         rows, partitions = self._state.rows, self._state.partitions
-        for _, ids in partitions.split(rows.live_ids()):
-            if spec.takes(partitions.name_of(ids)):
+        for number, ids in partitions.split(rows.live_ids()):
+            if spec.takes(partitions.names[number]):
                 _, group, present = np.unique(rows.first[rows.at(ids)], return_inverse=True, return_counts=True)
                 broken = ids[present[group] < rows.size[rows.at(ids)]]
                 reason = f"other rows of their group had ended before task {spec.name!r} was declared"
@@ -59,11 +59,10 @@ class StepAssembly:
 
     def refill(self) -> None:
         """Update the open step: evict late rows and select ready ones."""
-        excused = self._terminations.excused
+        excused, steps = self._terminations.excused, self._state.steps
         while excused:  # groups no longer wait for rows that ended before they became ready
             name, ids = excused.pop()
             self._ready(self._state.tasks[name], ids[self._state.rows.at(ids) >= 0])
-        steps = self._state.steps
         if not steps.declared:
             return
         while steps.just_closed or steps.reselect:
@@ -71,8 +70,9 @@ class StepAssembly:
                 self._evict()
             if steps.take_reselect():
                 self._select()
-        if steps.open:
-            self._cancel_remainder()
+        if not steps.window.finished:
+            if steps.task.closed and steps.lacks_rows:
+                self._cancel_remainder()
         elif not steps.task.closed and not (self._state.parked.feeders and self.can_lose()):
             pinned = self._state.partitions.pins  # an evaluation of the last version may follow
             self._state.partitions.end(*(steps.task.spec.partitions if pinned else ()))
@@ -93,7 +93,7 @@ class StepAssembly:
 
     def _ready(self, task: Task, ids: Ids) -> None:
         ids = task.ready(ids)
-        if not task.makes_steps or not len(ids):
+        if not task.makes_steps or not ids.size:
             return
         if (rollout := self._state.tasks.admitting) is not None:
             rows = self._state.rows
@@ -112,7 +112,7 @@ class StepAssembly:
                     continue
                 room = self._staleness.selectable(deadline)
                 ids = steps.ready[deadline].take_groups(room, room)
-                if not len(ids):
+                if not ids.size:
                     continue
                 steps.select(ids, deadline)
                 moved = True
@@ -123,10 +123,10 @@ class StepAssembly:
                     self._state.context.wake(steps.task.place)
 
     def _close_step(self) -> None:
-        steps, window = self._state.steps, self._state.steps.window
+        steps = self._state.steps
         steps.close(checkpoints=self._state.limits.checkpoints, bounded=self._staleness.rule.bounded)
         self._state.context.wake(steps.task.place, "put", "wanted")
-        if window.finished:
+        if steps.window.finished:
             live = self._state.rows.live_ids()
             unselected = live[steps.unselected_at(self._state.rows.at(live))]
             self._terminations.end_groups(unselected, CANCELLED, "more than the steps needed")
@@ -140,18 +140,14 @@ class StepAssembly:
         live = rows.live_ids()
         at = rows.at(live)
         admitted = (rows.step[at] == NONE) & (rows.deadline[at] != NONE)
-        gone = live[admitted & np.isin(rows.deadline[at], late)]
+        reason = f"given up by staleness policy {rule.spec.name!r}"
         if max(late) < steps.window.step:
             reason = f"older than max_staleness {self._state.limits.max_staleness} (policy {rule.spec.name!r})"
-        else:
-            reason = f"given up by staleness policy {rule.spec.name!r}"
-        self._terminations.end_groups(gone, EXPIRED, reason)
+        self._terminations.end_groups(live[admitted & np.isin(rows.deadline[at], late)], EXPIRED, reason)
 
     def _cancel_remainder(self) -> None:
-        """After the end of the stream, cancel rows too few to fill the open step, the last one."""
+        """Cancel rows too few to fill the open step, the last one of an ended stream."""
         steps, rows = self._state.steps, self._state.rows
-        if not steps.task.closed or not steps.lacks_rows:
-            return
         live = rows.live_ids()
         at = rows.at(live)
         remainder = steps.unselected_at(at) | (rows.step[at] == steps.window.step)

@@ -29,36 +29,33 @@ class RowCompletion:
 
     def complete(self, grant: Grant, part: Ids, command: cmd.Complete) -> cmd.Completed:
         """Write and acknowledge rows, all or nothing. Positions in the command are in ``part``."""
-        task, rows, columns = self._state.tasks[grant.task], self._state.rows, self._state.columns
-        ids = part if command.index is None else part[positions(command.index, len(part))]
-        whole = grant.left == len(grant.ids)  # no row was lost since
-        held = None if whole else self._state.leases.having(grant, ids)
-        if grant.parts != NONE:
-            self._check_whole(grant, ids, part, command)
-        filtered = self._check(grant, task, ids, command)
-        mine = ids if held is None else ids[held]
-        pick = slice(None) if held is None else held
-        at = rows.at(mine)
+        state = self._state
+        task, rows, columns, effects = state.tasks[grant.task], state.rows, state.columns, state.context.effects
+        ids = part if command.index is None else part[positions(command.index, part.size)]
+        count = ids.size
+        held = None if grant.left == len(grant.ids) else state.leases.having(grant, ids)  # None: no row was lost
+        filtered = self._check(grant, task, count, part.size, command)
+        mine, pick = (ids, slice(None)) if held is None else (ids[held], held)
+        at = mine - rows.base
         before = rows.columns[at]  # a copy
         self._check_unwritten(mine, before, command)
         written = 0
-        if len(mine) and command.columns:
+        if command.columns and mine.size:
             written = columns.write(mine, command.columns)
-            columns.measure(mine, command.measures, pick)
+            if command.measures:
+                columns.measure(mine, command.measures, pick)
             if command.lengths:
-                self._state.metrics.note_lengths(mine, command.lengths, pick, grant.since)
-            self._state.budget.charge(at, command.nbytes * len(mine) // len(ids))
+                state.metrics.note_lengths(mine, command.lengths, pick, grant.since)
+            state.budget.charge(at, command.nbytes * mine.size // count)
             if command.block is not None:
-                placed = Placed(mine, command.block, np.arange(len(ids))[pick])
-                self._state.context.effects.placed.append(placed)
+                effects.placed.append(Placed(mine, command.block, np.arange(count)[pick]))
         if grant.step != NONE:
-            trained = Trained(grant.step, mine, rows.first[at], rows.current[at])
-            self._state.context.effects.trained.append(trained)
+            effects.trained.append(Trained(grant.step, mine, rows.first[at], rows.current[at]))
         task.done(mine)
         if task.spec.admits:
-            self._state.versions.completed(mine, grant.newest)
-            self._state.tasks.wake_replica(grant.session)  # it has room for others
-        self._state.leases.release(grant, len(mine))
+            state.versions.completed(mine, grant.newest)
+            state.tasks.wake_replica(grant.session)  # it has room for others
+        state.leases.release(grant, mine.size)
         if filtered is not None and len(dropped := mine[filtered[pick]]):
             self._filter(grant, task, dropped)
             alive = rows.state[at] == LIVE
@@ -69,26 +66,26 @@ class RowCompletion:
         if grant.step != NONE:
             self._assembly.acknowledge(grant)
             if not grant.left:
-                self._state.steps.finish(grant.step)
-                self._state.context.wake("wanted")
+                state.steps.finish(grant.step)
+                state.context.wake("wanted")
         return cmd.Completed(revoked=b"" if held is None else pack_ids(ids[~held]))
 
     def consume(self, ids: Ids, at: Ids) -> None:
         """End rows completed by all tasks, if one of these gives no columns. Rows of uncovered
         steps are held. ``at``: the array indices of ``ids``."""
-        rows = self._state.rows
+        rows, partitions = self._state.rows, self._state.partitions
         over = rows.todo[at] == 0
         if True not in over:
             return
+        over &= rows.state[at] == LIVE
         if self._state.limits.checkpoints:
-            held = over & (rows.step[at] >= self._state.steps.covered) & (rows.state[at] == LIVE)
+            held = over & (rows.step[at] >= self._state.steps.covered)
             if held.any():
                 self._state.budget.hold(int(np.count_nonzero(held)))
                 over &= ~held
                 self._state.context.wake("put")
-        for partition, done in self._state.partitions.split(ids[over & (rows.state[at] == LIVE)]):
-            takers = self._state.tasks.takers(self._state.partitions.names[partition])
-            if any(not task.spec.gives for task in takers):
+        for partition, done in partitions.split(ids[over]):
+            if any(not task.spec.gives for task in self._state.tasks.takers(partitions.names[partition])):
                 self._terminations.finish(done, CONSUMED, through=partition)
 
     def skip(self, ids: Ids, reason: str) -> None:
@@ -97,7 +94,7 @@ class RowCompletion:
         for task in self._state.tasks:
             open_ids = ids[task.state[at] < DONE]
             self._terminations.withdraw(task, open_ids, task.skip(open_ids))
-        self._terminations.note_skipped(len(ids), reason)
+        self._terminations.note_skipped(ids.size, reason)
         self.consume(ids, at)
 
     def give_back(self, grant: Grant, ids: Ids, reason: str, *, blame: bool, lost: int = 0) -> None:
@@ -108,11 +105,11 @@ class RowCompletion:
         if task.spec.batch_rows is not None:
             self._terminations.give_back_step(grant, reason)
             return
-        if not len(ids):
+        if not ids.size:
             return
         self._terminations.note_return(grant, ids, reason)
         task.give_back(ids, blame=blame)
-        self._state.leases.release(grant, len(ids))
+        self._state.leases.release(grant, ids.size)
         if blame:
             self._state.dead_letters.blame(rows.first[rows.at(ids)], f"{grant.task}: {reason}")
             units = max(lost, len(np.unique(task.units(ids))))
@@ -141,48 +138,45 @@ class RowCompletion:
                 f" {grant.parts} parts; get the others before it is acknowledged"
             )
 
-    def _check_whole(self, grant: Grant, ids: Ids, part: Ids, command: cmd.Complete) -> None:
-        """Raise SchemaError unless a step in parts is acknowledged whole."""
-        if command.columns:
-            raise SchemaError("a step in parts is acknowledged without columns; write them before")
-        self.check_delivered(grant)
-        if len(ids) != len(part):
-            raise SchemaError(
-                f"{len(ids)} of {len(part)} rows of step {grant.step} are acknowledged; a step in parts is"
-                " acknowledged whole"
-            )
-
     def _check(
-        self, grant: Grant, task: Task, ids: Ids, command: cmd.Complete
+        self, grant: Grant, task: Task, count: int, of: int, command: cmd.Complete
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
-        """Raise SchemaError for wrong or missing columns. Return the mask of rows to drop."""
+        """Raise SchemaError for a step in parts not acknowledged whole, and for wrong or missing columns. Return the
+        mask of rows to drop. ``of``: number of rows of which ``count`` are completed."""
+        if grant.parts != NONE:
+            if command.columns:
+                raise SchemaError("a step in parts is acknowledged without columns; write them before")
+            self.check_delivered(grant)
+            if count != of:
+                raise SchemaError(
+                    f"{count} of {of} rows of step {grant.step} are acknowledged; a step in parts is acknowledged whole"
+                )
         if grant.step != NONE and self._state.limits.checkpoints and command.columns:
             raise SchemaError("a step that may be trained again is acknowledged without columns; write them before")
-        if command.block is not None and command.block.rows != len(ids):
-            raise SchemaError(f"{len(ids)} rows are completed with {command.block.rows} values")
+        if command.block is not None and command.block.rows != count:
+            raise SchemaError(f"{count} rows are completed with {command.block.rows} values")
         missing = [name for name in task.spec.gives if name not in command.columns]
         filtered = None
         if command.filtered is not None:
-            filtered = np.zeros(len(ids), bool)
-            filtered[positions(command.filtered, len(ids))] = True
-        if missing and len(ids) and (filtered is None or not filtered.all()):
+            filtered = np.zeros(count, bool)
+            filtered[positions(command.filtered, count)] = True
+        if missing and count and (filtered is None or not filtered.all()):
             raise SchemaError(f"task {grant.task!r} gives {', '.join(map(repr, missing))}, missing in this command")
         self._state.columns.check(command.columns)
         return filtered
 
     def _check_unwritten(self, ids: Ids, have: Ids, command: cmd.Complete) -> None:
         """Raise WriteOnceError if ``have``, the columns of rows, include one of the command."""
-        mask = np.uint64(self._state.columns.mask(command.columns))
-        written = have & mask
-        if True not in (written != 0):
-            return
-        name = next(name for name in command.columns if (written & self._state.columns.bit(name)).any())
-        twice = (have & self._state.columns.bit(name)) != 0
-        raise WriteOnceError(f"column {name!r} of row {ids[twice][0]} is already written")
+        columns = self._state.columns
+        written = have & np.uint64(columns.mask(command.columns))
+        if True in (written != 0):
+            name = next(name for name in command.columns if (written & columns.bit(name)).any())
+            twice = (have & columns.bit(name)) != 0
+            raise WriteOnceError(f"column {name!r} of row {ids[twice][0]} is already written")
 
     def _filter(self, grant: Grant, task: Task, dropped: Ids) -> None:
         """End rows dropped by a task; rows of an uncovered step end when a checkpoint covers it."""
-        if task.spec.batch_rows is None:
+        if not task.makes_steps:
             self._terminations.end_groups(dropped, FILTERED, f"filtered by task {grant.task!r}")
         elif not self._state.limits.checkpoints or grant.step < self._state.steps.covered:
             self._terminations.finish(dropped, FILTERED, NO_GRADIENT)
@@ -193,47 +187,46 @@ class RowCompletion:
         """Fail rows that lost ``most`` leases, with their groups. Return those still ready."""
         rows, name = self._state.rows, task.spec.name
         spent = task.spent(ids, most)
-        if len(spent):
-            why = f"failed {most} times in task {name!r}; last: {reason}"
-            self._add_dead_letters(spent, name)
-            self._terminations.end_groups(spent, FAILED, why)
-            skipped = spent[rows.state[rows.at(spent)] == LIVE]
-            if len(skipped):  # in a full step already: only this task skips it
-                task.skip(skipped)
-                self._terminations.note_skipped(len(skipped), why)
-                self.consume(skipped, rows.at(skipped))
-            ids = ids[rows.having(task.state, READY, ids)]
-        return ids
+        if not spent.size:
+            return ids
+        why = f"failed {most} times in task {name!r}; last: {reason}"
+        self._add_dead_letters(spent, name)
+        self._terminations.end_groups(spent, FAILED, why)
+        skipped = rows.live(spent)
+        if skipped.size:  # in a full step already: only this task skips it
+            task.skip(skipped)
+            self._terminations.note_skipped(skipped.size, why)
+            self.consume(skipped, rows.at(skipped))
+        return ids[rows.having(task.state, READY, ids)]
 
     def _add_dead_letters(self, ids: Ids, task: str) -> None:
         """Keep dead letters of failing groups, except groups in a full step."""
-        rows = self._state.rows
-        if self._state.steps.declared:
-            ids = ids[self._state.steps.not_closed(rows.at(ids))]
-        firsts, where = np.unique(rows.first[rows.at(ids)], return_index=True)
-        for first, size in zip(firsts.tolist(), rows.size[rows.at(ids[where])].tolist(), strict=True):
-            key, place = self._state.keys.find(first)
+        rows, steps, partitions = self._state.rows, self._state.steps, self._state.partitions
+        if steps.declared:
+            ids = ids[steps.not_closed(rows.at(ids))]
+        for first in np.unique(rows.first[rows.at(ids)]).tolist():
+            at, (key, place) = first - rows.base, self._state.keys.find(first)
             self._state.dead_letters.failed(
-                first=first, rows=size, task=task, partition=self._state.partitions.name_of(firsts[firsts == first]), key=key,
+                first=first, rows=int(rows.size[at]), task=task, partition=partitions.names[rows.partition[at]], key=key,
                 place=place, time_s=self._state.context.now,
             )  # fmt: skip
 
     def _return_admitted(self, task: Task, ids: Ids) -> None:
         """Withdraw the admission of untouched groups; of others, queue missing rows again."""
-        rows, steps = self._state.rows, self._state.steps
+        rows, steps, versions = self._state.rows, self._state.steps, self._state.versions
         trained = steps.takes(rows.at(ids))
-        self._state.versions.withdraw(rows.at(ids[~trained]))
+        versions.withdraw(rows.at(ids[~trained]))
         task.return_to_queue(ids[~trained])
         ids = ids[trained]
-        for first in np.unique(rows.first[rows.at(ids)])[::-1]:
-            back = ids[rows.first[rows.at(ids)] == first]
+        firsts = rows.first[rows.at(ids)]
+        for first in np.unique(firsts)[::-1]:
+            back = ids[firsts == first]
             group = rows.members(back)
             at = rows.at(group)
             partition = int(rows.partition[at[0]])
-            begun = (task.state[at] != READY) | (steps.task.state[at] != WAITING)
-            if begun.any():
+            if ((task.state[at] != READY) | (steps.task.state[at] != WAITING)).any():
                 task.return_to_replica(partition, back)
             else:
                 steps.withdraw(group)
-                self._state.versions.withdraw(at)
+                versions.withdraw(at)
                 task.queue(partition).push(group, front=True)

@@ -344,8 +344,9 @@ class Ledger:
     def _lease(self, session: Session, command: cmd.LeaseRows) -> cmd.Reply | None:
         task = self.state.tasks.find(command.task)
         self.admission.check(task, command)
-        grant = self.admission.check_part(session, task, command)
-        self.rank_groups.check(session, task, command)
+        grant = self.admission.check_part(session, task, command) if command.parts or command.token else None
+        if command.world_size != 1 or command.rank or command.shards:
+            self.rank_groups.check(session, task, command)
         if grant is None:
             self.admission.check_open(session, task, command)
         if task.must_wait(session):

@@ -13,7 +13,7 @@ from .pins import VersionPins
 from .state import LedgerState
 from .state.context import Placed
 from .state.idempotency import DIGEST_BYTES
-from .state.rows import LIVE
+from .state.rows import NONE
 from .state.tasks import Task
 from .terminations import CANCELLED, Terminations
 
@@ -28,37 +28,39 @@ class Puts:
 
     def put(self, command: cmd.AddRows) -> cmd.Reply | None:
         """Add rows. None if there is no room yet."""
+        state = self._state
         if command.groups < 1 or command.group_size < 1:
             raise SchemaError(f"a put needs rows; this one has {command.groups} groups of {command.group_size}")
         if command.digest and len(command.digest) != DIGEST_BYTES * len(command.columns):
             raise SchemaError(f"the digest of {len(command.columns)} columns is not {len(command.digest)} bytes")
-        lacking = self._state.keys.lacking(command)
-        if lacking is not None and not len(lacking):
-            known = self._state.keys.get(command.key)
+        lacking = state.keys.lacking(command) if command.key else None
+        if lacking is not None and not lacking.size:
+            known = state.keys.get(command.key)
             assert known is not None
             return cmd.PutDone(first=known.first, count=known.size, again=True)
         groups = np.arange(command.groups) if lacking is None else lacking
-        count = len(groups) * command.group_size
-        takers = self._state.tasks.takers(command.partition)
+        of_group = groups if command.group_size == 1 else groups.repeat(command.group_size)
+        takers = state.tasks.takers(command.partition)
         trained = bool(takers) and takers[-1].makes_steps
-        self._check(command, count, takers, trained=trained)
-        self._pins.check(command)
-        if not self._fits(command, count, trained=trained):
+        self._check(command, of_group.size, takers, trained=trained)
+        if command.version != NONE or state.partitions.pins:
+            self._pins.check(command)
+        if not self._fits(command, of_group.size, trained=trained):
             return None
-        of_group = groups.repeat(command.group_size)
-        ids = self._add(command, of_group, takers, trained=trained)
+        ids, bits = self._add(command, of_group, takers, trained=trained)
         first, again = int(ids[0]), lacking is not None
         if again:
-            self._state.keys.add_again(command.key, first, groups)
+            state.keys.add_again(command.key, first, groups)
         elif command.key:
-            self._state.keys.add(command, first, self._state.rows)
+            state.keys.add(command, first, state.rows)
         if command.key:
-            self._state.context.wake_puts()  # a parked put with the same key need not wait
+            state.context.wake_puts()  # a parked put with the same key need not wait
         if command.block is not None:
-            self._state.context.effects.placed.append(Placed(ids, command.block, of_group))
-        self._assembly.make_ready_new(takers, ids, self._state.columns.mask(command.columns))
-        self._pins.add(command)
-        return cmd.PutDone(first=first, count=count, again=False, groups=pack_ids(groups) if again else b"")
+            state.context.effects.placed.append(Placed(ids, command.block, of_group))
+        self._assembly.make_ready_new(takers, ids, bits)
+        if command.version != NONE:
+            self._pins.add(command)
+        return cmd.PutDone(first=first, count=ids.size, again=False, groups=pack_ids(groups) if again else b"")
 
     def cancel(self, command: cmd.Cancel) -> cmd.Reply:
         """Cancel live rows with their groups."""
@@ -76,11 +78,9 @@ class Puts:
                 raise SchemaError("row ids are packed int64")
             ids = np.unique(unpack_ids(command.ids))
             unknown = ids[(ids < 0) | (ids >= rows.base + rows.count)]
-            if len(unknown):
+            if unknown.size:
                 raise SchemaError(f"row {unknown[0]} was never put; the newest is {self._state.budget.put - 1}")
-        ids = ids[ids >= rows.base]
-        ids = ids[rows.state[rows.at(ids)] == LIVE]
-        return cmd.Cancelled(count=terminations.end_groups(ids, CANCELLED, command.reason))
+        return cmd.Cancelled(count=terminations.end_groups(rows.live(ids), CANCELLED, command.reason))
 
     def end(self, command: cmd.End) -> cmd.Reply:
         """End the stream or one partition."""
@@ -138,21 +138,23 @@ class Puts:
         self._check_group_size(command, takers, trained=trained)
         if not command.columns:
             raise SchemaError("a put needs at least one column")
-        if abs(command.priority) >= 1 << 31:
+        if not -(1 << 31) < command.priority < 1 << 31:
             raise SchemaError(f"a priority is an int32, not {command.priority}")
         self._state.columns.check(command.columns)
 
     def _check_group_size(self, command: cmd.AddRows, takers: list[Task], *, trained: bool) -> None:
-        sizes = self._state.partitions.group_sizes
-        alike = [name for name in sizes if name == command.partition]
+        """Raise ConfigError if groups of this size would leave steps that cannot fill."""
+        sizes, alike = self._state.partitions.group_sizes, [command.partition]
         if trained:
             check_groups_fill(self._state.steps.window.batch_rows, command.group_size)
             alike = [name for name in sizes if self._state.steps.task.spec.takes(name)]
-        other = next((size for name in alike if (size := sizes[name]) != command.group_size), None)
-        if other is not None and any(task.spec.grouped for task in takers):
-            raise ConfigError(
-                f"this run has groups of {other}; groups of {command.group_size} would leave steps that cannot fill"
-            )
+        for name in alike:
+            if (size := sizes.get(name, command.group_size)) != command.group_size and any(
+                task.grouped for task in takers
+            ):
+                raise ConfigError(
+                    f"this run has groups of {size}; groups of {command.group_size} would leave steps that cannot fill"
+                )
 
     def _fits(self, command: cmd.AddRows, count: int, *, trained: bool) -> bool:
         limits, budget = self._state.limits, self._state.budget
@@ -166,18 +168,20 @@ class Puts:
         # otherwise no row could ever end and free bytes for this put
         return not budget.charged or (trained and self._state.steps.unselected < self._state.steps.window.free)
 
-    def _add(self, command: cmd.AddRows, of_group: Ids, takers: list[Task], *, trained: bool) -> Ids:
-        rows, count = self._state.rows, len(of_group)
-        partition = self._state.partitions.add(command.partition, command.group_size)
+    def _add(self, command: cmd.AddRows, of_group: Ids, takers: list[Task], *, trained: bool) -> tuple[Ids, int]:
+        """Add rows. Return their ids and the bits of their columns."""
+        state, rows, count = self._state, self._state.rows, of_group.size
+        partition = state.partitions.add(command.partition, command.group_size)
         ids = rows.add(count // command.group_size, command.group_size, partition, command.priority)
         new = slice(rows.count - count, rows.count)
-        self._state.columns.put(new, count, partition, command.columns)
-        self._state.versions.put(new)
-        self._state.budget.charge_new(new, count, command.nbytes)
+        bits = state.columns.put(new, count, partition, command.columns)
+        state.versions.put(new)
+        state.budget.charge_new(new, count, command.nbytes)
         if command.measures:
-            self._state.columns.measure(ids, command.measures, of_group)
+            state.columns.measure(ids, command.measures, of_group)
         if command.lengths:
-            self._state.metrics.note_lengths(ids, command.lengths, of_group)
-        self._state.steps.offer(count * trained)
-        self._state.tasks.enter(new, count, partition, takers)
-        return ids
+            state.metrics.note_lengths(ids, command.lengths, of_group)
+        if trained:
+            state.steps.offer(count)
+        state.tasks.enter(new, count, partition, takers)
+        return ids, bits

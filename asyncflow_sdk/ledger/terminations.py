@@ -30,17 +30,17 @@ class Terminations:
     def end_groups(self, ids: Ids, state: int, reason: str) -> int:
         """End rows outside full steps, with their groups. Return the number of ended rows."""
         rows, steps = self._state.rows, self._state.steps
-        ids = rows.members(ids) if len(ids) else ids
+        ids = rows.members(ids) if ids.size else ids
         at = rows.at(ids)
         live = rows.state[at] == LIVE
         ids = ids[live & steps.not_closed(at)] if steps.declared else ids[live]
-        if not len(ids):
+        if not ids.size:
             return 0
         if steps.declared:
             steps.withdraw(ids)
             steps.remove_from_open(ids)
         self.finish(ids, state, reason)
-        return len(ids)
+        return ids.size
 
     def finish(self, ids: Ids, state: int, reason: str = "", *, through: int | None = None) -> None:
         """End rows. ``through``: their partition, if all tasks that take it have completed them."""
@@ -55,7 +55,7 @@ class Terminations:
                 broken += self.withdraw(task, ids, task.leave(ids))
         else:
             for task in self._state.tasks.takers(partitions.names[through]):
-                task.forget(through, len(ids))
+                task.forget(through, ids.size)
         self._state.columns.count(ids)
         if self._state.steps.declared:
             self._state.steps.leave(at)
@@ -65,7 +65,7 @@ class Terminations:
             self._state.dead_letters.forget(rows.first[at])
         context.effects.retired.append(ids)
         if reason:
-            self.reasons[f"{ended}: {reason}"] += len(ids)
+            self.reasons[f"{ended}: {reason}"] += ids.size
         context.wake("put", "wanted")
         for grant, gone in broken:  # what was computed from a step in parts includes them
             self.give_back_step(grant, f"{_named(gone)} of its step ended ({ended}): {given}")
@@ -74,7 +74,7 @@ class Terminations:
         """Remove rows from leases, after ``Task.leave``. Return broken leases of steps in parts with their rows."""
         self._state.context.wake(task.place)  # the rows left may be the last ones, and others may be admitted
         waited, tokens = left
-        if task.sampling.whole_groups and len(waited):
+        if task.sampling.whole_groups and waited.size:
             self.excused.append((task.spec.name, waited))
         return self._state.leases.lose_rows(ids, tokens)
 
@@ -83,11 +83,11 @@ class Terminations:
         they are, for the next lease."""
         steps, task = self._state.steps, self._state.tasks[grant.task]
         ids = self._state.leases.outstanding(grant)
-        if len(ids):
+        if ids.size:
             self.note_return(grant, ids, reason)
             task.give_back(ids)
-            self._state.leases.release(grant, len(ids))
-            if grant.parts == NONE and len(ids) < len(grant.ids):
+            self._state.leases.release(grant, ids.size)
+            if grant.parts == NONE and ids.size < len(grant.ids):
                 steps.parts.pop(grant.step, None)  # a part of it was acknowledged under a whole lease
             steps.take_back(grant.step, ids)
         if grant.parts != NONE:
@@ -97,7 +97,7 @@ class Terminations:
     def note_return(self, grant: Grant, ids: Ids, reason: str) -> None:
         """Publish the event of rows returned from a lease."""
         now, worker = self._state.context.now, self._state.sessions.name(grant.session)
-        event = ev.LeaseReturned(time_s=now, worker=worker, task=grant.task, count=len(ids), reason=reason)
+        event = ev.LeaseReturned(time_s=now, worker=worker, task=grant.task, count=ids.size, reason=reason)
         self._state.context.publish(event)
 
     def note_skipped(self, count: int, reason: str) -> None:
@@ -121,5 +121,5 @@ class Terminations:
 
 def _named(ids: Ids) -> str:
     """Name the first rows, and count the others."""
-    more = f" and {len(ids) - MAX_NAMED_ROWS} more" if len(ids) > MAX_NAMED_ROWS else ""
-    return f"row{'s' * (len(ids) > 1)} {', '.join(map(str, ids[:MAX_NAMED_ROWS].tolist()))}{more}"
+    more = f" and {ids.size - MAX_NAMED_ROWS} more" if ids.size > MAX_NAMED_ROWS else ""
+    return f"row{'s' * (ids.size > 1)} {', '.join(map(str, ids[:MAX_NAMED_ROWS].tolist()))}{more}"

@@ -104,11 +104,11 @@ class Rows:
     def spot(self, ids: Ids) -> Ids | int:
         """Return the array indices to write rows to: a single one as int, written ten times as fast by numpy."""
         at = ids - self.base
-        return int(at[0]) if len(at) == 1 else at
+        return int(at[0]) if at.size == 1 else at
 
     def having(self, values: npt.NDArray[Any], value: int, ids: Ids) -> npt.NDArray[np.bool_]:
         """Return a mask of live rows with this value in an array."""
-        if len(ids) == 1:  # the usual case, without costly array operations
+        if ids.size == 1:  # the usual case, without costly array operations
             place = int(ids[0]) - self.base
             return np.array([place >= 0 and self.state[place] == LIVE and values[place] == value])
         at = ids - self.base
@@ -139,15 +139,15 @@ class Rows:
         states = self._arrays["rows"]["state"]
         assert not np.count_nonzero(states[at]), "a row ends once"
         states[at] = state
-        self.ended[state] += len(ids)
-        self.over += len(ids)
+        self.ended[state] += ids.size
+        self.over += ids.size
 
     def _reserve(self, n: int) -> None:
         """Make room for n rows: forget ended rows at the front, or double. Amortised O(1) a row."""
         if self.count + n <= self._capacity:
             return
         live = np.flatnonzero(self.state[: self.count] == LIVE)
-        gone = int(self.first[live[0]] - self.base) if len(live) else self.count  # whole groups only
+        gone = int(self.first[live[0]] - self.base) if live.size else self.count  # whole groups only
         kept = self.count - gone
         capacity = self._capacity
         while kept + n > capacity // 2:  # leave half free, or every put would move rows
@@ -216,8 +216,8 @@ class Partitions:
 
     def split(self, ids: Ids) -> list[tuple[int, Ids]]:
         """Split rows by partition number, in order; empty for no rows."""
-        if len(self.names) == 1 or not len(ids):
-            return [(0, ids)] if len(ids) else []
+        if len(self.names) == 1 or not ids.size:
+            return [(0, ids)] if ids.size else []
         where = self._rows.partition[self._rows.at(ids)]
         if (where == where[0]).all():
             return [(int(where[0]), ids)]
@@ -315,7 +315,7 @@ class Columns:
         for partition, part in self._partitions.split(ids):
             columns = self._rows.columns[part - self._rows.base]
             alike = True not in (columns != columns[0])  # the usual case
-            kinds = [(columns[0], len(part))] if alike else zip(*np.unique(columns, return_counts=True), strict=True)
+            kinds = [(columns[0], part.size)] if alike else zip(*np.unique(columns, return_counts=True), strict=True)
             for kind, rows in kinds:
                 self._count_kind(partition, int(kind), -int(rows))
                 if written is not None:
@@ -397,7 +397,7 @@ class Budget:
         if not nbytes:
             return
         sizes, charges = self._arrays["nbytes"], self._arrays["charged"]
-        sizes[at] += -(-nbytes // len(at))
+        sizes[at] += -(-nbytes // at.size)
         before = charges[at]
         after = np.maximum(sizes[at], before)
         charges[at] = after

@@ -402,7 +402,8 @@ class ParkedRequests:
 
     def first(self, place: str) -> ParkedRequest | None:
         """Return the oldest request at a place."""
-        return next(iter(self._by_place.get(place, {}).values()), None)
+        here = self._by_place.get(place)
+        return next(iter(here.values())) if here else None
 
     def of_group(self, task: str, group: str) -> dict[int, list[ParkedRequest]]:
         """Return lease requests of a rank group by rank, oldest first."""

@@ -195,8 +195,8 @@ class Steps:
         """Select ready rows with a deadline into the open step."""
         self.task.select(ids)
         self._arrays["step"][self._rows.at(ids)] = self.window.step
-        self.window.select(len(ids), deadline)
-        self.unselected -= len(ids)
+        self.window.select(ids.size, deadline)
+        self.unselected -= ids.size
         self.open_rows.append(ids)
 
     def take_just_closed(self) -> bool:
@@ -225,7 +225,7 @@ class Steps:
             self.reselect = True
             self.open_rows = [chunk[~np.isin(chunk, ids)] for chunk in self.open_rows]
             parts = [part.without(ids) for part in self.parts.pop(self.window.step, ())]
-            if parts := [part for part in parts if len(part.ids)]:
+            if parts := [part for part in parts if part.ids.size]:
                 self.parts[self.window.step] = parts
 
     def close(self, *, checkpoints: bool, bounded: bool) -> None:
@@ -289,7 +289,7 @@ class Steps:
             at = self._rows.at(ids)
             self.task.unselect(ids)
             self._arrays["step"][at] = NONE
-            self.unselected += len(ids)
+            self.unselected += ids.size
             self.push(ids, front=True)
             deadlines = self._rows.deadline[at]
             back.update(deadlines[deadlines != NONE].tolist())
@@ -331,6 +331,19 @@ class Steps:
         """Forget these rows, and return them."""
         holes, self.lost_rows = self.lost_rows, NO_ROWS
         return holes
+
+    def next_to_lease(self) -> int | None:
+        """Return the step of a new lease in parts: a full one, or the open one if no other lease has it."""
+        if self.closed:
+            return self.closed[0][0]
+        free = self.open and self.window.free < self.window.batch_rows and not self.leased(self.window.step)
+        return self.window.step if free else None
+
+    def rows_of(self, step: int) -> Ids:
+        """Return all rows selected for a step without an acknowledgement."""
+        if step == self.window.step:
+            return np.concatenate(self.open_rows)
+        return self.held[step] if step in self.held else self.closed[0][1]
 
     def leased(self, step: int) -> bool:
         """True if a trainer has a lease of this step."""

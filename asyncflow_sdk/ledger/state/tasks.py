@@ -39,7 +39,7 @@ _FIELDS: dict[str, tuple[Any, int]] = {
 class Task:
     """A task.
 
-    ``place``: where requests for its rows wait. ``makes_steps``: True for the task with ``batch_rows``. ``whole_groups``:
+    ``place``: where requests for its rows wait. ``makes_steps``: True for the task with ``batch_rows``. ``grouped``: see the spec. ``whole_groups``:
     True if its rows become ready and are leased in whole groups. ``need``: bits of the needed columns.
     ``by_partition``: for each partition, the number of its live rows in each state; ``queues``: its ready rows; ``redo``:
     its admitted rows with a lost producer. ``became_ready``, ``completed``: row counts over all time. ``leases_granted``:
@@ -55,6 +55,7 @@ class Task:
         self.spec, self.need, self.sampling = spec, need, sampling
         self.place = f"task {spec.name}"
         self.makes_steps = spec.batch_rows is not None
+        self.grouped = spec.grouped
         self.whole_groups = spec.grouped or sampling.whole_groups
         self._unleased = SELECTED if self.makes_steps else READY  # the state of rows before their lease
         self._arrays = rows.arrays(self.place, _FIELDS)
@@ -93,7 +94,7 @@ class Task:
     @property
     def fit(self) -> dict[int, int]:
         """Ready rows by partition, if leased singly."""
-        return {} if self.spec.grouped else {number: counts[READY] for number, counts in self.by_partition.items()}
+        return {} if self.grouped else {number: counts[READY] for number, counts in self.by_partition.items()}
 
     # ---- transitions
 
@@ -111,10 +112,10 @@ class Task:
         if self.whole_groups:
             ids = self._arrive(ids)
             ids = ids[rows.having(self.state, WAITING, ids)]  # some were skipped or have ended
-            if not len(ids):
+            if not ids.size:
                 return ids
         self._arrays["state"][rows.spot(ids)] = READY
-        self.became_ready += len(ids)
+        self.became_ready += ids.size
         for partition, part in self._move(ids, WAITING, READY):
             if not self.makes_steps:
                 self.queue(partition).push(part)
@@ -140,7 +141,7 @@ class Task:
         spot = self._rows.spot(ids)
         self._arrays["state"][spot], self._arrays["token"][spot] = DONE, NONE
         self._shared["todo"][spot] -= 1
-        self.completed += len(ids)
+        self.completed += ids.size
         for partition, _ in self._move(ids, LEASED, DONE):
             self._check_last(self.by_partition[partition])
         if len(self.suspects):
@@ -155,7 +156,7 @@ class Task:
         self._arrays["state"][at], self._arrays["token"][at] = DONE, NONE
         self._shared["todo"][at] -= 1
         for partition, part in self._partitions.split(ids):
-            self.by_partition[partition][DONE] += len(part)
+            self.by_partition[partition][DONE] += part.size
         return waited, tokens
 
     def select(self, ids: Ids) -> None:
@@ -196,7 +197,7 @@ class Task:
         """Count rows in another state. Return them by partition."""
         split = self._partitions.split(ids)
         for partition, part in split:
-            counts, count = self.by_partition[partition], len(part)
+            counts, count = self.by_partition[partition], part.size
             counts[before] -= count
             counts[after] += count
         return split
@@ -212,15 +213,15 @@ class Task:
         firsts = rows.at(rows.first[rows.at(ids)])
         np.add.at(arrivals, firsts, 1)
         whole = firsts[arrivals[firsts] == rows.size[firsts]]
-        return rows.members(np.unique(whole) + rows.base) if len(whole) else whole
+        return rows.members(np.unique(whole) + rows.base) if whole.size else whole
 
     def take(self, live: Ids) -> None:
         """Let live rows enter, as a new task. With whole groups, ended rows count as arrived."""
         rows = self._rows
         self._shared["todo"][rows.at(live)] += 1
         for partition, part in self._partitions.split(live):
-            self.enter(partition, len(part))
-        if self.sampling.whole_groups and len(live):
+            self.enter(partition, part.size)
+        if self.sampling.whole_groups and live.size:
             firsts, there = np.unique(rows.first[rows.at(live)], return_counts=True)
             self._arrays["arrivals"][rows.at(firsts)] = rows.size[rows.at(firsts)] - there
 
@@ -431,7 +432,7 @@ class Tasks:
     def check(self) -> None:
         """Recount everything from the arrays, for tests. Raises AssertionError."""
         live = self._rows.live_ids()
-        todo = sum((task.check(live) for task in self), start=np.zeros(len(live), np.int32))
+        todo = sum((task.check(live) for task in self), start=np.zeros(live.size, np.int32))
         assert (todo == self._rows.todo[self._rows.at(live)]).all()
 
 
@@ -455,7 +456,7 @@ class ReadyQueue:
             if priority not in self._queues:
                 self._queues[priority] = deque()
                 insort(self._order, -priority)
-            chunks = [part] if len(part) <= CHUNK else self._split(part)
+            chunks = [part] if part.size <= CHUNK else self._split(part)
             if front:
                 self._queues[priority].extendleft(reversed(chunks))
             else:
@@ -474,20 +475,20 @@ class ReadyQueue:
                 del self._queues[-self._order.pop(0)]
                 continue
             chunk = queue.popleft()
-            if len(chunk) < count and queue:  # check small chunks together
-                chunks, rows = [chunk], len(chunk)
+            if chunk.size < count and queue:  # check small chunks together
+                chunks, rows = [chunk], chunk.size
                 while rows < count and queue:
                     chunks.append(queue.popleft())
                     rows += len(chunks[-1])
                 chunk = np.concatenate(chunks)
             ready = self.is_ready(chunk)
-            if np.count_nonzero(ready) < len(chunk):
+            if False in ready:
                 chunk = chunk[ready]
-            if len(chunk) > count:
+            if chunk.size > count:
                 queue.appendleft(chunk[count:])
                 chunk = chunk[:count]
             parts.append(chunk)
-            count -= len(chunk)
+            count -= chunk.size
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else NO_ROWS
@@ -498,16 +499,16 @@ class ReadyQueue:
         taken = 0
         while taken < min(count, room) and (queue := self._first()) is not None:
             chunk = queue[0]
-            ends = np.append(self._ends(chunk), len(chunk))
+            ends = np.append(self._ends(chunk), chunk.size)
             fits = ends[ends <= min(count, room) - taken]
-            if len(fits):
+            if fits.size:
                 cut = int(fits[-1])
             elif not taken and ends[0] <= room:
                 cut = int(ends[0])
             else:
                 break
             queue.popleft()
-            if cut < len(chunk):
+            if cut < chunk.size:
                 queue.appendleft(chunk[cut:])
             parts.append(chunk[:cut])
             taken += cut
@@ -515,7 +516,7 @@ class ReadyQueue:
             return parts[0] if parts else NO_ROWS
         ids = np.concatenate(parts)
         _, where = np.unique(ids, return_index=True)  # a group returned in pieces was pushed with each piece
-        return ids if len(where) == len(ids) else ids[np.sort(where)]
+        return ids if len(where) == ids.size else ids[np.sort(where)]
 
     def peek_group(self) -> Ids:
         """Return the rows of the first group, and drop rows before it; empty if nothing is ready."""
@@ -523,7 +524,7 @@ class ReadyQueue:
         return NO_ROWS if queue is None else queue[0][self._firsts(queue[0]) == self._firsts(queue[0][:1])]
 
     def _ranked(self, ids: Ids) -> list[tuple[int, Ids]]:
-        if not self._rows.ranked or not len(ids):
+        if not self._rows.ranked or not ids.size:
             return [(0, ids)]
         priorities = self._rows.priority[self._rows.at(ids)]
         return [(int(p), ids[priorities == p]) for p in np.unique(priorities)]
@@ -539,7 +540,7 @@ class ReadyQueue:
     def _split(self, ids: Ids) -> list[Ids]:
         """Split into chunks at group borders."""
         ends = self._ends(ids)
-        after = np.searchsorted(ends, np.arange(CHUNK, len(ids), CHUNK))
+        after = np.searchsorted(ends, np.arange(CHUNK, ids.size, CHUNK))
         return np.split(ids, np.unique(ends[after[after < len(ends)]]))
 
     def _first(self) -> deque[Ids] | None:
@@ -553,7 +554,7 @@ class ReadyQueue:
                     return queue
                 chunk = chunk[ready]
                 queue.popleft()
-                if len(chunk):
+                if chunk.size:
                     queue.appendleft(chunk)
                     return queue
             del self._queues[-self._order.pop(0)]
@@ -592,7 +593,7 @@ class Leases:
             ids,
             now,
             now + task.spec.lease_s,
-            len(ids),
+            ids.size,
             step,
             shards,
             offsets,
@@ -660,7 +661,7 @@ class Leases:
                 session = self._sessions.by_id.get(number)
                 if session is not None and session.lose(lost):
                     self._context.wake("lost")
-            self.release(grant, len(lost))
+            self.release(grant, lost.size)
             if grant.parts != NONE:
                 broken.append((grant, lost))
         return broken
@@ -673,6 +674,6 @@ def positions(index: bytes | None, count: int) -> Ids:
     if len(index) % 4:
         raise SchemaError("positions are packed int32")
     at = np.frombuffer(index, "<i4")
-    if len(at) and (at.min() < 0 or at.max() >= count or len(np.unique(at)) != len(at)):
+    if at.size and (at.min() < 0 or at.max() >= count or len(np.unique(at)) != at.size):
         raise SchemaError(f"positions must lie in 0..{count - 1}, each once")
     return at.astype(np.int64)
