@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from ..errors import SchemaError, WriteOnceError
@@ -225,7 +227,7 @@ class RowCompletion:
             at = rows.at(group)
             partition = int(rows.partition[at[0]])
             if ((task.state[at] != READY) | (steps.task.state[at] != WAITING)).any():
-                task.return_to_replica(partition, back)
+                task.redo.setdefault(partition, deque()).appendleft(back)
             else:
                 steps.withdraw(group)
                 versions.withdraw(at)

@@ -8,18 +8,7 @@ depends on the rows it names, never on the number of live rows. Not thread-safe:
     ledger.apply(session, command, now, ticket)
     for ticket, reply in ledger.drain().answers: ...
 
-``LedgerState`` is the data, in parts: rows, tasks, leases, steps, versions. Each rule below uses
-the rules above it, never those below:
-
-    StalenessControl, TaskSamplers             user code that decides
-    Terminations, StepAssembly, VersionPins    rows end, become ready, fill steps, and are pinned to versions
-    LeaseAdmission, RowCompletion              rows are leased, completed and returned
-    RankGroups, RankBarrier                    the ranks of one job act as one
-    QueueConfiguration, Puts                   limits, tasks and rows are added
-    Replicas, VersionPublication               versions are published, loaded and rolled back
-    HomeRegistry                               homes of payload are opened and given up
-    PayloadLoss, StepCheckpoints               payload and progress are lost
-    StatusReporter                             why requests wait
+``LedgerState`` is the data, in parts; the rules below decide about changes, each with the help of earlier ones.
 """
 
 from __future__ import annotations
@@ -34,7 +23,7 @@ from ..interfaces import Sampler, StalenessPolicy
 from ..types.reports import TERMINAL, Audit, StatusReport
 from ..types.tasks import PolicySpec, SamplerSpec
 from . import commands as cmd
-from .admission import LeaseAdmission
+from .admission import LeaseAdmission, Puts
 from .assembly import StepAssembly
 from .checkpoints import StepCheckpoints
 from .commands import Ids
@@ -44,7 +33,6 @@ from .home_registry import HomeRegistry
 from .payload_loss import PayloadLoss
 from .pins import VersionPins
 from .publication import VersionPublication
-from .puts import Puts
 from .rank_groups import RankBarrier, RankGroups
 from .replicas import Replicas
 from .samplers import TaskSamplers, make_sampler
@@ -97,11 +85,7 @@ class Ledger:
             state, self.terminations, self.completion, self.publication, self.payload_loss
         )
         self._reporter = StatusReporter(state, self.staleness, self.publication, self.replicas)
-        self._handlers: dict[type, Handler] = self._handlers_by_command()
-
-    def _handlers_by_command(self) -> dict[type, Handler]:
-        publication, updates, checkpoints = self.publication, self.replicas, self.checkpoints
-        return {
+        self._handlers: dict[type, Handler] = {
             cmd.Configure: self._configure,
             cmd.Declare: self._declare,
             cmd.AddRows: lambda session, command: self.puts.put(command),
@@ -115,24 +99,24 @@ class Ledger:
             cmd.Renew: self._renew,
             cmd.AwaitLost: lambda session, command: session.take_lost(),
             cmd.AllGather: self.barrier.gather,
-            cmd.OpenPublisher: publication.open,
+            cmd.OpenPublisher: self.publication.open,
             cmd.ClosePublisher: self._close_publisher,
-            cmd.Announce: publication.announce,
-            cmd.Publish: publication.publish,
-            cmd.Withdraw: publication.withdraw,
+            cmd.Announce: self.publication.announce,
+            cmd.Publish: self.publication.publish,
+            cmd.Withdraw: self.publication.withdraw,
             cmd.Rollback: self.publication.roll_back,
             cmd.GetRestoreTarget: lambda session, command: self.publication.restoration(command.version),
             cmd.ReportRestored: self.publication.restored,
-            cmd.AwaitVersion: updates.await_version,
+            cmd.AwaitVersion: self.replicas.await_version,
             cmd.AwaitPins: lambda session, command: self.pins.await_end(),
-            cmd.ReportStaged: updates.staged,
-            cmd.Swap: updates.swap,
-            cmd.ReportLoaded: updates.loaded,
-            cmd.ReportLoadFailed: updates.not_loaded,
-            cmd.Retire: lambda session, command: updates.retire(session),
-            cmd.AddCheckpoint: lambda session, command: checkpoints.add(command),
-            cmd.Resume: checkpoints.resume,
-            cmd.GetTrainingPosition: lambda session, command: checkpoints.position(),
+            cmd.ReportStaged: self.replicas.staged,
+            cmd.Swap: self.replicas.swap,
+            cmd.ReportLoaded: self.replicas.loaded,
+            cmd.ReportLoadFailed: self.replicas.not_loaded,
+            cmd.Retire: lambda session, command: self.replicas.retire(session),
+            cmd.AddCheckpoint: lambda session, command: self.checkpoints.add(command),
+            cmd.Resume: self.checkpoints.resume,
+            cmd.GetTrainingPosition: lambda session, command: self.checkpoints.position(),
             cmd.OpenHome: self.home_registry.open,
             cmd.EvictHome: self.home_registry.evict,
             cmd.GetHomes: lambda session, command: self.home_registry.listed(),
@@ -154,50 +138,51 @@ class Ledger:
 
         A failing command changes nothing. Client errors are answers; nothing is raised.
         """
-        self.state.context.begin(now)
+        context, sessions = self.state.context, self.state.sessions
+        context.begin(now)
         if isinstance(command, cmd.OpenSession):
-            self.state.context.answer(
-                ticket, cmd.SessionOpened(session=self.state.sessions.open(command.name, now).id)
-            )
+            context.answer(ticket, cmd.SessionOpened(session=sessions.open(command.name, now).id))
             return
         try:
-            member = self.state.sessions.by_id.get(session)
-            if member is None:
+            if session not in sessions.by_id:
                 raise LeaseLost(f"session {session} is closed; connect again")
-            reply = self._handlers[type(command)](member, command)
+            reply = self._handlers[type(command)](sessions.by_id[session], command)
         except AsyncFlowError as error:
-            self.state.context.answer(ticket, error)
+            context.answer(ticket, error)
             return
         if reply is not None:
-            self.state.context.answer(ticket, reply)
+            context.answer(ticket, reply)
         else:
             until = now + command.timeout_s  # type: ignore[attr-defined]
             request = ParkedRequest(ticket, session, command, place_of(command), now, until, first)
             if not until > now:  # NaN is no deadline
-                self.state.context.answer(ticket, DeadlineExceeded(self._reporter.explain(request)))
+                context.answer(ticket, DeadlineExceeded(self._reporter.explain(request)))
             else:
                 self._park(request)
         self._settle()
 
     def tick(self, now: float) -> None:
         """Expire leases, parked requests and absent homes past their deadline."""
-        self.state.context.begin(now)
-        sessions, tasks = self.state.sessions.by_id, self.state.tasks
-        due = self.state.leases.deadlines.due(now)
-        for grant, lost in [(each, tasks[each.task].held(sessions.get(each.session)) or 1) for each in due]:
-            if grant.token not in self.state.leases.by_token:
+        state = self.state
+        state.context.begin(now)
+        due = [
+            (grant, state.tasks[grant.task].held(state.sessions.by_id.get(grant.session)) or 1)
+            for grant in state.leases.deadlines.due(now)
+        ]
+        for grant, lost in due:
+            if grant.token not in state.leases.by_token:
                 continue  # it ended with another one in this loop
             if grant.parts != NONE and self.admission.waits_for_part(grant):
-                self.state.leases.renew(grant)
+                state.leases.renew(grant)
             else:
-                limit = tasks[grant.task].spec.lease_s
+                limit = state.tasks[grant.task].spec.lease_s
                 self.completion.void(grant, f"the lease expired after {limit:g} s", blame=True, lost=lost)
         self._settle()
-        late = self.state.parked.deadlines.due(now)
+        late = state.parked.deadlines.due(now)
         for request in late:
-            self.state.context.answer(request.ticket, DeadlineExceeded(self._reporter.explain(request)))
+            state.context.answer(request.ticket, DeadlineExceeded(self._reporter.explain(request)))
         for request in late:
-            self.state.parked.remove(request)
+            state.parked.remove(request)
         if late:
             self._settle()
         self.home_registry.give_up_silent()  # last: nothing is granted before the server answers
@@ -280,35 +265,35 @@ class Ledger:
     # ---- parking
 
     def _park(self, request: ParkedRequest) -> None:
-        self.state.parked.add(request)
-        command = request.command
-        if isinstance(command, cmd.LeaseRows) and command.token:
-            self.state.leases.renew(self.state.leases.by_token[command.token])  # it waits for a part
-        if isinstance(command, cmd.LeaseRows) and command.world_size > 1:
-            self.rank_groups.parked(request)
+        state, command = self.state, request.command
+        state.parked.add(request)
+        if isinstance(command, cmd.LeaseRows):
+            if command.token:
+                state.leases.renew(state.leases.by_token[command.token])  # it waits for a part
+            if command.world_size > 1:
+                self.rank_groups.parked(request)
         elif isinstance(command, (cmd.AwaitVersion, cmd.Swap)):
             self.replicas.parked(request)
         elif isinstance(command, cmd.AllGather):
             self.barrier.parked(request)
         elif isinstance(command, cmd.AwaitRowsWanted) and not command.more:
-            self.state.context.wake(*(task.place for task in self.state.tasks))  # its rows are the last
+            state.context.wake(*(task.place for task in state.tasks))  # its rows are the last
 
     def _settle(self) -> None:
         """Retry parked requests that may succeed now, in an order that a replay repeats."""
-        context = self.state.context
+        context, parked, sessions = self.state.context, self.state.parked, self.state.sessions.by_id
         self.assembly.refill()
         while (woken := context.next_woken()) is not None:
-            for request in self.state.parked.at(*woken):
-                if request.ticket not in self.state.parked.by_ticket:
+            for request in parked.at(*woken):
+                if request.ticket not in parked.by_ticket:
                     continue  # answered together with another rank
-                session = self.state.sessions.by_id[request.session]
                 reply: cmd.Reply | AsyncFlowError | None
                 try:
-                    reply = self._handlers[type(request.command)](session, request.command)
+                    reply = self._handlers[type(request.command)](sessions[request.session], request.command)
                 except AsyncFlowError as error:
                     reply = error
                 if reply is not None:
-                    self.state.parked.remove(request)
+                    parked.remove(request)
                     context.answer(request.ticket, reply)
                 elif not context.all_woken and self._blocks_others(request.command):
                     break
@@ -324,7 +309,7 @@ class Ledger:
         if partitions.ended_names or (partitions.ended and len(partitions.numbers) > 1):
             return False  # requests may name other, ended partitions
         task = self.state.tasks[command.task]
-        return not task.spec.grouped and not any(task.fit.values())
+        return not task.grouped and not any(task.fit.values())
 
     # ---- commands that concern several parts
 

@@ -157,9 +157,10 @@ class RankGroups:
         """Return requests and leases under a rank, each lease with its session."""
         rank = command.rank
         held = [
-            (grant.shards.members[rank], grant)
-            for grant in task.group_leases.get(command.group, {}).values()
-            if grant.shards is not None and rank < grant.shards.size and rank not in grant.shards.done
+            (shards.members[rank], grant)
+            for grant in task.leases.values()
+            if (shards := grant.shards) is not None and shards.group == command.group
+            if rank < shards.size and rank not in shards.done
         ]
         return self._state.parked.of_group(command.task, command.group).get(rank, []), held
 

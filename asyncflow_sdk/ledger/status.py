@@ -318,7 +318,7 @@ class StatusReporter:
                 if each.task == name
             )
             if ready:
-                nobody = "" if self._state.parked.count(task.place) or preparing else ", and no client requests them"
+                nobody = "" if self._state.parked.first(task.place) or preparing else ", and no client requests them"
                 parts.append(f"{ready} rows are ready for task {name!r}{nobody}")
             if preparing:
                 parts.append(preparing)

@@ -53,10 +53,9 @@ class Trained(msgspec.Struct, frozen=True):
 class Effects:
     """Results of inputs: answers by ticket in order, events, and rows with freed memory.
 
-    ``over``: requests no longer waiting, by ticket; one without an answer was dropped. A block not
-    ``placed`` by the end of its request is free again.
-    ``homes_lost``: answer them with one ``Ledger.lose_homes`` before the next input, after all other
-    effects are carried out."""
+    ``over``: requests no longer waiting, by ticket; one without an answer was dropped. A block not ``placed`` by the
+    end of its request is free again. ``homes_lost``: answer them with one ``Ledger.lose_homes`` before the next
+    input, after all other effects are carried out."""
 
     answers: list[tuple[int, cmd.Reply | AsyncFlowError]] = field(default_factory=list)
     events: list[ev.Event] = field(default_factory=list)

@@ -39,11 +39,6 @@ class ShardedLease:
         """Number of ranks."""
         return len(self.members)
 
-    @property
-    def overlapping(self) -> bool:
-        """True if several ranks have the same shard."""
-        return len(self.bounds) - 1 < self.size
-
     def shard(self, rank: int) -> int:
         """Return the shard number of a rank."""
         return rank * (len(self.bounds) - 1) // self.size
@@ -173,11 +168,11 @@ class Grant:
 
     @property
     def over(self) -> bool:
-        """True if no holder has any rows left."""
+        """True if no holder has any rows left; several ranks may have the same shard."""
         shards = self.shards
-        if self.left:
-            return False
-        return shards is None or not shards.overlapping or self.step != NONE or len(shards.done) == shards.size
+        if self.left or shards is None or self.step != NONE or len(shards.bounds) > shards.size:
+            return not self.left
+        return len(shards.done) == shards.size
 
 
 class Timed(Protocol):
@@ -421,10 +416,6 @@ class ParkedRequests:
             if request is not None:
                 asking[rank] = request
         return asking
-
-    def count(self, place: str) -> int:
-        """Return the number of requests at a place."""
-        return len(self._by_place.get(place, {}))
 
     def add(self, request: ParkedRequest) -> None:
         """Park a request."""

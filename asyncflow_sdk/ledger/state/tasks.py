@@ -39,13 +39,12 @@ _FIELDS: dict[str, tuple[Any, int]] = {
 class Task:
     """A task.
 
-    ``place``: where requests for its rows wait. ``makes_steps``: True for the task with ``batch_rows``. ``grouped``: see the spec. ``whole_groups``:
-    True if its rows become ready and are leased in whole groups. ``need``: bits of the needed columns.
-    ``by_partition``: for each partition, the number of its live rows in each state; ``queues``: its ready rows; ``redo``:
-    its admitted rows with a lost producer. ``became_ready``, ``completed``: row counts over all time. ``leases_granted``:
-    their number. ``suspects``: rows whose process died or hung, until their next lease has ended well. ``leases``,
-    ``group_leases``: by token, oldest first; and by rank group. ``next_partition``: where a lease without a partition
-    looks first.
+    ``place``: where requests for its rows wait. ``makes_steps``: True for the task with ``batch_rows``. ``grouped``: see
+    the spec. ``whole_groups``: True if its rows become ready and are leased in whole groups. ``need``: bits of the needed
+    columns. ``by_partition``: for each partition, the number of its live rows in each state; ``queues``: its ready rows;
+    ``redo``: its admitted rows with a lost producer. ``became_ready``, ``completed``: row counts over all time.
+    ``leases_granted``: their number. ``suspects``: rows whose process died or hung, until their next lease has ended
+    well. ``leases``: by token, oldest first. ``next_partition``: where a lease without a partition looks first.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Task:
         self.became_ready = 0
         self.completed = 0
         self.leases: dict[int, Grant] = {}
-        self.group_leases: dict[str, dict[int, Grant]] = {}
         self.suspects = NO_ROWS
 
     @property
@@ -114,7 +112,6 @@ class Task:
             ids = ids[rows.having(self.state, WAITING, ids)]  # some were skipped or have ended
             if not ids.size:
                 return ids
-        self._arrays["state"][rows.spot(ids)] = READY
         self.became_ready += ids.size
         for partition, part in self._move(ids, WAITING, READY):
             if not self.makes_steps:
@@ -125,26 +122,20 @@ class Task:
 
     def grant(self, ids: Ids, token: int) -> None:
         """Lease ready rows, or selected ones of a step."""
-        spot = self._rows.spot(ids)
-        self._arrays["state"][spot], self._arrays["token"][spot] = LEASED, token
-        self._move(ids, self._unleased, LEASED)
+        self._move(ids, self._unleased, LEASED, token)
 
     def give_back(self, ids: Ids, *, blame: bool = False) -> None:
         """Take rows from their lease: they are ready or, in a step, selected as before."""
-        at = self._rows.at(ids)
-        self._arrays["state"][at], self._arrays["token"][at] = self._unleased, NONE
-        self._arrays["attempts"][at] += blame
         self._move(ids, LEASED, self._unleased)
+        self._arrays["attempts"][self._rows.at(ids)] += blame
 
     def done(self, ids: Ids) -> None:
         """Complete leased rows."""
-        spot = self._rows.spot(ids)
-        self._arrays["state"][spot], self._arrays["token"][spot] = DONE, NONE
-        self._shared["todo"][spot] -= 1
+        self._shared["todo"][self._rows.spot(ids)] -= 1
         self.completed += ids.size
         for partition, _ in self._move(ids, LEASED, DONE):
             self._check_last(self.by_partition[partition])
-        if len(self.suspects):
+        if self.suspects.size:
             self.suspects = self.suspects[self._in_hand(self.suspects)]
             self._context.wake(self.place)
 
@@ -161,19 +152,15 @@ class Task:
 
     def select(self, ids: Ids) -> None:
         """Select ready rows for a step."""
-        self._arrays["state"][self._rows.at(ids)] = SELECTED
         self._move(ids, READY, SELECTED)
 
     def unselect(self, ids: Ids) -> None:
         """Make selected rows ready again."""
-        self._arrays["state"][self._rows.at(ids)] = READY
         self._move(ids, SELECTED, READY)
 
     def again(self, ids: Ids) -> None:
         """Let a step have completed rows again."""
-        at = self._rows.at(ids)
-        self._arrays["state"][at] = SELECTED
-        self._shared["todo"][at] += 1
+        self._shared["todo"][self._rows.at(ids)] += 1
         self._move(ids, DONE, SELECTED)
 
     def leave(self, ids: Ids) -> tuple[Ids, Ids]:
@@ -193,8 +180,10 @@ class Task:
         """Forget completed, ending rows of a partition."""
         self.by_partition[partition][DONE] -= count
 
-    def _move(self, ids: Ids, before: int, after: int) -> list[tuple[int, Ids]]:
-        """Count rows in another state. Return them by partition."""
+    def _move(self, ids: Ids, before: int, after: int, token: int = NONE) -> list[tuple[int, Ids]]:
+        """Put rows into another state. Return them by partition."""
+        spot = self._rows.spot(ids)
+        self._arrays["state"][spot], self._arrays["token"][spot] = after, token
         split = self._partitions.split(ids)
         for partition, part in split:
             counts, count = self.by_partition[partition], part.size
@@ -276,29 +265,18 @@ class Task:
                 part = part[ready.is_ready(part)]
             ready.push(part, front=True)
 
-    def return_to_replica(self, partition: int, ids: Ids) -> None:
-        """Queue admitted rows of a begun group for the next replica."""
-        self.redo.setdefault(partition, deque()).appendleft(ids)
-
     # ---- leases and blame
 
     def hold(self, grant: Grant) -> None:
         """Add a lease."""
         self.leases[grant.token] = grant
         self.leases_granted += 1
-        if grant.shards is not None:
-            self.group_leases.setdefault(grant.shards.group, {})[grant.token] = grant
         if self.suspects.size:  # others need not wait for these any more
             self._context.wake(self.place)
 
     def drop(self, grant: Grant) -> None:
         """Remove a lease."""
         del self.leases[grant.token]
-        if grant.shards is not None:
-            group = self.group_leases[grant.shards.group]
-            del group[grant.token]
-            if not group:
-                del self.group_leases[grant.shards.group]
 
     def units(self, ids: Ids) -> Ids:
         """Return the unit of blame of each row: the row, or its group in tasks with whole groups."""
@@ -329,7 +307,7 @@ class Task:
 
     def must_wait(self, session: Session) -> bool:
         """True if a session holds as much as may be lost with its suspects, or with the ready ones."""
-        if not len(self.suspects):
+        if not self.suspects.size:
             return False
         at = self._rows.at(self.suspects[self._in_hand(self.suspects)])
         its = at[np.isin(self.token[at], [NONE, *session.leases])]
