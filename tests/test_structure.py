@@ -33,7 +33,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/algorithms": (705, 6),
     "asyncflow_sdk/cli": (5_682, 45),
     "asyncflow_sdk/interfaces": (2_110, 13),
-    "asyncflow_sdk/ledger": (8_022, 31),
+    "asyncflow_sdk/ledger": (7_923, 30),
     "asyncflow_sdk/memory": (1_462, 7),
     "asyncflow_sdk/plugins": (767, 5),
     "asyncflow_sdk/queue": (6_883, 28),

@@ -67,12 +67,8 @@ class Effects:
 
 
 class NondeterminismLog:
-    """Results of user code and of the file system, recorded with each input for replay.
-
-        chosen = log.record(lambda: sampler.choose(...).tobytes())
-
-    Live, the function is called and its result is recorded with the input. A replay returns the recorded result and
-    calls nothing. All other decisions of a ledger follow from its inputs and times. Owned by the ledger's thread."""
+    """Results of user code and of the file system, recorded with each input. A replay returns them and calls nothing:
+    all other decisions of a ledger follow from its inputs and times. Owned by the ledger's thread."""
 
     def __init__(self) -> None:
         self.active = False
@@ -169,13 +165,13 @@ class Context:
         self.every_put = True
 
     def next_woken(self) -> tuple[str, set[int] | None] | None:
-        """Remove and return the first woken place by name, for a repeatable order, and the woken
-        sessions, None for all of them. Return None if no place is woken."""
-        if not self._woken:
-            self.all_woken = self.every_put = False
-            return None
-        place = min(self._woken)
-        return place, self._woken.pop(place)
+        """Remove and return the first woken place by name, for a repeatable order, and the woken sessions, None for
+        all. Return None if no place is woken."""
+        if self._woken:
+            place = min(self._woken)
+            return place, self._woken.pop(place)
+        self.all_woken = self.every_put = False
+        return None
 
     def drain(self) -> Effects:
         """Return the effects since the last call."""

@@ -20,10 +20,9 @@ from .rows import NONE
 class ShardedLease:
     """The ranks of a group's lease.
 
-    ``members``: session of each rank. ``bounds``: shard s has the rows from bounds[s] to bounds[s +
-    1]. ``done``: ranks with a finished shard. ``finished``: bool mask of completed rows. ``seen``:
-    by rank, bool mask of its shard's rows that it completed or returned. ``filtered``: by shard,
-    positions to drop once every rank has acknowledged the step.
+    ``members``: session of each rank. ``bounds``: shard s has the rows from bounds[s] to bounds[s + 1]. ``done``: ranks
+    with a finished shard. ``finished``: bool mask of completed rows. ``seen``: by rank, bool mask of its shard's rows that
+    it completed or returned. ``filtered``: by shard, positions to drop once every rank has acknowledged the step.
     """
 
     group: str
