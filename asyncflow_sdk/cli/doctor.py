@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import ConfigError
-from ..plugins.inspection import EnvironmentReport
 from ..workflow.plan.toml import problems_of_file
 from .findings import FAILS, FINE, Finding, show, verdict
+from .inspection import EnvironmentReport
 from .interpreters import Interpreter, inspect, interpreters_of
 from .links import links
 from .machine import address, gpus, keys, machine

@@ -16,10 +16,10 @@ import msgspec
 
 from .._version import __version__
 from ..errors import ConfigError
-from ..plugins.inspection import EnvironmentReport, inspect_environment
 from ..workflow.workers.ssh_launcher import explained, ssh_command
 from .findings import FAILS, FINE, NOTE, WARNING, Finding
 from .formats import plural
+from .inspection import EnvironmentReport, inspect_environment
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -76,7 +76,7 @@ def _probe(interpreter: Interpreter) -> tuple[EnvironmentReport | None, Finding 
     if not interpreter.host and shutil.which(program) is None:
         return None, Finding(where, "", FAILS, "there is no such program", "python= names an interpreter")
     try:
-        done = interpreter.run("-m", "asyncflow_sdk.plugins.inspection")
+        done = interpreter.run("-m", "asyncflow_sdk.cli.inspection")
         if done.returncode == 0:
             return msgspec.json.decode(done.stdout.splitlines()[-1], type=EnvironmentReport), None
         failed = explained(interpreter.host, program, done.returncode, done.stderr) if interpreter.host else None

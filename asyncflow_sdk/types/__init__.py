@@ -7,7 +7,7 @@ from .dtypes import carrier, dtype_name, from_torch, to_torch
 from .events import Event
 from .manifest import Chunk, Manifest, Shard, TensorInfo
 from .ragged import Ragged
-from .reports import Audit, LengthHistogram
+from .reports import Audit
 from .spans import (
     LOSS_MASK,
     VERSION_SPANS,
@@ -24,7 +24,7 @@ from .validation import check_above, check_least
 
 __all__ = [
     "LOSS_MASK", "VERSION_SPANS", "AgeSums", "Audit", "Batch", "Chat", "Checkpoint", "Chunk", "Column", "ColumnSpec",
-    "Event", "LengthHistogram", "Manifest", "Probe", "Ragged", "Sampling", "Shard", "Staleness", "Store",
+    "Event", "Manifest", "Probe", "Ragged", "Sampling", "Shard", "Staleness", "Store",
     "TensorInfo", "TokenAges", "Values", "VersionSpan", "Weights", "carrier", "check_above", "check_column_name",
     "check_least", "digest_of", "dtype_name", "from_torch", "loss_mask", "one_version", "pack", "to_torch",
     "token_ages", "token_staleness", "token_steps", "token_versions", "unpack",

@@ -59,7 +59,7 @@ def test_this_environment_is_fine_and_says_so() -> None:
 
 def test_looking_imports_no_engine_here_or_there() -> None:
     code = (
-        "import sys; from asyncflow_sdk.cli.doctor import examine; from asyncflow_sdk.plugins.inspection import inspect_environment;"
+        "import sys; from asyncflow_sdk.cli.doctor import examine; from asyncflow_sdk.cli.inspection import inspect_environment;"
         "examine([], [], []); inspect_environment(); print({'torch', 'transformers', 'vllm'} & sys.modules.keys())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from asyncflow_sdk.types import LengthHistogram, Ragged, token_ages, token_staleness
-from asyncflow_sdk.types.reports import bin_start, length_bins
+from asyncflow_sdk.types import Ragged, token_ages, token_staleness
+from asyncflow_sdk.types.reports import length_bins
+from asyncflow_sdk.workflow.events.lengths import LengthHistogram, bin_start
 
 pytestmark = pytest.mark.fast
 

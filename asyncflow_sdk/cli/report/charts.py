@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ...types.reports import bin_start
+from ...workflow.events.lengths import bin_start
 from ..screens.run_progress import TRAILING
 from .figures import ACCENT, IDLE, INK, Series, short, step_axis, svg, thin, time_axis, trailing
 from .run_record import RunRecord

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...types import Event, LengthHistogram, TokenAges
+from ...types import Event, TokenAges
 from ...types import events as ev
+from .lengths import LengthHistogram
 
 QUANTILES = (0.5, 0.9, 0.99)
 MOST_ERRORS = 3.0

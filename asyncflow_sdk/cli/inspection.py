@@ -1,4 +1,4 @@
-"""Inspection of an interpreter for ``asyncflow doctor``: ``PYTHON -m asyncflow_sdk.plugins.inspection`` prints a JSON
+"""Inspection of an interpreter for ``asyncflow doctor``: ``PYTHON -m asyncflow_sdk.cli.inspection`` prints a JSON
 report. Nothing heavy is imported: versions come from pip's metadata, and torch's CUDA version from torch's version file.
 """
 
@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from .._version import __version__
-from .discovery import find_plugins, plugin_variables
-from .spec import installed, unmet
+from ..plugins import find_plugins, plugin_variables
+from ..plugins.spec import installed, unmet
 
 
 class AdapterReport(msgspec.Struct, kw_only=True):
