@@ -36,7 +36,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/ledger": (7_923, 30),
     "asyncflow_sdk/memory": (1_462, 7),
     "asyncflow_sdk/plugins": (594, 4),
-    "asyncflow_sdk/queue": (6_883, 28),
+    "asyncflow_sdk/queue": (6_795, 28),
     "asyncflow_sdk/testing": (9_806, 57),
     "asyncflow_sdk/types": (2_263, 15),
     "asyncflow_sdk/weights": (4_935, 24),

@@ -6,7 +6,8 @@ one for each property of blocks; no loop over rows or blocks. It never reads sha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from .stores.blocks import BLOCK, RUN
 _NOWHERE = -1
 _SHIFT = 32  # a place is (slot of a block << 32) + entry in the block
 _ENTRY = (1 << _SHIFT) - 1
+_SERIAL = struct.Struct("<q")
 Family = tuple[str, ...]
 BlockCheck: TypeAlias = Callable[[str, Ids, Ids, Ids], npt.NDArray[np.bool_]]
 
@@ -48,7 +50,7 @@ class BlockIndex:
 
     def add(self, ids: Ids, block: Block, entries: npt.NDArray[np.int64]) -> None:
         """Assign entry entries[i] of ``block`` to row ids[i]."""
-        rows = len(ids)
+        rows = ids.size
         if not rows:
             return
         lowest, highest = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
@@ -75,14 +77,14 @@ class BlockIndex:
 
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[BlockSlices, ...]:
         """Return the slices of columns for these rows; every row must have them."""
-        count = len(ids)
+        count = ids.size
         if not count:
             return ()
         if columns not in self._plans:
             self._plans[columns] = self._plan(columns)
         at = ids - self._base
         out: list[BlockSlices] = []
-        scattered: tuple[str, ...] = ()
+        located: tuple[str, ...] = ()
         for family, names, fields in self._plans[columns]:
             places = self._families[family][at]
             first = int(places[0])
@@ -96,10 +98,11 @@ class BlockIndex:
             elif np.minimum.reduce(places) >= 0:
                 out.append(self._slices(names, fields, places))
             else:
-                scattered += names
-        return (
-            (*out, *(self._scattered(name, at) for name in columns if name in scattered)) if scattered else tuple(out)
-        )
+                continue
+            located += names
+        if located != columns:  # in another order, or not in one family for all rows
+            out += [self._scattered(name, at) for name in columns if name not in located]
+        return tuple(out)
 
     def bytes_by_segment(self) -> dict[str, int]:
         """Return the bytes of blocks in use, by segment."""
@@ -130,14 +133,18 @@ class BlockIndex:
             if together and first < 0:
                 continue
             array[at] = _NOWHERE
-            if together:
-                need[first] -= len(at)
-                ended = slots[:1] if need[first] == 0 else slots[:0]
-            else:
+            if not together:
                 slots = slots[slots >= 0]
                 np.subtract.at(need, slots, 1)
-                ended = np.unique(slots[need[slots] == 0])
-            freed += self._forget(ended)
+                freed += self._forget(np.unique(slots[need[slots] == 0]))
+                continue
+            need[first] -= at.size
+            if not need[first]:
+                segment, _, serial, _, nbytes, _ = self._blocks[first].tolist()
+                freed.append(FreedBlocks(self._segments.names[segment], _SERIAL.pack(serial)))
+                self._free.append(first)
+                self._segments.leave(segment, 1)
+                self.live_bytes -= nbytes
         return freed
 
     def find_lost(self, exist: BlockCheck, among: Ids | None = None) -> Ids:
@@ -170,9 +177,9 @@ class BlockIndex:
         used[self._free] = False
         return used
 
-    def drop(self, gone: Callable[[str], bool]) -> list[tuple[Ids, Family]]:
-        """Forget all blocks in segments for which ``gone`` is true. Return the rows of each family that had one."""
-        numbers = [number for number, name in self._segments.used() if gone(name)]
+    def drop(self, segments: Collection[str]) -> list[tuple[Ids, Family]]:
+        """Forget all blocks in some segments. Return their rows by family."""
+        numbers = [number for number, name in self._segments.used() if name in segments]
         lost = self._used() & np.isin(self._blocks[:, 0], numbers)
         dropped = []
         for family, array in self._families.items():
@@ -242,25 +249,17 @@ class BlockIndex:
         return out
 
     def _reserve(self, lowest: int, highest: int) -> None:
-        """Make room for rows ``lowest`` to ``highest``: drop the unused front, or double."""
-        if lowest < self._base:  # a row without columns when the front was dropped
-            more = self._base - lowest
-            for family, array in self._families.items():
-                self._families[family] = np.concatenate([np.full(more, _NOWHERE, np.int64), array])
-            self._base, self._capacity = lowest, self._capacity + more
-        if highest < self._base + self._capacity:
-            return
-        used = [np.flatnonzero(a >= 0) for a in self._families.values()]
-        gone = min((int(u[0]) for u in used if len(u)), default=min(self._capacity, lowest - self._base))
-        capacity = self._capacity
-        while highest - self._base - gone >= capacity // 2:
-            capacity *= 2
+        """Make room for rows ``lowest`` to ``highest``: drop the unused ends, and grow."""
+        used = [np.flatnonzero(array >= 0) for array in self._families.values()]
+        ends = [int(each) for at in used if len(at) for each in (at[0], at[-1])]
+        first, last = min([*ends, lowest - self._base]), max([*ends, highest - self._base])
+        while last - first >= self._capacity // 2:
+            self._capacity *= 2
         for family, array in self._families.items():
-            new = np.full(capacity, _NOWHERE, np.int64)
-            new[: len(array) - gone] = array[gone:]
-            self._families[family] = new
-        self._base += gone
-        self._capacity = capacity
+            kept, at = array[max(first, 0) : last + 1], max(-first, 0)  # a row below the base had no columns before
+            self._families[family] = np.full(self._capacity, _NOWHERE, np.int64)
+            self._families[family][at : at + len(kept)] = kept
+        self._base += first
 
 
 class _Segments:

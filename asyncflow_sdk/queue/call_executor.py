@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import msgspec
 import xxhash
@@ -22,7 +22,7 @@ from ..ledger import Ledger, pack_ids, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.payload_loss import LOST_REASON
-from ..ledger.state.context import HomeLoss, Trained
+from ..ledger.state.context import Trained
 from ..ledger.state.sessions import ParkedRequest
 from ..types import Event
 from ..wire import Server
@@ -52,34 +52,29 @@ _REPLIES = frozenset(get_args(cmd.AnyReply))
 
 
 class Clock:
-    """Ledger seconds: this host's monotonic clock while the run is served; downtime does not count."""
+    """Ledger seconds: this host's monotonic clock while the run is served; downtime does not count. ``offset``: the
+    ledger's time minus that of the host."""
 
     def __init__(self) -> None:
-        self._offset = 0.0
+        self.offset = 0.0
 
     def __call__(self) -> float:
-        return time.monotonic() + self._offset
+        return time.monotonic() + self.offset
 
     def resume(self, now: float) -> None:
         """Continue from ledger time ``now``."""
-        self._offset = now - time.monotonic()
+        self.offset = now - time.monotonic()
 
     def to_host_time(self, event: Event) -> Event:
         """Return a ledger event with the host's monotonic time."""
-        if not self._offset:
-            return event
-        shifted: Event = msgspec.structs.replace(event, time_s=event.time_s - self._offset)
-        return shifted
+        return msgspec.structs.replace(event, time_s=event.time_s - self.offset) if self.offset else event
 
 
-class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
-    """``number``: its ledger session. ``pid_key``, ``host``, ``public``: see ``ClientHello``."""
+class ClientProcess(NamedTuple):
+    """``number``: its ledger session."""
 
     number: int
-    pid: int
-    pid_key: str
-    host: str
-    public: str = ""
+    hello: ClientHello
 
 
 class ClientTable:
@@ -100,11 +95,11 @@ class ClientTable:
 
     def silence(self, client: ClientProcess, homes: dict[int, float]) -> None:
         """Note that the unit of these homes ended by silence. ``homes``: since when each is absent."""
-        self.silent |= {home: (client.public, since) for home, since in homes.items()}
+        self.silent |= {home: (client.hello.public, since) for home, since in homes.items()}
 
     def public_keys(self) -> set[str]:
         """Return the public keys of open sessions."""
-        return {client.public for client in self.by_session.values()}
+        return {client.hello.public for client in self.by_session.values()}
 
     def numbers(self) -> dict[str, int]:
         """Return the ledger's numbers of all open sessions."""
@@ -225,11 +220,10 @@ class CallExecutor:
                     self._flush(ExecutedRequest(ticket, number, then, first))
                 if kind is cmd.CloseSession or kind is cmd.Dismiss:
                     self._close_left()
-        except AsyncFlowError as error:
-            self._answer(ticket, number, CallResult(error=failure(error)))
-        except Exception as error:  # a call that the checks should have rejected
-            _log.exception("a call failed in the queue server")
-            error = ProtocolError(f"the call failed in the server: {error!r}")
+        except Exception as error:
+            if not isinstance(error, AsyncFlowError):  # a call that the checks should have rejected
+                _log.exception("a call failed in the queue server")
+                error = ProtocolError(f"the call failed in the server: {error!r}")
             self._answer(ticket, number, CallResult(error=failure(error)))
 
     def drop(self, session: str, ticket: int, answer: bytes | None, now: float) -> None:
@@ -237,7 +231,15 @@ class CallExecutor:
         if session not in self.clients.by_session:
             return
         if answer := self._log.record(lambda: answer or b""):
-            self._undo(self.clients.by_session[session].number, decode_result(answer), now)
+            number, unread = self.clients.by_session[session].number, decode_result(answer)
+            if unread.freed:
+                self.payload.files.free_later(number, unread.freed)
+            if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self._state.leases.by_token:
+                lease, rank = self._state.leases.by_token[unread.reply.token], unread.reply.rank
+                back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled", rank=rank)
+                self.ledger.apply(lease.session_of(rank), back, now, 0)
+            elif isinstance(unread.reply, cmd.Permitted):
+                self.ledger.reply_undelivered(number, unread.reply.version, now)
         elif ticket:
             self.ledger.forget(ticket, now)
         self._flush()
@@ -275,7 +277,7 @@ class CallExecutor:
     def report_steps_again(self) -> None:
         """Report acknowledged steps with live rows: a listener may not have read them."""
         rows = self._state.rows
-        for step, ids in self._state.steps.acknowledged() if self._listeners.steps else ():
+        for step, ids in self._state.steps.acknowledged() if self._listeners.has("step") else ():
             at = rows.at(ids)
             self._report_step(Trained(step, ids, rows.first[at], rows.current[at]))
 
@@ -289,7 +291,7 @@ class CallExecutor:
         self.ledger.apply(0, cmd.OpenSession(name=hello.name), now, 0)
         (_, joined), *_rest = self.ledger.drain().answers
         assert isinstance(joined, cmd.SessionOpened)
-        self.clients.open(session, ClientProcess(joined.session, hello.pid, hello.pid_key, hello.host, hello.public))
+        self.clients.open(session, ClientProcess(joined.session, hello))
         welcome = msgspec.structs.replace(self._welcome, session=joined.session)
         self._answer(ticket, joined.session, CallResult(welcome), made=True)
 
@@ -366,7 +368,7 @@ class CallExecutor:
                 self._answer(ticket, asked.session, CallResult(reply, first=asked.first))  # type: ignore[arg-type]
                 if kind is cmd.PublishReply or kind is cmd.RollbackDone:
                     self.payload.remove_old_weights()
-        if effects.trained and self._listeners.steps:
+        if effects.trained and self._listeners.has("step"):
             for trained in effects.trained:
                 self._report_step(trained)
         for event in effects.events:
@@ -374,38 +376,18 @@ class CallExecutor:
         for ids in effects.retired:
             self.payload.retire(ids)
         if effects.homes_lost:
-            self._lose_homes(effects.homes_lost)
+            losses, tickets = self.payload.drop_lost(effects.homes_lost)
+            self.ledger.lose_homes(losses, self.ledger.now, tickets)
             self._flush()
         return first  # type: ignore[return-value]
 
-    def _lose_homes(self, lost: list[HomeLoss]) -> None:
-        """Report the columns in lost homes and blocks to the ledger: rows fail."""
-        losses, tickets = [], []
-        for each in lost:
-            columns, waiting = self.payload.drop_lost(each)
-            losses.append((each, columns))
-            tickets += waiting
-        self.ledger.lose_homes(losses, self.ledger.now, tickets)
-
     def _answer_lease(self, request: ExecutedRequest | ParkedRequest, reply: Any) -> None:
         """Answer with the location of leased rows."""
-        needs = request.command.columns
-        if needs is None:
-            needs = self._state.tasks[reply.task].spec.needs
+        columns = request.command.columns
+        needs = self._state.tasks[reply.task].spec.needs if columns is None else columns
         slices, schema = self.payload.locate(unpack_ids(reply.ids), needs)
         result = CallResult(reply, None, slices, schema, first=request.first)  # type: ignore[arg-type]
         self._answer(request.ticket, request.session, result, made=request.command.inline and slices != ())
-
-    def _undo(self, session: int, unread: CallResult, now: float) -> None:
-        """Undo the effects of a result never read by its client."""
-        if unread.freed:
-            self.payload.files.free_later(session, unread.freed)
-        if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self._state.leases.by_token:
-            lease, rank = self._state.leases.by_token[unread.reply.token], unread.reply.rank
-            back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled", rank=rank)
-            self.ledger.apply(lease.session_of(rank), back, now, 0)
-        elif isinstance(unread.reply, cmd.Permitted):
-            self.ledger.reply_undelivered(session, unread.reply.version, now)
 
     def _answer(self, ticket: int, session: int, result: CallResult, *, made: bool = False) -> None:
         """Send a result. ``made``: ``QueueServer.make`` completes it."""
@@ -422,4 +404,4 @@ class CallExecutor:
         except Exception:  # later effects must still be executed
             _log.exception("the rows of step %d cannot be read for the listener", step.step)
         else:
-            self._listeners.step(step.step, rows)
+            self._listeners.call("step", step.step, rows)

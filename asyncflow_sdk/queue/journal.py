@@ -1,6 +1,6 @@
 """Journal: the inputs of a queue server in order of execution. A later server replays them.
 
-A file is a magic number and records. A record is a mark (8 bytes), its length (4), its number (8), an xxh3
+A file is a magic number and records. A record is a mark (8 bytes), its length (8), its number (8), an xxh3
 checksum of number and content (8), and the content. Record 0 is the head. An invalid record with none behind it is
 torn: it was never acknowledged. One before a valid record is damage. Space is allocated ahead and zero until written,
 so a full disk is detected before a request is executed.
@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import xxhash
@@ -45,7 +45,7 @@ KEPT: dict[type, int] = {
 }  # fmt: skip
 """Bytes of a full journal that a command leaves to others; FOR_ENDS by default. Holders keep their rows, and leave."""
 _MARK = b"\xf7record\n"
-_FRAME = struct.Struct("<8sIQQ")
+_FRAME = struct.Struct("<8sQQQ")
 
 
 class JournalHead(msgspec.Struct, frozen=True, array_like=True):
@@ -207,8 +207,7 @@ class Journal:
             self._fd = -1
 
     def _frame(self, content: bytes) -> None:
-        self._buffer += _FRAME.pack(_MARK, len(content), self._number, _sum(content, self._number))
-        self._buffer += content
+        self._buffer += framed(self._number, content)
         self._number += 1
 
     def _write(self) -> None:
@@ -243,36 +242,27 @@ class JournalReader:
             size = os.fstat(file.fileno()).st_size
             self._data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if size else b""
         self._end, self._synced = 0, True
-        try:
-            self._read_head(run)
-        except ConfigError:
-            self.close()
-            raise
-
-    def _read_head(self, run: str) -> None:
-        content = self._record(len(MAGIC))[1] if self._data[: len(MAGIC)] == MAGIC else None
-        if content is None:
-            return
-        head = decode_head(content, self.path)
-        if head.run != run:
-            raise ConfigError(
-                f"{self.path} belongs to run {head.run}, and the snapshot beside it to run {run}: put its own journal"
-                " there, or choose another directory"
-            )
-        self._end, self._synced = len(MAGIC) + _FRAME.size + len(content), not head.unsynced
+        _, content, end = record_at(self._data, len(MAGIC))
+        if content is not None and self._data[: len(MAGIC)] == MAGIC:
+            head = decode_head(content, path)
+            if head.run != run:
+                raise ConfigError(
+                    f"{path} belongs to run {head.run}, and the snapshot beside it to run {run}: put its own journal"
+                    " there, or choose another directory"
+                )
+            self._end, self._synced = end, not head.unsynced
 
     def entries(self) -> Iterator[JournalEntry]:
         """Yield the entries. Raises ConfigError at damage."""
         while True:
-            number, content = self._record(self._end)
+            number, content, end = record_at(self._data, self._end)
             if content is None or number != self.records + 1:
                 return self._check_end()
-            self.records += 1
-            self._end += _FRAME.size + len(content)
+            self.records, self._end = number, end
             yield _decode(content)
 
     def close(self) -> None:
-        """Unmap the file. Idempotent."""
+        """Unmap the file."""
         if isinstance(self._data, mmap.mmap):
             self._data.close()
 
@@ -281,7 +271,7 @@ class JournalReader:
         behind = self._end
         self.torn_bytes = len(self._data[behind:].rstrip(b"\0"))
         while self._synced and (behind := self._data.find(_MARK, behind)) >= 0:
-            if self._record(behind)[1] is not None:
+            if record_at(self._data, behind)[1] is not None:
                 raise ConfigError(
                     f"{self.path} is damaged: record {self.records + 1}, at byte {self._end}, is invalid, and valid"
                     " records follow it. Nothing was changed: restore the file from a copy, or move the directory away"
@@ -289,21 +279,23 @@ class JournalReader:
                 )
             behind += 1
 
-    def _record(self, at: int) -> tuple[int, bytes | None]:
-        """Return number and content of the record at a place; None as its content if it is invalid."""
-        start = at + _FRAME.size
-        if start > len(self._data):
-            return 0, None
-        mark, length, number, checksum = _FRAME.unpack_from(self._data, at)
-        content = self._data[start : start + length]
-        valid = mark == _MARK and len(content) == length and _sum(content, number) == checksum
-        return number, content if valid else None
-
 
 def boot() -> str:
     """Return an identifier of this boot of the host."""
     return process_key(os.getpid()).split(" ")[0]
 
 
-def _sum(content: bytes, number: int) -> int:
-    return xxhash.xxh3_64_intdigest(content, number)
+def framed(number: int, content: bytes) -> bytes:
+    """Return a record."""
+    return _FRAME.pack(_MARK, len(content), number, xxhash.xxh3_64_intdigest(content, number)) + content
+
+
+def record_at(data: Any, at: int) -> tuple[int, bytes | None, int]:
+    """Return number and content of the record at a place, and its end. The content is None if it is invalid."""
+    start = at + _FRAME.size
+    if start > len(data):
+        return 0, None, at
+    mark, length, number, checksum = _FRAME.unpack_from(data, at)
+    content = data[start : start + length]
+    valid = mark == _MARK and len(content) == length and xxhash.xxh3_64_intdigest(content, number) == checksum
+    return number, content if valid else None, start + length

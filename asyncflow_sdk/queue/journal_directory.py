@@ -27,9 +27,9 @@ import msgspec
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull
 from ..memory import SharedDirectory, make_private_directory, sync_directory
-from . import snapshot
-from .journal import FORMAT, Journal, JournalHead, boot, decode_head
+from .journal import FORMAT, Journal, JournalHead, boot, decode_head, framed, record_at
 
+MAGIC = b"asyncflow-state\n"
 LEAST_BYTES = 16 << 20
 GROWTH = 4
 """A journal longer than ``LEAST_BYTES`` and this many times its snapshot is replaced."""
@@ -112,7 +112,7 @@ class JournalDirectory:
             stale.unlink(missing_ok=True)
         journal = Journal(path, head, self.durability == "host")
         try:
-            snapshot.write(snapshot_path, msgspec.msgpack.encode(head), state)
+            _write_snapshot(snapshot_path, head, state)
         except BaseException as error:
             journal.close()
             for stale in (snapshot_path, path):
@@ -183,9 +183,27 @@ def is_unfinished(path: Path) -> bool:
 
 
 def read_snapshot(path: Path) -> tuple[JournalHead, bytes]:
-    """Return head and state of a snapshot. Raises ConfigError."""
-    head, state = snapshot.read(path)
+    """Return head and encoded state of a snapshot. Raises ConfigError."""
+    data = path.read_bytes()
+    _, head, end = record_at(data, len(MAGIC))
+    _, state, _ = record_at(data, end)
+    if not data.startswith(MAGIC) or head is None or state is None:
+        raise ConfigError(f"{path} is damaged, or of another version")
     return decode_head(head, path), state
+
+
+def _write_snapshot(path: Path, head: JournalHead, state: bytes) -> None:
+    """Write a file atomically, also if the host crashes. Raises OSError."""
+    part = path.with_suffix(".part")
+    try:
+        with os.fdopen(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.writelines((MAGIC, framed(0, msgspec.msgpack.encode(head)), framed(1, state)))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        sync_directory(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _newest(path: Path) -> tuple[int, JournalHead | None, bytes]:

@@ -65,7 +65,7 @@ class StepRows:
 
 
 class Listeners:
-    """For the arguments see ``QueueServer``. ``events``: True if there is a listener for events."""
+    """For the arguments see ``QueueServer``."""
 
     def __init__(
         self,
@@ -73,8 +73,11 @@ class Listeners:
         on_step: Callable[[int, StepRows], None] | None,
         on_final: Callable[[int], None] | None,
     ) -> None:
-        self._on_event, self._on_step, self._on_final = on_event, on_step, on_final
-        self.events = on_event is not None
+        self._listeners: dict[str, Callable[..., None] | None] = {
+            "event": on_event,
+            "step": on_step,
+            "final": on_final,
+        }
         self._muted = False
         self._lines: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._logging: threading.Thread | None = None
@@ -83,10 +86,9 @@ class Listeners:
         """Call no listener from now on, as in a replay; or call them again."""
         self._muted = muted
 
-    @property
-    def steps(self) -> bool:
-        """True if there is a listener for rows of acknowledged steps."""
-        return self._on_step is not None and not self._muted
+    def has(self, kind: str) -> bool:
+        """Return True if there is a listener for "event", "step" or "final"."""
+        return self._listeners[kind] is not None and not self._muted
 
     def event(self, event: Event) -> None:
         """Log a note or the restart of a worker, and call the listener for events."""
@@ -95,7 +97,19 @@ class Listeners:
             self._log_line(_LEVELS.get(event.level, logging.INFO), f"{event.text}{worker}")
         elif isinstance(event, ev.WorkerState) and event.state == "restarting":
             self._log_line(logging.WARNING, f"worker {event.worker} {event.detail}")
-        self._call(self._on_event, event)
+        self.call("event", event)
+
+    def call(self, kind: str, *arguments: object) -> None:
+        """Call a listener, if there is one: with an event, with a step and its rows, or with the first step that a
+        checkpoint does not make final (which may take long: in a thread of its own)."""
+        listener = self._listeners[kind]
+        if listener is None or self._muted:
+            return
+        try:
+            listener(*arguments)
+        except Exception as error:
+            name = getattr(listener, "__qualname__", type(listener).__name__)
+            _log.error("listener %s of the queue server failed: %s\n%s", name, error_text(error), user_trace(error))
 
     def _log_line(self, level: int, text: str) -> None:
         """Log a line in a thread of its own: a handler may block, and must not stop the server."""
@@ -115,26 +129,3 @@ class Listeners:
         if self._logging is not None:
             self._lines.put(None)
             self._logging.join(LOG_S)
-
-    def step(self, step: int, rows: StepRows) -> None:
-        """Call the listener for rows of acknowledged steps."""
-        self._call(self._on_step, step, rows)
-
-    @property
-    def finals(self) -> bool:
-        """True if there is a listener for final steps."""
-        return self._on_final is not None and not self._muted
-
-    def final(self, covers: int) -> None:
-        """Call ``on_final``, before a checkpoint makes the steps below ``covers`` final. It may take long,
-        and is called in a thread of its own."""
-        self._call(self._on_final, covers)
-
-    def _call(self, listener: Callable[..., None] | None, *arguments: object) -> None:
-        if listener is None or self._muted:
-            return
-        try:
-            listener(*arguments)
-        except Exception as error:
-            name = getattr(listener, "__qualname__", type(listener).__name__)
-            _log.error("listener %s of the queue server failed: %s\n%s", name, error_text(error), user_trace(error))

@@ -169,11 +169,9 @@ class Payload:
         return msgspec.structs.replace(call, command=msgspec.structs.replace(call.command, block=block))
 
     def inline(self, answer: CallResult) -> tuple[bytes, Sequence[Any]]:
-        """Return an encoded result and the columns of its rows, read anew each time it is sent.
-
-        The lease keeps the rows in place. If they have ended, the result has no payload. If some are
-        in another home, the result is unchanged: the client reads all of them where they are.
-        """
+        """Return an encoded result and the columns of its rows, read anew each time it is sent. If they have ended,
+        the result has no payload. If some are in another home, the result is unchanged: the client reads all of them
+        where they are."""
         if any(home_of(segment) != SERVER_MEMORY for part in answer.slices for segment in part.segments):
             return encode(answer), ()
         rows, parts = 0, list[Any]()
@@ -207,13 +205,16 @@ class Payload:
         this object."""
         self._homes = store
 
-    def drop_lost(self, lost: HomeLoss) -> tuple[list[LostColumns], list[int]]:
-        """Forget the blocks in a lost home. Return the lost columns of rows, and the
-        tickets of waiting puts with lost payload."""
-        where = HomeId(lost.home, lost.epoch)
-        waiting = [ticket for ticket, block in self._waiting().items() if home_of(block.segment) == where]
-        dropped = self.index.drop(lambda segment: home_of(segment) == where)
-        return [LostColumns(ids, columns) for ids, columns in dropped], waiting
+    def drop_lost(self, lost: list[HomeLoss]) -> tuple[list[tuple[HomeLoss, list[LostColumns]]], list[int]]:
+        """Forget the blocks in lost homes. Return the lost columns of rows by home, and the tickets of waiting puts
+        with lost payload."""
+        homes = {HomeId(each.home, each.epoch): each for each in lost}
+        waiting = [ticket for ticket, block in self._waiting().items() if home_of(block.segment) in homes]
+        losses = []
+        for where, each in homes.items():
+            dropped = self.index.drop({segment for segment in self.index.segments() if home_of(segment) == where})
+            losses.append((each, [LostColumns(ids, columns) for ids, columns in dropped]))
+        return losses, waiting
 
     def needed(self, where: HomeId) -> tuple[str, ...]:
         """Return the segments of a home that rows or calls need."""
@@ -235,11 +236,8 @@ class Payload:
         return self.index.locate(ids, tuple(schema)), schema
 
     def read_step(self, ids: Ids, groups: Ids, completed_at: Ids) -> StepRows:
-        """Return a step's rows, to be read from any thread, at any time.
-
-        They hold their blocks and mappings until then. Call this before the rows are retired; the
-        ledger may have forgotten them.
-        """
+        """Return a step's rows, to be read from any thread, at any time. They hold their blocks and mappings until
+        then. Call this before the rows are retired; the ledger may have forgotten them."""
         columns_of = self.index.columns_of(ids)
         schema = {name: self._columns.specs[name] for name in columns_of}
         version_step_offsets = self._state.versions.lineage.offsets
@@ -289,10 +287,8 @@ class Payload:
         return find_blocks(self.rows / segment, starts, serials, sizes)
 
     def find_lost(self, exist: BlockCheck, among: Ids | None = None) -> tuple[Ids, list[int]]:
-        """Return the rows with lost payload, and the tickets of waiting puts with lost payload.
-
-        ``among``: return nothing unless one of these rows has lost its payload.
-        """
+        """Return the rows with lost payload, and the tickets of waiting puts with lost payload. ``among``: return
+        nothing unless one of these rows has lost its payload."""
         if among is not None and not len(self.index.find_lost(exist, among)):
             return np.empty(0, np.int64), []
         waiting = [ticket for ticket, block in self._waiting().items() if not _exists(block, exist)]

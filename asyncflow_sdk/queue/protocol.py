@@ -171,24 +171,16 @@ class LedgerCatalog(HomeCatalog):
         self._send = send
 
     def open(self, offer: HomeOffer) -> tuple[int, int]:
-        opened = self._send(
-            cmd.OpenHome(
-                store=offer.store, name=offer.name, identity=offer.identity, address=offer.address, key=offer.key,
-                directory=offer.directory, owner=offer.owner,
-            )
-        )  # fmt: skip
+        opened = self._send(cmd.OpenHome(**msgspec.structs.asdict(offer)))
         return opened.home, opened.epoch
 
     def homes(self) -> Sequence[StorageHome]:
         """Return the homes. An absent one has no address."""
-        listed = self._send(cmd.GetHomes())
-        return tuple(
-            StorageHome(
-                home=each.home, epoch=each.epoch, name=each.name, address=each.address if each.absent_s < 0 else "",
-                key=each.key, directory=each.directory, owner=each.owner, lost=each.lost,
-            )
-            for each in listed.homes
-        )  # fmt: skip
+        listed = [
+            each if each.absent_s < 0 else msgspec.structs.replace(each, address="")
+            for each in self._send(cmd.GetHomes()).homes
+        ]
+        return msgspec.convert(listed, tuple[StorageHome, ...], from_attributes=True)
 
     def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
         found = self._send(NeededRequest(home, epoch))

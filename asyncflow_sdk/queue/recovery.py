@@ -25,13 +25,7 @@ from ..ledger.commands import Ids
 from ..wire import Server
 from . import snapshot
 from .call_executor import CallExecutor
-from .journal import (
-    JournalReader,
-    Record,
-    RequestRecord,
-    SessionEndRecord,
-    boot,
-)
+from .journal import JournalReader, Record, RequestRecord, SessionEndRecord, boot
 from .journal_directory import JournalDirectory, read_snapshot
 from .listeners import Listeners
 from .payload import Payload
@@ -44,12 +38,9 @@ NOT_COMPARED = ("now", "deadlines")
 
 @dataclass(frozen=True)
 class Recovered:
-    """The result of a server's recovery.
-
-    ``records``: replayed. ``rows``: live. ``lost``: rows with lost payload; they failed with their
-    groups. ``discarded_bytes``: torn bytes at the journal's end. ``differing``: records with other
-    answers than the first time: a bug.
-    """
+    """The result of a server's recovery. ``records``: replayed. ``rows``: live. ``lost``: rows with lost payload; they
+    failed with their groups. ``discarded_bytes``: torn bytes at the journal's end. ``differing``: records with other
+    answers than the first time: a bug."""
 
     records: int
     rows: int
@@ -95,7 +86,7 @@ def recover(directory: JournalDirectory, executor: CallExecutor) -> Recovered | 
     if len(lost) or waiting:
         executor.fail_lost(lost, waiting, now)
     for session, client in list(executor.clients.by_session.items()) if head.boot != boot() else ():
-        if client.pid_key and client.pid_key.split(" ")[0] == head.boot:
+        if client.hello.pid_key and client.hello.pid_key.split(" ")[0] == head.boot:
             executor.close_session(session, "its host was started again", now)
     executor.payload.reconcile()
     live, sessions = executor.ledger.audit().live, len(executor.clients.by_session)
@@ -122,11 +113,8 @@ class Milestone:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of a replay.
-
-    ``differing``: records with other answers than in the run: a bug. ``torn_bytes``: at
-    the journal's end. ``digest``: see ``digest_of``.
-    """
+    """The result of a replay. ``differing``: records with other answers than in the run: a bug. ``torn_bytes``: at
+    the journal's end. ``digest``: see ``digest_of``."""
 
     records: int
     differing: int
@@ -141,9 +129,7 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
     history it is that of the last one; ``DIRECTORY/journal/history/RUN`` is that of an earlier one.
 
     ``on_milestone`` is called with each milestone: the beginning, new sessions, checkpoints,
-    resumed trainers, ended sessions, and the end. Raises ConfigError if the directory cannot be
-    replayed.
-    """
+    resumed trainers, ended sessions, and the end. Raises ConfigError if the directory cannot be replayed."""
     parts = _parts(Path(directory))
     first, _ = read_snapshot(parts[0][0])
     listeners, ledger = Listeners(None, None, None), Ledger()

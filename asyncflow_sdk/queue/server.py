@@ -143,7 +143,7 @@ class QueueServer:
         self._listeners = Listeners(on_event, on_step, on_final)
         self._held: dict[int, HeldCheckpoint] = {}  # by ticket
         self._units: dict[str, float] = {}  # last sign of life of each, by session
-        self._next_status = 0.0
+        self._reports, self._next_status = on_event is not None, 0.0
         self._next_sign, self._renewing, self._directory_error = 0.0, False, ""
         self._ended: dict[str, str] = {}  # session → why it was ended
         self._ledger = Ledger(
@@ -172,11 +172,13 @@ class QueueServer:
         if self.recovered is not None:
             self._note(str(self.recovered), self.recovered.level)
         for session, client in list(self._clients.by_session.items()):
-            if has_ended(client.pid, client.pid_key):  # with its server, for example when a whole run is killed
-                self.gone(session, f"process {client.pid} ended while no server was running", blame=False)
+            if has_ended(
+                client.hello.pid, client.hello.pid_key
+            ):  # with its server, for example when a whole run is killed
+                self.gone(session, f"process {client.hello.pid} ended while no server was running", blame=False)
             else:
-                self._wire.watch(session, client.pid, client.pid_key)
-                self._wire.bind(session, *(() if keys is None else keys.server.clients), "", client.public)
+                self._wire.watch(session, client.hello.pid, client.hello.pid_key)
+                self._wire.bind(session, *(() if keys is None else keys.server.clients), "", client.hello.public)
         if store != LOCAL:
             self._payload.read_homes_by(self._open_home_reader(store, self._store_options))
         units = {home.unit for home in self._ledger.state.homes.by_number.values()}
@@ -281,7 +283,7 @@ class QueueServer:
             elif command is None and self._clients.by_session[session].number not in self._payload.files.freed:
                 self._reply(ticket, cmd.Done())
             elif self._files is None and kind not in GUARDED and payload is None and call.payload is None:
-                self._executor.execute(session, ticket, call, self._clock())
+                self._executor.execute(session, ticket, call, time.monotonic() + self._clock.offset)
             else:
                 seq, done = self._wire.requests.numbers(ticket) if self._files is not None else (0, 0)
                 request = RequestRecord(self._clock(), session, seq, done, ticket, body)
@@ -325,7 +327,7 @@ class QueueServer:
 
     def idle(self) -> float:
         """Run timers. Return the seconds until the next call."""
-        now = self._clock()
+        now = time.monotonic() + self._clock.offset
         if now >= self._next_sign:
             self._next_sign = now + SIGN_S
             self._keep_directory()
@@ -336,24 +338,24 @@ class QueueServer:
             self._executor.tick(now)
             self._record(TickRecord(now))
             due = self._ledger.next_deadline()
-        waits = [self._next_sign] if due is None else [self._next_sign, due]
+        until = self._next_sign if due is None or due > self._next_sign else due
         if self._held:
             for ticket, (request, _, deadline, why) in list(self._held.items()):
                 if deadline > now and request.session in self._clients.by_session:
-                    waits.append(deadline)
+                    until = min(until, deadline)
                     continue
                 del self._held[ticket]
                 self._reply(ticket, DeadlineExceeded(f"after {now - request.now:.1f} s: {why}"))
         if self._units:
-            waits.append(min(self._units.values()) + UNIT_SILENCE_S)
-        if self._listeners.events:
+            until = min(until, min(self._units.values()) + UNIT_SILENCE_S)
+        if self._reports:
             if now >= self._next_status:
                 self._next_status = now + STATUS_EVERY_S
                 self._emit_status(now)
-            waits.append(self._next_status)
+            until = min(until, self._next_status)
         if self._files is not None and self._files.journal.failure is not None:
-            waits.append(now + DISK_RETRY_S)
-        return min(waits) - now
+            until = min(until, now + DISK_RETRY_S)
+        return until - now
 
     def _keep_directory(self) -> None:
         """Make the directory of shared memory again if somebody removed it: clients go on there."""
@@ -400,7 +402,7 @@ class QueueServer:
                 if command.store != self._store:
                     raise ConfigError(f"this run has the store {self._store!r}, and no home of {command.store!r}")
                 self._units[session] = request.now
-            elif self._listeners.finals:
+            elif self._listeners.has("final"):
                 self._hold_checkpoint(request, call)
                 return False
         except (WireError, ConfigError) as refused:
@@ -421,7 +423,7 @@ class QueueServer:
 
         def call_listener() -> None:
             """Called in a thread of its own."""
-            self._listeners.final(command.covers)
+            self._listeners.call("final", command.covers)
             self._wire.call(execute)
 
         why = f"the steps before {command.covers} are still read by a listener, as by the recorder"
@@ -447,8 +449,8 @@ class QueueServer:
         new = session not in self._clients.by_session
         self._executor.execute(session, ticket, call, request.now)
         if new and (client := self._clients.by_session.get(session)) is not None:
-            self._wire.watch(session, client.pid, client.pid_key)
-            self._wire.bind(session, client.public)
+            self._wire.watch(session, client.hello.pid, client.hello.pid_key)
+            self._wire.bind(session, client.hello.public)
         self._record(request)
 
     def _record(self, record: Record) -> None:
@@ -544,7 +546,7 @@ class QueueServer:
             return msgspec.structs.replace(reply, homes=self._payload.fill_homes(reply.homes))
         if not isinstance(reply, StatusReport):
             return reply
-        known = {client.number: client for client in self._clients.by_session.values()}
+        known = {client.number: client.hello for client in self._clients.by_session.values()}
         sessions = tuple(
             msgspec.structs.replace(each, pid=known[each.id].pid, host=known[each.id].host)
             if each.id in known

@@ -11,25 +11,18 @@ arguments.
 
 from __future__ import annotations
 
-import os
-import struct
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import numpy as np
-import xxhash
 
-from ..errors import AsyncFlowError, ConfigError, ProtocolError
-from ..memory import sync_directory
+from ..errors import AsyncFlowError, ProtocolError
 
 PACKAGES = ("ledger", "memory", "queue", "types", "wire")
-MAGIC = b"asyncfl-snapsh4\n"  # of all formats: the head has the number
-_LENGTH = struct.Struct("<QQ")
 _PACKAGE = __name__.split(".")[0]
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _CONTAINERS: dict[str, Any] = {each.__name__: each for each in (dict, Counter, list, deque, set, frozenset)}
@@ -50,37 +43,6 @@ def decode(data: bytes, parts: Mapping[str, object] = MappingProxyType({})) -> A
         raise
     except Exception as error:
         raise ProtocolError(f"not a snapshot: {error!r}") from error
-
-
-def write(path: Path, head: bytes, body: bytes) -> None:
-    """Write a file atomically, also if the host crashes. Raises OSError."""
-    part = path.with_suffix(".part")
-    try:
-        with os.fdopen(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(MAGIC)
-            for content in (head, body):
-                file.write(_LENGTH.pack(len(content), xxhash.xxh3_64_intdigest(content)))
-                file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        sync_directory(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def read(path: Path) -> tuple[bytes, bytes]:
-    """Return head and encoded state. Raises ConfigError for a damaged file."""
-    data = path.read_bytes()
-    found, at = [], len(MAGIC)
-    for _ in range(2):
-        length, checksum = _LENGTH.unpack_from(data, at) if len(data) >= at + _LENGTH.size else (0, 1)
-        content = data[at + _LENGTH.size : at + _LENGTH.size + length]
-        if data[: len(MAGIC)] != MAGIC or len(content) != length or xxhash.xxh3_64_intdigest(content) != checksum:
-            raise ConfigError(f"{path} is damaged")
-        found.append(content)
-        at += _LENGTH.size + length
-    return found[0], found[1]
 
 
 def attributes(thing: Any) -> dict[str, Any]:

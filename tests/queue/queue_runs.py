@@ -53,8 +53,7 @@ class Served:
 
     def pass_time(self, seconds: float) -> None:
         """Let so much time pass for the server: leases end without anybody's waiting for it."""
-        server = vars(self.run)["_server"]
-        vars(vars(server)["_clock"])["_offset"] += seconds
+        vars(vars(self.run)["_server"])["_clock"].offset += seconds
 
     def held_bytes(self) -> int:
         return self.run.queue.status().held_bytes

@@ -21,7 +21,7 @@ from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.memory.directory import MARK
 
 PUTS = 6
-FRAME = struct.Struct("<8sIQQ")
+FRAME = struct.Struct("<8sQQQ")
 """What comes before the content of a record: a mark, its length, its number and a checksum."""
 
 
@@ -163,7 +163,7 @@ def test_a_snapshot_that_cannot_be_read_is_no_run_and_not_silently_a_new_one(
     (snapshot,) = (tmp_path / "run" / "journal").glob("snapshot-*")
     whole = snapshot.read_bytes()
     snapshot.write_bytes(a_byte_of_the_snapshot(whole))
-    with pytest.raises(ConfigError, match="cannot be read: .*is damaged. Move it away"):
+    with pytest.raises(ConfigError, match="cannot be read: .*is damaged, or of another version. Move"):
         af.serve(tmp_path / "run")
     snapshot.write_bytes(whole)
     with af.serve(tmp_path / "run") as run:
