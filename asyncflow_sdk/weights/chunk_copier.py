@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import threading
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Executor, Future, wait
 from typing import Any, NamedTuple
 
@@ -42,34 +40,31 @@ def has_spare_core() -> bool:
 
 
 class BucketDigests:
-    """The digests of one version, collected by ``add`` or ``add_memory`` for each bucket in order."""
+    """The digests of one version, collected by ``add`` or ``add_memory`` for each bucket of a chunk, in any order and
+    thread."""
 
     def __init__(self, background: Executor) -> None:
         self._background = background
-        self._chunks: list[list[Future[bytes] | bytes]] = []
+        self._found: dict[tuple[int, int], Future[bytes] | bytes] = {}
 
-    def add(self, chunk: int, found: bytes) -> None:
-        """Add the digest of the next bucket of a chunk."""
-        self._chunk(chunk).append(found)
+    def add(self, chunk: int, bucket: int, found: bytes) -> None:
+        """Add the digest of a bucket."""
+        self._found[chunk, bucket] = found
 
-    def add_memory(self, chunk: int, memory: Any) -> None:
-        """Add the bytes of the next bucket of a chunk, to be hashed in the background."""
-        self._chunk(chunk).append(self._background.submit(_digest, memory))
+    def add_memory(self, chunk: int, bucket: int, memory: Any) -> None:
+        """Add the bytes of a bucket, to be hashed in the background."""
+        self._found[chunk, bucket] = self._background.submit(_digest, memory)
 
     def wait(self) -> list[tuple[bytes, ...]]:
         """Return the digests of each chunk's buckets, once all are hashed."""
-        return [tuple(d if isinstance(d, bytes) else d.result() for d in chunk) for chunk in self._chunks]
+        ready = [(place[0], d if isinstance(d, bytes) else d.result()) for place, d in sorted(self._found.items())]
+        return [tuple(d for _, d in chunk) for _, chunk in itertools.groupby(ready, key=lambda found: found[0])]
 
     def cancel(self) -> None:
         """Hash no more: the version was given up."""
-        for each in itertools.chain.from_iterable(self._chunks):
+        for each in self._found.values():
             if not isinstance(each, bytes):
                 each.cancel()
-
-    def _chunk(self, chunk: int) -> list[Future[bytes] | bytes]:
-        while len(self._chunks) <= chunk:
-            self._chunks.append([])
-        return self._chunks[chunk]
 
 
 def _digest(memory: Any) -> bytes:
@@ -97,7 +92,14 @@ class _Bucket:
         self.stop = self._hashed = start
         self.hasher = xxhash.xxh3_128() if hashed else None
         self.parts: list[_CopyPart] = []
-        self.done = False
+
+    def extend(self, stop: int, part: _CopyPart | None) -> None:
+        """Let it end here. ``part``: its last bytes; None if they are copied, and the bucket is to be hashed later."""
+        self.stop = stop
+        if part is None:
+            self.hasher = None
+        else:
+            self.parts.append(part)
 
     def copy(self, with_nan: list[str]) -> None:
         """Copy and hash all parts. ``with_nan``: receives the names of tensors with NaN."""
@@ -112,18 +114,6 @@ class _Bucket:
                 self._hash(high)
         self.parts.clear()
         self._hash(self.stop)  # the padding after the last part
-
-    def extend(self, stop: int) -> None:
-        """Let it end here."""
-        self.stop = stop
-
-    def hash_later(self) -> None:
-        """Have it hashed in the background."""
-        self.hasher = None
-
-    def finish(self) -> None:
-        """Note that it is copied."""
-        self.done = True
 
     def _hash(self, stop: int) -> None:
         if self.hasher is not None and self._hashed < stop:
@@ -143,10 +133,8 @@ class ChunkCopier:
         self.with_nan: list[str] = []
         self._chunk, self._memory = -1, np.empty(0, np.uint8)
         self._partial: _Bucket | None = None  # more tensors may be added to it
-        self._unfinished: deque[_Bucket] = deque()  # in order: not copied, or behind one that is not
         self._todo: deque[_Bucket] = deque()  # complete, to be copied
         self._helping: Future[None] | None = None
-        self._lock = threading.Lock()
 
     def open(self, memory: Any) -> None:
         """Begin the next chunk."""
@@ -166,13 +154,15 @@ class ChunkCopier:
                 source.copy(self._memory[low:to], dtype, (low - start) // width, (to - start) // width)
                 if has_nan(self._memory[low:to], dtype):
                     self.with_nan.append(name)
-            for bucket, at, to in self._buckets(low, high):
-                if not local:
-                    bucket.hash_later()
-                elif at < end:
-                    bucket.parts.append(_CopyPart(at, min(to, end), name, source, dtype, (at - start) // width))
+            while low < high:
+                if self._partial is None:
+                    self._partial = _Bucket(self._chunk, self._memory, low, self._digests is not None)
+                to = min(low - low % self._bucket_bytes + self._bucket_bytes, high)
+                part = _CopyPart(low, min(to, end), name, source, dtype, (low - start) // width)
+                self._partial.extend(to, part if local else None)
                 if to % self._bucket_bytes == 0:
                     self._complete()
+                low = to
 
     def close(self) -> None:
         """End the chunk."""
@@ -196,17 +186,6 @@ class ChunkCopier:
         if self._helping is not None and not self._helping.cancel():
             wait([self._helping])
 
-    def _buckets(self, start: int, stop: int) -> Iterator[tuple[_Bucket, int, int]]:
-        """Yield the buckets of these bytes, and the range of each."""
-        size = self._bucket_bytes
-        for low in itertools.chain([start], range(start - start % size + size, stop, size)):
-            if self._partial is None:
-                self._partial = _Bucket(self._chunk, self._memory, low, self._digests is not None)
-                with self._lock:
-                    self._unfinished.append(self._partial)
-            self._partial.extend(min(low - low % size + size, stop))
-            yield self._partial, low, self._partial.stop
-
     def _complete(self) -> None:
         """End the partial bucket, and copy it now, or let either thread do it."""
         bucket, self._partial = self._partial, None
@@ -229,14 +208,9 @@ class ChunkCopier:
                 self._finish(bucket)
 
     def _finish(self, bucket: _Bucket) -> None:
-        with self._lock:
-            bucket.finish()
-            while self._unfinished and self._unfinished[0].done:
-                self._report(self._unfinished.popleft())
-
-    def _report(self, bucket: _Bucket) -> None:
         if self._digests is not None:
+            index = bucket.start // self._bucket_bytes
             if bucket.hasher is not None:
-                self._digests.add(bucket.chunk, bucket.hasher.digest())
+                self._digests.add(bucket.chunk, index, bucket.hasher.digest())
             else:
-                self._digests.add_memory(bucket.chunk, bucket.memory[bucket.start : bucket.stop])
+                self._digests.add_memory(bucket.chunk, index, bucket.memory[bucket.start : bucket.stop])

@@ -39,14 +39,31 @@ class TensorSource(ABC):
     def copy(self, memory: Any, dtype: str, first: int, last: int) -> None:
         """Copy elements ``first`` to ``last`` (all, unless contiguous) to ``memory``."""
 
-    @abstractmethod
     def equals(self, memory: Any, dtype: str) -> bool:
         """True if ``memory`` holds the bytes that ``copy`` would write."""
+        width = carrier(dtype).itemsize
+        step = max(SPAN_BYTES // width, 1) if self.contiguous else max(self.size, 1)
+        for first in range(0, self.size, step):
+            last = min(first + step, self.size)
+            there = memory[first * width : last * width]
+            span = np.empty_like(there) if isinstance(there, np.ndarray) else there.new_empty(there.shape)
+            self.copy(span, dtype, first, last)
+            if not same_bytes(span, there):
+                return False
+        return True
 
 
 def tensor_source(tensor: Any) -> TensorSource:
     """Return the source of a tensor. Raises SchemaError for values that are no plain numbers."""
     return TorchSource(tensor) if is_torch(tensor) else NumpySource(tensor)
+
+
+def same_bytes(one: Any, other: Any) -> bool:
+    """True if two arrays, or two tensors of one device, have the same bytes."""
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
+    torch = sys.modules["torch"]
+    return bool(torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)))
 
 
 def has_nan(memory: Any, dtype: str) -> bool:
@@ -86,19 +103,6 @@ class NumpySource(TensorSource):
             else:
                 np.copyto(into.reshape(self.shape), self._array, casting="unsafe")
 
-    def equals(self, memory: Any, dtype: str) -> bool:
-        """See ``TensorSource.equals``."""
-        there = memory if isinstance(memory, np.ndarray) else memory.cpu().numpy()
-        width = carrier(dtype).itemsize
-        step = max(SPAN_BYTES // width, 1) if self.contiguous else max(self.size, 1)
-        for first in range(0, self.size, step):
-            last = min(first + step, self.size)
-            span = np.empty((last - first) * width, np.uint8)
-            self.copy(span, dtype, first, last)
-            if not np.array_equal(span, there[first * width : last * width]):
-                return False
-        return True
-
 
 class TorchSource(TensorSource):
     """A torch tensor on any device."""
@@ -137,32 +141,15 @@ class TorchSource(TensorSource):
         else:
             into.view(getattr(torch, dtype)).copy_(self._tensor[first:last])
 
-    def equals(self, memory: Any, dtype: str) -> bool:
-        """See ``TensorSource.equals``."""
-        torch = sys.modules["torch"]
-        there = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
-        flat, width = self._tensor.reshape(-1), carrier(dtype).itemsize
-        step = max(SPAN_BYTES // width, 1)
-        for first in range(0, self.size, step):
-            last = min(first + step, self.size)
-            span = flat[first:last].to(device=there.device, dtype=getattr(torch, dtype))
-            if not torch.equal(span.view(torch.uint8), there[first * width : last * width]):
-                return False
-        return True
-
 
 def _numpy_identity(array: Any) -> tuple[tuple[Any, ...], Callable[[], bool]]:
     """Return the identity of an array's memory, and a test that it still exists."""
-    owner = array
-    while True:
-        below = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
+    owner: Any = array
+    while isinstance(owner, (np.ndarray, memoryview)):
+        below = owner.obj if isinstance(owner, memoryview) else owner.base
         if is_torch(below):
             return _torch_identity(below)
-        if below is None or not isinstance(owner, (np.ndarray, memoryview)):
-            break
-        try:
-            weakref.ref(below)
-        except TypeError:
+        if below is None or not type(below).__weakrefoffset__:
             break
         owner = below
     alive = weakref.ref(owner)

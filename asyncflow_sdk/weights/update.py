@@ -14,6 +14,7 @@ import xxhash
 from ..errors import VersionGone, WeightMismatch
 from ..interfaces.weights import Fetched, FilePlace, TensorType, WeightUpdate
 from ..types import Chunk, TensorInfo, carrier, dtype_name, from_torch, to_torch
+from .tensor_sources import same_bytes
 
 Array = np.ndarray[Any, Any]
 
@@ -106,7 +107,7 @@ class Update(WeightUpdate):
             place = info.start or (0,) * len(info.shape), info.shape
             if place not in places:
                 places[place] = part, info
-            elif not _equal(_view(*places[place]), _view(part, info)):
+            elif not same_bytes(_view(*places[place]), _view(part, info)):
                 raise self._mismatch(name, "two parts have different bytes of it")
         fitted = [each for each in places.values() if each[1].nbytes] or [pieces[0]]
         for (_, one), (_, other) in itertools.combinations(fitted, 2):
@@ -182,10 +183,3 @@ def _view(part: Fetched, info: TensorInfo) -> Any:
     if isinstance(raw, np.ndarray):
         return raw.view(carrier(info.dtype)).reshape(info.shape)
     return raw.view(getattr(sys.modules["torch"], info.dtype)).view(info.shape)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
-    torch = sys.modules["torch"]
-    return bool(torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)))

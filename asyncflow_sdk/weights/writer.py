@@ -25,6 +25,7 @@ DtypePolicy: TypeAlias = str | Callable[[str, str], str]
 """The dtype of published floating-point tensors (those of 8 bits and fewer are kept), or a function
 from name and dtype to dtype."""
 Rename: TypeAlias = Callable[[str], str]
+WIDE = ("float16", "bfloat16", "float32", "float64")
 
 
 def chunk_capacity(chunk: int) -> int:
@@ -60,7 +61,8 @@ class VersionWriter:
         self._expected = sizes
         self._rooms: list[Room] = []
         self._used = 0  # of the last room, in bytes
-        self._chunk_sizes = ChunkSizes()
+        self.sizes: list[int] = []
+        """The chunk sizes of a version like this one."""
         self._tensors: list[TensorInfo] = []
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}  # published name and start → given name
         self._seen: dict[tuple[Any, ...], tuple[TensorInfo, Callable[[], bool]]] = {}
@@ -69,11 +71,6 @@ class VersionWriter:
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Return the tensors written so far."""
         return tuple(self._tensors)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Return the chunk sizes of a version like this one."""
-        return self._chunk_sizes.sizes
 
     def write(self, weights: Iterable[tuple[str, Any]], *, stable: bool = False) -> list[int]:
         """Copy all tensors, and return the size of each chunk. Each tensor is released before the
@@ -156,7 +153,10 @@ class VersionWriter:
 
     def _written(self, info: TensorInfo, source: TensorSource) -> TensorInfo:
         size = padded(info.nbytes)
-        self._chunk_sizes.add(size)
+        if self.sizes and self.sizes[-1] + size <= chunk_capacity(len(self.sizes) - 1):
+            self.sizes[-1] += size
+        else:
+            self.sizes.append(size)
         if not self._rooms or self._used + size > len(self._rooms[-1].memory):
             self._open(size)
         info = msgspec.structs.replace(info, chunk=len(self._rooms) - 1, offset=self._used)
@@ -164,8 +164,6 @@ class VersionWriter:
         self._copier.add(info.name, source, info.dtype, info.offset, self._used)  # padding is part of the digest
         self._seen[(*source.identity, info.dtype)] = info, source.held
         return info
-
-    # ---- chunks
 
     def _open(self, size: int) -> None:
         self._close()
@@ -182,20 +180,3 @@ class VersionWriter:
             if self._used < len(self._rooms[-1].memory):
                 self._rooms[-1].trim(self._used)
             self._copier.close()
-
-
-class ChunkSizes:
-    """Computes the sizes of chunks from those of tensors in their order."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def add(self, size: int) -> None:
-        """Add a tensor of ``size`` bytes."""
-        if self.sizes and self.sizes[-1] + size <= chunk_capacity(len(self.sizes) - 1):
-            self.sizes[-1] += size
-        else:
-            self.sizes.append(size)
-
-
-WIDE = ("float16", "bfloat16", "float32", "float64")
