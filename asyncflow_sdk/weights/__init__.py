@@ -5,16 +5,7 @@
 """
 
 from ..memory import BufferPool
-from .choices import (
-    AUTO,
-    Choice,
-    check_fetching,
-    check_swap,
-    choose_encoding,
-    choose_swap,
-    choose_transport,
-    make_transport,
-)
+from .choices import AUTO, Choice, choose_transport, make_transport
 from .engine_loader import EngineLoader, check_held, check_names, check_probe
 from .fetcher import StagedVersion
 from .host import host_of
@@ -38,13 +29,9 @@ __all__ = [
     "TransportSubscriber",
     "Update",
     "announced_arrays",
-    "check_fetching",
     "check_held",
     "check_names",
     "check_probe",
-    "check_swap",
-    "choose_encoding",
-    "choose_swap",
     "choose_transport",
     "fetch_version",
     "get_restoration",

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import ConfigError, DeadlineExceeded, WeightError, WeightMismatch
-from ..interfaces import RolloutEngine, TensorType, WeightUpdate
-from ..types import Probe, dtype_name, from_torch
+from ..interfaces import Capabilities, RolloutEngine, TensorType, WeightUpdate
+from ..types import Probe, Weights, dtype_name, from_torch
 from ..types.dtypes import is_torch
 from ..types.manifest import digest
-from .choices import check_verify
+from ..types.validation import check_types
 from .fetcher import StagedVersion, run_in_thread
 
 LOAD_S = 3600.0
@@ -35,7 +35,7 @@ class EngineLoader:
         self, engine: RolloutEngine, verify: Sequence[str] = (), *, running: bool = False, timeout_s: float = LOAD_S
     ) -> None:
         can, self.engine_name = engine.capabilities, type(engine).__name__
-        check_verify(self.engine_name, can, verify, running=running)
+        _check_verify(self.engine_name, can, verify, running=running)
         self._engine, self._timeout_s = engine, timeout_s
         self._requires_probe, self._held = "probe" in verify, "held" in verify
         self._scores_probe = self._requires_probe or (can.logprobs and not running)
@@ -85,6 +85,20 @@ class EngineLoader:
                 if not task.cancelled():
                     task.exception()  # too late to be raised
         raise DeadlineExceeded(f"{late} in {self._timeout_s:g} s")
+
+
+def _check_verify(name: str, can: Capabilities, verify: Sequence[str], *, running: bool) -> None:
+    """Raise ConfigError with the reason unless an engine can give these proofs. ``running``:
+    requests run during a load."""
+    check_types(Weights, {"verify": verify})
+    if "probe" in verify and not can.logprobs:
+        raise ConfigError(f'{name} cannot score given responses, which verify="probe" asks for')
+    if "probe" in verify and running:
+        raise ConfigError(
+            'verify="probe" needs an engine in which nothing runs: it does not go with swap="in_flight"'
+        )
+    if "held" in verify and not can.held_weights:
+        raise ConfigError(f'{name} does not hold weights as they were published, which verify="held" asks for')
 
 
 def check_names(update: WeightUpdate, names: Iterable[str]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 import msgspec
@@ -182,24 +182,14 @@ def run_in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
 
     The default executor would delay the end of the process until the call returns.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def resolve(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
+    result: Future[T] = Future()
 
     def work() -> None:
+        result.set_running_or_notify_cancel()
         try:
-            outcome: tuple[T | None, BaseException | None] = function(), None
+            result.set_result(function())
         except BaseException as error:
-            outcome = None, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(resolve, *outcome)
+            result.set_exception(error)
 
     threading.Thread(target=work, name=f"asyncflow-{name}", daemon=True).start()
-    return future
+    return asyncio.wrap_future(result)

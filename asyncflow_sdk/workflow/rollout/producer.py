@@ -13,8 +13,7 @@ from ...interfaces import Producer, RolloutEngine
 from ...queue import QueueClient
 from ...types import Chat, Sampling
 from ...types import events as ev
-from ...weights import choose_swap
-from ..specs import rollout_task
+from ..specs import choose_swap, rollout_task
 from ..work import tokenizer_file
 from ..workers.worker_log import WorkerLog
 from .agent import Agent

@@ -26,7 +26,7 @@ from ...queue import Connection, LeaseRenewer, QueueClient, open_queue
 from ...queue.protocol import error_text, plain_text, trace_text
 from ...types import Weights
 from ...types import events as ev
-from ...weights import AUTO, check_fetching
+from ...weights import AUTO, make_transport
 from ...weights.host import host_of
 from ...wire import RunKey
 from ..checkpoint import Checkpoints
@@ -165,7 +165,13 @@ async def _generate(rollout: Rollout, settings: WorkerSettings, queue: QueueClie
     )  # fmt: skip
     if weights.transport != AUTO:
         host = host_of(connection, f"{connection.session}-trial")
-        check_fetching(f"engine {rollout.engine!r}", engine.capabilities, weights.transport, host)
+        takes = engine.capabilities.transports
+        if takes is not None and weights.transport not in takes:
+            raise ConfigError(
+                f"engine {rollout.engine!r} cannot take weights by {weights.transport}, only by"
+                f" {', '.join(sorted(takes)) or 'nothing'}; say Weights(transport=...)"
+            )
+        make_transport(weights.transport).receiver(host).close()  # raises if this engine cannot fetch here
     _report_state(connection, "ready")
     await producer.run()
 
