@@ -5,12 +5,14 @@ Inference engines silently load part of a version, convert it, or keep the tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from asyncflow_sdk.errors import WeightMismatch
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
+from asyncflow_sdk.types import dtype_name
 from asyncflow_sdk.workflow.model_folder import ModelFolder
 
 _SHOWN = 20
@@ -94,3 +96,24 @@ def listed(problems: list[str], shown: int = _SHOWN) -> str:
     """Return the sorted problems, one per line, at most ``shown``."""
     more = f"\n  and {len(problems) - shown} more" if len(problems) > shown else ""
     return "\n  ".join(sorted(problems)[:shown]) + more
+
+
+def announced_arrays(update: WeightUpdate, names: Collection[str]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Yield (name, array) of these tensors of an update, each once. Raises WeightMismatch for an
+    array unlike its announcement, and after the last one if any is missing."""
+    left = set(names)
+    for name, array in update.arrays():
+        if name not in left:
+            continue
+        wanted, given = update.tensors[name], (dtype_name(array.dtype), array.shape)
+        if given != tuple(wanted):
+            raise WeightMismatch(
+                f"version {update.version}: {name} came as {given[0]}{list(given[1])}, and was announced as"
+                f" {wanted.dtype}{list(wanted.shape)}"
+            )
+        left.remove(name)
+        yield name, array
+    if left:
+        raise WeightMismatch(
+            f"version {update.version} announced {', '.join(sorted(left)[:10])}, and did not bring it"
+        )

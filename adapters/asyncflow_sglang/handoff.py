@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow_http.model_folder import announced_arrays
 from asyncflow_sdk.errors import MemoryFull
 from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.types.safetensors import plan
-from asyncflow_sdk.weights import announced_arrays
 from asyncflow_sdk.weights.transports import VersionMemory
 
 _ALIGN = 64

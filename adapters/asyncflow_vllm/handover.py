@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from asyncflow_http.model_folder import announced_arrays
 from asyncflow_sdk.errors import WeightError
 from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.interfaces.weights import FilePlace
 from asyncflow_sdk.types import carrier
-from asyncflow_sdk.weights import announced_arrays
 from asyncflow_sdk.weights.transports import VersionMemory
 from asyncflow_sdk.weights.transports.version_memory import HEADER_BYTES
 

@@ -5,20 +5,18 @@
 """
 
 from ..memory import BufferPool
-from .choices import AUTO, Choice, choose_transport, make_transport
 from .engine_loader import EngineLoader, check_held, check_names, check_probe
 from .fetcher import StagedVersion
-from .host import host_of
+from .host import AUTO, host_of, make_transport
 from .publisher import TransportPublication, TransportPublisher
 from .replica import ReplicaSubscriber
 from .restoration import Restoration, fetch_version, get_restoration, pack_restoration, report_restored
 from .subscriber import StagedUpdate, TransportSubscriber
-from .update import Update, announced_arrays
+from .update import Update
 
 __all__ = [
     "AUTO",
     "BufferPool",
-    "Choice",
     "EngineLoader",
     "ReplicaSubscriber",
     "Restoration",
@@ -28,11 +26,9 @@ __all__ = [
     "TransportPublisher",
     "TransportSubscriber",
     "Update",
-    "announced_arrays",
     "check_held",
     "check_names",
     "check_probe",
-    "choose_transport",
     "fetch_version",
     "get_restoration",
     "host_of",

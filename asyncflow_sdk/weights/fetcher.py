@@ -19,8 +19,7 @@ from ..queue import Connection
 from ..types import Manifest, Probe
 from ..types import events as ev
 from ..types.config import validate_probe
-from .choices import make_transport
-from .host import host_of
+from .host import host_of, make_transport
 from .update import Update
 
 CLOSE_S = 5.0

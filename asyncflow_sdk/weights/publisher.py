@@ -49,9 +49,8 @@ from ..types.config import validate_probe
 from ..types.defaults import FETCH_S
 from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES
-from .choices import AUTO, choose_transport, make_transport
 from .chunk_copier import BucketDigests, has_spare_core
-from .host import host_of
+from .host import AUTO, host_of, make_transport
 from .writer import DtypePolicy, Rename, VersionWriter
 
 _publishers = itertools.count()  # a session may open several, one after another
@@ -189,7 +188,7 @@ class TransportPublisher(WeightPublisher):
         name = f"{self._connection.session}-{next(_publishers)}"
         host = host_of(self._connection, name, rank=rank, world_size=world_size, model=os.fspath(model))
         if transport == AUTO:
-            transport = self.transport = choose_transport(host.elsewhere, {}).chosen
+            transport = self.transport = "tcp" if host.elsewhere else "shm"
         made = make_transport(transport, **options)
         self._sizes: Sequence[int] = ()
         self._delivery: TransportPublication | None = None

@@ -20,9 +20,8 @@ from ..interfaces import WeightUpdate
 from ..ledger import commands as cmd
 from ..queue import QueueClient
 from ..types.defaults import FETCH_S
-from .choices import make_transport
 from .fetcher import decode_manifest
-from .host import host_of
+from .host import host_of, make_transport
 from .update import Update
 
 _names = itertools.count()

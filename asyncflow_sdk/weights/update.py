@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import xxhash
 
 from ..errors import VersionGone, WeightMismatch
 from ..interfaces.weights import Fetched, FilePlace, TensorType, WeightUpdate
-from ..types import Chunk, TensorInfo, carrier, dtype_name, from_torch, to_torch
+from ..types import Chunk, TensorInfo, carrier, from_torch, to_torch
 from .tensor_sources import same_bytes
 
 Array = np.ndarray[Any, Any]
@@ -144,27 +144,6 @@ def check_place(version: int, chunks: Sequence[Chunk], info: TensorInfo) -> None
     ):
         raise WeightMismatch(
             f"version {version}: tensor {info.name!r}: a piece {info.shape} at {info.start} does not lie in {info.whole}"
-        )
-
-
-def announced_arrays(update: WeightUpdate, names: Collection[str]) -> Iterator[tuple[str, Array]]:
-    """Yield (name, array) of these tensors of an update, each once. Raises WeightMismatch for an
-    array unlike its announcement, and after the last one if any is missing."""
-    left = set(names)
-    for name, array in update.arrays():
-        if name not in left:
-            continue
-        wanted, given = update.tensors[name], (dtype_name(array.dtype), array.shape)
-        if given != tuple(wanted):
-            raise WeightMismatch(
-                f"version {update.version}: {name} came as {given[0]}{list(given[1])}, and was announced as"
-                f" {wanted.dtype}{list(wanted.shape)}"
-            )
-        left.remove(name)
-        yield name, array
-    if left:
-        raise WeightMismatch(
-            f"version {update.version} announced {', '.join(sorted(left)[:10])}, and did not bring it"
         )
 
 

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,8 +25,7 @@ from ..types.config import Proof, SwapPolicy
 from ..types.defaults import AGENT_S, CONCURRENCY, GROUP_SIZE, LEASE_S, PRODUCER_LEASE_S, STAGE_CALL_S, WORKER_LEASE_S
 from ..types.spans import FINISH_REASON
 from ..types.tasks import SamplerSpec
-from ..types.validation import check_above, check_least, check_types
-from ..weights import AUTO, Choice
+from ..types.validation import check_above, check_least
 from .rewards import Rewards, work_path
 from .rollout.agent import Agent
 from .serialization import Serializable
@@ -540,32 +539,3 @@ class Train(EngineSpec):
         """Return its task: steps of ``batch_rows`` rows. It is the same for any number of ranks, which
         may change when a run is resumed."""
         return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=LEASE_S, sampler=SHARES)
-
-
-def choose_swap(
-    name: str, can: Collection[str], asked: str = AUTO, *, token_versions: bool = True, verify: Sequence[str] = ()
-) -> Choice:
-    """Choose when an engine loads new weights. ``can``: ``Capabilities.swap``. Raises ConfigError
-    for a policy the engine does not support."""
-    can_do = ", ".join(sorted(can))
-    if asked != AUTO:
-        check_types(Weights, {"swap": asked})
-        needed = asked if asked in ("partial", "in_flight") else "drain"
-        if needed not in can:
-            how = {"in_flight": "while requests run", "partial": "between the parts of a response"}
-            raise ConfigError(
-                f'{name} cannot load weights {how.get(asked, "after draining")}, which swap="{asked}" does; it can:'
-                f" {can_do or 'nothing'}"
-            )
-        if asked == "in_flight" and not token_versions:
-            raise ConfigError(f'{name} does not say which version drew which token, and swap="in_flight" needs that')
-        return Choice("swap", asked, "as asked")
-    if "drain" in can:
-        return Choice("swap", "drain", f"{name} can, and each response is of one version then")
-    if "partial" in can:
-        return Choice("swap", "partial", f"{name} cannot load after draining")
-    if "in_flight" in can and token_versions and "probe" not in verify:
-        return Choice("swap", "in_flight", f"{name} can load in no other way")
-    but = "" if token_versions else ", and does not say which version drew which token"
-    but += ', and verify="probe" needs an engine in which nothing runs' if "probe" in verify else ""
-    raise ConfigError(f"{name} cannot be given new weights: it can load them {can_do or 'never'}{but}")

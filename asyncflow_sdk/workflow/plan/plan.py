@@ -19,13 +19,14 @@ from ...interfaces import OnFailure
 from ...plugins import registry
 from ...types import Batch, Checkpoint, Probe, Staleness, Store, Weights
 from ...types.config import validate_probe
-from ...weights import AUTO, Choice, choose_transport
+from ...weights import AUTO
 from ...wire import is_loopback
 from ..data import LongPrompts, PromptStream, Selection
 from ..evaluation import EVALUATION, SCORES, Evaluation
 from ..rollout.tokenizer import named_end_tokens
-from ..specs import TRAINED, Rollout, Stage, Train, choose_swap, takes_trained
+from ..specs import TRAINED, Rollout, Stage, Train, takes_trained
 from ..workers.launchers import reaches_hosts
+from .choices import Choice, choose_encoding, choose_swap, choose_transport
 from .dataflow import PROMPTS, Dataflow, Edge, Node
 from .problems import Key, Problems
 
@@ -197,7 +198,7 @@ class Plan:
             choice = choose_transport(self._remote(), self._only(), asked=weights.transport)
             choices.append(self._with_device(choice))
             self.transport = choice.chosen
-            encoding = _encoding(self.transport, weights)
+            encoding = choose_encoding(self.transport, weights)
             choices += [encoding] if encoding is not None else []
         for number, rollout in enumerate(self.rollouts):
             asked: str = rollout.swap or weights.swap
@@ -285,22 +286,6 @@ class Plan:
             there = False
         more = "; cuda-ipc would leave them on the GPU, and has to be asked for, as it was not run on one yet"
         return Choice(choice.what, choice.chosen, choice.reason + more) if there else choice
-
-
-def _encoding(transport: str, weights: Weights) -> Choice | None:
-    """Return how a transport encodes bytes; None if it does not declare it."""
-    can = registry().declared("transport", transport, "encodings")
-    if can is None:
-        return None
-    if can == ("mapped",):
-        return Choice("encoding", "mapped", f"{transport} moves nothing")
-    if "delta" not in can:
-        return Choice("encoding", "full", f"{transport} has no other")
-    if weights.keep < 2:
-        return Choice("encoding", "full", "keep=1, and a delta is against the version before, which is not kept")
-    if weights.options.get("delta_bytes") == 0:
-        return Choice("encoding", "full", "delta_bytes=0")
-    return Choice("encoding", "delta", "without loss, wherever it is smaller than the whole")
 
 
 def _swap(rollout: Rollout, asked: str, verify: tuple[str, ...]) -> Choice:

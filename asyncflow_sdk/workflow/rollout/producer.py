@@ -13,7 +13,8 @@ from ...interfaces import Producer, RolloutEngine
 from ...queue import QueueClient
 from ...types import Chat, Sampling
 from ...types import events as ev
-from ..specs import choose_swap, rollout_task
+from ..plan.choices import choose_swap
+from ..specs import rollout_task
 from ..work import tokenizer_file
 from ..workers.worker_log import WorkerLog
 from .agent import Agent
