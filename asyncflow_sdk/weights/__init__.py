@@ -10,7 +10,7 @@ from .fetcher import StagedVersion
 from .host import AUTO, host_of, make_transport
 from .publisher import TransportPublication, TransportPublisher
 from .replica import ReplicaSubscriber
-from .restoration import Restoration, fetch_version, get_restoration, pack_restoration, report_restored
+from .restoration import Restoration, fetch_version, get_restoration, pack_restoration
 from .subscriber import StagedUpdate, TransportSubscriber
 from .update import Update
 
@@ -34,5 +34,4 @@ __all__ = [
     "host_of",
     "make_transport",
     "pack_restoration",
-    "report_restored",
 ]

@@ -120,29 +120,23 @@ def names_taken(version: int, names: Any, source: str = "load_weights returned",
 def check_probe(update: WeightUpdate, probe: Probe, logprobs: Sequence[Sequence[float]]) -> None:
     """Raise WeightError unless the engine's ``logprobs`` of the probe's responses equal the trainer's within
     its tolerance. The error names the worst token: sequence, position, and both values."""
-    whole = len(logprobs) == len(probe.logprobs)
-    worst, where = -1.0, (0, 0, 0.0, 0.0)
-    for number, (mine, theirs) in enumerate(zip(logprobs, probe.logprobs, strict=False)):
-        whole = whole and len(mine) == len(theirs)
-        if not whole or not len(theirs):
-            continue
-        one, other = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
-        apart = np.where(np.isfinite(one) & np.isfinite(other), np.abs(one - other), np.inf)
-        at = int(apart.argmax())
-        if apart[at] > worst:
-            worst, where = float(apart[at]), (number, at, float(one[at]), float(other[at]))
-    if not whole:
-        lengths = [len(mine) for mine in logprobs]
-        wanted = [len(theirs) for theirs in probe.logprobs]
+    lengths, wanted = [len(mine) for mine in logprobs], [len(theirs) for theirs in probe.logprobs]
+    if lengths != wanted:
         raise WeightMismatch(
             f"version {update.version}: the engine gave log-probs of lengths {lengths} for a probe of {wanted} tokens"
         )
-    if worst > probe.tolerance:
-        number, at, mine_at, theirs_at = where
+    if not sum(wanted):
+        return
+    mine, theirs = (np.concatenate([np.asarray(s, np.float64) for s in each]) for each in (logprobs, probe.logprobs))
+    apart = np.where(np.isfinite(mine) & np.isfinite(theirs), np.abs(mine - theirs), np.inf)
+    worst = int(apart.argmax())
+    if apart[worst] > probe.tolerance:
+        number = int(np.searchsorted(np.cumsum(wanted), worst, side="right"))
         raise WeightError(
             f"version {update.version}: the engine does not compute what the trainer does: sequence {number} of the"
-            f" probe, token {at}: log-prob {mine_at:.6g}, the trainer's {theirs_at:.6g}, {worst:.3g} apart where"
-            f" {probe.tolerance:g} is allowed. Either weights were not taken, or tolerance is too small for its dtype:"
+            f" probe, token {worst - sum(wanted[:number])}: log-prob {mine[worst]:.6g}, the trainer's"
+            f" {theirs[worst]:.6g}, {apart[worst]:.3g} apart where {probe.tolerance:g} is allowed. Either weights were"
+            " not taken, or tolerance is too small for its dtype:"
             " weights=af.Weights(probe=af.Probe(..., tolerance=...)) allows another, probe=False compares none"
         )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -53,7 +54,6 @@ class VersionFetcher:
         self._lock = asyncio.Lock()
         self._base: StagedVersion | None = None
         self._former_bases: list[StagedVersion] = []  # the fetch in progress may still read them
-        self._base_in_use = False
 
     async def fetch(
         self, announcement: cmd.Version, *, use_base: bool = False, interruptible: bool = False
@@ -65,7 +65,6 @@ class VersionFetcher:
         """
         async with self._lock:
             base = self._base.parts if use_base and self._base is not None else {}
-            self._base_in_use = bool(base)
             fetched: list[Fetched] = []
             try:
                 for rank, part in enumerate(announcement.parts):
@@ -81,7 +80,7 @@ class VersionFetcher:
                     each.release()
                 raise
             finally:
-                self._interruptible, self._base_in_use = None, False
+                self._interruptible = None
                 self._release_former_bases()
 
     def interrupt(self) -> bool:
@@ -97,7 +96,8 @@ class VersionFetcher:
         if self._base is not None:
             self._former_bases.append(self._base)
         self._base = None
-        self._release_former_bases()
+        if not self._lock.locked():
+            self._release_former_bases()
         parts = loaded.announcement.parts
         if any(loaded.parts[rank].is_base and self._receiver(p.transport).keeps_base for rank, p in enumerate(parts)):
             self._base = loaded
@@ -134,10 +134,8 @@ class VersionFetcher:
             self._connection.report(ev.Note(time_s=time.monotonic(), worker=worker, text=text, level="warning"))
 
     def _release_former_bases(self) -> None:
-        if not self._base_in_use:
-            for each in self._former_bases:
-                each.release()
-            self._former_bases.clear()
+        while self._former_bases:
+            self._former_bases.pop().release()
 
     def _receiver(self, transport: str) -> WeightReceiver:
         if transport not in self._receivers:
@@ -149,12 +147,8 @@ class VersionFetcher:
 def decode_manifest(version: int, rank: int, part: cmd.VersionPart) -> Manifest:
     """Decode the manifest of rank ``rank``'s part. Raises ProtocolError if it cannot be decoded,
     and DigestMismatch if it is not the published one."""
-    try:
+    with _readable(f"version {version}: the manifest of rank {rank}'s part"):
         manifest = msgspec.msgpack.decode(part.manifest, type=Manifest)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(
-            f"version {version}: the manifest of rank {rank}'s part cannot be read: {error}"
-        ) from None
     if manifest.root != part.root:
         raise DigestMismatch(f"version {version}: the manifest of rank {rank}'s part differs from what was published")
     return manifest
@@ -164,10 +158,16 @@ def _decode_probe(announcement: cmd.Version) -> Probe | None:
     """Raises ProtocolError."""
     if not announcement.probe:
         return None
-    try:
+    with _readable(f"version {announcement.version}: its probe"):
         return validate_probe(msgspec.msgpack.decode(announcement.probe, type=Probe), scored=True)
+
+
+@contextlib.contextmanager
+def _readable(what: str) -> Iterator[None]:
+    try:
+        yield
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"version {announcement.version}: its probe cannot be read: {error}") from None
+        raise ProtocolError(f"{what} cannot be read: {error}") from None
 
 
 def _release_result(work: asyncio.Future[Fetched]) -> None:

@@ -22,7 +22,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
 from typing import Any
 
@@ -73,7 +72,7 @@ def check_publisher(transport: str, options: Mapping[str, Any]) -> None:
 
 class TransportPublication(Publication):
     """A version on its way from the trainer: hashed, sent, and made current. ``reported``: True once the server was
-    asked to make it current. ``raised``: True once its error was raised by ``wait``."""
+    asked to make it current. ``raised``: True once ``wait`` has raised or returned its result."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -90,18 +89,13 @@ class TransportPublication(Publication):
 
     def wait(self, timeout_s: float = FETCH_S) -> Manifest:
         """Return the manifest once the version is published; see ``Publication.wait``."""
-        try:
-            manifest = self._result.result(timeout_s)
-        except FutureTimeout:
-            if self._result.done():  # a timeout inside the transport
-                self.raised = True
-                raise
+        wait_for([self._result], timeout_s)
+        if not self.done:
             raise DeadlineExceeded(
                 f"version {self.version} is not published after {timeout_s:g} s: it is {self._stage}"
-            ) from None
-        except BaseException:
-            self.raised = self._result.done()
-            raise
+            )
+        self.raised = True
+        manifest = self._result.result()
         if self._lost:
             raise WeightError(self._lost)
         return manifest

@@ -7,17 +7,9 @@
 Fetching goes on in the background while an older version is staged or loading. Everything runs on one event loop and
 never blocks it.
 
-    subscriber = ReplicaSubscriber(queue, loaded=None, changed=asyncio.Event())
-    await subscriber.open()
-    subscriber.request_permission()                      # while the engine generates
-    if subscriber.permitted:
-        update = subscriber.take()
-        try:
-            await loader.load(update)
-        except Exception as error:
-            await subscriber.recover(loader, error)
-        else:
-            await subscriber.commit()
+    subscriber.request_permission()                            # while the engine generates
+    update = subscriber.take()                                 # once it is ``permitted``
+    await loader.load(update); await subscriber.commit()       # after an error: await subscriber.recover(loader, error)
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 pending = get_restoration(queue)                              # None: no rollback is pending
 with pending.fetch() as update:
     engine.load_weights(update)
-report_restored(queue, pending.version, "fresh")                 # versions may be published again
+queue.send(cmd.ReportRestored(version=pending.version))        # versions may be published again
 """
 
 from __future__ import annotations
@@ -79,8 +79,3 @@ def pack_restoration(queue: QueueClient) -> bytes:
 def get_restoration(queue: QueueClient) -> Restoration | None:
     """Return the version that the trainer must load; None if no rollback is pending."""
     return Restoration.decoded(queue, pack_restoration(queue))
-
-
-def report_restored(queue: QueueClient, version: int, optimizer: str = "") -> None:
-    """Report that the trainer has loaded ``version``. Raises ConfigError if it is not current."""
-    queue.send(cmd.ReportRestored(version=version, optimizer=optimizer))

@@ -37,7 +37,7 @@ from ..ledger import commands as cmd
 from ..queue import Connection, QueueClient, QueueServer, Recovered, open_queue
 from ..types import events as ev
 from ..types.defaults import FEED_GROUPS, FETCH_S, KEEP_CHECKPOINTS, LEAVE_S, NEXT_S, STEP_LEASE_S, WAIT_S
-from ..weights import Restoration, TransportPublisher, TransportSubscriber, get_restoration, report_restored
+from ..weights import Restoration, TransportPublisher, TransportSubscriber, get_restoration
 from ..weights.publisher import version_number
 from .address import remove_addresses
 from .checkpoint import Checkpoints, ResumePoint
@@ -306,7 +306,7 @@ class Run(WeightSync):
         publish again. One of several ranks calls it after all have loaded. ``optimizer``: source of
         its state, for the log. Raises ConfigError if another version is current, as after a second
         rollback."""
-        report_restored(self.queue, version_number(version), optimizer)
+        self.queue.send(cmd.ReportRestored(version=version_number(version), optimizer=optimizer))
 
     def checkpoint(
         self, save: Callable[[Path], None], *, keep: int = KEEP_CHECKPOINTS, directory: str | Path | None = None

@@ -25,7 +25,7 @@ from . import delta
 DELTA_THREADS = 2
 RAW, DELTA = 0, 1
 ANSWER_BYTES = 8 << 20
-"""Limit of an answer. It has fewer buckets than requested if they are larger, but at least one."""
+"""An answer of so many bytes gets no further bucket."""
 MOST_BUCKETS = 256
 """Limit of a request."""
 
@@ -171,50 +171,37 @@ class BucketServer:
             base = self._versions.get(get.base) if self._makes_deltas else None
         buckets = version.span(get.first, get.count)
         if base is None or base.root != get.base_root or not fits(version.manifest, base.manifest):
-            buckets = _first_of(buckets, ANSWER_BYTES)
-            self._answer(ticket, get, buckets, [None] * len(buckets))
+            self._answer(ticket, get, version, None, buckets)
         else:
-            self._threads.submit(self._answer_deltas, ticket, get, version, base, buckets)
+            self._threads.submit(self._answer, ticket, get, version, base, buckets)
 
     def gone(self, peer: str) -> None:
         """See ``ServiceHandler.gone``."""
 
     # ---- in any thread
 
-    def _answer_deltas(
-        self, ticket: int, get: Get, version: HeldVersion, base: HeldVersion, buckets: Sequence[Bucket]
+    def _answer(
+        self, ticket: int, get: Get, version: HeldVersion, base: HeldVersion | None, buckets: Sequence[Bucket]
     ) -> None:
-        """Answer with a delta for each bucket, or the bucket if that is smaller."""
+        """Answer with a delta for each bucket, or the whole bucket if that is smaller, pinned only when it is sent."""
         codes, size = list[bytes | None](), 0
         try:
             for number, bucket in enumerate(buckets, get.first):
-                new, old = version.bytes_of(bucket), base.bytes_of(bucket)
-                make = functools.partial(delta.encode, new, old, version.width(bucket))
-                codes.append(self._deltas.get(delta.DeltaKey(version.root, base.root, number), make))
-                size += len(codes[-1] or new)
+                new, code = version.bytes_of(bucket), None
+                if base is not None:
+                    make = functools.partial(delta.encode, new, base.bytes_of(bucket), version.width(bucket))
+                    code = self._deltas.get((version.root, base.root, number), make)
+                codes.append(code)
+                size += len(code or new)
                 if size >= ANSWER_BYTES:
                     break
         except Exception as error:
             self.service.fail(ticket, error if isinstance(error, AsyncFlowError) else ProtocolError(repr(error)))
-        else:
-            self._answer(ticket, get, buckets[: len(codes)], codes)
-
-    def _answer(self, ticket: int, get: Get, buckets: Sequence[Bucket], codes: Sequence[bytes | None]) -> None:
-        """Answer with these deltas; None: the whole bucket, pinned only when it is sent."""
+            return
 
         def frames() -> Sequence[Any]:
             version = self._find(get.version, get.root)
-            return [version.bytes_of(b) if code is None else code for b, code in zip(buckets, codes, strict=True)]
+            return [version.bytes_of(b) if code is None else code for b, code in zip(buckets, codes, strict=False)]
 
         kinds = bytes(RAW if code is None else DELTA for code in codes)
         self.service.answer(ticket, encode(GetReply(kinds)), frames)
-
-
-def _first_of(buckets: Sequence[Bucket], nbytes: int) -> Sequence[Bucket]:
-    """Return the first buckets, up to ``nbytes``; at least one."""
-    size = 0
-    for number, bucket in enumerate(buckets):
-        size += bucket.stop - bucket.start
-        if size > nbytes and number:
-            return buckets[:number]
-    return buckets

@@ -15,9 +15,9 @@ from __future__ import annotations
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -215,12 +215,8 @@ def _unpack(data: memoryview, least: int, most: int) -> tuple[Bytes, memoryview]
 # ---- deltas for further replicas
 
 
-class DeltaKey(NamedTuple):
-    """A bucket of version ``new`` against the same bucket of ``base``, both named by root."""
-
-    new: str
-    base: str
-    bucket: int
+DeltaKey: TypeAlias = tuple[str, str, int]
+"""A bucket of a version against the same bucket of another: the roots of both, and its number."""
 
 
 class DeltaCache:
@@ -256,10 +252,10 @@ class DeltaCache:
                 self._drop(old)
         return value
 
-    def keep(self, roots: Collection[str]) -> None:
+    def keep(self, roots: set[str]) -> None:
         """Drop deltas of all other versions."""
         with self._lock:
-            for pair in [p for p in self._made if p.new not in roots or p.base not in roots]:
+            for pair in [p for p in self._made if not roots.issuperset(p[:2])]:
                 self._drop(pair)
 
     def _drop(self, pair: DeltaKey) -> None:

@@ -21,7 +21,7 @@ from ...ledger.publication import VersionTaken
 from ...queue import QueueClient
 from ...types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version
 from ...types import events as ev
-from ...weights import Restoration, TransportPublisher, get_restoration, pack_restoration, report_restored
+from ...weights import Restoration, TransportPublisher, get_restoration, pack_restoration
 from ..checkpoint import Checkpoints, Damaged, ResumePoint
 from ..model_folder import StepFolders, whole_folder
 from .rank_communicator import RANK_ERRORS, RankCommunicator
@@ -325,7 +325,7 @@ class _TrainedVersions:
     def _report_restored(self, target: Restoration, optimizer: str) -> bytes:
         """Report the loaded version to the ledger. Return b"" after another rollback meanwhile."""
         try:
-            report_restored(self._queue, target.version, optimizer)
+            self._queue.send(cmd.ReportRestored(version=target.version, optimizer=optimizer))
         except ConfigError:
             return b""
         return b"restored"
