@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..interfaces.store import HomeOffer
 from ..types import ColumnSpec
 from ..types.blocks import Block
 from ..types.defaults import LISTENER_S
@@ -390,22 +391,14 @@ class LastPut(Reply, frozen=True, tag="last_put"):
 
 
 class OpenHome(Command, frozen=True, tag="open_home"):
-    """Serve a home of payload, as its unit from now on.
+    """Serve a home of payload, as its unit from now on. Answered with ``HomeOpened``.
 
-    ``identity`` names the contents of its memory. A home with the same identity is the same one, in the same epoch,
-    even if its unit has died; it keeps its first ``name``. A home of this name with another identity loses its
-    contents, and begins a new epoch; refused while another unit serves it. A lost epoch never returns. ``store``:
-    kind of the store. ``address`` and ``key``: of the unit's socket. ``directory`` and ``owner``: of its segments,
-    and the text of its owner file. Answered with ``HomeOpened``.
+    A home with the same identity is the same one, in the same epoch, even if its unit has died; it keeps its first
+    name. A home of this name with another identity loses its contents, and begins a new epoch; refused while another
+    unit serves it. A lost epoch never returns.
     """
 
-    store: str
-    name: str
-    identity: str
-    address: str = ""
-    key: str = ""
-    directory: str = ""
-    owner: str = ""
+    offer: HomeOffer
 
 
 class HomeOpened(Reply, frozen=True, tag="home_opened"):
@@ -428,19 +421,18 @@ class GetHomes(Command, frozen=True, tag="get_homes"):
 
 
 class HomeInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A home, see ``OpenHome``. ``absent_s``: seconds without a unit; -1 if it has one or is lost.
-    ``lost``: why its newest epoch is lost; "" if it is not."""
+    """A home. ``unit``: the session of its unit; -1 while it is lost, or absent since ``absent_since`` until
+    ``expires`` (ledger seconds). ``lost``: why its newest epoch is lost; "" if it is not. ``rows_failed``: number of
+    rows lost with all its epochs."""
 
-    home: int
+    number: int
     epoch: int
-    store: str
-    name: str
-    address: str = ""
-    key: str = ""
-    directory: str = ""
-    owner: str = ""
-    absent_s: float = -1.0
+    offer: HomeOffer
+    unit: int = -1
+    absent_since: float = 0.0
+    expires: float = 0.0
     lost: str = ""
+    rows_failed: int = 0
 
 
 class HomeList(Reply, frozen=True, tag="homes"):

@@ -29,7 +29,6 @@ from .checkpoints import StepCheckpoints
 from .commands import Ids
 from .completion import RowCompletion
 from .configuration import QueueConfiguration
-from .home_registry import HomeRegistry
 from .payload_loss import PayloadLoss
 from .pins import VersionPins
 from .publication import VersionPublication
@@ -79,7 +78,6 @@ class Ledger:
         self.puts = Puts(state, self.terminations, self.assembly, self.pins)
         self.replicas = Replicas(state, self.terminations, self.completion, self.pins)
         self.publication = VersionPublication(state, self.assembly, self.terminations, self.replicas, self.pins)
-        self.home_registry = HomeRegistry(state)
         self.payload_loss = PayloadLoss(state, self.terminations, self.completion)
         self.checkpoints = StepCheckpoints(
             state, self.terminations, self.completion, self.publication, self.payload_loss
@@ -117,9 +115,9 @@ class Ledger:
             cmd.AddCheckpoint: lambda session, command: self.checkpoints.add(command),
             cmd.Resume: self.checkpoints.resume,
             cmd.GetTrainingPosition: lambda session, command: self.checkpoints.position(),
-            cmd.OpenHome: self.home_registry.open,
-            cmd.EvictHome: self.home_registry.evict,
-            cmd.GetHomes: lambda session, command: self.home_registry.listed(),
+            cmd.OpenHome: self.state.homes.open,
+            cmd.EvictHome: self.state.homes.evict,
+            cmd.GetHomes: lambda session, command: self.state.homes.listed(),
             cmd.Dismiss: self._dismiss,
             cmd.Prepare: self._prepare,
             cmd.CloseSession: self._leave,
@@ -185,7 +183,7 @@ class Ledger:
             state.parked.remove(request)
         if late:
             self._settle()
-        self.home_registry.give_up_silent()  # last: nothing is granted before the server answers
+        self.state.homes.give_up_silent()  # last: nothing is granted before the server answers
 
     def next_deadline(self) -> float | None:
         """Return the time of the next ``tick`` with work to do; None for none."""
@@ -250,12 +248,12 @@ class Ledger:
         """Return the balance of rows, with live rows counted from scratch."""
         ended = dict(zip(TERMINAL, self.state.rows.ended[1:].tolist(), strict=True))
         live = len(self.state.rows.live_ids())
-        reasons, homes = dict(self.terminations.reasons), self.home_registry.statuses()
+        reasons, homes = dict(self.terminations.reasons), self.state.homes.statuses()
         return Audit(put=self.state.budget.put, live=live, reasons=reasons, homes=homes, **ended)
 
     def status(self) -> StatusReport:
         """Return rows by task and state, sessions, leases, and the reason of each wait."""
-        return msgspec.structs.replace(self._reporter.report(), homes=self.home_registry.statuses())
+        return msgspec.structs.replace(self._reporter.report(), homes=self.state.homes.statuses())
 
     def parts(self) -> dict[str, object]:
         """Return the parts of the state and the rules by name; a snapshot has their attributes."""
@@ -410,7 +408,7 @@ class Ledger:
         self.publication.close(member, f"died: {reason}" if blame else "left")
         for ticket in list(member.parked):
             self.state.parked.remove(self.state.parked.by_ticket[ticket])
-        self.home_registry.session_closed(member, reason)
+        self.state.homes.session_closed(member, reason)
         self.rank_groups.session_closed(member, reason, blame=blame)
         self.state.sessions.remove(session)
         self.replicas.remove(session)

@@ -53,7 +53,7 @@ class PayloadLoss:
                 self._state.columns.lose(self._live(ids), names)
             needing = np.concatenate([np.empty(0, np.int64), *(self._needing(each) for each in lost)])
             failed = self._end(np.unique(needing), f"{LOST_REASON}: home {loss.name} was lost, {loss.reason}")
-            self._state.homes[loss.home].count_lost(failed)
+            self._state.homes.count_lost(loss.home, failed)
             self._state.context.publish(
                 ev.HomeLost(
                     time_s=self._state.context.now, home=loss.home, epoch=loss.epoch, name=loss.name,

@@ -171,16 +171,16 @@ class LedgerCatalog(HomeCatalog):
         self._send = send
 
     def open(self, offer: HomeOffer) -> tuple[int, int]:
-        opened = self._send(cmd.OpenHome(**msgspec.structs.asdict(offer)))
+        opened = self._send(cmd.OpenHome(offer=offer))
         return opened.home, opened.epoch
 
     def homes(self) -> Sequence[StorageHome]:
         """Return the homes. An absent one has no address."""
-        listed = [
-            each if each.absent_s < 0 else msgspec.structs.replace(each, address="")
-            for each in self._send(cmd.GetHomes()).homes
-        ]
-        return msgspec.convert(listed, tuple[StorageHome, ...], from_attributes=True)
+        homes = []
+        for each in self._send(cmd.GetHomes()).homes:
+            offer = msgspec.structs.asdict(each.offer) | ({} if each.unit >= 0 else {"address": ""})
+            homes.append({**offer, "home": each.number, "epoch": each.epoch, "lost": each.lost})
+        return msgspec.convert(homes, tuple[StorageHome, ...])
 
     def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
         found = self._send(NeededRequest(home, epoch))

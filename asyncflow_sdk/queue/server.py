@@ -228,7 +228,7 @@ class QueueServer:
 
     def _open_home_reader(self, store: str, options: Mapping[str, Any]) -> PayloadStore:
         """Return the store by which this process reads rows of other homes for its listeners."""
-        catalog = LedgerCatalog(lambda command: self._ledger.home_registry.listed())  # the only one asked for here
+        catalog = LedgerCatalog(lambda command: self._ledger.state.homes.listed())  # the only one asked for here
         context = StoreContext(
             run=self.directory.path.name, session=0, rows=self.rows, check_size=lambda nbytes: None, homes=catalog,
             key=self._key,
@@ -399,8 +399,8 @@ class QueueServer:
             if isinstance(command, ClientHello):
                 self._check_client(session)
             elif isinstance(command, cmd.OpenHome):
-                if command.store != self._store:
-                    raise ConfigError(f"this run has the store {self._store!r}, and no home of {command.store!r}")
+                if command.offer.store != self._store:
+                    raise ConfigError(f"this run has the store {self._store!r}, and no home of {command.offer.store!r}")
                 self._units[session] = request.now
             elif self._listeners.has("final"):
                 self._hold_checkpoint(request, call)

@@ -566,13 +566,13 @@ class CheckedLedger:
     # ---- homes
 
     def _on_home_opened(self, session: int, command: cmd.OpenHome, reply: cmd.HomeOpened) -> None:
-        named = {n: home for n, home in self.homes.items() if home.name == command.name}
-        same = {n: home for n, home in self.live_homes().items() if home.identity == command.identity}
-        number, home = next(iter((same or named).items()), (len(self.homes) + 1, Home(command.name, "", 0)))
+        named = {n: home for n, home in self.homes.items() if home.name == command.offer.name}
+        same = {n: home for n, home in self.live_homes().items() if home.identity == command.offer.identity}
+        number, home = next(iter((same or named).items()), (len(self.homes) + 1, Home(command.offer.name, "", 0)))
         assert same or number not in self.live_homes() or home.unit in (None, session), "another unit has it"
         assert (reply.home, reply.epoch) == (number, home.epoch + (not same))
         assert all(other.unit != session or n == number for n, other in self.homes.items()), "a unit serves one home"
-        self.homes[number] = Home(home.name, command.identity, reply.epoch, session)
+        self.homes[number] = Home(home.name, command.offer.identity, reply.epoch, session)
         self.places.add((number, reply.epoch))
 
     def _lose_homes(self, lost: list[HomeLoss]) -> None:

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from ledger_queue import TOKENS, Queue, packed, publishing
 
 from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost
+from asyncflow_sdk.interfaces.store import HomeOffer
 from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import events as ev
@@ -85,7 +86,7 @@ class World(Queue):
         return self.random.choice(sorted(self.places)) if len(self.places) > 1 else SERVER
 
     def open_home(self, name: str, identity: str = "") -> None:
-        home = cmd.OpenHome(store="hosts", name=name, identity=identity or name)
+        home = cmd.OpenHome(offer=HomeOffer(store="hosts", name=name, identity=identity or name))
         opened = self.send(self.join(f"unit {name}"), home)
         assert isinstance(opened, cmd.HomeOpened | ConfigError), opened  # another unit may have it
 

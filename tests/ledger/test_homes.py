@@ -9,6 +9,7 @@ from checked_ledger import SERVER, Place
 from ledger_queue import LAST, PLAIN, REWARD, ROLLOUT, TEXT, TOKENS, TRAIN, Queue, ids
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, Ended, LeaseLost, PayloadLost
+from asyncflow_sdk.interfaces.store import HomeOffer
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import events as ev
@@ -32,7 +33,7 @@ class Hosts(Queue):
         return self.puts if isinstance(command, cmd.AddRows) else self.made
 
     def open_home(self, identity: str, name: str = "a", unit: int | None = None, **more: Any) -> Any:
-        home = cmd.OpenHome(store="hosts", name=name, identity=identity, **more)
+        home = cmd.OpenHome(offer=HomeOffer(store="hosts", name=name, identity=identity, **more))
         return self.do(self.unit if unit is None else unit, home)
 
     def evict(self, home: int = 1, epoch: int = 1, reason: str = "it burns") -> ev.HomeLost:
@@ -79,14 +80,14 @@ def test_a_unit_that_dies_is_late_and_its_home_keeps_the_epoch() -> None:
     queue.die(queue.unit)
     queue.at(19.0)
     (home,) = queue.do(queue.admin, cmd.GetHomes()).homes
-    assert (home.absent_s, home.lost) == (19.0, "")
+    assert (home.unit, home.absent_since, home.expires, home.lost) == (-1, 0.0, 20.0, "")
     # when another unit serves the same contents, at another address
     again = queue.open_home("a", unit=queue.join("unit a"), address="tcp://b:2")
     # then it is the same epoch, and nobody gives it up any more
     assert again == cmd.HomeOpened(home=1, epoch=1)
     queue.at(100.0)
     (home,) = queue.do(queue.admin, cmd.GetHomes()).homes
-    assert (home.address, home.absent_s, home.lost) == ("tcp://b:2", -1.0, "")
+    assert (home.offer.address, home.unit, home.lost) == ("tcp://b:2", queue.homes[1].unit, "")
 
 
 def test_a_home_that_is_silent_for_too_long_is_lost_for_ever() -> None:
@@ -169,7 +170,7 @@ def test_a_home_has_a_store_a_name_and_an_identity(lacks: str) -> None:
     queue = Hosts(PLAIN)
     named = {"store": "hosts", "name": "b", "identity": "b"} | {lacks: ""}
     with pytest.raises(ConfigError, match="a home needs"):
-        queue.do(queue.admin, cmd.OpenHome(**named))
+        queue.do(queue.admin, cmd.OpenHome(offer=HomeOffer(**named)))
 
 
 # ---- rows

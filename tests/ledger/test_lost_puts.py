@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ledger_queue import LAST, PLAIN, TEXT, Queue, ids, running
 
 from asyncflow_sdk.errors import SchemaError
+from asyncflow_sdk.interfaces.store import HomeOffer
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger import unpack_ids
 from asyncflow_sdk.types.tasks import TaskSpec
@@ -87,7 +88,7 @@ def test_the_same_puts_again_after_lost_homes_make_every_group_live_once(
 ) -> None:
     queue = Queue(PLAIN, LAST, options={"initial_rows": initial_rows})
     for name in "ab":
-        queue.do(queue.join(name), cmd.OpenHome(store="hosts", name=name, identity=name))
+        queue.do(queue.join(name), cmd.OpenHome(offer=HomeOffer(store="hosts", name=name, identity=name)))
     puts = {chr(ord("a") + at): size for at, size in enumerate(sizes)}
     where: dict[int, tuple[str, int]] = {}  # row → its put and group
 
@@ -109,7 +110,7 @@ def test_the_same_puts_again_after_lost_homes_make_every_group_live_once(
         number = data.draw(st.sampled_from([1, 2]), "home")
         queue.do(queue.admin, cmd.EvictHome(home=number, epoch=queue.homes[number].epoch))
         name = queue.homes[number].name
-        queue.do(queue.join(name), cmd.OpenHome(store="hosts", name=name, identity=name))
+        queue.do(queue.join(name), cmd.OpenHome(offer=HomeOffer(store="hosts", name=name, identity=name)))
         for letter in queue.do(queue.admin, cmd.GetFailed(count=1000)).groups:
             for row in range(letter.first, letter.first + letter.rows):
                 told = letter.place + (row - letter.first) // puts[letter.key][1]

@@ -18,6 +18,7 @@ from ledger_queue import TOKENS, Queue, ids, packed, part, publishing
 from schedules import LONG
 
 from asyncflow_sdk.errors import AsyncFlowError, Ended, LeaseLost
+from asyncflow_sdk.interfaces.store import HomeOffer
 from asyncflow_sdk.ledger import TaskSpec, pack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import ColumnSpec
@@ -222,7 +223,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def open_home(self, session: int, name: str) -> Any:
         identity = f"{name}{self.contents[name]}"
-        return self.queue.send(session, cmd.OpenHome(store="hosts", name=name, identity=identity))
+        return self.queue.send(session, cmd.OpenHome(offer=HomeOffer(store="hosts", name=name, identity=identity)))
 
     @rule(
         name=st.sampled_from("aabc"), who=small, turns=st.integers(0, 2),

@@ -20,6 +20,7 @@ from asyncflow_sdk.cli.doctor import examine
 from asyncflow_sdk.cli.findings import Finding
 from asyncflow_sdk.errors import ConfigError, Ended, StoreUnavailable
 from asyncflow_sdk.interfaces import TransferQueue
+from asyncflow_sdk.interfaces.store import HomeOffer
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue.connection import Port
 from asyncflow_sdk.queue.protocol import CallResult, LedgerCatalog
@@ -446,7 +447,8 @@ def test_a_step_in_a_home_that_came_back_is_recorded(tmp_path: Path) -> None:
 def test_a_question_for_a_newer_epoch_is_answered_by_a_read_that_began_after_it() -> None:
     # given a home that begins an epoch between any two reads
     reads = itertools.count(1)
-    made = {"home": 1, "store": "hosts", "name": "a", "address": "tcp://127.0.0.1:1"}
+    offer = HomeOffer(store="hosts", name="a", identity="", address="tcp://127.0.0.1:1")
+    made = {"number": 1, "unit": 1, "offer": offer}
     homes = KnownHomes(LedgerCatalog(lambda asked: cmd.HomeList(homes=(cmd.HomeInfo(**made, epoch=next(reads)),))))
     # when it is looked for, at once after the read before
     for epoch in (1, 2, 3):

@@ -16,6 +16,7 @@ from waiting import in_thread, until
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import AsyncFlowError, LeaseLost, PayloadLost, ProtocolError, SchemaError
 from asyncflow_sdk.interfaces import TransferQueue
+from asyncflow_sdk.interfaces.store import HomeOffer
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue.protocol import ClientHello
 from asyncflow_sdk.types import ColumnSpec
@@ -147,7 +148,7 @@ def test_rows_of_another_home_have_a_place(place: tuple[int, int], caplog: pytes
         queue = run.queue("good")
         queue.declare("work", needs=["x"])
         hostile = RawClient(run.address)
-        hostile.send(cmd.OpenHome(store="hosts", name="x", identity="x"))
+        hostile.send(cmd.OpenHome(offer=HomeOffer(store="hosts", name="x", identity="x")))
         (own,) = (session.id for session in queue.status().sessions if session.name == "raw")
         start, nbytes = place
         # when a member puts rows of its home at a place that no memory has

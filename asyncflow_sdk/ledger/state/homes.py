@@ -1,78 +1,42 @@
-"""Homes: places of payload blocks. Home 0 is the server's own memory; a storage unit serves each other one."""
+"""Homes of payload: units open them, leave and return, and homes without a unit are given up.
+
+Home 0 is the server's own memory. A storage unit serves each other one. A unit that dies loses nothing, because its
+memory outlives it: the home is *absent* until another unit opens it with the same identity. An epoch is lost once:
+when its home was absent for ``home_silence_s``, when a person evicts it, or when its contents are known to be gone.
+It never becomes live again; the home may begin a new epoch.
+
+The ledger does not know the home of a block. Each loss is an effect, and the server answers it with
+``Ledger.lose_homes`` before the next input.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
+import msgspec
+
+from ...errors import ConfigError
+from ...interfaces.store import HomeOffer
+from ...types import events as ev
 from ...types.defaults import HOME_SILENCE_S
-from .context import HomeLoss
+from ...types.reports import HomeStatus
+from .. import commands as cmd
+from .context import Context, HomeLoss
 from .rows import NONE, QueueLimits
-from .sessions import Timers
+from .sessions import Session, Sessions, Timers
 
 SERVER_HOME = 0
 """The number of the server's own memory. Its only epoch is 0, and it is never lost."""
 
 
-@dataclass
-class Home:
-    """A home served by a unit. ``identity``: of the contents of this epoch. ``unit``: its session; NONE while it is
-    absent, since ``absent_since``, or lost. ``lost``: why this epoch is lost; "" if it is not. ``expires``: when an
-    absent home is given up, ledger seconds. ``rows_failed``: in all lost epochs."""
-
-    number: int
-    store: str
-    name: str
-    identity: str
-    address: str
-    key: str
-    directory: str
-    owner: str
-    epoch: int = 1
-    unit: int = NONE
-    absent_since: float = 0.0
-    expires: float = 0.0
-    lost: str = ""
-    rows_failed: int = 0
-
-    def place(self, address: str, key: str, directory: str, owner: str) -> bool:
-        """Note its place. True for a new one."""
-        before = self.address, self.key, self.directory, self.owner
-        self.address, self.key, self.directory, self.owner = address, key, directory, owner
-        return before != (address, key, directory, owner)
-
-    def begin(self, identity: str) -> None:
-        """Begin an epoch."""
-        self.identity, self.lost = identity, ""
-        self.epoch += 1  # last: see ``HomeRegistry.listed``
-
-    def serve(self, unit: int) -> None:
-        """Have a unit."""
-        self.unit = unit
-
-    def leave(self, now: float, silence_s: float) -> None:
-        """Have no unit since ``now``."""
-        self.unit, self.absent_since, self.expires = NONE, now, now + silence_s
-
-    def lose(self, reason: str) -> None:
-        """End the epoch."""
-        self.unit, self.lost = NONE, reason
-
-    def count_lost(self, failed: int) -> None:
-        """Add rows that failed with it."""
-        self.rows_failed += failed
-
-
 class Homes:
     """``by_number``: all homes ever opened. ``absent``: homes that wait for their unit, by number."""
 
-    def __init__(self, limits: QueueLimits) -> None:
-        self._limits = limits
-        self.by_number: dict[int, Home] = {}
-        self.absent: dict[int, Home] = {}
-        self.deadlines = Timers(self.absent)
-
-    def __getitem__(self, number: int) -> Home:
-        return self.by_number[number]
+    def __init__(self, context: Context, limits: QueueLimits, sessions: Sessions) -> None:
+        self._context, self._limits, self._sessions = context, limits, sessions
+        self.by_number: dict[int, cmd.HomeInfo] = {}
+        self.absent: dict[int, cmd.HomeInfo] = {}
+        self.deadlines: Timers[Any] = Timers(self.absent)
 
     def is_live(self, number: int, epoch: int) -> bool:
         """True if blocks may be in this epoch of a home: it was opened and is not lost."""
@@ -81,49 +45,139 @@ class Homes:
         home = self.by_number.get(number)
         return home is not None and epoch == home.epoch and not home.lost
 
-    def find(self, store: str, name: str, identity: str) -> Home | None:
-        """Return the home with these contents or, if it is lost or unknown, the one with this name."""
-        mine = [home for home in self.by_number.values() if home.store == store]
-        same = (home for home in mine if home.identity == identity and not home.lost)
-        return next(same, next((home for home in mine if home.name == name), None))
-
-    def of_unit(self, session: int) -> Home | None:
-        """Return the home served by a session."""
-        return next((home for home in self.by_number.values() if home.unit == session), None)
-
-    def add(self, home: Home) -> None:
-        """Add a home."""
-        self.by_number[home.number] = home
-
     @property
     def expected(self) -> bool:
         """True if there are homes, or may be some: the limit of their silence is set."""
         return bool(self.by_number) or self._limits.home_silence_s is not None
+
+    def open(self, session: Session, command: cmd.OpenHome) -> cmd.Reply:
+        """Make a session the unit of a home. Repeated by the unit as a sign of life."""
+        offer = command.offer
+        if not (offer.store and offer.name and offer.identity):
+            raise ConfigError("a home needs the name of its store, a name, and the identity of its contents")
+        home = self._find(offer)
+        if (own := self._of_unit(session.id)) is not None and own is not home:
+            raise ConfigError(f"{session.name} is the unit of {_named(own)}; a unit serves one home")
+        if home is None:
+            opened = cmd.HomeInfo(number=len(self.by_number) + 1, epoch=1, offer=offer)
+        elif home.offer.identity == offer.identity and not home.lost:
+            opened = home
+        else:
+            self._end_epoch(session, home)
+            opened = msgspec.structs.replace(home, epoch=home.epoch + 1, lost="")
+        offer = msgspec.structs.replace(offer, name=opened.offer.name)
+        opened = self._set(opened, unit=session.id, offer=offer)
+        if opened != home:
+            self._publish(opened, "opened", f"{session.name} at {offer.address}")
+        return cmd.HomeOpened(home=opened.number, epoch=opened.epoch)
+
+    def evict(self, session: Session, command: cmd.EvictHome) -> cmd.Reply:
+        """Give up a home at once."""
+        number, epoch = command.home, command.epoch
+        if number == SERVER_HOME:
+            raise ConfigError("home 0 is the memory of the queue server; it cannot be evicted")
+        home = self.by_number.get(number)
+        if home is None:
+            known = ", ".join(map(_named, self.by_number.values())) or "none"
+            raise ConfigError(f"home {number} was never opened; opened are: {known}")
+        if not self.is_live(number, epoch):
+            state = f"lost: {home.lost}" if home.lost else "live"
+            raise ConfigError(
+                f"epoch {epoch} of {_named(home)} cannot be evicted: the newest epoch is {home.epoch}, which is {state}"
+            )
+        self._lose(home, f"evicted by {session.name}{f': {command.reason}' if command.reason else ''}")
+        return cmd.Done()
+
+    def listed(self) -> cmd.HomeList:
+        """Return all homes, without their identities: whoever knows one may open the home. Thread-safe."""
+        replace = msgspec.structs.replace
+        homes = [replace(home, offer=replace(home.offer, identity="")) for home in list(self.by_number.values())]
+        return cmd.HomeList(homes=tuple(homes))
+
+    def statuses(self) -> tuple[HomeStatus, ...]:
+        """Return the state and the losses of all homes; empty if there is only home 0."""
+        homes = self.by_number.values()
+        own = [HomeStatus(SERVER_HOME, 0, "server", "served")] if homes else []
+        return (*own, *map(self._status, homes))
+
+    def session_closed(self, session: Session, reason: str) -> None:
+        """Note that a session has ended. If it was a unit, its home is absent."""
+        if (home := self._of_unit(session.id)) is not None:
+            now = self._context.now
+            self._set(home, unit=NONE, absent_since=now, expires=now + self._silence_s)
+            self._publish(home, "absent", reason)
+
+    def give_up_silent(self) -> None:
+        """Give up homes that were absent for too long."""
+        now = self._context.now
+        for home in self.deadlines.due(now):
+            self._lose(home, f"silent for {now - home.absent_since:g} s")
+
+    def set_silence(self) -> None:
+        """Apply the limit of silence to absent homes."""
+        for home in list(self.absent.values()):
+            self._set(home, expires=home.absent_since + self._silence_s)
+
+    def count_lost(self, number: int, failed: int) -> None:
+        """Add rows that failed with a home."""
+        home = self.by_number[number]
+        self._set(home, rows_failed=home.rows_failed + failed)
 
     @property
     def _silence_s(self) -> float:
         set_s = self._limits.home_silence_s
         return HOME_SILENCE_S if set_s is None else set_s
 
-    def leave(self, home: Home, now: float) -> None:
-        """Note that the unit of a home is gone."""
-        home.leave(now, self._silence_s)
-        self.absent[home.number] = home
-        self.deadlines.add(home.number)
+    def _find(self, offer: HomeOffer) -> cmd.HomeInfo | None:
+        """Return the home with these contents or, if it is lost or unknown, the one with this name."""
+        mine = [home for home in self.by_number.values() if home.offer.store == offer.store]
+        same = (home for home in mine if home.offer.identity == offer.identity and not home.lost)
+        return next(same, next((home for home in mine if home.offer.name == offer.name), None))
 
-    def serve(self, home: Home, unit: int) -> None:
-        """Note the unit of a home."""
+    def _of_unit(self, session: int) -> cmd.HomeInfo | None:
+        return next((home for home in self.by_number.values() if home.unit == session), None)
+
+    def _set(self, home: cmd.HomeInfo, **changes: Any) -> cmd.HomeInfo:
+        """Set fields of a home, as one: other threads read the homes."""
+        home = self.by_number[home.number] = msgspec.structs.replace(home, **changes)
         self.absent.pop(home.number, None)
-        home.serve(unit)
+        if home.unit == NONE and not home.lost:
+            self.absent[home.number] = home
+            self.deadlines.add(home.number)
+        return home
 
-    def lose(self, home: Home, reason: str) -> HomeLoss:
-        """Give up the epoch of a home."""
-        self.absent.pop(home.number, None)
-        home.lose(reason)
-        return HomeLoss(home.number, home.epoch, home.name, reason)
+    def _end_epoch(self, session: Session, home: cmd.HomeInfo) -> None:
+        """Give up an epoch before one with other contents. Raises ConfigError if another unit serves the
+        old ones: two hosts may have the same name."""
+        unit = self._sessions.by_id.get(home.unit)
+        if unit is not None and unit is not session:
+            raise ConfigError(
+                f"{_named(home)} has other contents, served by {unit.name} (session {unit.id}): give this home another"
+                f" name; if it takes the place of the other one, end that unit, or evict home {home.number}"
+            )
+        if not home.lost:
+            self._lose(home, "its contents are gone: it was opened with others")
 
-    def set_silence(self) -> None:
-        """Apply the limit of silence to absent homes."""
-        for number, home in self.absent.items():
-            home.leave(home.absent_since, self._silence_s)
-            self.deadlines.add(number)
+    def _lose(self, home: cmd.HomeInfo, reason: str) -> None:
+        self._set(home, unit=NONE, lost=reason)
+        self._context.effects.homes_lost.append(HomeLoss(home.number, home.epoch, home.offer.name, reason))
+
+    def _status(self, home: cmd.HomeInfo) -> HomeStatus:
+        unit = self._sessions.by_id.get(home.unit)
+        served = ("served", home.offer.address, unit.name) if unit is not None else ("absent", "", "")
+        state, address, detail = ("lost", "", home.lost) if home.lost else served
+        absent_s = self._context.now - home.absent_since if state == "absent" else 0.0
+        return HomeStatus(
+            home.number, home.epoch, home.offer.name, state, address, detail, absent_s, home.rows_failed
+        )
+
+    def _publish(self, home: cmd.HomeInfo, state: str, detail: str) -> None:
+        now, number = self._context.now, home.number
+        event = ev.HomeState(
+            time_s=now, home=number, epoch=home.epoch, name=home.offer.name, state=state, detail=detail
+        )
+        self._context.publish(event)
+
+
+def _named(home: cmd.HomeInfo) -> str:
+    return f"home {home.number} ({home.offer.name})"
