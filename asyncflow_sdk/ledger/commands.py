@@ -1,9 +1,9 @@
 """Commands to the ledger and its replies: the same types in memory, on the wire and in journals.
 
-Row ids travel as packed little-endian int64, positions in a lease as packed little-endian int32.
-``timeout_s`` of a command: how long to wait before DeadlineExceeded. Fields of lengths are response
-lengths in tokens, for statistics only. The server corrects ``nbytes`` and ``measures`` of a client.
-``block``: the location of the columns' values; the ledger passes it on, as ``Effects.placed``.
+Row ids travel as packed little-endian int64, positions in a lease as packed little-endian int32. ``timeout_s`` of a
+command: how long to wait before DeadlineExceeded. Fields of lengths are response lengths in tokens, for statistics
+only. The server corrects ``nbytes`` and ``measures`` of a client. ``block``: the location of the columns' values; the
+ledger passes it on, as ``Effects.placed``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def unpack_ids(data: bytes) -> Ids:
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Root of all commands. A tag is the name in journals: it stays when its class is renamed."""
+    """Root of all commands. Its tag is its name in journals, and stays when the class is renamed."""
 
 
 class Done(Reply, frozen=True, tag="done"):
@@ -71,17 +71,16 @@ class SessionOpened(Reply, frozen=True, tag="joined"):
 
 
 class Configure(Command, frozen=True, tag="configure"):
-    """Set limits; None keeps the present value. ``steps``: step ``steps`` - 1 ends the stream. ``first_step``: the
-    first to train; another run has trained those before.
+    """Set limits; None keeps the present value.
 
-    ``capacity_bytes``: of payload. Each put reserves space for columns to be written later: ``row_bytes`` a row or,
-    if that is 0, the bytes of the largest ended row. The limit yields if the open step could never fill otherwise.
-    ``keep_versions``: number of newest versions to keep for fetching and rollback. ``max_swapping``: number of
-    replicas allowed to load at once; 0 for all. Replicas that get no prompts before they load do not wait for it.
-    ``quorum``: number of replicas that must stage a version before any loads it; 0 for none. ``checkpoints``: rows of
-    acknowledged steps stay until ``AddCheckpoint`` covers them, and ``Resume`` can train them again. They count
-    against ``capacity_bytes``, not ``capacity_rows``. ``staleness``: the policy that interprets ``max_staleness``; by
-    default "wait". ``home_silence_s``: a home is given up if it has no unit for this long.
+    ``steps``: step ``steps`` - 1 ends the stream. ``first_step``: the first to train; another run has trained those
+    before. ``capacity_bytes``: of payload. Each put reserves space for columns to be written later: ``row_bytes`` a
+    row or, if that is 0, the bytes of the largest ended row. The limit yields if the open step could never fill
+    otherwise. ``keep_versions``: number of newest versions to keep. ``max_swapping``: number of replicas allowed to
+    load at once; 0 for all. ``quorum``: number of replicas that must stage a version before any loads it; 0 for none.
+    ``checkpoints``: rows of acknowledged steps stay until ``AddCheckpoint`` covers them. They count against
+    ``capacity_bytes``, not ``capacity_rows``. ``staleness``: the policy that interprets ``max_staleness``; by default
+    "wait". ``home_silence_s``: a home is given up if it has no unit for this long.
     """
 
     capacity_rows: int | None = None
@@ -99,25 +98,24 @@ class Configure(Command, frozen=True, tag="configure"):
 
 
 class Declare(Command, frozen=True, tag="declare"):
-    """Declare a task. Idempotent. ``measures``: the sampler's measure, float64 for each live row
-    with the measured column, in order."""
+    """Declare a task. Idempotent. ``measures``: the sampler's measure, float64 for each live row with the measured
+    column, in order."""
 
     task: TaskSpec
     measures: bytes = b""
 
 
 class End(Command, frozen=True, tag="end"):
-    """Accept no more puts. ``cancel``: also cancel live rows outside full steps. ``partition``: end
-    only this one; None ends the whole stream."""
+    """Accept no more puts in ``partition``; None: in any. ``cancel``: also cancel live rows outside full steps."""
 
     cancel: bool = False
     partition: str | None = None
 
 
 class Dismiss(Command, frozen=True, tag="dismiss"):
-    """Grant nothing more to the clients named ``name`` ("": the sender): their requests for rows and versions are
-    answered as at the end of the stream. They may finish the rows they hold. ``ended``: a reason if their processes
-    are known to have ended; their rows then go back. Answered with ``Dismissed``."""
+    """Grant nothing more to the clients named ``name`` ("": the sender): their requests are answered as at the end of
+    the stream. They may finish the rows they hold. ``ended``: a reason if their processes are known to have ended;
+    their rows then go back. Answered with ``Dismissed``."""
 
     name: str = ""
     ended: str = ""
@@ -131,8 +129,8 @@ class Dismissed(Reply, frozen=True, tag="dismissed"):
 
 
 class Prepare(Command, frozen=True, tag="prepare"):
-    """Report the work of this client before its first request for rows of ``task``, for example
-    "loading its model", for the diagnostics of others. ``what`` "": it is ready."""
+    """Report the work of this client before its first request for rows of ``task``, for diagnostics: "loading its
+    model". ``what`` "": it is ready."""
 
     task: str
     what: str = ""
@@ -167,14 +165,13 @@ class Failed(Reply, frozen=True, tag="failed"):
 
 
 class AddRows(Command, frozen=True, tag="put"):
-    """Add ``groups`` groups of ``group_size`` rows with ``columns``. A repeated ``key`` adds only
-    the groups whose payload was lost since; with other content it is refused.
+    """Add ``groups`` groups of ``group_size`` rows with ``columns``. A repeated ``key`` adds only the groups whose
+    payload was lost since; with other content it is refused.
 
-    ``partition``: only tasks that take it see the rows. ``priority``: higher ones are leased first.
-    ``measures``: of measured columns, float64 for each group. ``lengths``: int32 for each group.
-    ``digest``: with a key, 16 bytes for each of ``columns``, equal for equal content, or b"".
-    ``version``: pin the partition: one version generates these rows, the first one current from this
-    number on; -1: any version. ``keep``: a version kept until the next pinned put; -1: none.
+    ``partition``: only tasks that take it see the rows. ``priority``: higher ones are leased first. ``measures``: of
+    measured columns, float64 for each group. ``lengths``: int32 for each group. ``digest``: with a key, 16 bytes for
+    each of ``columns``, equal for equal content, or b"". ``version``: pin the partition: the first version current
+    from this number on generates these rows; -1: any. ``keep``: a version kept until the next pinned put; -1: none.
     """
 
     groups: int
@@ -207,21 +204,20 @@ class LeaseRows(Command, frozen=True, tag="lease"):
     """Lease up to ``count`` rows of a task; a task with batch_rows grants one whole step.
 
     ``partition``: only its rows; None takes the task's partitions in turn. ``at_least``: wait for this many; only the
-    last lease of an ended stream may have fewer. ``columns``: needs of the task to be read; None for all.
+    last lease of an ended stream may have fewer. ``columns``: needs of the task to be read; None for all. ``inline``:
+    send them beside the answer, if all are in the server's memory.
 
-    ``group``: the ``world_size`` ranks of a rank group lease together, with equal arguments. Once
-    all have asked, one lease of ``count`` rows is split into ``shards`` (0: one a rank; else a
-    divisor of ``world_size``, and ``world_size // shards`` consecutive ranks get the same shard).
+    ``group``: the ``world_size`` ranks of a rank group lease together, with equal arguments. Once all have asked, one
+    lease of ``count`` rows is split into ``shards`` (0: one a rank; else a divisor of ``world_size``, and
+    ``world_size // shards`` consecutive ranks get the same shard).
 
-    ``most``: for a replica of a task that admits and receives versions in the background, the most
-    rows it may hold; 0 for other clients. It gets rows up to ``count``, or up to ``most`` in all if
-    that is more, and waits where others get ``LoadFirst``.
+    ``most``: for a replica of a task that admits and receives versions in the background, the most rows it may hold;
+    0 for other clients. It gets rows up to ``count``, or up to ``most`` in all, and waits where others get
+    ``LoadFirst``.
 
     ``parts``: lease one step in parts, also the open one: whole groups selected for it so far, at least ``at_least``
-    rows or the rest of a full step. ``token``: of the lease whose next part is wanted; 0 begins a step. The ranks of
-    a group get each part together. The lease does not expire while all its holders wait for a part.
-
-    ``inline``: send the columns beside the answer, if all are in the server's memory.
+    rows or the rest of a full step. ``token``: of the lease whose next part is wanted; 0 begins a step. The lease
+    does not expire while all its holders wait for a part.
     """
 
     task: str
@@ -246,8 +242,8 @@ class Leased(Reply, frozen=True, tag="leased"):
     ``shard`` of ``shards``, for ``rank``; ``imbalance``: max / mean - 1 of the shards' weights.
 
     Of a step only: ``completed_at``, the version current when each row was completed (int64), and
-    ``version_step_offsets``, pairs of a first version and an offset: versions from it on are
-    trained at the step of their number minus the offset; empty if always at their number.
+    ``version_step_offsets``, pairs of a first version and an offset: versions from it on are trained at the step of
+    their number minus the offset; empty if always at their number.
     """
 
     token: int
@@ -268,8 +264,8 @@ class Leased(Reply, frozen=True, tag="leased"):
 
 
 class LeasedPart(Leased, frozen=True, tag="leased_part"):
-    """A part of a step, leased in parts. ``part``: its number, from 0. ``last``: True if the step has
-    no further part. All parts of a lease have the same ``token`` and ``version``."""
+    """Part number ``part`` of a step, from 0. ``last``: True if the step has no further part. All parts of a lease
+    have the same ``token`` and ``version``."""
 
     part: int = 0
     last: bool = False
@@ -282,11 +278,9 @@ class LoadFirst(Reply, frozen=True, tag="load_first"):
 
 
 class Complete(Command, frozen=True, tag="complete"):
-    """Write ``columns`` of leased rows and acknowledge them, all or nothing.
-
-    ``index``: positions in the lease, or in the shard of ``rank``; None for all. ``filtered``: positions in ``index``
-    to drop. ``measures``: of measured columns, float64 for each row. ``lengths``: int32 for each row.
-    """
+    """Write ``columns`` of leased rows and acknowledge them, all or nothing. ``index``: positions in the lease, or in
+    the shard of ``rank``; None for all. ``filtered``: positions in ``index`` to drop. ``measures``: of measured
+    columns, float64 for each row. ``lengths``: int32 for each row."""
 
     token: int
     columns: Columns
@@ -300,16 +294,16 @@ class Complete(Command, frozen=True, tag="complete"):
 
 
 class Completed(Reply, frozen=True, tag="completed"):
-    """Rows that were not written. ``revoked``: no longer of this lease, their group had ended.
-    ``again``: completed already by another rank with the same shard."""
+    """Rows that were not written. ``revoked``: no longer of this lease, their group had ended. ``again``: completed
+    already by another rank with the same shard."""
 
     revoked: bytes
     again: bytes = b""
 
 
 class GiveBack(Command, frozen=True, tag="give_back"):
-    """Return leased rows. ``blame``: count it as an attempt of the rows. ``unread``: their values
-    cannot be read; the server then checks if their payload is lost."""
+    """Return leased rows. ``blame``: count it as an attempt of the rows. ``unread``: their values cannot be read; the
+    server then checks if their payload is lost."""
 
     token: int
     index: bytes | None = None
@@ -327,8 +321,8 @@ class Renew(Command, frozen=True, tag="renew"):
 
 
 class AwaitLost(Command, frozen=True, tag="await_lost"):
-    """Wait for rows leased by this session to end; work on them can stop. Rows count from the first
-    such request on, and each is reported once. Answered with ``Lost``."""
+    """Wait for rows leased by this session to end, from the first such request on; work on them can stop. Each is
+    reported once. Answered with ``Lost``."""
 
     timeout_s: float = 0.0
 
@@ -340,8 +334,8 @@ class Lost(Reply, frozen=True, tag="lost"):
 
 
 class Cancel(Command, frozen=True, tag="cancel"):
-    """Cancel live rows and their groups by ``ids``, by the ``key`` of their put or by ``partition``,
-    except rows in a full step. Leases lose them. Answered with ``Cancelled``."""
+    """Cancel live rows and their groups by ``ids``, by the ``key`` of their put or by ``partition``, except rows in a
+    full step. Leases lose them. Answered with ``Cancelled``."""
 
     ids: bytes = b""
     key: str = ""
@@ -357,9 +351,8 @@ class Cancelled(Reply, frozen=True, tag="cancelled"):
 
 class AwaitRowsWanted(Command, frozen=True, tag="wanted"):
     """Wait until the remaining steps lack rows, and get their number; without a last step, of the next few steps.
-    Filtered, failed and cancelled rows are wanted again. ``prefix``: a feeder of partition "" asks, with keys of this
-    prefix and a number: it repeats its puts with lost groups. ``more`` False: it has no other rows, and waits until none
-    of a step can be lost any more. Answered with ``RowsWanted``."""
+    ``prefix``: a feeder of partition "" asks, with keys of this prefix and a number: it repeats its puts with lost
+    groups. ``more`` False: it has no other rows, and waits until none of a step can be lost any more."""
 
     timeout_s: float = 0.0
     prefix: str = ""
@@ -445,10 +438,9 @@ class HomeList(Reply, frozen=True, tag="homes"):
 
 
 class AddCheckpoint(Command, frozen=True, tag="checkpoint"):
-    """Record a checkpoint of the trainer's state before ``step``; all earlier steps are
-    acknowledged. Steps before ``covers`` are never trained again: their rows end, their memory is
-    freed, and older checkpoints are no longer kept. ``version``: of its weights, or -1. ``timeout_s``:
-    limit of the server's wait for listeners that still read rows of these steps."""
+    """Record a checkpoint of the trainer's state before ``step``; all earlier steps are acknowledged. Steps before
+    ``covers`` are final: their rows end, and older checkpoints are no longer kept. ``version``: of its weights, or
+    -1. ``timeout_s``: limit of the server's wait for listeners that still read rows of these steps."""
 
     step: int
     covers: int
@@ -457,18 +449,17 @@ class AddCheckpoint(Command, frozen=True, tag="checkpoint"):
 
 
 class Resume(Command, frozen=True, tag="resume"):
-    """Continue training with ``step``, after loading its checkpoint; 0 starts anew. Every full step
-    from there on is leased again, whole, in order, with the same rows; present holders lose theirs.
-    ``version``: the one in the checkpoint; -1 if unknown. Versions published since are lost; rows
-    generated by them stay. Answered with ``Resumed``."""
+    """Continue training with ``step``, after loading its checkpoint; 0 starts anew. Every full step from there on is
+    leased again, whole, in order, with the same rows; present holders lose theirs. ``version``: of the checkpoint; -1
+    if unknown. Versions published since are lost; rows generated by them stay. Answered with ``Resumed``."""
 
     step: int
     version: int = -1
 
 
 class Resumed(Reply, frozen=True, tag="resumed"):
-    """``step``: the next one leased; it trains ``version``. ``publish``: True if the trainer must
-    first publish its weights as ``version``. ``again``: acknowledged rows to be trained again."""
+    """``step``: the next one leased; it trains ``version``, which the trainer must first publish if ``publish``.
+    ``again``: number of acknowledged rows to be trained again."""
 
     step: int
     version: int
@@ -481,9 +472,8 @@ class GetTrainingPosition(Command, frozen=True, tag="get_cut"):
 
 
 class TrainingPosition(Reply, frozen=True, tag="cut"):
-    """``step``: the first unacknowledged one; it trains ``version`` (-1 before the first is
-    published). ``covered``: earlier steps are final. ``put``: rows put so far. ``checkpoints``: see
-    ``Configure``. ``restore``: version of a rollback not yet loaded by the trainer; -1 for none."""
+    """``step``: the first unacknowledged one; it trains ``version`` (-1 before the first is published). ``covered``:
+    earlier steps are final. ``put``: rows put so far. ``restore``: as ``RestoreTarget.version``."""
 
     step: int
     version: int
@@ -494,8 +484,8 @@ class TrainingPosition(Reply, frozen=True, tag="cut"):
 
 
 class AllGather(Command, frozen=True, tag="all_gather"):
-    """Wait at the barrier ``what`` for all ranks of a rank group, and exchange payloads. The newest
-    session under a rank replaces older ones. Answered with ``AllGathered``."""
+    """Wait at the barrier ``what`` for all ranks of a rank group, and exchange payloads. The newest session under a
+    rank replaces older ones. Answered with ``AllGathered``."""
 
     group: str
     what: str
@@ -515,8 +505,8 @@ class AllGathered(Reply, frozen=True, tag="all_gathered"):
 
 
 class VersionPart(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part of a version: a manifest, and the address of its bytes (``where``) for
-    ``transport``. ``outlives``: the bytes can be fetched after the publisher's process has died."""
+    """One rank's part of a version: a manifest, and the address of its bytes (``where``) for ``transport``.
+    ``outlives``: the bytes can be fetched after the publisher's process has died."""
 
     manifest: bytes
     transport: str
@@ -527,10 +517,9 @@ class VersionPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenPublisher(Command, frozen=True, tag="open_publisher"):
-    """Become rank ``rank`` of the run's only publisher, of ``world_size`` ranks. Refused while
-    another live session has the rank. The role ends with the session or ``ClosePublisher``.
-    ``no_rollback``: reason to refuse rollbacks until another publisher opens, if the trainer cannot
-    load the bytes of a version; "" to allow them. Answered with ``Publisher``."""
+    """Become rank ``rank`` of the run's only publisher, until the session ends or ``ClosePublisher``. Refused while
+    another live session has the rank. ``no_rollback``: why the trainer cannot load the bytes of a version, so
+    rollbacks are refused until another publisher opens; "" to allow them. Answered with ``Publisher``."""
 
     rank: int = 0
     world_size: int = 1
@@ -538,8 +527,8 @@ class OpenPublisher(Command, frozen=True, tag="open_publisher"):
 
 
 class Publisher(Reply, frozen=True, tag="publisher"):
-    """``version``: the current one; -1 before the first. ``kept``: this rank's parts of kept
-    versions, with the number each was published under, oldest first."""
+    """``version``: the current one; -1 before the first. ``kept``: this rank's parts of kept versions, with the
+    number each was published under, oldest first."""
 
     version: int
     kept: tuple[tuple[int, VersionPart], ...] = ()
@@ -550,18 +539,17 @@ class ClosePublisher(Command, frozen=True, tag="close_publisher"):
 
 
 class Announce(Command, frozen=True, tag="announce"):
-    """Announce that this rank begins to write a version. Waits until all ranks have published the
-    version before. The number must be above every version that was ever current. Refused after a
-    rollback until ``ReportRestored``. A higher number withdraws an announced version. A withdrawn
-    number may be announced again. Answered with ``PublishReply``."""
+    """Announce that this rank begins to write a version. Waits until all ranks have published the version before. The
+    number must be above every version that was ever current. A higher number withdraws an announced version. A
+    withdrawn number may be announced again. Refused after a rollback until ``ReportRestored``."""
 
     version: int
     timeout_s: float = 0.0
 
 
 class Publish(Command, frozen=True, tag="publish"):
-    """Publish this rank's part of the announced version. The last part makes the version current.
-    ``probe``: an encoded ``Probe`` from rank 0; b"" for none. Answered with ``PublishReply``."""
+    """Publish this rank's part of the announced version. The last part makes it current. ``probe``: an encoded
+    ``Probe`` from rank 0; b"" for none. Answered with ``PublishReply``."""
 
     version: int
     part: VersionPart
@@ -569,9 +557,8 @@ class Publish(Command, frozen=True, tag="publish"):
 
 
 class PublishReply(Reply, frozen=True, tag="published"):
-    """``keep``: versions whose bytes must be kept, by the number they were published under; others
-    may be freed. ``lost``: to an ``Announce``, once, the reason why this rank's last published
-    version was discarded; "" if it was not."""
+    """``keep``: versions whose bytes must be kept, by the number they were published under. ``lost``: to an
+    ``Announce``, once, why this rank's last published version was discarded; "" if it was not."""
 
     keep: tuple[int, ...]
     lost: str = ""
@@ -585,8 +572,8 @@ class Withdraw(Command, frozen=True, tag="withdraw"):
 
 
 class Rollback(Command, frozen=True, tag="rollback"):
-    """Make the bytes of a kept version current again, under a new number. Rows generated by newer
-    versions expire, unless a full step holds them. Answered with ``RollbackDone``."""
+    """Make the bytes of a kept version current again, under a new number. Rows generated by newer versions expire,
+    unless a full step holds them. Answered with ``RollbackDone``."""
 
     version: int
     reason: str = ""
@@ -608,9 +595,9 @@ class GetRestoreTarget(Command, frozen=True, tag="get_restoration"):
 
 
 class RestoreTarget(Reply, frozen=True, tag="restoration"):
-    """``version``: load it, then send ``ReportRestored``; -1 if no rollback is pending. ``source``:
-    the number its bytes were published under. ``parts``: by rank; empty if they cannot be fetched,
-    for the reason ``why``. ``checkpoint``: as in ``RollbackDone``."""
+    """``version``: load it, then send ``ReportRestored``; -1 if no rollback is pending. ``source``: the number its
+    bytes were published under. ``parts``: by rank; empty if they cannot be fetched, for the reason ``why``.
+    ``checkpoint``: as in ``RollbackDone``."""
 
     version: int = -1
     source: int = -1
@@ -620,17 +607,16 @@ class RestoreTarget(Reply, frozen=True, tag="restoration"):
 
 
 class ReportRestored(Command, frozen=True, tag="restored"):
-    """Report that the trainer has loaded ``version`` after a rollback: the next version may be
-    announced. Sent by one rank after all have loaded. ``optimizer``: the origin of its state, for
-    people. Idempotent. Refused for any version but the current one."""
+    """Report that all ranks have loaded ``version`` after a rollback: the next may be announced. Idempotent. Refused
+    for any version but the current one. ``optimizer``: the origin of its state, for people."""
 
     version: int
     optimizer: str = ""
 
 
 class AwaitVersion(Command, frozen=True, tag="await_version"):
-    """Wait for a version above ``after``, as a replica from now on. ``task``: of its rows; "": unknown.
-    Answered with ``Version``."""
+    """Wait for a version above ``after``, as a replica from now on, for rows of ``task`` ("": unknown). Answered with
+    ``Version``."""
 
     after: int
     timeout_s: float = 0.0
@@ -638,15 +624,14 @@ class AwaitVersion(Command, frozen=True, tag="await_version"):
 
 
 class AwaitPins(Command, frozen=True, tag="await_pins"):
-    """Bind all partitions pinned to a coming version to the current one, the trainer's last. Answered
-    once none is pinned any more, or at a rollback."""
+    """Bind all partitions pinned to a coming version to the current one, the trainer's last. Answered once none is
+    pinned any more, or at a rollback."""
 
     timeout_s: float = 0.0
 
 
 class Version(Reply, frozen=True, tag="version"):
-    """``parts``: by rank. ``source``: the number their bytes were published under; it differs from
-    ``version`` after a rollback."""
+    """``parts``: by rank. ``source``: the number their bytes were published under; another one after a rollback."""
 
     version: int
     parts: tuple[VersionPart, ...]
@@ -655,9 +640,9 @@ class Version(Reply, frozen=True, tag="version"):
 
 
 class ReportStaged(Command, frozen=True, tag="staged"):
-    """Report that this replica has verified ``version`` on its host and can load it. ``skipped``:
-    number of versions that were current since its last staged one and were never fetched. ``moved``
-    (bytes), ``encoding``, ``seconds``: of the transfer."""
+    """Report that this replica has verified ``version`` on its host and can load it. ``skipped``: number of current
+    versions since its last staged one that it never fetched. ``moved`` (bytes), ``encoding``, ``seconds``: the
+    transfer."""
 
     version: int
     skipped: int = 0
@@ -667,10 +652,9 @@ class ReportStaged(Command, frozen=True, tag="staged"):
 
 
 class Swap(Command, frozen=True, tag="swap"):
-    """Ask for permission to load a staged version. At most ``max_swapping`` replicas have permission at once, and
-    more only if they get no prompts before they load it. With a quorum none has permission before the quorum has
-    staged it. Raises VersionGone once a newer version has replaced it. The permission ends with ``ReportLoaded``,
-    ``ReportLoadFailed``, ``Retire`` or the session. Answered with ``Permitted``."""
+    """Ask for permission to load a staged version, see ``Replicas``. Raises VersionGone once a newer version has
+    replaced it. The permission ends with ``ReportLoaded``, ``ReportLoadFailed``, ``Retire`` or the session. Answered
+    with ``Permitted``."""
 
     version: int
     timeout_s: float = 0.0
@@ -683,24 +667,23 @@ class Permitted(Reply, frozen=True, tag="permitted"):
 
 
 class ReportLoaded(Command, frozen=True, tag="loaded"):
-    """Report that this replica generates with ``version`` from now on. ``own``: True if these are the
-    engine's initial weights, version 0 until one is published; without effect afterwards."""
+    """Report that this replica generates with ``version`` from now on. ``own``: True if these are the engine's
+    initial weights, version 0 until one is published; without effect afterwards."""
 
     version: int
     own: bool = False
 
 
 class ReportLoadFailed(Command, frozen=True, tag="not_loaded"):
-    """Report that this replica could not fetch or load ``version`` and keeps the version it had.
-    ``reason``: for people."""
+    """Report that this replica could not fetch or load ``version`` and keeps the one it had, for a ``reason``."""
 
     version: int
     reason: str
 
 
 class Retire(Command, frozen=True, tag="retire"):
-    """Stop being a replica: staged and loaded versions, the permission and the share in the quorum
-    end; leases stay. Parked requests for versions are refused. A later one makes it a replica."""
+    """Stop being a replica: staged and loaded versions, the permission and the share in the quorum end; leases stay.
+    Parked requests for versions are refused. A later one makes it a replica."""
 
 
 AnyCommand: TypeAlias = (

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from ..errors import AsyncFlowError, DeadlineExceeded, LeaseLost, PayloadLost
 from ..interfaces import Sampler, StalenessPolicy
 from ..types.reports import TERMINAL, Audit, StatusReport
@@ -253,7 +251,7 @@ class Ledger:
 
     def status(self) -> StatusReport:
         """Return rows by task and state, sessions, leases, and the reason of each wait."""
-        return msgspec.structs.replace(self._reporter.report(), homes=self.state.homes.statuses())
+        return self._reporter.report()
 
     def parts(self) -> dict[str, object]:
         """Return the parts of the state and the rules by name; a snapshot has their attributes."""

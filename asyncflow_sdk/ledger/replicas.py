@@ -37,6 +37,11 @@ class Replicas:
         """Return the replicas' sessions."""
         return [self._state.sessions.by_id[number] for number in self.numbers]
 
+    def lacking(self, version: int) -> list[Session]:
+        """Return the replicas that have a version neither staged nor loaded."""
+        replicas = [(each, each.replica) for each in self.sessions()]
+        return [each for each, state in replicas if state and version not in (state.staged, each.loaded)]
+
     def add(self, session: Session) -> ReplicaState:
         """Make a session a replica if it is none. Return its state."""
         self.numbers[session.id] = None
@@ -67,10 +72,7 @@ class Replicas:
         limits, versions = self._state.limits, self._state.versions
         if not limits.quorum or versions.committed == versions.current:
             return
-        ready = sum(
-            each.replica is not None and versions.current in (each.replica.staged, each.loaded)
-            for each in self.sessions()
-        )
+        ready = len(self.numbers) - len(self.lacking(versions.current))
         if ready >= limits.quorum or at_once:
             versions.commit(versions.current)
             self._state.context.publish(

@@ -33,11 +33,21 @@ class StatusReporter:
         self, state: LedgerState, staleness: StalenessControl, publication: VersionPublication, replicas: Replicas
     ) -> None:
         self._state, self._staleness, self._publication, self._replicas = state, staleness, publication, replicas
+        self._tasks, self._steps, self._versions, self._parked = (
+            state.tasks,
+            state.steps,
+            state.versions,
+            state.parked,
+        )
+        self._name = state.sessions.name
+
+    def _age(self, since: float) -> float:
+        return self._state.context.now - since
 
     def explain(self, request: ParkedRequest) -> str:
         """Return how long a request has waited, and why; for a part of a step, with its unfinished
         groups. The cost may depend on the number of live rows."""
-        text = f"after {self._state.context.now - request.since:.1f} s: {self.why(request)}"
+        text = f"after {self._age(request.since):.1f} s: {self.why(request)}"
         command = request.command
         if isinstance(command, cmd.LeaseRows) and command.parts and self._full_step(command) is None:
             text += self._unfinished_groups()
@@ -68,78 +78,73 @@ class StatusReporter:
         return f"task {command.task!r} has {self._what_there_is(command)}; {self._why_no_rows(request)}"
 
     def _why_no_newer(self, command: cmd.AwaitVersion) -> str:
-        versions = self._state.versions
+        versions, text = self._versions, f"no version newer than {command.after}"
         if versions.committed <= command.after < versions.current in versions.kept:
-            return (
-                f"version {versions.current} is current but not committed; the committed version"
-                f" {versions.committed} must be loaded first; {self._why_no_version()}"
+            text = (
+                f"version {versions.current} is current but not committed; the committed version {versions.committed}"
             )
-        return f"no version newer than {command.after}; {self._why_no_version()}"
+            text = f"{text} must be loaded first"
+        return f"{text}; {self._why_no_version()}"
 
     def _why_pinned(self) -> str:
-        names = {number: name for name, number in self._state.partitions.numbers.items()}
-        pins = self._state.partitions.pins.items()
-        held = ", ".join(f"{names[number]!r} (version {pin.version})" for number, pin in pins)
+        partitions = self._state.partitions
+        names = {number: name for name, number in partitions.numbers.items()}
+        held = ", ".join(f"{names[number]!r} (version {pin.version})" for number, pin in partitions.pins.items())
         return f"the last version is kept for partitions whose rows, or their end, are still to come: {held}"
 
     def _why_none_wanted(self) -> str:
-        if not self._state.steps.declared:
+        if not self._steps.declared:
             return "no task with batch_rows (train) is declared, so the number of wanted rows is unknown"
-        window = self._state.steps.window
-        if window.slots is None:
-            return f"enough rows are queued for step {window.step} and the {window.max_staleness + 1} after it"
-        return "enough rows are queued"
+        window = self._steps.window
+        steps = f" for step {window.step} and the {window.max_staleness + 1} after it" if window.slots is None else ""
+        return f"enough rows are queued{steps}"
 
     def _why_no_barrier(self, request: ParkedRequest) -> str:
         """Name the missing ranks, and the barriers where they wait instead."""
         command = request.command
-        there = [
-            each for each in self._state.parked.at(request.place) if each.command.world_size == command.world_size
-        ]
-        here = {command.rank, *(each.command.rank for each in there if each.command.what == command.what)}
+        alike = [each for each in self._parked.at(request.place) if each.command.world_size == command.world_size]
+        here = {command.rank, *(each.command.rank for each in alike if each.command.what == command.what)}
         absent = sorted(set(range(command.world_size)) - here)
-        elsewhere = "".join(
-            f"; rank {each.command.rank} ({self._state.sessions.name(each.session)}) waits at {each.command.what!r}"
-            for each in there
+        others = [
+            f"rank {each.command.rank} ({self._name(each.session)}) waits at {each.command.what!r}"
+            for each in alike
             if each.command.rank in absent
-        )
-        holding = "" if elsewhere or command.group not in self._state.tasks else self._holding([command.group])
-        text = (
-            f"{_ranks(absent)} of {command.world_size} of group {command.group!r} have not reached {command.what!r}"
-        )
-        return f"{text}{elsewhere}" + (f"; {holding}" if holding else "")
+        ]
+        if not others and command.group in self._tasks:
+            others = [self._holding([command.group])]
+        group = f"{_ranks(absent)} of {command.world_size} of group {command.group!r}"
+        return _joined(f"{group} have not reached {command.what!r}", *others)
 
     def _what_there_is(self, command: cmd.LeaseRows) -> str:
         """Describe the ready rows, if the request needs more."""
-        task, limits = self._state.tasks[command.task], self._state.limits
+        task, limits = self._tasks[command.task], self._state.limits
         if command.parts:
             return self._what_there_is_of_a_step(command)
         where = None if command.partition is None else self._state.partitions.number(command.partition)
         fit = max((n for partition, n in task.fit.items() if where in (None, partition)), default=0)
+        least = max(command.at_least, 1)
         if not fit:
             return "nothing to give"
-        if fit >= max(command.at_least, 1) and task.spec.sampler is not None:
-            return (
-                f"nothing to give: {fit} rows are ready, and sampler {task.spec.sampler.name!r} chooses none of them"
-            )
-        text = f"{fit} of {max(command.at_least, 1)} rows"
-        if (first := self._state.parked.first("put")) is not None:
+        if fit >= least and task.spec.sampler is not None:
+            sampler = task.spec.sampler.name
+            return f"nothing to give: {fit} rows are ready, and sampler {sampler!r} chooses none of them"
+        text = f"{fit} of {least} rows"
+        if (first := self._parked.first("put")) is not None:
             count = first.command.groups * first.command.group_size
-            who = self._state.sessions.name(first.session)
-            return f"{text}, and {who} waits for room to put {count} more"
+            return f"{text}, and {self._name(first.session)} waits for room to put {count} more"
         if command.at_least > limits.capacity_rows - self._state.budget.occupied + fit:
             return f"{text}, and capacity_rows={limits.capacity_rows} leaves no room for the others"
         return text
 
     def _what_there_is_of_a_step(self, command: cmd.LeaseRows) -> str:
         """Describe the rows selected for the next part of a step."""
-        window, grant = self._state.steps.window, self._state.leases.by_token.get(command.token)
+        window, grant = self._steps.window, self._state.leases.by_token.get(command.token)
         if (full := self._full_step(command)) is not None:
             return f"rows of step {full}, which is full"
         selected = window.batch_rows - window.free - (0 if grant is None else grant.left)
-        other = next((each for each in self._state.steps.task.leases.values() if each.step == window.step), None)
+        other = next((each for each in self._steps.task.leases.values() if each.step == window.step), None)
         if grant is None and other is not None:
-            who = self._state.sessions.name(other.session)
+            who = self._name(other.session)
             return f"nothing to give: {who} has step {window.step}, the one being filled, in parts"
         return f"{selected} of {max(command.at_least, 1)} rows for the next part of step {window.step}"
 
@@ -153,60 +158,54 @@ class StatusReporter:
     def _unfinished_groups(self) -> str:
         """List groups that may fill the open step and are not finished, earliest deadline first, and
         who works on them."""
-        steps, rows = self._state.steps, self._state.rows
+        steps, rows = self._steps, self._state.rows
         live = rows.live_ids()
         at = rows.at(live)
         late = steps.unselected_at(at) & (steps.task.state[at] == WAITING)
         live, at = live[late], at[late]
         deadlines = np.where(rows.deadline[at] == NONE, np.iinfo(np.int64).max, rows.deadline[at])
         firsts = list(dict.fromkeys(rows.first[at][np.lexsort((live, deadlines))].tolist()))
-        if not firsts:
-            return ""
-        groups = join_some(self._unfinished_group(live[rows.first[at] == first]) for first in firsts[:MAX_NAMED])
+        groups = join_some([self._unfinished_group(live[rows.first[at] == first]) for first in firsts[:MAX_NAMED]])
         more = f" and {len(firsts) - MAX_NAMED} more" if len(firsts) > MAX_NAMED else ""
-        return f". Unfinished groups of step {steps.window.step}: {groups}{more}"
+        return f". Unfinished groups of step {steps.window.step}: {groups}{more}" if firsts else ""
 
     def _unfinished_group(self, ids: Ids) -> str:
         """Name the rows of a group, and for each task its holders or the number of ready rows."""
-        rows, now, parts = self._state.rows, self._state.context.now, []
-        at = rows.at(ids)
-        for task in self._state.tasks:
-            states, tokens = task.state[at], task.token[at]
-            ready = int((states == READY).sum())
-            parts += [f"{ready} ready for task {task.spec.name!r}"] if ready else []
+        parts, at = [], self._state.rows.at(ids)
+        for task in self._tasks:
+            states, tokens, name = task.state[at], task.token[at], repr(task.spec.name)
+            if ready := int((states == READY).sum()):
+                parts.append(f"{ready} ready for task {name}")
             for token, count in zip(*np.unique(tokens[states == LEASED], return_counts=True), strict=True):
                 grant = self._state.leases.by_token[int(token)]
-                who = self._state.sessions.name(grant.session)
-                parts.append(f"{count} leased in task {task.spec.name!r} by {who} for {now - grant.since:.1f} s")
+                who = f"{self._name(grant.session)} for {self._age(grant.since):.1f} s"
+                parts.append(f"{count} leased in task {name} by {who}")
         span = f"row {ids[0]}" if len(ids) == 1 else f"{len(ids)} rows from {ids[0]} on"
         return f"{span} ({', '.join(parts) or 'in no task'})"
 
     def _why_no_room(self, put: cmd.AddRows) -> str:
-        limits, budget, steps = self._state.limits, self._state.budget, self._state.steps
+        limits, budget, steps = self._state.limits, self._state.budget, self._steps
         count, live = self._state.keys.rows_in(put), budget.occupied
-        holding = self._holding(list(self._state.tasks.by_name)) or "no task has any rows; declare one or end the run"
-        reserve = max(count * budget.reserve, put.nbytes)
-        if live + count <= limits.capacity_rows and budget.charged + reserve > limits.capacity_bytes:
+        holding = self._holding(list(self._tasks.by_name)) or "no task has any rows; declare one or end the run"
+        if live + count <= limits.capacity_rows:
+            reserve = max(count * budget.reserve, put.nbytes)
+            if budget.charged + reserve <= limits.capacity_bytes:
+                return "earlier puts wait for room, and this one is behind them"
             held = f", and by {budget.held} trained rows not covered by a checkpoint" if budget.held else ""
             return (
                 f"{count} more rows may take {reserve} bytes, and the queue has {budget.charged} of"
                 f" {limits.capacity_bytes} bytes taken or reserved by {live} rows{held}; {holding}"
             )
-        if live + count <= limits.capacity_rows:
-            return "earlier puts wait for room, and this one is behind them"
         full = f"{count} more rows do not fit: the queue has {live} of {limits.capacity_rows} rows"
-        if steps.lacks_rows:
-            lacks, batch = steps.window.free - steps.unselected, steps.window.batch_rows
-            if count + batch - lacks > limits.capacity_rows:
-                return (
-                    f"{full}, and step {steps.window.step} cannot fill without {lacks} more;"
-                    " put fewer at a time, or set a larger capacity_rows"
-                )
+        lacks = steps.window.free - steps.unselected if steps.lacks_rows else 0
+        if lacks and count + steps.window.batch_rows - lacks > limits.capacity_rows:
+            more = f"step {steps.window.step} cannot fill without {lacks} more"
+            return f"{full}, and {more}; put fewer at a time, or set a larger capacity_rows"
         return f"{full}; {holding}"
 
     def _why_no_rows(self, request: ParkedRequest) -> str:
-        command, task, steps = request.command, self._state.tasks[request.command.task], self._state.steps
-        asking = {command.rank, *(self._state.parked.alike(command) if command.world_size > 1 else ())}
+        command, task, steps = request.command, self._tasks[request.command.task], self._steps
+        asking = {command.rank, *(self._parked.alike(command) if command.world_size > 1 else ())}
         if absent := sorted(set(range(command.world_size)) - asking):
             return f"{_ranks(absent)} of {command.world_size} of group {command.group!r} have not asked"
         if task.must_wait(self._state.sessions.by_id[request.session]):
@@ -214,91 +213,76 @@ class StatusReporter:
         if task.spec.admits and not steps.declared:
             return "no task with batch_rows (train) is declared, so the staleness rule cannot admit anything"
         failed = sum(home.rows_failed for home in self._state.homes.by_number.values())
-        lost = (
-            f"; {failed} rows were lost with their hosts: put them again with their keys"
-            if failed and not self._state.parked.feeders
-            else ""
-        )
-        if not any(task.unfinished.values()):
-            return f"every row put has been through it; put more, or end the stream{lost}"
+        lost = ""
+        if failed and not self._parked.feeders:
+            lost = f"{failed} rows were lost with their hosts: put them again with their keys"
         where = command.partition
+        if not any(task.unfinished.values()):
+            return _joined("every row put has been through it; put more, or end the stream", lost)
         if where is not None and not task.unfinished[self._state.partitions.number(where)]:
             return f"every row put in partition {where!r} has been through it; put more there, or end the partition"
         if task.spec.admits and task.counts[READY]:
             return self._why_not_admitted(request)
         fill = ""
         if task.spec.batch_rows is not None:
-            window = steps.window
-            fill = (
-                f"step {window.step} lacks {window.free} of {window.batch_rows} rows, and the queue has"
-                f" {steps.unselected} that may fill it; "
-            )
-        return fill + (self._missing(task) or self._holding([task.spec.name])) + lost
+            lacks = f"step {steps.window.step} lacks {steps.window.free} of {steps.window.batch_rows} rows"
+            fill = f"{lacks}, and the queue has {steps.unselected} that may fill it"
+        return _joined(fill, self._missing(task) or self._holding([task.spec.name]), lost)
 
     def _why_not_admitted(self, request: ParkedRequest) -> str:
-        window, rule = self._state.steps.window, self._staleness.rule
+        window, rule = self._steps.window, self._staleness.rule
         loaded = self._state.sessions.by_id[request.session].loaded
         if loaded is None:
             return f"no version is loaded; {self._why_no_version()}"
         if self._staleness.failed:
             return self._staleness.failed
         policy = "" if rule.spec.name == "wait" else f" (policy {rule.spec.name!r})"
-        return (
+        admitted = window.load(window.step + window.max_staleness)
+        return _joined(
             f"with version {loaded} loaded and max_staleness {window.max_staleness}{policy} no group may start: step"
-            f" {window.step} has {window.free} free slots and {window.load(window.step + window.max_staleness)} rows"
-            f" admitted for it; {self._why_no_version()}; {self._missing(self._state.steps.task)}"
-        ).rstrip("; ")
+            f" {window.step} has {window.free} free slots and {admitted} rows admitted for it",
+            self._why_no_version(),
+            self._missing(self._steps.task),
+        )
 
     def _why_no_version(self) -> str:
-        versions = self._state.versions
-        if versions.current < 0:
-            text = "no version was published yet"
-        else:
-            text = f"version {versions.current} is current since {self._state.context.now - versions.since:.1f} s"
-        if self._state.steps.declared:
-            trains = self._holding([self._state.steps.name])
-            text = f"{text}; {trains}" if trains else f"{text} and no trainer holds a step"
-        coming = self._why_missing()
-        return f"{text}; {coming}" if coming else text
+        current = self._versions.current
+        since = f"version {current} is current since {self._age(self._versions.since):.1f} s"
+        text = "no version was published yet" if current < 0 else since
+        trains = self._holding([self._steps.name]) if self._steps.declared else ""
+        if self._steps.declared and not trains:
+            text += " and no trainer holds a step"
+        failures = join_some(self._doing(self._state.sessions.by_id[number]) for number in self._replicas.failing)
+        return _joined(text, trains, self._versions.unavailable, self._why_unfinished(), failures)
 
     def _missing(self, task: Task) -> str:
         """Name the tasks that should write needed columns, and what they do."""
-        columns = self._lacking(task)
-        names: list[str] = []
-        pending = [task]
+        columns, names, pending = self._lacking(task), list[str](), [task]
         while pending:
             needs = set(pending.pop().spec.needs)
-            for name, other in self._state.tasks.by_name.items():
+            for name, other in self._tasks.by_name.items():
                 gives = needs & set(other.spec.gives) and _share_rows(task, other)
                 if gives and name not in names and name != task.spec.name:
                     names.append(name)
                     pending.append(other)
-        admitting = [name for name in names if self._state.tasks[name].spec.admits]
-        if admitting and not self._state.steps.declared:
+        admitting = [name for name in names if self._tasks[name].spec.admits]
+        if admitting and not self._steps.declared:
             columns.append(
                 f"task {admitting[0]!r} starts no row before a task with batch_rows is declared, and none is:"
                 " declare the task"
                 ' that trains with its rows of a step, as in run.consumer("train", batch_size=256)'
             )
             names = [name for name in names if name not in admitting]
-        return "; ".join(part for part in (*columns, self._holding(names)) if part)
+        return _joined(*columns, self._holding(names))
 
     def _lacking(self, task: Task) -> list[str]:
         """Name columns missing in rows of a task, and the tasks that give them."""
-        parts: list[str] = []
+        parts, kinds = [], self._state.columns.kinds
         for column in task.spec.needs:
             bit = int(self._state.columns.bit(column))
-            count = sum(
-                rows
-                for (where, kind), rows in self._state.columns.kinds.items()
-                if not kind & bit and task.takes(where)
-            )
-            giving = [
-                other.spec.name
-                for other in self._state.tasks
-                if column in other.spec.gives and _share_rows(task, other)
-            ]
-            givers = " or ".join(map(repr, giving))
+            count = sum(rows for (where, kind), rows in kinds.items() if not kind & bit and task.takes(where))
+            giving = [each for each in self._tasks if column in each.spec.gives and _share_rows(task, each)]
+            givers = " or ".join(repr(each.spec.name) for each in giving)
             if count and givers:
                 parts.append(f"{count} rows lack column {column!r}, given by task {givers}")
             elif count:
@@ -307,103 +291,83 @@ class StatusReporter:
 
     def _holding(self, names: list[str]) -> str:
         """Describe rows ready or leased in tasks, and their holders."""
-        parts: list[str] = []
-        now = self._state.context.now
+        parts = []
         for name in names:
-            task = self._state.tasks[name]
+            task = self._tasks[name]
             ready = task.counts[READY] + task.counts[SELECTED]
             preparing = join_some(
-                f"{self._state.sessions.name(session)} is {each.what} for {now - each.since:.1f} s"
+                f"{self._name(session)} is {each.what} for {self._age(each.since):.1f} s"
                 for session, each in self._state.sessions.preparing.items()
                 if each.task == name
             )
             if ready:
-                nobody = "" if self._state.parked.first(task.place) or preparing else ", and no client requests them"
+                nobody = "" if self._parked.first(task.place) or preparing else ", and no client requests them"
                 parts.append(f"{ready} rows are ready for task {name!r}{nobody}")
-            if preparing:
-                parts.append(preparing)
+            parts.append(preparing)
             if task.leases:
                 oldest = next(iter(task.leases.values()))
-                who = self._state.sessions.name(oldest.session)
-                parts.append(
-                    f"{task.counts[LEASED]} rows are leased in task {name!r}, the oldest by {who} for"
-                    f" {now - oldest.since:.1f} s"
-                )
-        return "; ".join(parts)
+                by = f"the oldest by {self._name(oldest.session)} for {self._age(oldest.since):.1f} s"
+                parts.append(f"{task.counts[LEASED]} rows are leased in task {name!r}, {by}")
+        return _joined(*parts)
 
     # ---- versions: who writes, fetches, may load or failed to load one
 
-    def _why_missing(self) -> str:
-        """Explain why no newer version can be fetched; "" if unknown."""
-        failures = join_some(self._doing(self._state.sessions.by_id[number]) for number in self._replicas.failing)
-        return "; ".join(
-            part for part in (self._state.versions.unavailable, self._why_unfinished(), failures) if part
-        )
-
     def _why_unfinished(self) -> str:
         """Explain why the announced or last discarded version is not current; "" if none."""
-        publication = self._publication
-        announced = publication.announced
+        announced, ranks, size = self._publication.announced, self._publication.ranks, self._publication.world_size
         if announced is None:
-            return publication.discarded[1]
-        first = self._state.sessions.name(publication.ranks[min(announced.ranks)])
-        since = self._state.context.now - announced.since
+            return self._publication.discarded[1]
+        first, since = self._name(ranks[min(announced.ranks)]), self._age(announced.since)
         text = f"version {announced.version} was announced {since:.1f} s ago by {first}"
-        lacks = [rank for rank in range(publication.world_size) if rank not in announced.parts]
-        if publication.world_size == 1:
+        if size == 1:
             return f"{text}, not published yet"
-        return f"{text} and lacks {join_some(self._rank(rank) for rank in lacks)}"
+        lacks = (
+            f"rank {rank} ({self._name(ranks[rank]) if rank in ranks else 'no session'})"
+            for rank in range(size)
+            if rank not in announced.parts
+        )
+        return f"{text} and lacks {join_some(lacks)}"
 
     def _why_no_swap(self, request: ParkedRequest) -> str:
-        version, limits, now = request.command.version, self._state.limits, self._state.context.now
-        if limits.quorum and version > self._state.versions.committed:
+        version, limits = request.command.version, self._state.limits
+        if limits.quorum and version > self._versions.committed:
             return self._why_uncommitted(version)
-        loading = join_some(
-            f"{self._state.sessions.name(session)} for {now - since:.1f} s"
-            for session, since in self._replicas.swapping.items()
-        )
-        earlier = sum(other.since < request.since for other in self._state.parked.at("swap"))
-        queue = f"; {earlier} waited before it" if earlier else ""
-        return f"at most {limits.max_swapping} at a time (max_swapping), now {loading}{queue}"
+        swapping = self._replicas.swapping.items()
+        loading = join_some(f"{self._name(session)} for {self._age(since):.1f} s" for session, since in swapping)
+        earlier = sum(other.since < request.since for other in self._parked.at("swap"))
+        queue = f"{earlier} waited before it" if earlier else ""
+        return _joined(f"at most {limits.max_swapping} at a time (max_swapping), now {loading}", queue)
 
     def _why_uncommitted(self, version: int) -> str:
         quorum, replicas = self._state.limits.quorum, self._replicas.sessions()
-        lacks = [r for r in replicas if r.replica is not None and version not in (r.replica.staged, r.loaded)]
-        has = len(replicas) - len(lacks)
-        text = f"{has} of the {quorum} required replicas (quorum) have it staged"
-        if lacks:
-            text += f"; without it: {join_some(self._doing(each) for each in lacks)}"
-        if len(replicas) < quorum:
-            text += f"; there are {len(replicas)} replicas, {quorum - len(replicas)} too few"
-        return text
+        lacks = self._replicas.lacking(version)
+        text = f"{len(replicas) - len(lacks)} of the {quorum} required replicas (quorum) have it staged"
+        without = f"without it: {join_some(map(self._doing, lacks))}" if lacks else ""
+        few = (
+            f"there are {len(replicas)} replicas, {quorum - len(replicas)} too few" if len(replicas) < quorum else ""
+        )
+        return _joined(text, without, few)
 
     def _doing(self, session: Session) -> str:
-        text = doing(session)
-        since = session.replica.since if session.replica is not None else session.since
-        if not text:
+        if session.replica is None or not session.replica.doing:
             on = "no version" if session.loaded is None else f"version {session.loaded}"
             return f"{session.name} (on {on})"
-        return f"{session.name} ({text}, for {self._state.context.now - since:.1f} s)"
+        return f"{session.name} ({doing(session)}, for {self._age(session.replica.since):.1f} s)"
 
-    def _rank(self, rank: int) -> str:
-        session = self._publication.ranks.get(rank)
-        return (
-            f"rank {rank} (no session)" if session is None else f"rank {rank} ({self._state.sessions.name(session)})"
-        )
+    # ---- the report
 
     def report(self) -> StatusReport:
         """Return rows by task and state, sessions, leases and parked requests."""
-        now, limits, budget = self._state.context.now, self._state.limits, self._state.budget
-        versions = self._state.versions
-        announced, rule = self._publication.announced, self._staleness.rule
-        window = self._state.steps.window if self._state.steps.declared else None
-        waiting = list(self._state.parked.by_ticket.values())
+        limits, budget, versions, tasks = self._state.limits, self._state.budget, self._versions, self._tasks
+        announced, rule, ranks = self._publication.announced, self._staleness.rule, self._publication.ranks
+        window = self._steps.window if self._steps.declared else None
+        waiting = list(self._parked.by_ticket.values())
         longest = heapq.nsmallest(MAX_LISTED, waiting, key=lambda request: request.since)
-        parked = tuple(self._parked_status(request) for request in longest)
-        oldest = next(iter(self._state.leases.by_token.values()), None)
+        parked = tuple(map(self._parked_status, longest))
+        leases = self._state.leases.by_token
         ended = dict(zip(TERMINAL, self._state.rows.ended[1:].tolist(), strict=True))
         return StatusReport(
-            rows={task.spec.name: dict(zip(TASK_STATES, task.counts, strict=True)) for task in self._state.tasks},
+            rows={task.spec.name: dict(zip(TASK_STATES, task.counts, strict=True)) for task in tasks},
             ended=ended,
             waiting={
                 status.name: f"after {status.since_s:.1f} s: {status.why}"
@@ -418,47 +382,44 @@ class StatusReporter:
             capacity_rows=limits.capacity_rows,
             capacity_bytes=limits.capacity_bytes,
             charged_bytes=budget.charged,
-            arrived={task.spec.name: task.became_ready for task in self._state.tasks},
-            completed={task.spec.name: task.completed for task in self._state.tasks},
+            arrived={task.spec.name: task.became_ready for task in tasks},
+            completed={task.spec.name: task.completed for task in tasks},
             sessions=tuple(self._session_status(session) for session in self._listed(waiting)),
             session_count=len(self._state.sessions.by_id),
             parked=parked,
             parked_count=len(waiting),
-            oldest=self._lease_status(oldest) if oldest is not None else None,
-            lease_count=len(self._state.leases.by_token),
+            oldest=self._lease_status(next(iter(leases.values()))) if leases else None,
+            lease_count=len(leases),
             batch_rows=window.batch_rows if window else 0,
             steps=limits.steps,
-            version_age_s=now - versions.since if versions.current >= 0 else -1.0,
+            version_age_s=self._age(versions.since) if versions.current >= 0 else -1.0,
             over=self._state.partitions.ended,
-            time_s=now,
+            time_s=self._state.context.now,
             versions=self._version_statuses(),
-            publisher=join_some(
-                self._state.sessions.name(session) for _, session in sorted(self._publication.ranks.items())
-            ),
+            publisher=join_some(self._name(ranks[rank]) for rank in sorted(ranks)),
             announced=announced.version if announced is not None else NONE,
-            announced_s=now - announced.since if announced is not None else 0.0,
+            announced_s=self._age(announced.since) if announced is not None else 0.0,
             committed=versions.committed,
             held=budget.held,
-            checkpoint=self._state.steps.checkpoint,
+            checkpoint=self._steps.checkpoint,
             staleness=rule.spec.name,
             max_staleness=limits.max_staleness if window else NONE,
             promise=rule.promise,
             ages=self._state.metrics.ages,
             in_parts=self._in_parts(),
+            homes=self._state.homes.statuses(),
         )
 
     def _in_parts(self) -> tuple[tuple[int, int], ...]:
         """Return step and delivered rows of each step leased in parts."""
-        steps = self._state.steps
-        leases = steps.task.leases.values() if steps.declared else ()
+        leases = self._steps.task.leases.values() if self._steps.declared else ()
         return tuple((grant.step, grant.left) for grant in leases if grant.parts != NONE)
 
     def _works_meanwhile(self, request: ParkedRequest) -> bool:
         """True if the client works while it waits, for lost rows or for a newer version."""
-        if isinstance(request.command, cmd.AwaitLost):
-            return True
         loaded = self._state.sessions.by_id[request.session].loaded
-        return isinstance(request.command, cmd.AwaitVersion) and loaded is not None
+        newer = isinstance(request.command, cmd.AwaitVersion) and loaded is not None
+        return newer or isinstance(request.command, cmd.AwaitLost)
 
     def _listed(self, waiting: list[ParkedRequest]) -> list[Session]:
         """Return all sessions; if too many, first those with requests or rows."""
@@ -469,48 +430,48 @@ class StatusReporter:
         return heapq.nsmallest(MAX_LISTED, sessions, key=lambda s: (s.id not in busy and not s.leases, s.id))
 
     def _session_status(self, session: Session) -> SessionStatus:
-        now, replica = self._state.context.now, session.replica
-        oldest, preparing = next(iter(session.leases.values()), None), self._state.sessions.preparing.get(session.id)
+        replica, preparing = session.replica, self._state.sessions.preparing.get(session.id)
+        oldest = next(iter(session.leases.values()), None)
         return SessionStatus(
             id=session.id,
             name=session.name,
-            age_s=now - session.since,
+            age_s=self._age(session.since),
             loaded=session.loaded,
             leases=len(session.leases),
             rows=sum(grant.left_of(session.id) for grant in session.leases.values()),
             task=oldest.task if oldest is not None else "",
-            held_s=now - oldest.since if oldest is not None else 0.0,
+            held_s=self._age(oldest.since) if oldest is not None else 0.0,
             replica=replica is not None,
             weights=doing(session),
-            weights_s=now - replica.since if replica is not None and replica.doing else 0.0,
+            weights_s=self._age(replica.since) if replica is not None and replica.doing else 0.0,
             prepares=preparing.what if preparing is not None else "",
-            prepares_s=now - preparing.since if preparing is not None else 0.0,
+            prepares_s=self._age(preparing.since) if preparing is not None else 0.0,
         )
 
     def _version_statuses(self) -> tuple[VersionStatus, ...]:
-        replicas, now = self._replicas.sessions(), self._state.context.now
+        replicas = self._replicas.sessions()
         on = Counter(session.loaded for session in replicas)
         staged = Counter(session.replica.staged for session in replicas if session.replica is not None)
         return tuple(
             VersionStatus(
-                version=each.version, source=each.source, age_s=now - each.since, nbytes=each.nbytes, root=each.root,
+                version=each.version, source=each.source, age_s=self._age(each.since), nbytes=each.nbytes, root=each.root,
                 transport=each.parts[0].transport, on=on[each.version], staged=staged[each.version],
             )
-            for each in self._state.versions.kept.values()
+            for each in self._versions.kept.values()
         )  # fmt: skip
 
     def _lease_status(self, grant: Grant) -> LeaseStatus:
-        now = self._state.context.now
+        left_s = grant.expires - self._state.context.now
         return LeaseStatus(
-            token=grant.token, task=grant.task, session=grant.session, name=self._state.sessions.name(grant.session),
-            rows=grant.left, since_s=now - grant.since, left_s=grant.expires - now,
+            token=grant.token, task=grant.task, session=grant.session, name=self._name(grant.session), rows=grant.left,
+            since_s=self._age(grant.since), left_s=left_s,
         )  # fmt: skip
 
     def _parked_status(self, request: ParkedRequest) -> ParkedStatus:
-        now = self._state.context.now
+        left_s = request.expires - self._state.context.now
         return ParkedStatus(
-            session=request.session, name=self._state.sessions.name(request.session), verb=verb_of(request.command),
-            why=self.why(request), since_s=now - request.since, left_s=request.expires - now,
+            session=request.session, name=self._name(request.session), verb=verb_of(request.command),
+            why=self.why(request), since_s=self._age(request.since), left_s=left_s,
         )  # fmt: skip
 
 
@@ -531,6 +492,11 @@ def join_some(things: Iterable[str]) -> str:
     return ", ".join(known[:MAX_NAMED]) + more
 
 
+def _joined(*parts: str) -> str:
+    """Join the parts that are not empty."""
+    return "; ".join(filter(None, parts))
+
+
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
@@ -540,23 +506,15 @@ def _share_rows(one: Task, other: Task) -> bool:
     return "*" in other.spec.partitions or any(other.spec.takes(each) or each == "*" for each in one.spec.partitions)
 
 
+VERBS: dict[type, str] = {
+    cmd.LeaseRows: "get {0.task}", cmd.AwaitVersion: "weights after {0.after}", cmd.Announce: "publish {0.version}",
+    cmd.Swap: "load {0.version}", cmd.AllGather: "meet at {0.what}", cmd.AwaitPins: "the end of the evaluations",
+    cmd.AwaitLost: "lost",
+}  # fmt: skip
+
+
 def verb_of(command: Any) -> str:
     """Describe a waiting command in a few words ("get train", "put 64 rows")."""
-    match command:
-        case cmd.LeaseRows():
-            return f"get {command.task}"
-        case cmd.AddRows():
-            return f"put {command.groups * command.group_size} rows"
-        case cmd.AwaitPins():
-            return "the end of the evaluations"
-        case cmd.AwaitVersion():
-            return f"weights after {command.after}"
-        case cmd.Announce():
-            return f"publish {command.version}"
-        case cmd.Swap():
-            return f"load {command.version}"
-        case cmd.AllGather():
-            return f"meet at {command.what}"
-        case cmd.AwaitLost():
-            return "lost"
-    return "wanted"
+    if isinstance(command, cmd.AddRows):
+        return f"put {command.groups * command.group_size} rows"
+    return VERBS.get(type(command), "wanted").format(command)

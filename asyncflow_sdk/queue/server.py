@@ -400,7 +400,9 @@ class QueueServer:
                 self._check_client(session)
             elif isinstance(command, cmd.OpenHome):
                 if command.offer.store != self._store:
-                    raise ConfigError(f"this run has the store {self._store!r}, and no home of {command.offer.store!r}")
+                    raise ConfigError(
+                        f"this run has the store {self._store!r}, and no home of {command.offer.store!r}"
+                    )
                 self._units[session] = request.now
             elif self._listeners.has("final"):
                 self._hold_checkpoint(request, call)
