@@ -62,7 +62,13 @@ class StepCheckpoints:
             )
         steps.save(command.step, command.version, command.covers)
         if command.covers > steps.covered:
-            self._cover(command.covers)
+            rows, ids = self._state.rows, steps.cover(command.covers)
+            at = rows.at(ids)
+            self._state.budget.hold(-int(np.count_nonzero(rows.todo[at] == 0)))
+            dropped = ids[rows.fate[at] == FILTERED]
+            if len(dropped):
+                self._terminations.finish(dropped, FILTERED, NO_GRADIENT)
+            self._completion.consume(ids, at)
         return cmd.Done()
 
     def resume(self, session: Session, command: cmd.Resume) -> cmd.Reply:
@@ -77,12 +83,14 @@ class StepCheckpoints:
         versions = self._state.versions
         versions.restore()  # the checkpoint's version was not given up
         steps.forget_saved(after=step)
-        again = self._train_again(step)
+        rows, again = self._state.rows, steps.requeue(step)
+        self._state.budget.hold(-int(np.count_nonzero(rows.todo[rows.at(again)] == 0)))
+        steps.again(again)
         version, publish = self._continue_from(step, command.version, session.name)
         self._payload_loss.end_holes()
         self._state.context.wake(steps.task.place)
         self._state.tasks.wake_replicas()
-        return cmd.Resumed(step=step, version=version, publish=publish, again=again)
+        return cmd.Resumed(step=step, version=version, publish=publish, again=len(again))
 
     def _check_resumable(self) -> None:
         if not self._state.limits.checkpoints:
@@ -91,15 +99,17 @@ class StepCheckpoints:
             raise ConfigError("no task with batch_rows (train) is declared, so there is no step to resume from")
 
     def _check(self, step: int, version: int) -> None:
-        following, versions = self._state.steps.next_to_train(), self._state.versions
-        if step < self._state.steps.covered:
-            raise ConfigError(
-                f"training cannot resume with step {step}: a checkpoint covers the steps before"
-                f" {self._state.steps.covered}, and their rows have ended"
-            )
+        following, versions, covered = (
+            self._state.steps.next_to_train(),
+            self._state.versions,
+            self._state.steps.covered,
+        )
+        cannot = f"training cannot resume with step {step}"
+        if step < covered:
+            raise ConfigError(f"{cannot}: a checkpoint covers the steps before {covered}, and their rows have ended")
         if step > following:
             raise ConfigError(
-                f"training cannot resume with step {step}: step {following} is the first that this queue has not seen"
+                f"{cannot}: step {following} is the first that this queue has not seen"
                 " acknowledged, so the checkpoint is of another run, or newer than what is left of this one"
             )
         newest = version if versions.current == NONE and step == following else max(versions.current, 0)
@@ -110,24 +120,6 @@ class StepCheckpoints:
                 f"the checkpoint of step {step} has the weights of version {version}, which was rolled back;"
                 " resume from an older one"
             )
-
-    def _cover(self, covers: int) -> None:
-        """Make the steps before ``covers`` final."""
-        rows, ids = self._state.rows, self._state.steps.cover(covers)
-        at = rows.at(ids)
-        self._state.budget.hold(-int(np.count_nonzero(rows.todo[at] == 0)))
-        dropped = ids[rows.fate[at] == FILTERED]
-        if len(dropped):
-            self._terminations.finish(dropped, FILTERED, NO_GRADIENT)
-        self._completion.consume(ids, at)
-
-    def _train_again(self, first: int) -> int:
-        """Queue full steps from ``first`` on again. Return the number of acknowledged rows."""
-        rows, steps = self._state.rows, self._state.steps
-        done = steps.requeue(first)
-        self._state.budget.hold(-int(np.count_nonzero(rows.todo[rows.at(done)] == 0)))
-        steps.again(done)
-        return len(done)
 
     def _continue_from(self, step: int, parent: int, who: str) -> tuple[int, bool]:
         """Return the version that ``step`` trains now, and True if it must first be published."""

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..types.tasks import TaskSpec
 from . import commands as cmd
 from .assembly import StepAssembly
-from .commands import Ids, SamplerTraits
+from .commands import SamplerTraits
 from .samplers import TaskSamplers
 from .staleness import StalenessControl, StalenessRule
 from .state import LedgerState
@@ -37,12 +37,12 @@ class QueueConfiguration:
             if value is not None and not least <= value <= MAX_NUMBER:
                 raise ConfigError(f"{name} cannot be {value}; it is {least} or more")
         rule = (command.max_staleness, command.staleness, command.steps, command.checkpoints)
-        if self._state.steps.declared and any(value is not None for value in rule):
-            raise ConfigError(
-                "max_staleness, its policy, steps and checkpoints are set before the task with batch_rows is declared"
-            )
-        if self._state.steps.declared and command.capacity_rows is not None:
-            _check_capacity(self._state.steps.window.batch_rows, self._staleness.rule, command.capacity_rows)
+        if self._state.steps.declared:
+            if any(value is not None for value in rule):
+                names = "max_staleness, its policy, steps and checkpoints"
+                raise ConfigError(f"{names} are set before the task with batch_rows is declared")
+            if command.capacity_rows is not None:
+                _check_capacity(self._state.steps.window.batch_rows, self._staleness.rule, command.capacity_rows)
         if command.staleness is not None:
             self._staleness.set_policy(command.staleness)
         for name in (*LEAST, "checkpoints"):
@@ -58,23 +58,32 @@ class QueueConfiguration:
             if tasks[spec.name].spec != spec:
                 raise ConfigError(f"task {spec.name!r} is already declared as {tasks[spec.name].spec}, not {spec}")
             return cmd.Done()
-        sampling = self._samplers.describe(spec)
-        rule = self._staleness.rule if spec.batch_rows is None else self._staleness.rule_for(spec.batch_rows)
+        sampling, rule = self._samplers.describe(spec), self._staleness.rule
+        if spec.batch_rows is not None:
+            rule = self._staleness.describe(rule.spec, spec.batch_rows)
         self._check(spec, rule)
         self._samplers.check(spec, sampling)
         if spec.grouped:
             self._assembly.cancel_broken_groups(spec)
         task = self._add(command, sampling)
-        live = self._state.rows.live_ids()
-        live = live[task.state[self._state.rows.at(live)] != APART]
+        rows, steps, limits = self._state.rows, self._state.steps, self._state.limits
+        live = rows.live_ids()
+        live = live[task.state[rows.at(live)] != APART]
+        at = rows.at(live)
         if spec.batch_rows is not None:
             self._staleness.use(rule)
-            limits = self._state.limits
             window = Window(spec.batch_rows, limits.max_staleness, limits.steps, limits.first_step)
-            self._state.steps.declare(task, window, len(live))
+            steps.declare(task, window, len(live))
             self._state.context.wake("wanted", *(each.place for each in self._state.tasks))
         self._state.context.wake_puts()  # a parked put may have become impossible
-        self._take_live_rows(task, live)
+        if limits.checkpoints:
+            held = (rows.todo[at] == 0) & (rows.step[at] >= steps.covered)  # complete, but not covered
+            self._state.budget.hold(-int(np.count_nonzero(held)))
+        task.take(live)
+        self._assembly.make_ready_in(task, live)
+        if spec.admits and steps.declared:
+            state = steps.task.state[rows.at(live)]
+            task.skip(live[(state != WAITING) & (state != APART)])
         return cmd.Done()
 
     def _add(self, command: cmd.Declare, sampling: SamplerTraits) -> Task:
@@ -86,65 +95,49 @@ class QueueConfiguration:
         for column in spec.gives:
             columns.bit(column)
         for name in spec.partitions:
-            if name != "*":
+            if name != OTHERS:
                 self._state.partitions.add(name)
         task = self._state.tasks.add(spec, need, sampling)
         if sampling.measure and columns.declare_measure(sampling.measure) and command.measures:
             columns.measure(columns.having(sampling.measure), {sampling.measure: command.measures}, slice(None))
         return task
 
-    def _take_live_rows(self, task: Task, live: Ids) -> None:
-        rows, steps = self._state.rows, self._state.steps
-        if self._state.limits.checkpoints:
-            at = rows.at(live)
-            held = (rows.todo[at] == 0) & (rows.step[at] >= steps.covered)  # complete, but not covered
-            self._state.budget.hold(-int(np.count_nonzero(held)))
-        task.take(live)
-        self._assembly.make_ready_in(task, live)
-        if task.spec.admits and steps.declared:
-            state = steps.task.state[rows.at(live)]
-            task.skip(live[(state != WAITING) & (state != APART)])
-
     def _check(self, spec: TaskSpec, rule: StalenessRule) -> None:
         """Raise ConfigError for a task in conflict with the others."""
+        state = self._state
         if not (spec.lease_s > 0 and spec.max_attempts > 0):
             raise ConfigError(f"task {spec.name!r}: lease_s and max_attempts must be above 0")
-        check_declaration(spec, (task.spec for task in self._state.tasks))
-        if spec.admits and ((other := self._state.tasks.admitting) is not None or spec.batch_rows is not None):
+        check_declaration(spec, (task.spec for task in state.tasks))
+        if spec.admits and ((other := state.tasks.admitting) is not None or spec.batch_rows is not None):
             which = f", and {other.spec.name!r} is it" if other else " besides the one that makes the steps"
             raise ConfigError(f"task {spec.name!r} cannot admit: a queue has one such task{which}")
         if spec.batch_rows is not None:
-            self._check_step_task(spec, spec.batch_rows, rule)
-            if self._state.limits.checkpoints and spec.gives:
-                raise ConfigError(
-                    f"task {spec.name!r} gives columns, and with checkpoints it may train again: let another give them"
-                )
-        self._state.columns.check_names((*spec.needs, *spec.gives))
-
-    def _check_step_task(self, spec: TaskSpec, batch_rows: int, rule: StalenessRule) -> None:
-        rows = self._state.rows
-        if self._state.steps.declared:
-            raise ConfigError(f"task {self._state.steps.name!r} already makes the steps; a queue has one such task")
-        _check_capacity(batch_rows, rule, self._state.limits.capacity_rows)
-        taken = [number for name, number in self._state.partitions.numbers.items() if spec.takes(name)]
-        at = rows.at(rows.live_ids())
-        sizes = set(rows.size[at][np.isin(rows.partition[at], taken)].tolist())
-        sizes |= {size for name, size in self._state.partitions.group_sizes.items() if spec.takes(name)}
-        if len(sizes) > 1:
-            sizes_text = " and ".join(map(str, sorted(sizes)))
-            raise ConfigError(f"rows are in groups of {sizes_text}; steps need groups of one size")
-        for size in sizes:
-            check_groups_fill(batch_rows, size)
+            rows, steps, partitions, limits = state.rows, state.steps, state.partitions, state.limits
+            if steps.declared:
+                raise ConfigError(f"task {steps.name!r} already makes the steps; a queue has one such task")
+            _check_capacity(spec.batch_rows, rule, limits.capacity_rows)
+            taken = [number for name, number in partitions.numbers.items() if spec.takes(name)]
+            at = rows.at(rows.live_ids())
+            sizes = set(rows.size[at][np.isin(rows.partition[at], taken)].tolist())
+            sizes |= {size for name, size in partitions.group_sizes.items() if spec.takes(name)}
+            if len(sizes) > 1:
+                text = " and ".join(map(str, sorted(sizes)))
+                raise ConfigError(f"rows are in groups of {text}; steps need groups of one size")
+            for size in sizes:
+                check_groups_fill(spec.batch_rows, size)
+            if limits.checkpoints and spec.gives:
+                text = "gives columns, and with checkpoints it may train again: let another give them"
+                raise ConfigError(f"task {spec.name!r} {text}")
+        state.columns.check_names((*spec.needs, *spec.gives))
 
 
 def check_groups_fill(batch_rows: int, group_size: int) -> None:
     """Raise ConfigError unless whole groups fill a step."""
     if batch_rows % group_size:
         below, above = batch_rows // group_size * group_size, -(-batch_rows // group_size) * group_size
-        raise ConfigError(
-            f"batch_rows={batch_rows} is not a multiple of group_size={group_size}; use"
-            f" {' or '.join(str(n) for n in (below, above) if n)}, or another group size"
-        )
+        use = f"{below} or {above}" if below else str(above)
+        text = f"batch_rows={batch_rows} is not a multiple of group_size={group_size}"
+        raise ConfigError(f"{text}; use {use}, or another group size")
 
 
 def _check_capacity(batch_rows: int, rule: StalenessRule, capacity_rows: int) -> None:
@@ -158,12 +151,8 @@ def _check_capacity(batch_rows: int, rule: StalenessRule, capacity_rows: int) ->
 
 
 def check_declaration(spec: TaskSpec, declared: Iterable[TaskSpec]) -> None:
-    """Raise ConfigError if no row can ever complete ``spec`` and the tasks ``declared`` before it.
-
-    A row passes all tasks of its partition, and a column is written once. So a task may not give a
-    column it needs, two tasks may not give the same column, and tasks may not wait for each other's
-    columns. A column given by no task may come with a put.
-    """
+    """Raise ConfigError if no row can ever complete ``spec`` and the tasks ``declared`` before it. A row passes all
+    tasks of its partition, a column is written once, and one given by no task may come with a put."""
     if not spec.partitions:
         raise ConfigError(f"task {spec.name!r} takes the rows of no partition; name one in partitions=")
     if both := [column for column in spec.needs if column in spec.gives]:
@@ -172,19 +161,14 @@ def check_declaration(spec: TaskSpec, declared: Iterable[TaskSpec]) -> None:
     named = {partition for task in (spec, *others) for partition in task.partitions} | {OTHERS}
     for partition in sorted(partition for partition in named if spec.takes(partition)):
         beside = [task for task in others if task.takes(partition)]
-        _check_givers(spec, beside)
+        for task in beside:
+            if twice := [column for column in spec.gives if column in task.gives]:
+                raise ConfigError(
+                    f"task {spec.name!r} gives column {twice[0]!r}, and so does task {task.name!r} for the same rows;"
+                    " a column is written once: give another, or take other partitions"
+                )
         if ring := _ring(spec, beside):
             raise ConfigError(f"tasks wait for each other's columns: {ring}. Leave one of these needs out")
-
-
-def _check_givers(spec: TaskSpec, beside: list[TaskSpec]) -> None:
-    for task in beside:
-        twice = [column for column in spec.gives if column in task.gives]
-        if twice:
-            raise ConfigError(
-                f"task {spec.name!r} gives column {twice[0]!r}, and so does task {task.name!r} for the same rows;"
-                " a column is written once: give another, or take other partitions"
-            )
 
 
 def _ring(spec: TaskSpec, beside: list[TaskSpec]) -> str:
@@ -195,9 +179,8 @@ def _ring(spec: TaskSpec, beside: list[TaskSpec]) -> str:
         at = left.pop()
         for giver in (spec, *beside):
             column = next((column for column in at.needs if column in giver.gives), None)
-            if column is None or giver.name in ways:
-                continue
-            before = f"{ways[at.name]}, " if at is not spec else ""
-            ways[giver.name] = f"{before}task {at.name!r} needs {column!r} of task {giver.name!r}"
-            left.append(giver)
+            if column is not None and giver.name not in ways:
+                before = f"{ways[at.name]}, " if at is not spec else ""
+                ways[giver.name] = f"{before}task {at.name!r} needs {column!r} of task {giver.name!r}"
+                left.append(giver)
     return ways.get(spec.name, "")

@@ -1,9 +1,8 @@
 """Deal the rows of a lease to the shards of a rank group: equal row counts and nearly equal weights.
 
-N-way number partitioning with equal counts: the largest differencing method of Karmarkar and Karp
-(1982) in its balanced form (Michiels, Korst, Aarts and van Leeuwen, 2003). It is weak where few
-rows outweigh all others, so pairs of rows are then swapped between the heaviest and a lighter shard
-while the balance improves. O(n log n) and a few swaps a shard: milliseconds for 1000s of rows.
+N-way number partitioning with equal counts: the largest differencing method of Karmarkar and Karp (1982) in its
+balanced form (Michiels, Korst, Aarts and van Leeuwen, 2003). It is weak where few rows outweigh all others, so pairs
+of rows are then swapped between the heaviest and a lighter shard. O(n log n): milliseconds for 1000s of rows.
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ TRIED = 8  # lighter shards tried for each swap
 
 
 def balance(weights: Weights, shards: int) -> npt.NDArray[np.int64]:
-    """Return the shard of each row, 0 to ``shards - 1``: row counts differ by at most 1, sums of
-    weights by as little as found.
-
-    Deterministic on all platforms. Weights below 0 and not finite count as 0.
-    """
+    """Return the shard of each row, 0 to ``shards - 1``: row counts differ by at most 1, sums of weights by as little
+    as found. Deterministic on all platforms. Weights below 0 and not finite count as 0."""
     clean = _clean(weights)
     if shards < 2 or len(clean) <= shards or (clean == clean[0]).all():
         return split(len(clean), shards)
@@ -67,11 +63,9 @@ def _renumber(shard: npt.NDArray[np.int64], shards: int) -> npt.NDArray[np.int64
 
 
 def _differencing(weights: Sequence[float], shards: int) -> npt.NDArray[np.int64]:
-    """Start with runs of ``shards`` rows in order of weight, one row a shard. Merge the two partial
-    solutions with the largest spread, heaviest set with lightest, until one is left.
-
-    ``weights`` must not increase. A set of rows is a node of a binary tree, so a merge is O(1).
-    """
+    """Start with runs of ``shards`` rows in order of weight, one row a shard. Merge the two partial solutions with
+    the largest spread, heaviest set with lightest, until one is left. ``weights`` must not increase. A set of rows is
+    a node of a binary tree, so a merge is O(1)."""
     n = len(weights)
     full = -(-n // shards) * shards
     padded = [*weights, *[0.0] * (full - n)]
@@ -139,9 +133,9 @@ def _swap(weights: Weights, heavy: Ids, light: Ids, gap: float) -> tuple[int, in
 
 
 def deal(rows: Rows, task: Task, ids: Ids, shards: int, *, whole_groups: bool, first: int = 0) -> DealtPart:
-    """Deal rows to shards: by weight if the task's sampler balances, else in equal numbers.
-    ``whole_groups``: keep groups together; shards may differ in size. ``first``: the shard to begin
-    with if there are fewer groups than shards."""
+    """Deal rows to shards: by weight if the task's sampler balances, else in equal numbers. ``whole_groups``: keep
+    groups together; shards may differ in size. ``first``: the shard to begin with if there are fewer groups than
+    shards."""
     if whole_groups:
         _, group = np.unique(rows.first[rows.at(ids)], return_inverse=True)
         weights = np.bincount(group, np.nan_to_num(_weights(rows, task, ids))).astype(np.float64)

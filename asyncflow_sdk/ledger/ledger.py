@@ -30,7 +30,7 @@ from .configuration import QueueConfiguration
 from .payload_loss import PayloadLoss
 from .pins import VersionPins
 from .publication import VersionPublication
-from .rank_groups import RankBarrier, RankGroups
+from .rank_groups import RankGroups
 from .replicas import Replicas
 from .samplers import TaskSamplers, make_sampler
 from .staleness import StalenessControl, make_policy
@@ -71,7 +71,6 @@ class Ledger:
         self.admission = LeaseAdmission(state, self.assembly, self.staleness, self.samplers, self.pins)
         self.completion = RowCompletion(state, self.terminations, self.assembly)
         self.rank_groups = RankGroups(state, self.admission, self.completion)
-        self.barrier = RankBarrier(state)
         self.configuration = QueueConfiguration(state, self.staleness, self.samplers, self.assembly)
         self.puts = Puts(state, self.terminations, self.assembly, self.pins)
         self.replicas = Replicas(state, self.terminations, self.completion, self.pins)
@@ -94,7 +93,7 @@ class Ledger:
             cmd.GiveBack: self._give_back,
             cmd.Renew: self._renew,
             cmd.AwaitLost: lambda session, command: session.take_lost(),
-            cmd.AllGather: self.barrier.gather,
+            cmd.AllGather: self.rank_groups.gather,
             cmd.OpenPublisher: self.publication.open,
             cmd.ClosePublisher: self._close_publisher,
             cmd.Announce: self.publication.announce,
@@ -271,7 +270,7 @@ class Ledger:
         elif isinstance(command, (cmd.AwaitVersion, cmd.Swap)):
             self.replicas.parked(request)
         elif isinstance(command, cmd.AllGather):
-            self.barrier.parked(request)
+            self.rank_groups.replace_older(self.state.sessions.by_id[request.session], command)
         elif isinstance(command, cmd.AwaitRowsWanted) and not command.more:
             state.context.wake(*(task.place for task in state.tasks))  # its rows are the last
 

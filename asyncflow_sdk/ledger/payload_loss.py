@@ -29,16 +29,12 @@ LOST_REASON = "payload lost"
 
 
 class PayloadLoss:
-    """Ends unreadable rows. A repeated put adds failed ones again, except rows of an acknowledged
-    step: these must not be trained twice."""
+    """Ends unreadable rows. A repeated put adds failed ones again, except rows of an acknowledged step: these must
+    not be trained twice."""
 
-    def __init__(
-        self,
-        state: LedgerState,
-        terminations: Terminations,
-        completion: RowCompletion,
-    ) -> None:
+    def __init__(self, state: LedgerState, terminations: Terminations, completion: RowCompletion) -> None:
         self._state, self._terminations, self._completion = state, terminations, completion
+        self._rows, self._steps, self._context = state.rows, state.steps, state.context
 
     def lose(self, ids: Ids, reason: str) -> None:
         """Lose all columns of rows."""
@@ -54,35 +50,25 @@ class PayloadLoss:
             needing = np.concatenate([np.empty(0, np.int64), *(self._needing(each) for each in lost)])
             failed = self._end(np.unique(needing), f"{LOST_REASON}: home {loss.name} was lost, {loss.reason}")
             self._state.homes.count_lost(loss.home, failed)
-            self._state.context.publish(
-                ev.HomeLost(
-                    time_s=self._state.context.now, home=loss.home, epoch=loss.epoch, name=loss.name,
-                    reason=loss.reason, rows_failed=failed,
-                )
-            )  # fmt: skip
+            self._context.publish(ev.HomeLost(**loss._asdict(), time_s=self._context.now, rows_failed=failed))
 
     def end_holes(self) -> None:
         """End rows of acknowledged steps that lost their payload and are to be trained again."""
-        if len(holes := self._state.steps.take_holes()):
-            self._end(holes, LOST_REASON)
+        self._end(self._steps.take_holes(), LOST_REASON)
 
     def end_unreadable(self, task: Task) -> None:
         """End rows with lost columns that a new task needs."""
-        live = self._state.rows.live_ids()
-        at = self._state.rows.at(live)
-        needs = task.state[at] != APART
-        ids = live[needs & ((self._state.rows.lost[at] & task.need) != 0)]
-        if len(ids):
-            self._end(ids, LOST_REASON)
+        live = self._rows.live_ids()
+        at = self._rows.at(live)
+        self._end(live[(task.state[at] != APART) & ((self._rows.lost[at] & task.need) != 0)], LOST_REASON)
 
     def _needing(self, lost: LostColumns) -> Ids:
         """Return live rows with a lost column that a task still needs, or a step trained again."""
-        rows, steps = self._state.rows, self._state.steps
         ids = self._live(lost.ids)
-        at = rows.at(ids)
+        at = self._rows.at(ids)
         need = self._unfinished_needs(at)
-        if steps.declared:
-            need[self._uncovered(at)] |= steps.task.need
+        if self._steps.declared:
+            need[self._uncovered(at)] |= self._steps.task.need
         needing: Ids = ids[(np.uint64(self._state.columns.mask(lost.columns)) & need) != 0]
         return needing
 
@@ -95,15 +81,16 @@ class PayloadLoss:
 
     def _uncovered(self, at: Ids) -> npt.NDArray[np.bool_]:
         """Return a mask of trained rows, by array index, that may be trained again."""
-        rows, steps = self._state.rows, self._state.steps
-        done = (steps.task.state[at] == DONE) & (rows.step[at] >= steps.covered)
+        done = (self._steps.task.state[at] == DONE) & (self._rows.step[at] >= self._steps.covered)
         uncovered: npt.NDArray[np.bool_] = done & self._state.limits.checkpoints
         return uncovered
 
     def _end(self, ids: Ids, reason: str) -> int:
         """Fail rows with their groups; trained rows fail alone. Return the number of failed rows."""
-        rows, steps = self._state.rows, self._state.steps
+        rows, steps = self._rows, self._steps
         ids = self._live(ids)
+        if not len(ids):
+            return 0
         overtaken: Ids = ids[:0]
         if steps.declared:
             ids = self._keep_uncovered(ids, reason)
@@ -114,7 +101,7 @@ class PayloadLoss:
         gone = np.union1d(groups, overtaken)
         if steps.declared and steps.task.closed and (count := int(steps.takes(rows.at(gone)).sum())):
             text = f"{count} rows for steps were lost, and no more come: training ends with fewer steps"
-            self._state.context.publish(ev.Note(time_s=self._state.context.now, text=text, level="warning"))
+            self._context.publish(ev.Note(time_s=self._context.now, text=text, level="warning"))
         self._state.keys.lose(self._untrained(gone))
         self._terminations.end_groups(groups, FAILED, reason)
         if len(overtaken):
@@ -122,12 +109,15 @@ class PayloadLoss:
         if len(trained := self._live(ids)):
             self._terminations.finish(trained, FAILED, reason)
         failed = np.union1d(gone, trained)
-        self._add_dead_letters(failed, reason)
+        names = {number: name for name, number in self._state.partitions.numbers.items()}
+        for key, part, numbers in self._state.keys.by_put(failed):
+            partition = rows.partition[rows.at(part)]
+            self._state.dead_letters.lost(key, part, numbers, partition, names, reason, self._context.now)
         return len(failed)
 
     def _untrained(self, ids: Ids) -> Ids:
         """Return the rows in groups without a trained row."""
-        rows, steps = self._state.rows, self._state.steps
+        rows, steps = self._rows, self._steps
         if not steps.declared or not len(ids):
             return ids
         members = rows.at(rows.members(ids))
@@ -135,9 +125,9 @@ class PayloadLoss:
         return ids[~np.isin(rows.first[rows.at(ids)], trained)]
 
     def _keep_uncovered(self, ids: Ids, reason: str) -> Ids:
-        """Keep trained rows that no checkpoint covers, done in all tasks: they need their payload only
-        to be trained again. Return the other rows."""
-        rows, steps = self._state.rows, self._state.steps
+        """Keep trained rows that no checkpoint covers, done in all tasks: they need their payload only to be trained
+        again. Return the other rows."""
+        rows, steps = self._rows, self._steps
         at = rows.at(ids)
         kept = self._uncovered(at)
         holes = kept & ((rows.lost[at] & steps.task.need) != 0)
@@ -147,21 +137,14 @@ class PayloadLoss:
             self._completion.skip(ids[skipped], reason)
         return ids[~kept]
 
-    def _add_dead_letters(self, ids: Ids, reason: str) -> None:
-        names = {number: name for name, number in self._state.partitions.numbers.items()}
-        for key, part, groups in self._state.keys.by_put(ids):
-            at = self._state.rows.at(part)
-            partition = self._state.rows.partition[at]
-            self._state.dead_letters.lost(key, part, groups, partition, names, reason, self._state.context.now)
-
     def _live(self, ids: Ids) -> Ids:
-        ids = ids[ids >= self._state.rows.base]
-        live: Ids = ids[self._state.rows.state[self._state.rows.at(ids)] == LIVE]
+        ids = ids[ids >= self._rows.base]
+        live: Ids = ids[self._rows.state[self._rows.at(ids)] == LIVE]
         return live
 
     def _remove_from_steps(self, ids: Ids) -> Ids:
         """Reopen full steps with missing rows. Return the rows of overtaken steps, which end whole."""
-        steps = self._state.steps
+        steps = self._steps
         leases = self._state.leases
         held = {grant.step: leases.outstanding(grant) for grant in leases.of_step(0) if grant.parts == NONE}
         full = dict(steps.closed) | held | steps.held
@@ -169,9 +152,12 @@ class PayloadLoss:
         while since - 1 in full:  # no step from here on is acknowledged
             since -= 1
         overtaken = [ids[:0]]
-        for step in sorted(set(self._state.rows.step[self._state.rows.at(ids)].tolist()) & full.keys()):
+        for step in sorted(set(self._rows.step[self._rows.at(ids)].tolist()) & full.keys()):
             if step >= since:
-                self._open_again(step)
+                for grant in leases.of_step(step):
+                    self._terminations.give_back_step(grant, f"payload of step {grant.step} is lost")
+                steps.reopen(step)
+                self._state.parked.wake_all()
                 break
             for grant in leases.of_step(step):
                 if grant.step == step:
@@ -179,11 +165,3 @@ class PayloadLoss:
             steps.drop(step)
             overtaken.append(self._live(full[step]))
         return np.concatenate(overtaken)
-
-    def _open_again(self, first: int) -> None:
-        """Unselect the rows of this step and later ones, and end their leases."""
-        steps = self._state.steps
-        for grant in self._state.leases.of_step(first):
-            self._terminations.give_back_step(grant, f"payload of step {grant.step} is lost")
-        steps.reopen(first)
-        self._state.parked.wake_all()

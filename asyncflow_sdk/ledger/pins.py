@@ -1,15 +1,13 @@
 """Version pins: one exact version generates all rows of a partition, as for an evaluation.
 
-Rows are put for the first version current from number N on. The pin is bound to it in the command
-making it current, before any replica can load it, or a later one. Until the rows are generated:
+Rows are put for the first version current from number N on. The pin is bound to it in the command making it current,
+before any replica can load it, or a later one. Until the rows are generated, a replica of the partition's task
+fetches the pinned version first, may load no later one, and gets rows of the partition only while it generates with
+it.
 
-    fetch    a replica of the partition's task fetches the pinned version first
-    swap     ... may load it, and no later one
-    lease    ... gets rows of the partition only while it generates with the pinned version
-
-The version is kept until the partition's next rows are put; that put may keep it longer, for a
-rollback. Rows of a version expire if it is rolled back, or cannot be fetched any more. A partition
-stays pinned until it ends: the trainer keeps its last version until then (``AwaitPins``).
+The version is kept until the partition's next rows are put; that put may keep it longer, for a rollback. Rows of a
+version expire if it is rolled back, or cannot be fetched any more. A partition stays pinned until it ends: the
+trainer keeps its last version until then (``AwaitPins``).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ class VersionPins:
     """Binds partitions to versions, and holds replicas at them."""
 
     def __init__(self, state: LedgerState, terminations: Terminations) -> None:
-        self._state, self._terminations = state, terminations
+        self._state, self._terminations, self._versions = state, terminations, state.versions
 
     @property
     def _pins(self) -> dict[int, Pin]:
@@ -34,24 +32,24 @@ class VersionPins:
 
     def check(self, command: cmd.AddRows) -> None:
         """Raise ConfigError for a wrong pin, Ended after the last version."""
-        number = self._state.partitions.number(command.partition)
+        number, versions, steps = self._number(command), self._versions, self._state.steps
         pinned = number in self._pins
         if command.version == NONE and not pinned:
             return
         name = repr(command.partition)
         if command.version == NONE:
             raise ConfigError(f"partition {name} is pinned to one version at a time: say version= of these rows")
-        if self._state.steps.declared and self._state.steps.task.spec.takes(command.partition):
+        if steps.declared and steps.task.spec.takes(command.partition):
             raise ConfigError(f"rows of partition {name} are trained, and their versions follow the staleness rule")
         if self._live(number):
             raise ConfigError(f"partition {name} has rows of another version: put these once they have ended")
-        if pinned and self._training_over and self._pins[number].version == self._state.versions.current:
-            raise Ended(f"version {self._state.versions.current} was the last one, and its rows have ended")
+        if pinned and self._training_over and self._pins[number].version == versions.current:
+            raise Ended(f"version {versions.current} was the last one, and its rows have ended")
 
     def add(self, command: cmd.AddRows) -> None:
         """Pin the partition of new rows."""
         if command.version != NONE:
-            number = self._state.partitions.number(command.partition)
+            number = self._number(command)
             before = self._pins.get(number, Pin(NONE))
             self._pins[number] = Pin(command.version, last=max(before.version, before.last), keep=command.keep)
             self._bind(last=self._training_over)
@@ -61,9 +59,9 @@ class VersionPins:
         self._bind(last=False)
 
     def await_end(self) -> cmd.Reply | None:
-        """Bind all pins to the current version, the trainer's last one. None until no partition is
-        pinned any more, or until the trainer must load a version after a rollback."""
-        if self._state.versions.to_restore != NONE or not self._pins:
+        """Bind all pins to the current version, the trainer's last one. None until no partition is pinned any more,
+        or until the trainer must load a version after a rollback."""
+        if self._versions.to_restore != NONE or not self._pins:
             return cmd.Done()
         self._bind(last=True)
         return None
@@ -102,7 +100,7 @@ class VersionPins:
 
     def drop(self) -> None:
         """Expire rows of versions rolled back, and unfinished rows of versions without bytes."""
-        versions = self._state.versions
+        versions = self._versions
         for number, pin in self._pins.items():
             if pin.version == NONE:
                 continue
@@ -113,7 +111,7 @@ class VersionPins:
         self._state.context.wake("pins", "swap", "version")
 
     def _bind(self, *, last: bool) -> None:
-        versions = self._state.versions
+        versions = self._versions
         if versions.newest is None:  # none, or its bytes are gone: the next one
             return
         for number, pin in self._pins.items():
@@ -122,6 +120,9 @@ class VersionPins:
                 self._state.parked.wake_all()
                 if pin.version == pin.last:
                     self._expire(number, f"no version after {pin.last} was published")
+
+    def _number(self, command: cmd.AddRows) -> int:
+        return self._state.partitions.number(command.partition)
 
     def _live(self, number: int, *, giving: bool = False) -> bool:
         """True if a task has uncompleted rows of a partition; ``giving``: a task giving columns."""

@@ -1,11 +1,9 @@
 """Rank groups: the ranks of a data-parallel job lease together: the k-th lease of each rank is a shard of one lease.
 
-A rank's request waits for all other ranks. Then one lease is granted and split into shards. A step
-is acknowledged once every rank has acknowledged its shard. If a rank is lost before, the step
-returns and is leased again, whole, under a new token. Rows of other tasks are completed shard by
-shard; such a lease has a row for each shard unless ``at_least`` allows fewer.
-
-Trainer ranks also wait for each other at barriers before a step, a checkpoint or a resume.
+A rank's request waits for all other ranks. Then one lease is granted and split into shards. A step is acknowledged
+once every rank has acknowledged its shard. If a rank is lost before, the step returns and is leased again, whole,
+under a new token. Rows of other tasks are completed shard by shard; such a lease has a row for each shard unless
+``at_least`` allows fewer. Trainer ranks also wait for each other at barriers before a step, a checkpoint or a resume.
 """
 
 from __future__ import annotations
@@ -31,11 +29,12 @@ class RankGroups:
 
     def __init__(self, state: LedgerState, admission: LeaseAdmission, completion: RowCompletion) -> None:
         self._state, self._admission, self._completion = state, admission, completion
+        self._parked, self._sessions = state.parked, state.sessions
 
     def check(self, session: Session, task: Task, command: cmd.LeaseRows) -> None:
         """Raise SchemaError or ConfigError for a request that no group can make."""
         size, shards = command.world_size, command.shards or command.world_size
-        who = f"rank {command.rank} of {size} of group {command.group!r}"
+        who = _who(command)
         if not 0 <= command.rank < size:
             raise SchemaError(f"{who}: ranks are 0 to world_size - 1")
         if shards < 1 or size % shards:
@@ -51,22 +50,20 @@ class RankGroups:
             raise SchemaError(f"{who}: {rows} rows cannot be split into {shards} shards")
         if task.spec.batch_rows is not None and task.spec.gives:
             raise SchemaError(f"{who}: a rank group acknowledges steps without writing columns")
-        for rank, asked in self._state.parked.of_group(command.task, command.group).items():
+        for rank, asked in self._parked.of_group(command.task, command.group).items():
             for other in asked:
-                if rank == command.rank and other.session < session.id:
-                    continue  # this session replaces it
-                if other.command.token != command.token:
-                    continue  # for a part of another lease
-                _check_alike(who, command, other.command, self._state.sessions.name(other.session))
-                return  # the others are alike
+                replaced = rank == command.rank and other.session < session.id
+                if not replaced and other.command.token == command.token:  # not for a part of another lease
+                    _check_alike(who, command, other.command, self._sessions.name(other.session))
+                    return  # the others are alike
 
     def lease(self, session: Session, task: Task, command: cmd.LeaseRows, grant: Grant | None) -> cmd.Reply | None:
-        """Lease to all ranks once each has asked. Return the shard of this one. ``grant``: the lease
-        whose next part is requested."""
-        asking = self._state.parked.alike(command)
+        """Lease to all ranks once each has asked. Return the shard of this one. ``grant``: the lease whose next part
+        is requested."""
+        asking = self._parked.alike(command)
         if self._replaces(session, task, command) or len({command.rank, *asking}) < command.world_size:
             return None
-        number = command.shards or command.world_size
+        number, size = command.shards or command.world_size, command.world_size
         if command.parts:
             next_part = self._admission.find_part(command, grant, number)
             if next_part is None:
@@ -80,13 +77,13 @@ class RankGroups:
             whole_groups = task.sampling.whole_groups and task.sampling.balanced and bool(task.sampling.measure)
             part = deal(self._state.rows, task, ids, number, whole_groups=whole_groups)
         others = {rank: request for rank, request in asking.items() if rank != command.rank}
-        members = [session.id if r == command.rank else others[r].session for r in range(command.world_size)]
+        members = [session.id if rank == command.rank else others[rank].session for rank in range(size)]
         shards = ShardedLease(command.group, members, part.bounds, finished=np.zeros(len(part.ids), bool))
         leased: cmd.Leased
         if command.parts:
             leased = self._admission.deliver_part(session, task, grant, step, part, shards)
         else:
-            spans = [shards.span(rank) for rank in range(command.world_size)]
+            spans = [shards.span(rank) for rank in range(size)]
             shards.done.update(rank for rank, span in enumerate(spans) if span.start == span.stop)  # no rows
             leased = self._admission.grant(session, task, part.ids, step, shards=shards)
         off = imbalance_of(self._state.rows, task, part)
@@ -94,19 +91,21 @@ class RankGroups:
         event = ev.Balanced(time_s=now, task=name, shards=number, rows=rows, imbalance=off, step=step)
         self._state.context.publish(event)
         for rank, request in others.items():
-            self._state.parked.remove(request)
-            self._state.context.answer(request.ticket, _shard_of(leased, part, rank, command.world_size, off))
-        return _shard_of(leased, part, command.rank, command.world_size, off)
+            self._answer(request, _shard_of(leased, part, rank, size, off))
+        return _shard_of(leased, part, command.rank, size, off)
+
+    def _answer(self, request: ParkedRequest, reply: cmd.Reply | LeaseLost) -> None:
+        self._parked.remove(request)
+        self._state.context.answer(request.ticket, reply)
 
     def parked(self, request: ParkedRequest) -> None:
         """Void requests and leases of earlier sessions under the rank of a newly parked request."""
-        command, session = request.command, self._state.sessions.by_id[request.session]
+        command, session = request.command, self._sessions.by_id[request.session]
         asked, held = self._of_rank(self._state.tasks[command.task], command)
         reason = f"rank {command.rank} of group {command.group!r} is {session.name} now"
         for other in asked:
             if other.session != session.id:
-                self._state.parked.remove(other)
-                self._state.context.answer(other.ticket, LeaseLost(reason))
+                self._answer(other, LeaseLost(reason))
         for number, grant in held:
             if number != session.id:
                 self._completion.void(grant, reason, blame=True)
@@ -117,8 +116,8 @@ class RankGroups:
         if grant.step != NONE:
             return self._acknowledge(grant, shards, command)
         span = shards.span(command.rank)
-        part, before = grant.ids[span], shards.finished[span]
-        done_before = part[before]
+        part = grant.ids[span]
+        done_before = part[shards.finished[span]]
         reply = self._completion.complete(grant, part, command)
         named = positions(command.index, len(part))
         revoked = unpack_ids(reply.revoked)
@@ -153,6 +152,35 @@ class RankGroups:
                 why = f"rank {min(mine - shards.done)} of group {shards.group!r} ({session.name}): {reason}"
             self._completion.void(grant, why, blame=blame, lost=lost)
 
+    def gather(self, session: Session, command: cmd.AllGather) -> cmd.Reply | None:
+        """Return the payloads of all ranks once every rank waits at the same barrier. The only state is the parked
+        requests, so a dead rank is missing."""
+        rank, size, who = command.rank, command.world_size, _who(command)
+        if not 0 <= rank < size:
+            raise SchemaError(f"{who}: ranks are 0 to world_size - 1")
+        alike: dict[int, ParkedRequest] = {}
+        for request in self._parked.at(place_of(command)):
+            other = request.command
+            if other.rank == rank and request.session > session.id:
+                newer = self._sessions.name(request.session)
+                raise LeaseLost(f"{who} is {newer} now, which joined later than {session.name}")
+            if other.rank != rank and (other.what, other.world_size) == (command.what, size):
+                alike[other.rank] = request
+        if len(alike) + 1 < size:
+            return None
+        payloads = {each: request.command.payload for each, request in alike.items()} | {rank: command.payload}
+        gathered = cmd.AllGathered(payloads=tuple(payloads[each] for each in range(size)))
+        for request in alike.values():
+            self._answer(request, gathered)
+        self.replace_older(session, command)
+        return gathered
+
+    def replace_older(self, session: Session, command: cmd.AllGather) -> None:
+        """Reject waiting requests of older sessions under the same rank."""
+        for request in self._parked.at(place_of(command)):
+            if request.command.rank == command.rank and request.session < session.id:
+                self._answer(request, LeaseLost(f"{_who(command)} is {session.name} now"))
+
     def _of_rank(self, task: Task, command: cmd.LeaseRows) -> tuple[list[ParkedRequest], list[tuple[int, Grant]]]:
         """Return requests and leases under a rank, each lease with its session."""
         rank = command.rank
@@ -162,19 +190,17 @@ class RankGroups:
             if (shards := grant.shards) is not None and shards.group == command.group
             if rank < shards.size and rank not in shards.done
         ]
-        return self._state.parked.of_group(command.task, command.group).get(rank, []), held
+        return self._parked.of_group(command.task, command.group).get(rank, []), held
 
     def _replaces(self, session: Session, task: Task, command: cmd.LeaseRows) -> bool:
-        """True if an earlier session has requests or leases under this rank; they are voided when
-        the request is parked. Raises LeaseLost for a session older than the rank's newest."""
+        """True if an earlier session has requests or leases under this rank; they are voided when the request is
+        parked. Raises LeaseLost for a session older than the rank's newest."""
         asked, held = self._of_rank(task, command)
         sessions = [request.session for request in asked] + [number for number, _ in held]
         newest = max(sessions, default=0)
         if newest > session.id:
-            raise LeaseLost(
-                f"rank {command.rank} of group {command.group!r} is {self._state.sessions.name(newest)} now, which"
-                f" joined later than {session.name}"
-            )
+            who = f"rank {command.rank} of group {command.group!r} is {self._sessions.name(newest)} now"
+            raise LeaseLost(f"{who}, which joined later than {session.name}")
         return min(sessions, default=session.id) < session.id
 
     def _acknowledge(self, grant: Grant, shards: ShardedLease, command: cmd.Complete) -> cmd.Completed:
@@ -185,10 +211,8 @@ class RankGroups:
         if command.columns:
             raise SchemaError("a rank group acknowledges steps without writing columns")
         if len(named) != count:
-            raise SchemaError(
-                f"rank {command.rank} of group {shards.group!r} has {count} rows of step {grant.step} and"
-                f" acknowledges {len(named)}; a step is acknowledged whole"
-            )
+            who = f"rank {command.rank} of group {shards.group!r} has {count} rows of step {grant.step}"
+            raise SchemaError(f"{who} and acknowledges {len(named)}; a step is acknowledged whole")
         dropped = named[:0] if command.filtered is None else named[positions(command.filtered, count)]
         if command.rank in shards.done:
             return cmd.Completed(revoked=b"")
@@ -208,47 +232,8 @@ class RankGroups:
             self._state.leases.remove(grant)
 
 
-class RankBarrier:
-    """Answers all ranks with the payloads of all once every rank waits at the same point. The only
-    state is the parked requests, so a dead rank is missing."""
-
-    def __init__(self, state: LedgerState) -> None:
-        self._state = state
-
-    def gather(self, session: Session, command: cmd.AllGather) -> cmd.Reply | None:
-        """Return the payloads of all ranks; None while a rank is missing."""
-        rank, size = command.rank, command.world_size
-        who = f"rank {rank} of {size} of group {command.group!r}"
-        if not 0 <= rank < size:
-            raise SchemaError(f"{who}: ranks are 0 to world_size - 1")
-        there: dict[int, ParkedRequest] = {}
-        for request in self._state.parked.at(place_of(command)):
-            if request.command.rank != rank:
-                if (request.command.what, request.command.world_size) == (command.what, size):
-                    there[request.command.rank] = request
-            elif request.session > session.id:
-                newer = self._state.sessions.name(request.session)
-                raise LeaseLost(f"{who} is {newer} now, which joined later than {session.name}")
-        if len(there) + 1 < size:
-            return None
-        payloads = {each: request.command.payload for each, request in there.items()} | {rank: command.payload}
-        met = cmd.AllGathered(payloads=tuple(payloads[each] for each in range(size)))
-        for request in there.values():
-            self._state.parked.remove(request)
-            self._state.context.answer(request.ticket, met)
-        self._replace_older(session, command)
-        return met
-
-    def parked(self, request: ParkedRequest) -> None:
-        """Reject waiting requests of older sessions under the same rank."""
-        self._replace_older(self._state.sessions.by_id[request.session], request.command)
-
-    def _replace_older(self, session: Session, command: cmd.AllGather) -> None:
-        for request in self._state.parked.at(place_of(command)):
-            if request.command.rank == command.rank and request.session < session.id:
-                self._state.parked.remove(request)
-                who = f"rank {command.rank} of {command.world_size} of group {command.group!r}"
-                self._state.context.answer(request.ticket, LeaseLost(f"{who} is {session.name} now"))
+def _who(command: cmd.AllGather | cmd.LeaseRows) -> str:
+    return f"rank {command.rank} of {command.world_size} of group {command.group!r}"
 
 
 def _shard_of(whole: cmd.Leased, part: DealtPart, rank: int, world_size: int, off: float) -> cmd.Leased:

@@ -1,13 +1,15 @@
 """Replicas: sessions with weights. The version fetched by each, and when it may load it.
 
-At most ``max_swapping`` replicas that could generate load at once, in order of request. A replica
-that gets no prompts before it loads (``ReplicaState.starved``) does not wait: it drains anyway, and
-would idle until it is its turn. With a ``quorum``, no replica loads a version before this many live
-replicas have staged or loaded it. Then the version is *committed*, and replicas without it get no
-prompts. A committed version may still be loaded while a newer uncommitted one is current.
+At most ``max_swapping`` replicas that could generate load at once, in order of request. A replica that gets no
+prompts before it loads (``ReplicaState.starved``) does not wait: it drains anyway, and would idle until it is its
+turn. With a ``quorum``, no replica loads a version before this many live replicas have staged or loaded it. Then the
+version is *committed*, and replicas without it get no prompts. A committed version may still be loaded while a newer
+uncommitted one is current.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from ..errors import ConfigError, Ended, VersionGone
 from ..types import events as ev
@@ -16,21 +18,21 @@ from .completion import RowCompletion
 from .pins import VersionPins
 from .state import LedgerState
 from .state.rows import NONE
-from .state.sessions import ParkedRequest, ReplicaState, Session
+from .state.sessions import Grant, ParkedRequest, ReplicaState, Session
 from .state.versions import KeptVersion
 from .terminations import EXPIRED, Terminations
 
 
 class Replicas:
-    """``numbers``: their sessions. ``failing``: whose last fetch or load failed. Ordered sets. ``swapping``: replicas
-    with permission to load, and since when (ledger seconds)."""
+    """``numbers``: their sessions, an ordered set. ``swapping``: replicas with permission to load, and since when
+    (ledger seconds)."""
 
     def __init__(
         self, state: LedgerState, terminations: Terminations, completion: RowCompletion, pins: VersionPins
     ) -> None:
         self._state, self._terminations, self._completion, self._pins = state, terminations, completion, pins
+        self._context, self._versions, self._tasks = state.context, state.versions, state.tasks
         self.numbers: dict[int, None] = {}
-        self.failing: dict[int, None] = {}
         self.swapping: dict[int, float] = {}
 
     def sessions(self) -> list[Session]:
@@ -50,36 +52,30 @@ class Replicas:
     def remove(self, session: int) -> None:
         """Forget a session."""
         self.numbers.pop(session, None)
-        self.failing.pop(session, None)
 
-    def update(self, session: Session, version: int, doing: str, why: str = "", *, seconds: float = 0.0, moved: int = 0, encoding: str = "", skipped: int = 0) -> ReplicaState:  # fmt: skip
-        """Set and publish the replica's activity with a version."""
+    def update(self, session: Session, version: int, doing: str, why: str = "", **transfer: Any) -> ReplicaState:
+        """Set and publish the replica's activity with a version. ``transfer``: numbers of the event."""
         replica = self.add(session)
-        replica.begin(version, doing, self._state.context.now, why)
-        self.failing.pop(session.id, None)
-        if doing == "failed":
-            self.failing[session.id] = None
-        self._state.context.publish(
-            ev.WeightState(
-                time_s=self._state.context.now, worker=session.name, version=version, state=doing, detail=why, seconds=seconds,
-                moved=moved, encoding=encoding, skipped=skipped,
-            )
-        )  # fmt: skip
+        replica.begin(version, doing, self._context.now, why)
+        self._publish_state(session, version, doing, why, **transfer)
         return replica
+
+    def _publish_state(self, session: Session, version: int, state: str, detail: str, **transfer: Any) -> None:
+        now, worker = self._context.now, session.name
+        event = ev.WeightState(time_s=now, worker=worker, version=version, state=state, detail=detail, **transfer)
+        self._context.publish(event)
 
     def commit(self, *, at_once: bool = False) -> None:
         """Commit the current version if a quorum has it staged or loaded, or if ``at_once``."""
-        limits, versions = self._state.limits, self._state.versions
-        if not limits.quorum or versions.committed == versions.current:
+        quorum, current = self._state.limits.quorum, self._versions.current
+        if not quorum or self._versions.committed == current:
             return
-        ready = len(self.numbers) - len(self.lacking(versions.current))
-        if ready >= limits.quorum or at_once:
-            versions.commit(versions.current)
-            self._state.context.publish(
-                ev.Committed(time_s=self._state.context.now, version=versions.current, staged=ready)
-            )
-            self._state.context.wake("swap")
-            self._state.tasks.wake_replicas()
+        ready = len(self.numbers) - len(self.lacking(current))
+        if ready >= quorum or at_once:
+            self._versions.commit(current)
+            self._context.publish(ev.Committed(time_s=self._context.now, version=current, staged=ready))
+            self._context.wake("swap")
+            self._tasks.wake_replicas()
 
     def unclaim(self) -> None:
         """Give no rows to replicas with weights of their own before they have loaded a version."""
@@ -90,20 +86,19 @@ class Replicas:
     def quorum_changed(self) -> None:
         """Apply a changed quorum. Without a quorum no version is committed."""
         if not self._state.limits.quorum:
-            self._state.versions.commit(NONE)
+            self._versions.commit(NONE)
         self.commit()
 
     def await_version(self, session: Session, command: cmd.AwaitVersion) -> cmd.Reply | None:
         """Return the version to fetch; None while there is no newer one."""
-        if session.replica is None and any(
-            self._state.parked.by_ticket[each].command is command for each in session.parked
-        ):
+        parked = self._state.parked.by_ticket
+        if session.replica is None and any(parked[each].command is command for each in session.parked):
             raise ConfigError(f"{session.name} retired while this request waited")
         if session.dismissed:
             raise Ended(f"{session.name} was dismissed and needs no other version")
         found = self._to_fetch(session, command.task)
         if found is None or found.version <= max(command.after, NONE):
-            rollout = self._state.tasks.by_name.get(command.task, self._state.tasks.admitting)
+            rollout = self._tasks.by_name.get(command.task, self._tasks.admitting)
             if self._state.partitions.ended and (rollout is None or rollout.exhausted()):
                 raise Ended("no rollout will need another version")
             return None
@@ -113,17 +108,15 @@ class Replicas:
     def staged(self, session: Session, command: cmd.ReportStaged) -> cmd.Reply:
         """Note that a replica can load a version."""
         self._check_published(command.version)
-        self.update(
-            session, command.version, "staged", seconds=command.seconds, moved=command.moved,
-            encoding=command.encoding, skipped=command.skipped,
-        )  # fmt: skip
+        transfer = {name: getattr(command, name) for name in ("seconds", "moved", "encoding", "skipped")}
+        self.update(session, command.version, "staged", **transfer)
         self._wake_swap(session)
         self.commit()
         return cmd.Done()
 
     def swap(self, session: Session, command: cmd.Swap) -> cmd.Reply | None:
         """Permit a replica to load its staged version; None while it must wait."""
-        version, versions, limits = command.version, self._state.versions, self._state.limits
+        version, versions, limits = command.version, self._versions, self._state.limits
         if versions.lineage.given_up(version):
             raise VersionGone(f"version {version} was rolled back; {versions.current} is current: stage that")
         if version < 0 or session.replica is None or session.replica.staged != version:
@@ -132,47 +125,36 @@ class Replicas:
         if pinned != NONE and version > pinned:
             return None
         if version not in (versions.current, pinned) and not (limits.quorum and version == versions.committed):
-            since = self._state.context.now - versions.since
-            raise VersionGone(
-                f"version {version} was replaced by {versions.current}, current since {since:.1f} s: stage that"
-            )
+            now = f"{versions.current}, current since {self._context.now - versions.since:.1f} s"
+            raise VersionGone(f"version {version} was replaced by {now}: stage that")
         if limits.quorum and version > versions.committed:
             return None
         full = limits.max_swapping and len(self.swapping) >= limits.max_swapping
         if full and session.id not in self.swapping and not session.replica.starved:
             return None
-        self.swapping.setdefault(session.id, self._state.context.now)
+        self.swapping.setdefault(session.id, self._context.now)
         self.update(session, version, "swapping")
         return cmd.Permitted(version=version)
 
     def loaded(self, session: Session, command: cmd.ReportLoaded) -> cmd.Reply:
         """Note that a replica generates with a version from now on."""
-        version, versions = command.version, self._state.versions
+        version, versions, now = command.version, self._versions, self._context.now
         self._check_published(version, least=0)
         taken = versions.current != NONE or versions.own_zero is False
         if command.own and taken:
             return cmd.Done()  # version 0 is not this: it loads a published version first
         session.load(version, claimed=command.own or (version == 0 and not taken))
-        replica = session.replica
-        if replica is not None:
+        if (replica := session.replica) is not None:
             replica.starve(False)
             if version >= replica.version:
-                replica.begin(version, "", self._state.context.now)
-                self.failing.pop(session.id, None)
-        self._return_younger(session, version)
-        for grant in session.leases.values():
-            if self._state.tasks[grant.task].spec.admits:
-                grant.load(version)
-        if versions.lineage.rolled_back(version):
-            self._expire_held(session, version)
+                replica.begin(version, "", now)
+        self._apply_to_prompts(session, version)
         self._wake_uncommitted()
         if self._state.partitions.pins:  # it may fetch the next version now
-            self._state.context.wake("version")
-        self._state.tasks.wake_replica(session.id)
+            self._context.wake("version")
+        self._tasks.wake_replica(session.id)
         lag = max(versions.current - version, 0)
-        self._state.context.publish(
-            ev.Loaded(time_s=self._state.context.now, worker=session.name, version=version, lag=lag)
-        )
+        self._context.publish(ev.Loaded(time_s=now, worker=session.name, version=version, lag=lag))
         self._end_swap(session.id)
         self.commit()
         return cmd.Done()
@@ -191,8 +173,8 @@ class Replicas:
         self.release_swap(session, "it retired")
         session.retire()
         self.remove(session.id)
-        self._state.context.wake("version", "swap")  # its own requests there are refused
-        self._state.tasks.wake_replica(session.id)
+        self._context.wake("version", "swap")  # its own requests there are refused
+        self._tasks.wake_replica(session.id)
         return cmd.Done()
 
     def parked(self, request: ParkedRequest) -> None:
@@ -201,78 +183,70 @@ class Replicas:
         if isinstance(request.command, cmd.AwaitVersion):
             replica.serve(request.command.task)
         if isinstance(request.command, cmd.Swap):
-            replica.begin(request.command.version, "waits", self._state.context.now)
-            self.failing.pop(request.session, None)
+            replica.begin(request.command.version, "waits", self._context.now)
 
     def reply_undelivered(self, session: int, version: int) -> None:
         """Revoke a permission that did not reach the replica: the version is staged, as before."""
         replica = self._state.sessions.by_id[session].replica
         if session in self.swapping and replica is not None and replica.version == version:
             self.release_swap(self._state.sessions.by_id[session], "its request was dropped")
-            replica.begin(version, "staged", self._state.context.now)
+            replica.begin(version, "staged", self._context.now)
 
     def release_swap(self, session: Session, why: str) -> None:
         """Pass the permission to load on to another replica."""
         if session.id in self.swapping and session.replica is not None:
-            self._state.context.publish(
-                ev.WeightState(
-                    time_s=self._state.context.now, worker=session.name, version=session.replica.version, state="released",
-                    detail=why,
-                )
-            )  # fmt: skip
+            self._publish_state(session, session.replica.version, "released", why)
         self._end_swap(session.id)
 
     def _to_fetch(self, session: Session, task: str) -> KeptVersion | None:
-        """Return the version to fetch. A replica below the committed version fetches that before a
-        newer uncommitted one, which it may not load yet, unless it failed to load it; and one below
-        the version pinned for its rows fetches that."""
-        versions, replica = self._state.versions, session.replica
+        """Return the version to fetch. A replica below the committed version fetches that before a newer uncommitted
+        one, which it may not load yet, unless it failed to load it; and one below the version pinned for its rows
+        fetches that."""
+        versions, replica, loaded = self._versions, session.replica, session.loaded
         pinned = self._pins.holds(task)
-        if pinned != NONE and (session.loaded is None or session.loaded < pinned):
+        if pinned != NONE and (loaded is None or loaded < pinned):
             return versions.kept.get(pinned)
         if self._pins.idles(task):
             return None
-        committed, newest = versions.kept.get(versions.committed), versions.newest
-        if committed is None or committed is newest:
-            return newest
-        if session.loaded is not None and session.loaded >= versions.committed:
-            return newest
-        if replica is not None and replica.doing == "failed" and replica.version == versions.committed:
-            return newest
-        return committed
+        committed = versions.kept.get(versions.committed)
+        failed = replica is not None and replica.doing == "failed" and replica.version == versions.committed
+        past = failed or (loaded is not None and loaded >= versions.committed)
+        return versions.newest if committed is None or past else committed
 
     def _check_published(self, version: int, least: int = NONE) -> None:
-        current = self._state.versions.current
+        current = self._versions.current
         if not 0 <= version <= max(current, least):
             raise ConfigError(f"version {version} was never published; {current} is the newest")
 
-    def _return_younger(self, session: Session, version: int) -> None:
-        """Return rows begun with a version trained later than the one now loaded, which a resumed
-        trainer published: their next tokens would be older than the staleness rule allows."""
-        follows = self._state.versions.lineage.follows
-        for grant in list(session.leases.values()):
-            admitted = self._state.tasks[grant.task].spec.admits
-            if admitted and version > grant.newest and not follows(version, grant.newest):
+    def _apply_to_prompts(self, session: Session, version: int) -> None:
+        """Note the loaded version in the session's leases of prompts. Return rows begun with a version trained later,
+        which a resumed trainer published: their next tokens would be older than the staleness rule allows. Expire
+        rows of a version that was rolled back during its load."""
+        lineage = self._versions.lineage
+        for grant in self._prompts(session):
+            if version > grant.newest and not lineage.follows(version, grant.newest):
                 self._completion.void(grant, f"version {version} was loaded, which is trained earlier", blame=False)
+        for grant in self._prompts(session):
+            grant.load(version)
+            if lineage.rolled_back(version):
+                ids = self._state.leases.outstanding(grant)
+                self._terminations.end_groups(ids, EXPIRED, f"version {version} was rolled back")
 
-    def _expire_held(self, session: Session, version: int) -> None:
-        """Expire rows generated with a version that was rolled back while the replica loaded it."""
-        for grant in [grant for grant in session.leases.values() if self._state.tasks[grant.task].spec.admits]:
-            ids = self._state.leases.outstanding(grant)
-            self._terminations.end_groups(ids, EXPIRED, f"version {version} was rolled back")
+    def _prompts(self, session: Session) -> list[Grant]:
+        return [grant for grant in session.leases.values() if self._tasks[grant.task].spec.admits]
 
     def _wake_uncommitted(self) -> None:
-        """With a quorum, an uncommitted version may be fetched now. Without one, no other replica is
-        concerned: each load would retry the requests of all."""
-        if self._state.limits.quorum and self._state.versions.committed != self._state.versions.current:
-            self._state.context.wake("version")
+        """With a quorum, an uncommitted version may be fetched now. Without one, no other replica is concerned: each
+        load would retry the requests of all."""
+        if self._state.limits.quorum and self._versions.committed != self._versions.current:
+            self._context.wake("version")
 
     def _wake_swap(self, session: Session) -> None:
         """Retry the session's parked request to load a version: it may have to be refused."""
         if any(isinstance(self._state.parked.by_ticket[ticket].command, cmd.Swap) for ticket in session.parked):
-            self._state.context.wake("swap")
+            self._context.wake("swap")
 
     def _end_swap(self, session: int) -> None:
         if self.swapping.pop(session, None) is not None:
-            self._state.context.wake("swap")
-            self._state.tasks.wake_replica(session)  # it gets rows again
+            self._context.wake("swap")
+            self._tasks.wake_replica(session)  # it gets rows again

@@ -6,7 +6,7 @@ Samplers are user code. Their choices are recorded, so a replay does not call th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError
 from ..interfaces import Candidates, Sampler
 from ..plugins import registry
-from ..types.tasks import SamplerSpec, TaskSpec
+from ..types.tasks import PolicySpec, SamplerSpec, TaskSpec
 from .commands import Ids, SamplerTraits, pack_ids, unpack_ids
 from .state import LedgerState
 from .state.rows import MAX_NUMBER
@@ -54,9 +54,7 @@ class ByColumn(Sampler):
 
     may_starve = True
 
-    def __init__(
-        self, column: str, smallest_first: bool = False, window: int = 1024, whole_groups: bool = False
-    ) -> None:
+    def __init__(self, column: str, smallest_first: bool = False, window: int = 1024, whole_groups: bool = False):
         self.measure, self.smallest_first = column, smallest_first
         self.window, self.whole_groups = window, whole_groups
 
@@ -67,8 +65,8 @@ class ByColumn(Sampler):
 
 
 class LengthBucketed(Sampler):
-    """Rows of similar length, to reduce padding: the first row, and the rows of the window nearest
-    to it in the length of ``column``, sorted by length."""
+    """Rows of similar length, to reduce padding: the first row, and the rows of the window nearest to it in the
+    length of ``column``, sorted by length."""
 
     def __init__(self, column: str, window: int = 1024, whole_groups: bool = False) -> None:
         self.measure, self.window, self.whole_groups = column, window, whole_groups
@@ -83,8 +81,8 @@ class LengthBucketed(Sampler):
 
 
 class TokenBalanced(Sampler):
-    """First come, first served. The ranks of a group get shards of equal row counts and nearly
-    equal sums of ``column`` (of its lengths). ``whole_groups``: keep groups together."""
+    """First come, first served. The ranks of a group get shards of equal row counts and nearly equal sums of
+    ``column`` (of its lengths). ``whole_groups``: keep groups together."""
 
     balanced = True
 
@@ -116,12 +114,11 @@ class TaskSamplers:
         if spec.sampler is None:
             return SamplerTraits()
 
-        def describe() -> bytes:
-            assert spec.sampler is not None
-            sampler = self.make_sampler(spec.sampler)
-            chooses = type(sampler).choose is not Sampler.choose
+        def describe(named: SamplerSpec = spec.sampler) -> bytes:
+            made = self.make_sampler(named)
+            chooses = type(made).choose is not Sampler.choose
             return msgspec.msgpack.encode(
-                SamplerTraits(sampler.measure, sampler.window, sampler.whole_groups, sampler.balanced, chooses)
+                SamplerTraits(made.measure, made.window, made.whole_groups, made.balanced, chooses)
             )
 
         return msgspec.msgpack.decode(self._state.context.log.record_or_raise(describe), type=SamplerTraits)
@@ -143,9 +140,9 @@ class TaskSamplers:
             raise ConfigError(f"{what} measures column {sampling.measure!r}: {known} has no number for each row")
 
     def take(self, task: Task, queue: ReadyQueue, count: int, at_least: int = 0, room: int = MAX_NUMBER) -> Ids:
-        """Remove ready rows from their queue for a lease; none if the sampler chooses too few. With
-        whole groups: about ``count`` rows, at least one group, never more than ``room`` rows. Rows that lost
-        a lease are taken with few others. Raises PluginError, SchemaError."""
+        """Remove ready rows from their queue for a lease; none if the sampler chooses too few. With whole groups:
+        about ``count`` rows, at least one group, never more than ``room`` rows. Rows that lost a lease are taken with
+        few others. Raises PluginError, SchemaError."""
         if task.sampling.chooses:
             ids = self._sampled(task, queue, count, room)
         else:
@@ -159,11 +156,12 @@ class TaskSamplers:
                 few = f"no whole groups make up {at_least} to {count} rows: {len(ids)} would be too few"
                 raise SchemaError(f"{few}, one more group too many; ask for more, or for fewer at least")
             return NO_ROWS
-        if self._state.dead_letters.blamed and task.sampling.chooses:  # in any order: higher priorities stay first
-            ids = ids[np.argsort(-self._state.rows.priority[self._state.rows.at(ids)], kind="stable")]
-        if self._state.dead_letters.blamed and (count := task.together(ids, at_least)) < len(ids):
-            queue.push(ids[count:], front=True)
-            ids = ids[:count]
+        if self._state.dead_letters.blamed:
+            if task.sampling.chooses:  # in any order: higher priorities stay first
+                ids = ids[np.argsort(-self._state.rows.priority[self._state.rows.at(ids)], kind="stable")]
+            if (count := task.together(ids, at_least)) < len(ids):
+                queue.push(ids[count:], front=True)
+                ids = ids[:count]
         return ids
 
     def _sampled(self, task: Task, queue: ReadyQueue, count: int, room: int) -> Ids:
@@ -173,9 +171,8 @@ class TaskSamplers:
             return window
         chosen = NO_ROWS
         try:
-            chosen = unpack_ids(
-                self._state.context.log.record_or_raise(lambda: self._choose(task, window, count, room))
-            )
+            log = self._state.context.log
+            chosen = unpack_ids(log.record_or_raise(lambda: self._choose(task, window, count, room)))
         finally:
             queue.push(window[~np.isin(window, chosen)] if len(chosen) else window, front=True)
         return chosen
@@ -203,8 +200,7 @@ class TaskSamplers:
             positions = np.asarray(self._samplers[name].choose(candidates, count) if count else [])
         except Exception as error:
             raise PluginError(f"{what} failed: {type(error).__name__}: {error}") from error
-        wrong = _wrong(positions, len(candidates), count)
-        if wrong:
+        if wrong := _wrong(positions, len(candidates), count):
             raise PluginError(f"{what} chose {wrong}")
         chosen = positions.astype(np.int64)
         lengths = sizes[chosen]
@@ -227,18 +223,24 @@ def _wrong(positions: np.ndarray[tuple[int, ...], np.dtype[np.generic]], there: 
 
 def make_sampler(spec: SamplerSpec, own: Mapping[str, Callable[..., Sampler]] | None = None) -> Sampler:
     """Create a sampler: from ``own``, else from the plugins. Raises PluginError, ConfigError."""
-    factory = (own or {}).get(spec.name) or registry().get("sampler", spec.name).load()
-    return made(f"sampler {spec.name!r}", factory, spec.options, Sampler)
+    return make("sampler", "sampler", spec, own, Sampler)
 
 
-def made(what: str, factory: Callable[..., Any], options: Mapping[str, Any], of: type[Made]) -> Made:
-    """Call a factory with its options. Raises PluginError, ConfigError."""
+def make(
+    kind: Literal["sampler", "staleness"],
+    noun: str,
+    spec: SamplerSpec | PolicySpec,
+    own: Mapping[str, Callable[..., Any]] | None,
+    of: type[Made],
+) -> Made:
+    """Create a ``kind`` of plugin with its options. Raises PluginError, ConfigError."""
+    what, factory = f"{noun} {spec.name!r}", (own or {}).get(spec.name) or registry().get(kind, spec.name).load()
     try:
-        made = factory(**options)
+        made = factory(**spec.options)
     except AsyncFlowError:
         raise
     except Exception as error:
-        raise ConfigError(f"{what} cannot be created with {options}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what} cannot be created with {spec.options}: {type(error).__name__}: {error}") from error
     if not isinstance(made, of):
         raise PluginError(f"{what} is a {type(made).__name__}, not a {of.__name__}")
     return made

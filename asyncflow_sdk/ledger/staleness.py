@@ -12,22 +12,21 @@ from typing import Any
 
 import msgspec
 
-from ..errors import AsyncFlowError, PluginError
+from ..errors import PluginError
 from ..interfaces import StalenessPolicy, StepWindow
-from ..plugins import registry
 from ..types import events as ev
 from ..types.tasks import PolicySpec
-from .samplers import made
+from .samplers import make
 from .state import LedgerState
 from .state.rows import MAX_NUMBER
 
 
 class Wait(StalenessPolicy):
-    """No trained token is older than max_staleness and no row expires: steps wait for stragglers.
+    """No row expires: steps wait for stragglers.
 
-    k is the step being filled (it trains version k), s its free slots of B, L_j the rows under way
-    with deadline j or earlier. Invariant H: for all j >= k, L_j <= s + (j - k)·B. Both methods
-    preserve it, so no row passes its deadline unselected, and no row can block a step for ever.
+    k is the step being filled (it trains version k), s its free slots of B, L_j the rows under way with deadline j or
+    earlier. Invariant H: for all j >= k, L_j <= s + (j - k)·B. Both methods preserve it, so no row passes its
+    deadline unselected, and no row can block a step for ever.
     """
 
     promise = "no trained token is older than max_staleness, and no row is given up: steps wait for stragglers"
@@ -43,16 +42,10 @@ class Wait(StalenessPolicy):
         earlier = [j for j in due if j >= filling.step and (deadline is None or j < deadline)]
         return min([filling.free, *(filling.slack(j) for j in earlier)])
 
-    @staticmethod
-    def holds(filling: StepWindow) -> bool:
-        """True if invariant H holds."""
-        due = [j for j in {filling.step, *filling.admitted} if j >= filling.step]
-        return all(filling.slack(j) >= 0 for j in due) and filling.load(filling.step - 1) == 0
-
 
 class Drop(StalenessPolicy):
-    """No trained token is older than max_staleness, and nothing waits for stragglers: a step takes complete groups,
-    the earliest deadline first. Groups left past their deadline expire and are replaced.
+    """Nothing waits for stragglers: a step takes complete groups, the earliest deadline first. Groups left past their
+    deadline expire and are replaced.
 
     Rows under way are bounded in all: with deadline d, n more may start while L + n <= s + (d - k)·B. So when a step
     closes, at most max_staleness·B rows are under way and can expire: at most max_staleness / (max_staleness + 1) of
@@ -107,23 +100,29 @@ class StalenessControl:
 
     def set_policy(self, spec: PolicySpec) -> None:
         """Use another policy for steps to come. Raises PluginError, ConfigError, with no effect."""
-        before = self._policy
-        self._policy = None
-        try:
-            self.rule = self._describe(spec)
-        except AsyncFlowError:
-            self._policy = before
-            raise
+        self.rule, self._policy = self.describe(spec), None
 
-    def rule_for(self, batch_rows: int) -> StalenessRule:
-        """Return the rule for steps of this size. Raises PluginError, ConfigError."""
-        return self._describe(self.rule.spec, batch_rows)
+    def describe(self, spec: PolicySpec, batch_rows: int = 1) -> StalenessRule:
+        """Return the rule of a policy for steps of this size. Raises PluginError, ConfigError."""
+
+        def describe() -> bytes:
+            policy = self.make_policy(spec)
+            try:
+                least = operator.index(policy.least_rows(batch_rows, self._state.limits.max_staleness))
+            except Exception as error:
+                raise _failed(spec, error) from error
+            return msgspec.msgpack.encode((str(policy.promise), bool(policy.bounded), min(least, MAX_NUMBER)))
+
+        described = self._state.context.log.record_or_raise(describe)
+        return StalenessRule(spec, *msgspec.msgpack.decode(described, type=tuple[str, bool, int]))
 
     def use(self, rule: StalenessRule) -> None:
         """Use the rule for the steps being declared."""
-        self.rule = rule
-        text = f"staleness policy {rule.spec.name!r} with max_staleness {self._state.limits.max_staleness}: {rule.promise}"
-        level = "info" if rule.bounded else "warning"
+        self.rule, limits = rule, self._state.limits
+        text = f"staleness policy {rule.spec.name!r} with max_staleness {limits.max_staleness}: {rule.promise}"
+        self._note(text, "info" if rule.bounded else "warning")
+
+    def _note(self, text: str, level: str) -> None:
         self._state.context.publish(ev.Note(time_s=self._state.context.now, text=text, level=level))
 
     def check_available(self) -> None:
@@ -158,23 +157,6 @@ class StalenessControl:
         window = self._state.steps.window
         return [due for due in self._try_policy(lambda policy, filling: policy.evict(filling)) if window.has(due)]
 
-    def _describe(self, spec: PolicySpec, batch_rows: int = 1) -> StalenessRule:
-        def describe() -> bytes:
-            policy = self._made(spec)
-            try:
-                least = operator.index(policy.least_rows(batch_rows, self._state.limits.max_staleness))
-            except Exception as error:
-                raise _failed(spec, error) from error
-            return msgspec.msgpack.encode((str(policy.promise), bool(policy.bounded), min(least, MAX_NUMBER)))
-
-        described = self._state.context.log.record_or_raise(describe)
-        return StalenessRule(spec, *msgspec.msgpack.decode(described, type=tuple[str, bool, int]))
-
-    def _made(self, spec: PolicySpec) -> StalenessPolicy:
-        if self._policy is None:
-            self._policy = self.make_policy(spec)
-        return self._policy
-
     def _try_policy(self, question: Callable[[StalenessPolicy, StepWindow], Any]) -> list[int]:
         """Call the policy. If it fails, note it, fail all parked requests and return []."""
         if self.failed:
@@ -183,7 +165,7 @@ class StalenessControl:
             return self._call_policy(question)
         except PluginError as error:
             self.failed = str(error)
-            self._state.context.publish(ev.Note(time_s=self._state.context.now, text=self.failed, level="error"))
+            self._note(self.failed, "error")
             self._state.parked.wake_all()
             return []
 
@@ -191,12 +173,13 @@ class StalenessControl:
         """Return the policy's answers, clipped to ±MAX_NUMBER. Raises PluginError."""
 
         def ask() -> bytes:
-            versions = self._state.versions
+            versions, spec = self._state.versions, self.rule.spec
             try:
+                self._policy = self._policy or self.make_policy(spec)
                 filling = self._state.steps.window.filling(versions.lineage.step(versions.current))
-                numbers = [operator.index(answer) for answer in question(self._made(self.rule.spec), filling)]
+                numbers = [operator.index(answer) for answer in question(self._policy, filling)]
             except Exception as error:
-                raise _failed(self.rule.spec, error) from error
+                raise _failed(spec, error) from error
             return msgspec.msgpack.encode([max(-MAX_NUMBER, min(MAX_NUMBER, number)) for number in numbers])
 
         return msgspec.msgpack.decode(self._state.context.log.record_or_raise(ask), type=list[int])
@@ -204,8 +187,7 @@ class StalenessControl:
 
 def make_policy(spec: PolicySpec, own: Mapping[str, Callable[..., StalenessPolicy]] | None = None) -> StalenessPolicy:
     """Create a policy: from ``own``, else from the plugins. Raises PluginError, ConfigError."""
-    factory = (own or {}).get(spec.name) or registry().get("staleness", spec.name).load()
-    return made(f"staleness policy {spec.name!r}", factory, spec.options, StalenessPolicy)  # type: ignore[type-abstract]
+    return make("staleness", "staleness policy", spec, own, StalenessPolicy)  # type: ignore[type-abstract]
 
 
 def _failed(spec: PolicySpec, error: Exception) -> PluginError:

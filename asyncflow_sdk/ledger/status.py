@@ -33,20 +33,15 @@ class StatusReporter:
         self, state: LedgerState, staleness: StalenessControl, publication: VersionPublication, replicas: Replicas
     ) -> None:
         self._state, self._staleness, self._publication, self._replicas = state, staleness, publication, replicas
-        self._tasks, self._steps, self._versions, self._parked = (
-            state.tasks,
-            state.steps,
-            state.versions,
-            state.parked,
-        )
-        self._name = state.sessions.name
+        self._tasks, self._steps = state.tasks, state.steps
+        self._versions, self._parked, self._name = state.versions, state.parked, state.sessions.name
 
     def _age(self, since: float) -> float:
         return self._state.context.now - since
 
     def explain(self, request: ParkedRequest) -> str:
-        """Return how long a request has waited, and why; for a part of a step, with its unfinished
-        groups. The cost may depend on the number of live rows."""
+        """Return how long a request has waited, and why; for a part of a step, with its unfinished groups. The cost
+        may depend on the number of live rows."""
         text = f"after {self._age(request.since):.1f} s: {self.why(request)}"
         command = request.command
         if isinstance(command, cmd.LeaseRows) and command.parts and self._full_step(command) is None:
@@ -71,20 +66,16 @@ class StatusReporter:
                 return f"version {command.version} must wait for another one; {self._why_unfinished()}"
             case cmd.Swap():
                 return f"version {command.version} may not be loaded yet; {self._why_no_swap(request)}"
-            case cmd.AwaitRowsWanted(more=False):
-                return "rows of steps may still be lost with a host, and are then put again"
             case cmd.AwaitRowsWanted():
-                return self._why_none_wanted()
+                return self._why_none_wanted(command)
         return f"task {command.task!r} has {self._what_there_is(command)}; {self._why_no_rows(request)}"
 
     def _why_no_newer(self, command: cmd.AwaitVersion) -> str:
-        versions, text = self._versions, f"no version newer than {command.after}"
-        if versions.committed <= command.after < versions.current in versions.kept:
-            text = (
-                f"version {versions.current} is current but not committed; the committed version {versions.committed}"
-            )
-            text = f"{text} must be loaded first"
-        return f"{text}; {self._why_no_version()}"
+        current, committed, text = self._versions.current, self._versions.committed, self._why_no_version()
+        if committed <= command.after < current in self._versions.kept:
+            first = f"the committed version {committed} must be loaded first"
+            return f"version {current} is current but not committed; {first}; {text}"
+        return f"no version newer than {command.after}; {text}"
 
     def _why_pinned(self) -> str:
         partitions = self._state.partitions
@@ -92,7 +83,9 @@ class StatusReporter:
         held = ", ".join(f"{names[number]!r} (version {pin.version})" for number, pin in partitions.pins.items())
         return f"the last version is kept for partitions whose rows, or their end, are still to come: {held}"
 
-    def _why_none_wanted(self) -> str:
+    def _why_none_wanted(self, command: cmd.AwaitRowsWanted) -> str:
+        if not command.more:
+            return "rows of steps may still be lost with a host, and are then put again"
         if not self._steps.declared:
             return "no task with batch_rows (train) is declared, so the number of wanted rows is unknown"
         window = self._steps.window
@@ -156,8 +149,8 @@ class StatusReporter:
         return steps.closed[0][0] if steps.closed else None
 
     def _unfinished_groups(self) -> str:
-        """List groups that may fill the open step and are not finished, earliest deadline first, and
-        who works on them."""
+        """List groups that may fill the open step and are not finished, earliest deadline first, and who works on
+        them."""
         steps, rows = self._steps, self._state.rows
         live = rows.live_ids()
         at = rows.at(live)
@@ -165,7 +158,7 @@ class StatusReporter:
         live, at = live[late], at[late]
         deadlines = np.where(rows.deadline[at] == NONE, np.iinfo(np.int64).max, rows.deadline[at])
         firsts = list(dict.fromkeys(rows.first[at][np.lexsort((live, deadlines))].tolist()))
-        groups = join_some([self._unfinished_group(live[rows.first[at] == first]) for first in firsts[:MAX_NAMED]])
+        groups = join_some(self._unfinished_group(live[rows.first[at] == first]) for first in firsts[:MAX_NAMED])
         more = f" and {len(firsts) - MAX_NAMED} more" if len(firsts) > MAX_NAMED else ""
         return f". Unfinished groups of step {steps.window.step}: {groups}{more}" if firsts else ""
 
@@ -252,7 +245,8 @@ class StatusReporter:
         trains = self._holding([self._steps.name]) if self._steps.declared else ""
         if self._steps.declared and not trains:
             text += " and no trainer holds a step"
-        failures = join_some(self._doing(self._state.sessions.by_id[number]) for number in self._replicas.failing)
+        failed = [each for each in self._replicas.sessions() if each.replica and each.replica.doing == "failed"]
+        failures = join_some(map(self._doing, failed))
         return _joined(text, trains, self._versions.unavailable, self._why_unfinished(), failures)
 
     def _missing(self, task: Task) -> str:
@@ -358,62 +352,44 @@ class StatusReporter:
 
     def report(self) -> StatusReport:
         """Return rows by task and state, sessions, leases and parked requests."""
-        limits, budget, versions, tasks = self._state.limits, self._state.budget, self._versions, self._tasks
-        announced, rule, ranks = self._publication.announced, self._staleness.rule, self._publication.ranks
-        window = self._steps.window if self._steps.declared else None
+        state, versions, rule, ranks = self._state, self._versions, self._staleness.rule, self._publication.ranks
+        limits, budget, announced, leases = (
+            state.limits,
+            state.budget,
+            self._publication.announced,
+            state.leases.by_token,
+        )
+        window, tasks = self._steps.window if self._steps.declared else None, self._tasks.by_name.items()
         waiting = list(self._parked.by_ticket.values())
         longest = heapq.nsmallest(MAX_LISTED, waiting, key=lambda request: request.since)
         parked = tuple(map(self._parked_status, longest))
-        leases = self._state.leases.by_token
-        ended = dict(zip(TERMINAL, self._state.rows.ended[1:].tolist(), strict=True))
+        ended = dict(zip(TERMINAL, state.rows.ended[1:].tolist(), strict=True))
+        steps = self._steps.task.leases.values() if window else ()
         return StatusReport(
-            rows={task.spec.name: dict(zip(TASK_STATES, task.counts, strict=True)) for task in tasks},
-            ended=ended,
+            rows={name: dict(zip(TASK_STATES, task.counts, strict=True)) for name, task in tasks},
+            arrived={name: task.became_ready for name, task in tasks},
+            completed={name: task.completed for name, task in tasks},
+            ended=ended, put=budget.put, live=budget.put - sum(ended.values()), held=budget.held,
+            charged_bytes=budget.charged, capacity_rows=limits.capacity_rows, capacity_bytes=limits.capacity_bytes,
             waiting={
                 status.name: f"after {status.since_s:.1f} s: {status.why}"
                 for request, status in zip(longest, parked, strict=True)
                 if not self._works_meanwhile(request)
             },
-            step=window.step if window else NONE,
-            free_slots=window.free if window else 0,
-            version=versions.current,
-            live=budget.put - sum(ended.values()),
-            put=budget.put,
-            capacity_rows=limits.capacity_rows,
-            capacity_bytes=limits.capacity_bytes,
-            charged_bytes=budget.charged,
-            arrived={task.spec.name: task.became_ready for task in tasks},
-            completed={task.spec.name: task.completed for task in tasks},
-            sessions=tuple(self._session_status(session) for session in self._listed(waiting)),
-            session_count=len(self._state.sessions.by_id),
-            parked=parked,
-            parked_count=len(waiting),
-            oldest=self._lease_status(next(iter(leases.values()))) if leases else None,
-            lease_count=len(leases),
-            batch_rows=window.batch_rows if window else 0,
-            steps=limits.steps,
-            version_age_s=self._age(versions.since) if versions.current >= 0 else -1.0,
-            over=self._state.partitions.ended,
-            time_s=self._state.context.now,
-            versions=self._version_statuses(),
+            parked=parked, parked_count=len(waiting),
+            sessions=tuple(map(self._session_status, self._listed(waiting))), session_count=len(state.sessions.by_id),
+            oldest=self._lease_status(next(iter(leases.values()))) if leases else None, lease_count=len(leases),
+            in_parts=tuple((grant.step, grant.left) for grant in steps if grant.parts != NONE),
+            step=window.step if window else NONE, free_slots=window.free if window else 0,
+            batch_rows=window.batch_rows if window else 0, max_staleness=limits.max_staleness if window else NONE,
+            steps=limits.steps, checkpoint=self._steps.checkpoint, over=state.partitions.ended, time_s=state.context.now,
+            staleness=rule.spec.name, promise=rule.promise, ages=state.metrics.ages, homes=state.homes.statuses(),
+            version=versions.current, version_age_s=self._age(versions.since) if versions.current >= 0 else -1.0,
+            committed=versions.committed, versions=self._version_statuses(),
             publisher=join_some(self._name(ranks[rank]) for rank in sorted(ranks)),
             announced=announced.version if announced is not None else NONE,
             announced_s=self._age(announced.since) if announced is not None else 0.0,
-            committed=versions.committed,
-            held=budget.held,
-            checkpoint=self._steps.checkpoint,
-            staleness=rule.spec.name,
-            max_staleness=limits.max_staleness if window else NONE,
-            promise=rule.promise,
-            ages=self._state.metrics.ages,
-            in_parts=self._in_parts(),
-            homes=self._state.homes.statuses(),
-        )
-
-    def _in_parts(self) -> tuple[tuple[int, int], ...]:
-        """Return step and delivered rows of each step leased in parts."""
-        leases = self._steps.task.leases.values() if self._steps.declared else ()
-        return tuple((grant.step, grant.left) for grant in leases if grant.parts != NONE)
+        )  # fmt: skip
 
     def _works_meanwhile(self, request: ParkedRequest) -> bool:
         """True if the client works while it waits, for lost rows or for a newer version."""
@@ -433,20 +409,13 @@ class StatusReporter:
         replica, preparing = session.replica, self._state.sessions.preparing.get(session.id)
         oldest = next(iter(session.leases.values()), None)
         return SessionStatus(
-            id=session.id,
-            name=session.name,
-            age_s=self._age(session.since),
-            loaded=session.loaded,
-            leases=len(session.leases),
-            rows=sum(grant.left_of(session.id) for grant in session.leases.values()),
-            task=oldest.task if oldest is not None else "",
-            held_s=self._age(oldest.since) if oldest is not None else 0.0,
-            replica=replica is not None,
-            weights=doing(session),
+            id=session.id, name=session.name, age_s=self._age(session.since), loaded=session.loaded,
+            leases=len(session.leases), rows=sum(grant.left_of(session.id) for grant in session.leases.values()),
+            task=oldest.task if oldest else "", held_s=self._age(oldest.since) if oldest else 0.0,
+            replica=replica is not None, weights=doing(session),
             weights_s=self._age(replica.since) if replica is not None and replica.doing else 0.0,
-            prepares=preparing.what if preparing is not None else "",
-            prepares_s=self._age(preparing.since) if preparing is not None else 0.0,
-        )
+            prepares=preparing.what if preparing else "", prepares_s=self._age(preparing.since) if preparing else 0.0,
+        )  # fmt: skip
 
     def _version_statuses(self) -> tuple[VersionStatus, ...]:
         replicas = self._replicas.sessions()
@@ -461,28 +430,24 @@ class StatusReporter:
         )  # fmt: skip
 
     def _lease_status(self, grant: Grant) -> LeaseStatus:
-        left_s = grant.expires - self._state.context.now
         return LeaseStatus(
             token=grant.token, task=grant.task, session=grant.session, name=self._name(grant.session), rows=grant.left,
-            since_s=self._age(grant.since), left_s=left_s,
+            since_s=self._age(grant.since), left_s=-self._age(grant.expires),
         )  # fmt: skip
 
     def _parked_status(self, request: ParkedRequest) -> ParkedStatus:
-        left_s = request.expires - self._state.context.now
         return ParkedStatus(
             session=request.session, name=self._name(request.session), verb=verb_of(request.command),
-            why=self.why(request), since_s=self._age(request.since), left_s=left_s,
+            why=self.why(request), since_s=self._age(request.since), left_s=-self._age(request.expires),
         )  # fmt: skip
 
 
 def doing(session: Session) -> str:
     """Describe a replica's activity with a version ("fetching 7"); "" once it generates with it."""
-    replica = session.replica
-    if replica is None or not replica.doing:
+    if (replica := session.replica) is None or not replica.doing:
         return ""
-    words = {"waits": "waits to load", "swapping": "loading"}
-    why = f": {replica.why}" if replica.why else ""
-    return f"{words.get(replica.doing, replica.doing)} {replica.version}{why}"
+    words = {"waits": "waits to load", "swapping": "loading"}.get(replica.doing, replica.doing)
+    return f"{words} {replica.version}{f': {replica.why}' if replica.why else ''}"
 
 
 def join_some(things: Iterable[str]) -> str:

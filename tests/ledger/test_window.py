@@ -44,12 +44,18 @@ def reached(batch: int, staleness: int, turns: list[tuple[str, int, int]]) -> Wi
             window.withdraw(min(rows, held), deadline)
         else:
             window.unselect(min(rows, window.batch_rows - window.free))
-        assert wait.holds(window.filling(CURRENT))
+        assert holds(window.filling(CURRENT))
         if not window.free:
             window.close()
-            assert wait.holds(window.filling(CURRENT))
+            assert holds(window.filling(CURRENT))
             assert not wait.evict(window.filling(CURRENT))
     return window
+
+
+def holds(filling: StepWindow) -> bool:
+    """Invariant H."""
+    due = [j for j in {filling.step, *filling.admitted} if j >= filling.step]
+    return all(filling.slack(j) >= 0 for j in due) and filling.load(filling.step - 1) == 0
 
 
 def fits(window: Window, rows: int, first: int, last: int, free: int) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from .context import Context
-from .dead_letters import DeadLetters
 from .homes import Homes
 from .idempotency import IdempotencyKeys
-from .metrics import RowMetrics
+from .metrics import DeadLetters, RowMetrics
 from .rows import Budget, Columns, Partitions, QueueLimits, Rows
 from .sessions import ParkedRequests, Sessions
 from .steps import Steps

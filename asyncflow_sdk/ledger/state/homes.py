@@ -147,8 +147,8 @@ class Homes:
         return home
 
     def _end_epoch(self, session: Session, home: cmd.HomeInfo) -> None:
-        """Give up an epoch before one with other contents. Raises ConfigError if another unit serves the
-        old ones: two hosts may have the same name."""
+        """Give up an epoch before one with other contents. Raises ConfigError if another unit serves the old ones:
+        two hosts may have the same name."""
         unit = self._sessions.by_id.get(home.unit)
         if unit is not None and unit is not session:
             raise ConfigError(

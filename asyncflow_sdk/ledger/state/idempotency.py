@@ -23,8 +23,8 @@ _NO_GROUPS: Ids = np.empty(0, np.int64)
 
 
 class KeyedPut(NamedTuple):
-    """A put with a key: rows ``first`` to ``first + size - 1``. ``digest``: ``DIGEST_BYTES`` for
-    each of ``columns``; empty if the client sent none."""
+    """A put with a key: rows ``first`` to ``first + size - 1``. ``digest``: ``DIGEST_BYTES`` for each of ``columns``;
+    empty if the client sent none."""
 
     first: int
     size: int
@@ -35,22 +35,18 @@ class KeyedPut(NamedTuple):
 
     def differences(self, put: cmd.AddRows) -> list[str]:
         """Describe the differences to another put with the same key; empty if none."""
-        found = []
-        groups = self.size // self.group_size
-        if put.group_size != self.group_size:
-            found.append(f"group_size={put.group_size} instead of {self.group_size}")
-        if put.groups != groups:
-            found.append(f"{put.groups} entries instead of {groups}")
-        if put.partition != self.partition:
-            found.append(f"partition {put.partition!r} instead of {self.partition!r}")
-        if set(put.columns) != set(self.columns):
-            found.append(f"columns {', '.join(sorted(put.columns))} instead of {', '.join(sorted(self.columns))}")
-        elif not found and put.digest and self.digest:
+        groups, columns = self.size // self.group_size, ", ".join(sorted(put.columns))
+        compared = (
+            (put.group_size, self.group_size, f"group_size={put.group_size} instead of {self.group_size}"),
+            (put.groups, groups, f"{put.groups} entries instead of {groups}"),
+            (put.partition, self.partition, f"partition {put.partition!r} instead of {self.partition!r}"),
+            (set(put.columns), set(self.columns), f"columns {columns} instead of {', '.join(sorted(self.columns))}"),
+        )
+        found = [text for new, old, text in compared if new != old]
+        if not found and put.digest and self.digest:
             digests = _by_column(self.columns, self.digest)
-            other = [
-                name for name, digest in _by_column(tuple(put.columns), put.digest).items() if digest != digests[name]
-            ]
-            found += [f"other values in column {name!r}" for name in other]
+            values = _by_column(tuple(put.columns), put.digest).items()
+            found = [f"other values in column {name!r}" for name, digest in values if digest != digests[name]]
         return found
 
 
@@ -70,8 +66,8 @@ class IdempotencyKeys:
         return self._puts.get(key)
 
     def lacking(self, put: cmd.AddRows) -> Ids | None:
-        """Return the numbers of the groups to add: those lost since the first put with the key.
-        None: all, the key is new. Raises SchemaError if the key was put with other rows."""
+        """Return the numbers of the groups to add: those lost since the first put with the key. None: all, the key is
+        new. Raises SchemaError if the key was put with other rows."""
         known = self._puts.get(put.key) if put.key else None
         if known is None:
             return None
@@ -89,9 +85,8 @@ class IdempotencyKeys:
 
     def add(self, put: cmd.AddRows, first: int, rows: Rows) -> None:
         """Keep a new key for rows from ``first`` on. Forget the oldest keys of ended rows."""
-        columns = tuple(put.columns)
-        count = put.groups * put.group_size
-        self._puts[put.key] = KeyedPut(first, count, put.group_size, put.partition, columns, put.digest)
+        size, columns = put.groups * put.group_size, tuple(put.columns)
+        self._puts[put.key] = KeyedPut(first, size, put.group_size, put.partition, columns, put.digest)
         self._order.append((first, put.key))
         while len(self._puts) > self._limit:
             oldest, key = self._order[self._forgotten]

@@ -1,20 +1,26 @@
-"""Row metrics that no decision depends on: ages of trained rows, and lengths of responses."""
+"""Records for people: ages of trained rows, lengths of responses, and dead letters."""
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from ...types import events as ev
-from ...types.reports import StepAges, length_bins
+from ...types.reports import FailedGroup, StepAges, length_bins
 from ...types.spans import steps_of
 from ..commands import Ids, pack_ids
 from .context import Context
 from .rows import NONE, Rows
 from .tasks import LEASED, Tasks
 from .versions import Lineage
+
+MAX_GROUPS = 1000
+MAX_REASONS = 16
+REASON_LENGTH = 5000
 
 
 class RowMetrics:
@@ -75,15 +81,72 @@ class RowMetrics:
 
     def _begun(self, at: Ids) -> Ids:
         """Estimate the tokens so far of rows being generated from the rate of finished ones."""
-        parts: list[Ids] = [np.empty(0, np.int64)]
-        if not self._tokens or not self._seconds:
-            return parts[0]
-        for task in self._tasks:
-            if not task.spec.admits or not task.counts[LEASED]:
-                continue
+        task, parts = self._tasks.admitting, [np.empty(0, np.int64)]
+        if self._tokens and self._seconds and task is not None and task.counts[LEASED]:
             leased = task.token[at][task.state[at] == LEASED]
             for token, count in zip(*np.unique(leased, return_counts=True), strict=True):
                 if (grant := task.leases.get(int(token))) is not None:
                     so_far = int((self._context.now - grant.since) * self._tokens / self._seconds)
                     parts.append(np.full(int(count), so_far, np.int64))
         return np.concatenate(parts)
+
+
+class DeadLetters:
+    """Groups that failed for good, with the reasons of their failed attempts. ``groups``: the newest ``MAX_GROUPS``,
+    each with its last ``MAX_REASONS`` reasons. ``total``: number of all failed groups."""
+
+    def __init__(self) -> None:
+        self.groups: deque[FailedGroup] = deque(maxlen=MAX_GROUPS)
+        self.total = 0
+        self._reasons: dict[int, deque[str]] = {}  # first row of a live group → reasons
+        self._lost: deque[tuple[str, int]] = deque(maxlen=MAX_GROUPS)  # lost workers, each with a group held
+
+    def blame(self, firsts: Ids, reason: str) -> None:
+        """Note why groups, by their first rows, lost a lease."""
+        for first in np.unique(firsts).tolist():
+            self._reasons.setdefault(first, deque(maxlen=MAX_REASONS)).append(reason[:REASON_LENGTH])
+
+    def note_lost(self, worker: str, firsts: Ids) -> None:
+        """Note the groups held by a lost worker."""
+        self._lost.extend((worker, first) for first in np.unique(firsts).tolist())
+
+    def explain(self, worker: str, reason: str) -> int:
+        """Note the cause of a worker's end for the groups held by it, failed ones too. Return their number."""
+        firsts, text = {first for name, first in self._lost if name == worker}, f"{worker}: {reason}"[:REASON_LENGTH]
+        self._lost = deque((each for each in self._lost if each[0] != worker), MAX_GROUPS)
+        self.blame(np.array([first for first in firsts if first in self._reasons], np.int64), text)
+        for at, group in enumerate([*self.groups]):
+            if group.first in firsts:
+                self.groups[at] = msgspec.structs.replace(group, reasons=(*group.reasons, text)[-MAX_REASONS:])
+        return len(firsts)
+
+    def failed(self, **group: Any) -> None:
+        """Keep a group that failed for good."""
+        self.total += 1
+        self.groups.append(FailedGroup(reasons=tuple(self._reasons.get(group["first"], ())), **group))
+
+    def lost(
+        self, key: str, rows: Ids, groups: Ids, partition: Ids, names: dict[int, str], reason: str, now: float
+    ) -> None:
+        """Keep rows of one put with lost payload, adjacent ones together. ``partition``: number for each row;
+        ``names``: of the partitions."""
+        breaks = (np.diff(rows) != 1) | (np.diff(groups) > 1) | (np.diff(partition) != 0)
+        bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(rows)]
+        self.total += len(bounds) - 1
+        for start, end in [*pairwise(bounds)][-MAX_GROUPS:]:
+            self.groups.append(
+                FailedGroup(
+                    first=int(rows[start]), rows=end - start, task="", partition=names[int(partition[start])], key=key,
+                    place=int(groups[start]), reasons=(reason[:REASON_LENGTH],), time_s=now,
+                )
+            )  # fmt: skip
+
+    @property
+    def blamed(self) -> bool:
+        """True if any live group lost a lease."""
+        return bool(self._reasons)
+
+    def forget(self, firsts: Ids) -> None:
+        """Forget the reasons of ended groups."""
+        for first in np.unique(firsts).tolist():
+            self._reasons.pop(first, None)
