@@ -399,10 +399,8 @@ class QueueServer:
             if isinstance(command, ClientHello):
                 self._check_client(session)
             elif isinstance(command, cmd.OpenHome):
-                if command.offer.store != self._store:
-                    raise ConfigError(
-                        f"this run has the store {self._store!r}, and no home of {command.offer.store!r}"
-                    )
+                if (store := command.offer.store) != self._store:
+                    raise ConfigError(f"this run has the store {self._store!r}, and no home of {store!r}")
                 self._units[session] = request.now
             elif self._listeners.has("final"):
                 self._hold_checkpoint(request, call)
