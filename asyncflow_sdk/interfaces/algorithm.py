@@ -36,16 +36,14 @@ class PackedTokens:
     """Response tokens of some rows of a step, packed row after row, without tokens excluded by ``loss_mask``. Tensors
     of the engine's framework, on its device, float32 (tokens,) unless stated otherwise. Later SDKs may add fields.
 
-    ``logprobs``: under the policy being trained, with gradient. ``behaviour``: under the policy that generated the
-    tokens. ``advantages``: of each token. ``rows``: int64, the row of each token, from 0 to ``row_count`` - 1; sums
-    over rows are ``tensor.new_zeros(row_count).index_add(0, rows, tensor)``. ``columns``, by name: the algorithm's
-    ``needs`` beside TRAIN_COLUMNS, its ``asks``, and its arrays beside the advantages; a number per row is repeated
-    for each token. ``total_tokens``, ``total_rows``, ``total_groups``: trained tokens, rows and groups of the whole
-    step; all 1 if the step is trained in parts, see ``Algorithm.normaliser``. ``total_groups`` is 0 if the engine
-    does not count groups.
-
-    ``entropy``: of the distribution of each token, with gradient. ``values``: of the critic being
-    trained, with gradient. Both None unless in ``asks``.
+    ``logprobs``: under the policy being trained, with gradient. ``behaviour``: under the policy at generation.
+    ``advantages``: of each token. ``rows``: int64, the row of each token, from 0 to ``row_count`` - 1; sums over rows
+    are ``tensor.new_zeros(row_count).index_add(0, rows, tensor)``. ``columns``, by name: the algorithm's ``needs``
+    beside TRAIN_COLUMNS, its ``asks``, and its arrays beside the advantages; a number per row is repeated for each
+    token. ``total_tokens``, ``total_rows``, ``total_groups``: trained tokens, rows and groups of the whole step; all
+    1 if the step is trained in parts, see ``Algorithm.normaliser``. ``total_groups`` is 0 if the engine does not
+    count groups. ``entropy``: of the distribution of each token, ``values``: of the critic being trained, both with
+    gradient, and None unless in ``asks``.
     """
 
     logprobs: Any
@@ -77,18 +75,16 @@ class Algorithm(abc.ABC):
     ``needs``: columns read beside TRAIN_COLUMNS, texts by `advantages` alone; the workflow passes them to the
     trainer. ``drop_zero_advantage``: rows with all advantages 0 skip the forward pass and count as filtered.
 
-    ``asks``: quantities computed by the engine. "proximal_logprobs": log-probs under the weights at
-    the start of the step, a column. "values": of a critic trained by the engine, a column with the
-    values before the step (also for `advantages`) and ``tokens.values``. "entropy":
-    ``tokens.entropy``. "staleness": a column, each token's age in versions relative to the version
-    at the start of the step. An engine without one of these (``TrainEngine.computes``) is refused.
+    ``asks``: quantities computed by the engine. "proximal_logprobs": log-probs under the weights at the start of the
+    step, a column. "values": of a critic trained by the engine, a column with the values before the step (also for
+    `advantages`) and ``tokens.values``. "entropy": ``tokens.entropy``. "staleness": a column, each token's age in
+    versions relative to the version at the start of the step. An engine without one of these
+    (``TrainEngine.computes``) is refused.
 
-    ``standardise``: scale advantages over the tokens of a whole step to mean 0 and spread 1, with
-    this number added to the spread; None: no scaling. An engine of several ranks calls
-    `advantages_of_share` for each rank's rows and scales itself.
-
-    ``normaliser``: declares that a step can be trained in parts, of whole groups: the advantages of a part equal
-    those in the whole step, and the loss is a sum over tokens divided once, by ``total_tokens`` ("tokens"),
+    ``standardise``: scale advantages over the tokens of a whole step to mean 0 and spread 1, with this number added
+    to the spread; None: no scaling. An engine of several ranks calls `advantages_of_share` for each rank's rows and
+    scales itself. ``normaliser``: a step can be trained in parts, of whole groups: the advantages of a part equal
+    theirs in the whole step, and the loss is a sum over tokens divided once, by ``total_tokens`` ("tokens"),
     ``total_rows`` ("rows"), ``total_groups`` ("groups") or nothing of the step ("constant"). The engine then passes
     totals of 1, adds up the parts, and divides by the number of the whole step at its end. None: the engine needs
     whole steps. ``metric_normalisers``: the same by name of metric; default of a metric: "tokens".

@@ -55,12 +55,10 @@ class LeasedBatch(Batch, AbstractContextManager["LeasedBatch"], abc.ABC):
         index: npt.ArrayLike | None = None,
         filtered: npt.ArrayLike | None = None,
     ) -> npt.NDArray[np.int64]:
-        """Write columns and acknowledge the rows, all or nothing.
-
+        """Write columns and acknowledge the rows, all or nothing. Returns the ids of rows already ended with their
+        group: nothing was written for them. Raises LeaseLost, SchemaError, WriteOnceError, without any effect.
         ``index``: positions, or a bool mask, of the rows to complete now (default: all); ``columns`` have one entry
-        for each. ``filtered``: bool, one for each, True for rows to drop. Returns the ids of rows already ended with
-        their group: nothing was written for them. Raises LeaseLost, SchemaError, WriteOnceError, without any effect.
-        """
+        for each. ``filtered``: bool, one for each, True for rows to drop."""
 
     @abc.abstractmethod
     def finish(
@@ -90,11 +88,9 @@ class LeasedBatch(Batch, AbstractContextManager["LeasedBatch"], abc.ABC):
 
     @abc.abstractmethod
     def renew(self, *, after_s: float = 0.0) -> None:
-        """Restart the lease's time, for all ranks sharing it. Raises LeaseLost if it has ended.
-
-        ``after_s``: do nothing within this time of the last start here. Long work calls
-        ``batch.renew(after_s=batch.lease_s / 3)`` wherever it progresses; if it hangs, others get the rows.
-        """
+        """Restart the lease's time, for all ranks sharing it. Raises LeaseLost if it has ended. ``after_s``: do
+        nothing within this time of the last start here. Long work calls ``batch.renew(after_s=batch.lease_s / 3)``
+        wherever it progresses; if it hangs, others get the rows."""
 
     @abc.abstractmethod
     def ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
@@ -103,11 +99,9 @@ class LeasedBatch(Batch, AbstractContextManager["LeasedBatch"], abc.ABC):
 
 
 class StepPart(Batch):
-    """Whole groups of a step, delivered together. In a rank group: this rank's share of them, perhaps without any row.
-
-    ``index``: number of the step. ``version``: the one it trains. ``part``: number of the part, from 0. ``last``: True
-    if the step has no further part.
-    """
+    """Whole groups of a step, delivered together. In a rank group: this rank's share of them, perhaps without any
+    row. ``index``: number of the step. ``version``: the one it trains. ``part``: number of the part, from 0.
+    ``last``: True if the step has no further part."""
 
     index: int = -1
     version: int = -1
@@ -176,12 +170,10 @@ class LeasedStep(AbstractContextManager["LeasedStep"], abc.ABC):
 
 class Consumer(AbstractContextManager["Consumer"], abc.ABC):
     """Iterates over leased batches of a task until the stream ends, in one thread; after an error it can be iterated
-    over again.
-
-    The request for the next batch also sends the ``finish`` of the last one, and raises the server's error about it. It
-    gives an unfinished batch back, and the attempt counts. Leaving the loop sends an unsent ``finish``, or gives the
-    rows back. As a context manager, the consumer counts an exception in the loop as an attempt.
-    """
+    over again. The request for the next batch also sends the ``finish`` of the last one, and raises the server's
+    error about it. It gives an unfinished batch back, and the attempt counts. Leaving the loop sends an unsent
+    ``finish``, or gives the rows back. As a context manager, the consumer counts an exception in the loop as an
+    attempt."""
 
     @property
     @abc.abstractmethod
@@ -208,11 +200,9 @@ class StepConsumer(AbstractContextManager["StepConsumer"], abc.ABC):
 
 
 class Producer(abc.ABC):
-    """Generates responses for the rows of a task until the stream ends. Run it once.
-
-    Each row is completed as soon as its response is finished: no row waits for its neighbours. The producer is a
-    replica: it loads new weights at points safe for its engine, and records the version of every token.
-    """
+    """Generates responses for the rows of a task until the stream ends. Run it once. Each row is completed as soon as
+    its response is finished: no row waits for its neighbours. The producer is a replica: it loads new weights at
+    points safe for its engine, and records the version of every token."""
 
     @abc.abstractmethod
     def work(self) -> None:

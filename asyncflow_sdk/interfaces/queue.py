@@ -61,15 +61,13 @@ class TransferQueue(abc.ABC):
         checkpoints: bool | None = None,
         home_silence_s: float | None = None,
     ) -> None:
-        """Set the queue's limits, before its tasks are declared. None leaves a limit as it is.
-
-        ``capacity_rows``, ``capacity_bytes``: most live rows, and most bytes of their payload. ``row_bytes``: reserve
-        for a row with all its columns; 0, the default: the bytes of the largest row so far. ``steps``: the stream ends
-        after so many. ``max_staleness``, ``staleness_policy``: see ``Staleness``; by a name installed at the server,
-        alone or with options. ``keep_versions``, ``max_swapping``, ``quorum``: see ``Weights``. ``checkpoints``: keep
-        rows of acknowledged steps until a checkpoint covers them. ``home_silence_s``: see ``Store``. Raises ConfigError,
-        PluginError.
-        """
+        """Set the queue's limits, before its tasks are declared. None leaves a limit as it is. Raises ConfigError,
+        PluginError. ``capacity_rows``, ``capacity_bytes``: most live rows, and most bytes of their payload.
+        ``row_bytes``: reserve for a row with all its columns; 0, the default: the bytes of the largest row so far.
+        ``steps``: the stream ends after so many. ``max_staleness``, ``staleness_policy``: see ``Staleness``; by a
+        name installed at the server, alone or with options. ``keep_versions``, ``max_swapping``, ``quorum``: see
+        ``Weights``. ``checkpoints``: keep rows of acknowledged steps until a checkpoint covers them.
+        ``home_silence_s``: see ``Store``."""
 
     @abc.abstractmethod
     def declare(
@@ -85,13 +83,11 @@ class TransferQueue(abc.ABC):
         partitions: Sequence[str] = ("",),
         sampler: str | tuple[str, Mapping[str, Any]] | SamplerSpec | None = None,
     ) -> None:
-        """Declare a task: see TaskSpec. Declaring the same again does nothing.
-
-        ``sampler``: the name of one installed at the server (``asyncflow plugins`` lists them), alone or with options:
-        "whole_groups", ("shuffled", {"seed": 1}). Raises SchemaError for an invalid column name; ConfigError for a task
-        without a row to pass it (it gives a column it needs, tasks wait for each other, another task gives the same
-        column, or it takes no partition); PluginError.
-        """
+        """Declare a task: see TaskSpec. Declaring the same again does nothing. ``sampler``: the name of one installed
+        at the server (``asyncflow plugins`` lists them), alone or with options: "whole_groups", ("shuffled", {"seed":
+        1}). Raises SchemaError for an invalid column name; ConfigError for a task without a row to pass it (it gives
+        a column it needs, tasks wait for each other, another task gives the same column, or it takes no partition);
+        PluginError."""
 
     @abc.abstractmethod
     def put(
@@ -197,12 +193,10 @@ class TransferQueue(abc.ABC):
         world_size: int = 1,
     ) -> StepConsumer:
         """Iterate over the steps of a task with batch_rows until the stream ends, each delivered in parts; see
-        ``LeasedStep``. One client, or one rank group, leases the open step at a time.
-
-        ``part_rows``: least rows of a part, over all ranks; only the last part of a step may have fewer. A part contains
-        whole groups. ``timeout_s``: limit of the wait for one part. ``group``, ``rank``, ``world_size``: as of ``get``;
-        each part is dealt to all ranks together, and a rank may get none of its rows.
-        """
+        ``LeasedStep``. One client, or one rank group, leases the open step at a time. ``part_rows``: least rows of a
+        part, over all ranks; only the last part of a step may have fewer. A part contains whole groups.
+        ``timeout_s``: limit of the wait for one part. ``group``, ``rank``, ``world_size``: as of ``get``; each part
+        is dealt to all ranks together, and a rank may get none of its rows."""
 
     @abc.abstractmethod
     def loaded(self, version: int) -> None:

@@ -123,11 +123,9 @@ class StopWatch:
         self._seen, self._found = 0, False
 
     def found(self, ids: Sequence[int]) -> bool:
-        """True if the response contains a text. ``ids``: all its tokens behind the prompt, so far.
-
-        Decodes the new tokens and the window before them, and the whole response only if a text is
-        in those. False again once the engine has removed the tokens of the text.
-        """
+        """True if the response contains a text. ``ids``: all its tokens behind the prompt, so far. Decodes the new
+        tokens and the window before them; the whole response only if a text is in those. False again once the engine
+        has removed the tokens of the text."""
         whole = [*self._past, *ids]
         if len(whole) < self._seen:
             self._seen, self._found = 0, False
@@ -142,12 +140,11 @@ class StopWatch:
 class Request:
     """A request for ``n`` responses to one prompt. ``seed`` is different for every request of a run with a seed.
 
-    ``drawn``: number of tokens at the end of the prompt that belong to an interrupted response;
-    ``sampling.max_tokens`` is the rest. ``first``: index of the first response under this seed. A
-    continued response draws by random numbers other than its first ones, and than those of other
-    responses: an engine with seeds uses both. ``sampling.stop``: only for engines with ``stop_texts``.
-    They end a response at or soon after the token with the end of one of the texts, found by
-    ``watch``. ``decode``: returns the text of token ids, by the run's tokenizer.
+    ``drawn``: number of tokens of an interrupted response at the end of the prompt; ``sampling.max_tokens`` is the
+    rest. ``first``: index of the first response under this seed. A continued response draws by random numbers other
+    than its first ones, and than other responses': an engine with seeds uses both. ``sampling.stop``: only for
+    engines with ``stop_texts``, to end a response at or soon after a text found by ``watch``. ``decode``: returns the
+    text of token ids.
     """
 
     prompt_ids: npt.NDArray[np.int32]
@@ -174,13 +171,13 @@ class Request:
 class Completion:
     """One finished response, or the tokens of an interrupted one.
 
-    ``index``: 0 to n - 1. ``token_ids``: int32 (length,), with the end token if one was generated.
-    ``logprobs``: float32 (length,), natural log of each token's softmax(logits / temperature) over the whole
-    vocabulary, at the request's temperature, or at 1 for a greedy response (temperature 0). top_k, top_p, min_p
-    and penalties must change neither the logits nor the denominator: the trainer computes its ratio without
-    them. With ``sampling_mask`` the denominator is over the kept ids. ``finish_reason``: stop (also of a stop
-    token at max_tokens), length, or aborted (interrupted, 0 or more tokens). ``spans``: only from engines with
-    ``token_versions``. ``columns``: exactly those of ``RolloutEngine.gives``, and of SAMPLING_MASK if asked for.
+    ``index``: 0 to n - 1. ``token_ids``: int32 (length,), with the end token if one was generated. ``logprobs``:
+    float32 (length,), natural log of each token's softmax(logits / temperature) over the whole vocabulary (with
+    ``sampling_mask`` over the kept ids), at the request's temperature, or at 1 for a greedy response (temperature 0).
+    top_k, top_p, min_p and penalties must change neither the logits nor the denominator: the trainer computes its
+    ratio without them. ``finish_reason``: stop (also of a stop token at max_tokens), length, or aborted (interrupted,
+    0 or more tokens). ``spans``: only from engines with ``token_versions``. ``columns``: exactly those of
+    ``RolloutEngine.gives``, and of SAMPLING_MASK if asked for.
     """
 
     index: int
@@ -197,13 +194,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Completions:
-    """Several responses of one request, finished together and packed. A batching engine yields them instead of single
-    completions, which saves the work per response.
-
+    """Several responses of one request, finished together and packed: less work per response for a batching engine.
     ``index``: int64 (rows,). ``token_ids``: int32, ``logprobs``: float32, rows as in ``Completion``.
     ``finish_reason``: one a row. ``version``: of all tokens; only from engines with ``token_versions``. Responses of
-    several versions are yielded as single completions. ``columns``: Ragged, or an array of the fixed kind.
-    """
+    several versions are yielded as single completions. ``columns``: Ragged, or an array of the fixed kind."""
 
     index: npt.NDArray[np.int64]
     token_ids: Ragged
@@ -224,12 +218,11 @@ class RolloutEngine(abc.ABC):
     """Generates responses under a version of the policy and loads new versions.
 
     The plugin's factory makes it in the worker's process as ``factory(model=PATH, **options)``, with weights from the
-    Hugging Face folder at PATH. All methods run on the worker's event loop and must not block it: run blocking work in
-    a thread. One engine serves one worker.
-
-    ``gives``: further columns of each completion by name, also named by ``can={"gives": [...]}`` of its
-    AdapterSpec. A ragged one has a value for each token, or as many as its count in NAME_counts. A fixed one
-    is the response's, of a continued one its end's. Observed tokens of an agent have zeros, or a count of 0.
+    Hugging Face folder at PATH. All methods run on the worker's event loop and must not block it: run blocking work
+    in a thread. One engine serves one worker. ``gives``: further columns of each completion by name, also named by
+    ``can={"gives": [...]}`` of its AdapterSpec. A ragged one has a value for each token, or as many as its count in
+    NAME_counts. A fixed one is the response's, of a continued one its end's. Observed tokens of an agent have zeros,
+    or a count of 0.
     """
 
     capabilities: Capabilities = Capabilities()
@@ -238,12 +231,10 @@ class RolloutEngine(abc.ABC):
     @abc.abstractmethod
     def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:
         """Yield each of the ``request.n`` responses once, as it finishes, in any order; several at once as
-        ``Completions``.
-
-        Many generations run at the same time. Cancelling one aborts its requests in the engine and no others. Raises
-        EngineError for an unacceptable request (too long, empty, an unknown option); only that request fails. Raises
-        EngineGone if the engine can answer no more requests; the worker then ends and its rows go to other workers.
-        """
+        ``Completions``. Many generations run at the same time. Cancelling one aborts its requests in the engine and
+        no others. Raises EngineError for an unacceptable request (too long, empty, an unknown option): it alone
+        fails. Raises EngineGone if the engine can answer no more requests; the worker then ends and its rows go to
+        other workers."""
 
     @abc.abstractmethod
     async def load_weights(self, update: WeightUpdate) -> Set[str]:

@@ -41,13 +41,11 @@ class Candidates:
 
 class Sampler:
     """Chooses rows for a task. One object serves one task; the queue's server makes it from plain options.
-
     ``measure``: column measured by the sampler: one number a row, the length of a ragged, text (UTF-8 bytes) or bytes
     column, or the value of a column of one number. The task must need this column. ``window``: maximum number of
     candidates, from the front of the ready rows, but at least the requested count. ``whole_groups``: the task leases
-    complete groups only. ``balanced``: balance the shards of a rank group by the measure. ``may_starve``: rows may wait
-    for ever while better ones arrive.
-    """
+    complete groups only. ``balanced``: balance the shards of a rank group by the measure. ``may_starve``: rows may
+    wait for ever while better ones arrive."""
 
     measure: str = ""
     window: int = 1024
@@ -56,10 +54,8 @@ class Sampler:
     may_starve: bool = False
 
     def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
-        """Return positions of at most ``count`` entries of ``rows``, in lease order; none: wait.
-
-        Must depend on its arguments and the options only: no clock, no random state, no state between calls (seed with
-        ``rows.turn``). Runs in the server's thread and delays all clients. An exception fails the request with
-        PluginError; no row is lost. Default: the first entries.
-        """
+        """Return positions of at most ``count`` entries of ``rows``, in lease order; none: wait. Must depend on its
+        arguments and the options only: no clock, no random state, no state between calls (seed with ``rows.turn``).
+        Runs in the server's thread and delays all clients. An exception fails the request with PluginError; no row is
+        lost. Default: the first entries."""
         return np.arange(min(count, len(rows)))

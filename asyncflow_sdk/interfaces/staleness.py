@@ -25,13 +25,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepWindow:
-    """The step being filled, and the rows in progress for this and later steps. Read-only.
-
-    ``step``: its number k; it trains version k. ``batch_rows``: rows of a step, B. ``free``: rows missing from this
-    step. ``current``: the step training the newest published version; -1 before the first. ``admitted``: admitted live
-    rows outside of steps, by *deadline*: the last step to train them without a token older than ``max_staleness``, the
-    version loaded by their replica at the lease plus ``max_staleness``.
-    """
+    """The step being filled, and the rows in progress for this and later steps. Read-only. ``step``: its number k; it
+    trains version k. ``batch_rows``: rows of a step, B. ``free``: rows missing from this step. ``current``: the step
+    training the newest published version; -1 before the first. ``admitted``: admitted live rows outside of steps, by
+    *deadline*: the last step to train them without a token older than ``max_staleness``, the version loaded by their
+    replica at the lease plus ``max_staleness``."""
 
     step: int
     batch_rows: int

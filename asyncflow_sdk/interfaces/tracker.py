@@ -26,10 +26,9 @@ from ..types import Event
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """The run of a tracker. ``directory``: the existing run directory. ``description``: the run's
-    configuration in JSON types: for a workflow the result of ``describe``, else the limits of the
-    served queue. ``resumed``: True if the run continues an earlier one. Later SDKs may add fields.
-    """
+    """The run of a tracker. ``directory``: the existing run directory. ``description``: its configuration in JSON
+    types: of a workflow, or the limits of the served queue. ``resumed``: True if it continues an earlier one. Later
+    SDKs may add fields."""
 
     directory: Path
     description: Mapping[str, Any]

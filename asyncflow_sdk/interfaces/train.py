@@ -82,13 +82,10 @@ class TrainEngine(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot train a step in parts")
 
     def accumulate(self, batch: Batch) -> None:
-        """Add the gradients of one part of the open step: whole groups (TRAIN_COLUMNS), possibly no rows on some ranks.
-        All ranks call it together. The weights do not change.
-
-        Raises SchemaError for invalid rows, as ``train_step``, and EngineError without an open step. An error on one
-        rank is raised on all, and ends the step as ``abort_step`` does. If another rank has aborted the step:
-        StepAborted.
-        """
+        """Add the gradients of one part of the open step: whole groups (TRAIN_COLUMNS), possibly no rows on some
+        ranks. All ranks call it together. The weights do not change. Raises SchemaError for invalid rows, as
+        ``train_step``, and EngineError without an open step. An error on one rank is raised on all, and ends the step
+        as ``abort_step`` does. If another rank has aborted the step: StepAborted."""
         raise NotImplementedError(f"{type(self).__name__} cannot train a step in parts")
 
     def end_step(self) -> StepResult:
@@ -111,10 +108,9 @@ class TrainEngine(abc.ABC):
     @abc.abstractmethod
     def named_weights(self) -> Iterable[tuple[str, Any]]:
         """Return (name, tensor) of the whole policy, in the names and dtypes of the Hugging Face checkpoint, tied
-        weights once. The tensors may be views of live parameters: they are read before the next train_step.
-
-        The optimizer should step on float32 copies if the checkpoint is less precise: small steps would be rounded away.
-        """
+        weights once. The tensors may be views of live parameters: they are read before the next train_step. The
+        optimizer should step on float32 copies if the checkpoint is less precise: small steps would be rounded
+        away."""
 
     @abc.abstractmethod
     def save(self, path: Path) -> None:
@@ -127,12 +123,9 @@ class TrainEngine(abc.ABC):
     def load_weights(self, update: WeightUpdate) -> None:
         """Replace the policy's weights by a version published by this run, and reset the optimizer to a new one, with
         master weights made from the published ones. Called after a rollback, between steps, on every rank with whole
-        tensors, valid until this method returns. Optional, declared by ``restores``; without it the run refuses
-        rollbacks.
-
-        Afterwards ``named_weights`` returns the published bytes, and the next step starts from them. Raises
-        WeightMismatch for a missing or unknown tensor or another shape, and then changes nothing.
-        """
+        tensors, valid until this method returns. Afterwards ``named_weights`` returns the published bytes, and the
+        next step starts from them. Optional, declared by ``restores``; without it the run refuses rollbacks. Raises
+        WeightMismatch for a missing or unknown tensor or another shape, and then changes nothing."""
         raise NotImplementedError(f"{type(self).__name__} cannot load a version's weights")
 
     def export(self, path: Path) -> None:

@@ -81,14 +81,12 @@ class WeightPublisher(AbstractContextManager["WeightPublisher"], abc.ABC):
     def publish(
         self, version: int, weights: NamedWeights, *, probe: Probe | None = None, untrained: Sequence[str] = ()
     ) -> Publication:
-        """Make ``weights`` the current version. Return once they are copied and training may change them; the delivery
-        continues in the background. ``version`` must be above all earlier ones. ``weights``: a mapping, or pairs of
-        name and tensor or ``Shard``; each tensor is released before the next is taken, unless a dict or list holds them
-        all. ``probe``: verifies engines after their load. ``untrained``: names of the model folder in no version.
-
-        Raises ConfigError, WeightMismatch, SchemaError, MemoryFull: the previous version stays current. Also raises the
-        error of the previous publication, and DeadlineExceeded while it is running.
-        """
+        """Make ``weights`` the current version. Return once they are copied and training may change them; the
+        delivery continues in the background. ``version`` must be above all earlier ones. ``weights``: a mapping, or
+        pairs of name and tensor or ``Shard``; each tensor is released before the next is taken, unless a dict or list
+        holds them all. ``probe``: verifies engines after their load. ``untrained``: names of the model folder in no
+        version. Raises ConfigError, WeightMismatch, SchemaError, MemoryFull: the previous version stays current. Also
+        raises the error of the previous publication, and DeadlineExceeded while it is running."""
 
     @abc.abstractmethod
     def rollback(self, version: int, reason: str = "") -> RollbackResult:
@@ -107,13 +105,11 @@ class WeightPublisher(AbstractContextManager["WeightPublisher"], abc.ABC):
 class LoadableUpdate(
     WeightUpdate, AbstractContextManager["LoadableUpdate"], AbstractAsyncContextManager["LoadableUpdate"]
 ):
-    """A version to be loaded now. Change the engine only inside its ``with`` (or ``async with``) block.
-
-    Leaving the block commits the version: the engine generates with it from then on. It must have taken every tensor,
-    as named by ``took``, else by iteration; WeightMismatch names missing ones. After an exception, the engine must hold
-    the whole previous version, or generate nothing any more. ``probe``: sequences with log-probs by this version, if
-    the trainer gave some.
-    """
+    """A version to be loaded now. Change the engine only inside its ``with`` (or ``async with``) block. Leaving the
+    block commits the version: the engine generates with it from then on. It must have taken every tensor, as named by
+    ``took``, else by iteration; WeightMismatch names missing ones. After an exception, the engine must hold the whole
+    previous version, or generate nothing any more. ``probe``: sequences with log-probs by this version, if the
+    trainer gave some."""
 
     probe: Probe | None
 
@@ -124,11 +120,9 @@ class LoadableUpdate(
 
 class WeightSubscriber(AbstractContextManager["WeightSubscriber"], abc.ABC):
     """A replica's end: iterates over versions, always the newest, until the run ends. While it is open, its session
-    counts as a replica, and others may wait for it: close it, best by ``with``, when leaving the loop early.
-
-    Versions are fetched and verified in the background. A version is skipped if its block is not entered. A failed one
-    is offered again later, unless there is a newer one. One thread or task iterates; any may call ``close``.
-    """
+    counts as a replica, and others may wait for it: close it, best by ``with``, when leaving the loop early. Versions
+    are fetched and verified in the background. A version is skipped if its block is not entered. A failed one is
+    offered again later, unless there is a newer one. One thread or task iterates; any may call ``close``."""
 
     @property
     @abc.abstractmethod

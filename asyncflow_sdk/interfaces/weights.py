@@ -36,12 +36,10 @@ class FilePlace(NamedTuple):
 
 
 class WeightUpdate(abc.ABC):
-    """A verified version, ready to load: its bytes equal its manifests' digests.
-
-    Iterating yields (name, torch tensor), ``arrays()`` (name, numpy array): whole tensors, in the order of ``tensors``,
-    valid until ``release``. Writing into them changes nothing elsewhere. ``root``: digest of the whole version.
-    ``untrained``: names left out of every version of the run; the engine keeps its own folder's tensors.
-    """
+    """A verified version, ready to load: its bytes equal its manifests' digests. Iterating yields (name, torch
+    tensor), ``arrays()`` (name, numpy array): whole tensors, in the order of ``tensors``, valid until ``release``.
+    Writing into them changes nothing elsewhere. ``root``: digest of the whole version. ``untrained``: names left out
+    of every version of the run; the engine keeps its own folder's tensors."""
 
     version: int
     tensors: Mapping[str, TensorType]
@@ -208,11 +206,9 @@ class WeightReceiver(abc.ABC):
     @abc.abstractmethod
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         """Fetch and verify a version. ``where``: from another process, so validate it. ``base``: an earlier version
-        from the same rank, still held here; the result shares no memory with it.
-
-        Raises VersionGone (not kept any more: fetch the newest), DigestMismatch naming bucket and tensors, WireError or
-        DeadlineExceeded naming the peer, MemoryFull. Can be called again after any of them.
-        """
+        from the same rank, still held here; the result shares no memory with it. Raises VersionGone (not kept any
+        more: fetch the newest), DigestMismatch naming bucket and tensors, WireError or DeadlineExceeded naming the
+        peer, MemoryFull. Can be called again after any of them."""
 
     def interrupt(self) -> None:
         """Make a running ``fetch`` in another thread raise soon. Optional."""

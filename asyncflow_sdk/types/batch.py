@@ -23,13 +23,10 @@ from .spans import LOSS_MASK, VERSION_SPANS, TokenAges, token_ages
 
 
 class Batch(Mapping[str, Values]):
-    """An immutable set of rows. Thread-safe for reading.
-
-    ``ids``: int64 (n,), row numbers. ``groups``: int64 (n,), equal for rows of one prompt.
-    ``version_step_offsets``: maps versions to steps; see ``token_steps``. ``completed_at``: int64
-    (n,), the current version at each row's completion, for the rows of a step; else None. numpy
-    views are read-only. Writing into torch tensors never changes stored values.
-    """
+    """An immutable set of rows. Thread-safe for reading. ``ids``: int64 (n,), row numbers. ``groups``: int64 (n,),
+    equal for rows of one prompt. ``version_step_offsets``: maps versions to steps; see ``token_steps``.
+    ``completed_at``: int64 (n,), the current version at each row's completion, for the rows of a step; else None.
+    numpy views are read-only. Writing into torch tensors never changes stored values."""
 
     def __init__(
         self,
@@ -93,11 +90,9 @@ class Batch(Mapping[str, Values]):
         return self.ragged(name).padded(fill, length=length, side=side)
 
     def torch(self, name: str) -> Any:
-        """Return a fixed column as a tensor (n, *shape), a ragged one as (values, cu_seqlens).
-
-        cu_seqlens is int32 (n + 1,). Rows in one segment are not copied. Writing into the tensor changes neither the
-        stored value nor any numpy view. Raises SchemaError for text and bytes.
-        """
+        """Return a fixed column as a tensor (n, *shape), a ragged one as (values, cu_seqlens), with cu_seqlens int32
+        (n + 1,). Rows in one segment are not copied. Writing into the tensor changes neither the stored value nor any
+        numpy view. Raises SchemaError for text and bytes."""
         column = self._column(name)
         if column.spec.kind not in ("fixed", "ragged"):
             raise SchemaError(f"column {name!r} is {column.spec.kind}; torch has no such tensors")

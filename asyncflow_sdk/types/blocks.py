@@ -28,12 +28,10 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockSlices(msgspec.Struct, frozen=True, array_like=True):
-    """The location of some columns for the rows of a batch: runs of block entries, in order.
-
-    Run i has entries ``entries[i]`` to ``entries[i] + counts[i]`` (both int32) of a block. ``blocks``: int64
-    (n, 6), number in ``segments``, start, serial, rows, nbytes, and number of runs. ``fields``: int32, for each
-    column its number in a block's table; one set for all blocks, or one for each.
-    """
+    """The location of some columns for the rows of a batch: runs of block entries, in order. Run i has entries
+    ``entries[i]`` to ``entries[i] + counts[i]`` (both int32) of a block. ``blocks``: int64 (n, 6), number in
+    ``segments``, start, serial, rows, nbytes, and number of runs. ``fields``: int32, for each column its number in a
+    block's table; one set for all blocks, or one for each."""
 
     columns: tuple[str, ...]
     fields: bytes
@@ -45,10 +43,8 @@ class BlockSlices(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class BlockImage:
-    """A block to send: ``rows`` entries as contiguous buffers, one after another.
-
-    The arena's 16 bytes at its start are zero. The server receives it where its rows stay.
-    """
+    """A block to send: ``rows`` entries as contiguous buffers, one after another. The arena's 16 bytes at its start
+    are zero. The server receives it where its rows stay."""
 
     rows: int
     nbytes: int

@@ -80,11 +80,9 @@ def check_column_name(name: Any) -> None:
 
 
 def pack(name: str, value: Any) -> Column:
-    """Pack ``value``, one entry a row. Arrays are not copied.
-
-    Takes numpy arrays and torch tensors (first dimension = rows), Ragged, and sequences of str, bytes, numbers,
-    arrays (ragged), or records and lists of records (json), such as chats. Raises SchemaError naming the column.
-    """
+    """Pack ``value``, one entry a row. Arrays are not copied. Takes numpy arrays and torch tensors (first dimension =
+    rows), Ragged, and sequences of str, bytes, numbers, arrays (ragged), or records and lists of records (json), as
+    chats. Raises SchemaError naming the column."""
     try:
         return _pack(value)
     except SchemaError as error:

@@ -23,14 +23,11 @@ LOCAL = "local"
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness(UserConfig):
-    """The limit on how far rollouts lag behind training.
-
-    ``max_staleness``: largest age of a trained token, in versions; 0: synchronous training, 1: one
-    step off. ``policy``: the treatment of slow rows. "wait": steps wait for them. "drop": rows that
-    would be too old expire and are replaced. "count": they are trained at any age; only the number
-    of rows in progress is bounded. Also another installed policy's name, an importable
-    "module:name", a class, or one of these with options: ("mine", {"share": 0.25}).
-    """
+    """The limit on how far rollouts lag behind training. ``max_staleness``: largest age of a trained token, in
+    versions; 0: synchronous training, 1: one step off. ``policy``: the treatment of slow rows. "wait": steps wait for
+    them. "drop": rows that would be too old expire and are replaced. "count": they are trained at any age; only the
+    number of rows in progress is bounded. Also another installed policy's name, an importable "module:name", a class,
+    or one of these with options: ("mine", {"share": 0.25})."""
 
     max_staleness: int = MAX_STALENESS
     policy: str | Callable[..., Any] | tuple[str | Callable[..., Any], Mapping[str, Any]] = "wait"

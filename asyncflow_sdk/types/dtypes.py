@@ -109,10 +109,8 @@ def storable(tensor: Any) -> str:
 
 
 def from_torch(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a numpy view of a tensor's elements; a copy only if the tensor is not contiguous or not on the CPU.
-
-    Shape (*tensor.shape,), dtype ``carrier``. Raises SchemaError as ``storable`` does.
-    """
+    """Return a numpy view of a tensor's elements, of shape (*tensor.shape,) and dtype ``carrier``; a copy only if the
+    tensor is not contiguous or not on the CPU. Raises SchemaError as ``storable`` does."""
     torch, dtype = sys.modules["torch"], carrier(storable(tensor))
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     raw = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)

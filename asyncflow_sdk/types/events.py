@@ -31,11 +31,9 @@ class WorkerState(_Event, frozen=True, tag="worker"):
 
 class Span(_Event, frozen=True, tag="span"):
     """A worker was busy with ``kind`` (generate, train, wait, publish, load, …) from ``time_s`` for ``seconds``.
-
     ``cpu_s``: CPU seconds of the worker's process, if measured. ``version``: of the weights used (generate), trained
     (train), written (publish) or loaded (load); -1 for other kinds. A step in parts has a span of kind train for each
-    part, and a last one without rows for its update; ``detail`` names them.
-    """
+    part, and a last one without rows for its update; ``detail`` names them."""
 
     kind: str
     seconds: float
@@ -116,11 +114,9 @@ class Loaded(_Event, frozen=True, tag="loaded"):
 
 
 class RowsEnded(_Event, frozen=True, tag="rows"):
-    """``count`` rows of a ``partition`` reached terminal ``state``. ``reason``: if there is one.
-
-    For complete responses: rows by length bin (``lengths``), sum of lengths (``tokens``) and of squared lengths
-    (``squares``). ``unfinished``: rows that ended during generation, by bin of their length at average speed.
-    """
+    """``count`` rows of a ``partition`` reached terminal ``state``, for a ``reason``. For complete responses: rows by
+    length bin (``lengths``), sum of lengths (``tokens``) and of squared lengths (``squares``). ``unfinished``: rows
+    ended during generation, by bin of their length at average speed."""
 
     state: str
     count: int

@@ -26,11 +26,9 @@ _PIECE = 512 << 10  # pieces fit the CPU cache
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     """A tensor or a piece of one, by its Hugging Face checkpoint name: ``shape`` elements of ``dtype`` in C order,
-    ``offset`` bytes from the start of chunk ``chunk``. Tied weights share chunk and offset.
-
-    For a piece, ``whole`` is the shape of the whole tensor, and ``start`` the piece's first index
-    in each dimension; both are empty for a whole tensor.
-    """
+    ``offset`` bytes from the start of chunk ``chunk``. Tied weights share chunk and offset. For a piece, ``whole`` is
+    the shape of the whole tensor, and ``start`` the piece's first index in each dimension; both are empty for a whole
+    tensor."""
 
     name: str
     dtype: str

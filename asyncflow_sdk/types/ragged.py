@@ -19,11 +19,9 @@ Array = np.ndarray[Any, Any]
 
 
 class Ragged:
-    """n rows of shape (length_i, *trailing), packed.
-
-    ``values``: (sum of lengths, *trailing). ``offsets``: int64, (n + 1,), from 0, never falling.
-    Row i is ``values[offsets[i]:offsets[i + 1]]``, a view. Immutable by convention; safe to share.
-    """
+    """n rows of shape (length_i, *trailing), packed. ``values``: (sum of lengths, *trailing). ``offsets``: int64, (n
+    + 1,), from 0, never falling. Row i is ``values[offsets[i]:offsets[i + 1]]``, a view. Immutable by convention;
+    safe to share."""
 
     __slots__ = ("offsets", "values")
 

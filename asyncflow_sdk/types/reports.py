@@ -60,13 +60,10 @@ class Audit(Reply, frozen=True, tag="audit", repr_omit_defaults=True):
 
 
 class FailedGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A dead letter: rows ``first`` to ``first + rows - 1`` failed because ``task`` lost them too
-    often. If their payload was lost, ``task`` is "", and the rows are all adjacent rows of one put
-    lost at once, possibly of several groups.
-
-    ``key``, ``place``: idempotency key of their put, and number of their first group in it (from 0); "" and -1 for a
-    put without a key. ``reasons``: of the attempts, oldest first. ``time_s``: ledger seconds.
-    """
+    """A dead letter: rows ``first`` to ``first + rows - 1`` failed because ``task`` lost them too often. If their
+    payload was lost, ``task`` is "", and they are all adjacent rows of one put lost at once, possibly of several
+    groups. ``key``, ``place``: idempotency key of their put, and number of their first group in it (from 0); "" and
+    -1 for a put without a key. ``reasons``: of the attempts, oldest first. ``time_s``: ledger seconds."""
 
     first: int
     rows: int

@@ -54,12 +54,9 @@ def token_staleness(spans: Ragged, trained_version: int) -> npt.NDArray[np.int64
 
 
 def token_steps(spans: Ragged, version_step_offsets: tuple[tuple[int, int], ...] = ()) -> npt.NDArray[np.int64]:
-    """Return the step of each token, int64 (tokens,): the step that trains the token's version.
-
-    A token's staleness is the step being trained minus this number, also after rollbacks and
-    resumes, when version numbers run ahead of steps. ``version_step_offsets``: pairs (first
-    version, versions ahead of steps from there on).
-    """
+    """Return the step of each token, int64 (tokens,): the step training the token's version. A token's staleness is
+    the step being trained minus this number, also after rollbacks and resumes, when version numbers run ahead of
+    steps. ``version_step_offsets``: pairs (first version, versions ahead of steps from there on)."""
     return steps_of(token_versions(spans).values, version_step_offsets)
 
 
@@ -75,11 +72,9 @@ def steps_of(
 
 
 class TokenAges(NamedTuple):
-    """Staleness of each token, in versions: int64 (tokens,).
-
-    ``in_flight``: versions published between the token's version and the completion of its row.
-    ``in_queue``: versions published after that and before the row's step was trained.
-    """
+    """Staleness of each token, in versions: int64 (tokens,). ``in_flight``: versions published between the token's
+    version and the completion of its row. ``in_queue``: versions published after that and before the row's step was
+    trained."""
 
     in_flight: npt.NDArray[np.int64]
     in_queue: npt.NDArray[np.int64]
@@ -140,10 +135,8 @@ def token_ages(
     mask: Ragged | None = None,
 ) -> TokenAges:
     """Return the ages of the tokens of ``step``, or of those in ``mask``, counted in steps as by ``token_steps``.
-
-    ``completed_at``: int64 (rows,), the current version at each row's completion; -1 for a row, or
-    None for all rows, if unknown: the full age then counts as queue time.
-    """
+    ``completed_at``: int64 (rows,), the current version at each row's completion; -1 for a row, or None for all rows,
+    if unknown: the full age then counts as queue time."""
     drawn = token_steps(spans, version_step_offsets)
     completed = drawn
     if completed_at is not None:

@@ -22,16 +22,13 @@ class PolicySpec(msgspec.Struct, frozen=True):
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One use of rows.
-
-    ``needs``: columns required of a row. ``gives``: columns it writes. ``lease_s``: ledger seconds until unfinished
-    rows return to the task. ``max_attempts``: leases a row may lose before its group fails. ``admits``: the staleness
-    policy admits its groups (rollout); groups put with all columns of a step skip it. ``batch_rows``: rows of one
-    step; whole groups are selected into steps, and each step is leased whole or in parts (train). A task without
-    ``gives`` is an end of the stream: a row is consumed once every task of its partition, including an end, has
-    completed it. ``partitions``: whose rows it leases; ``("*",)``: all. ``sampler``: chooses among ready rows; None:
-    the first. ``Declare`` refuses tasks that no row of a partition can complete.
-    """
+    """One use of rows. ``needs``: columns required of a row. ``gives``: columns it writes. ``lease_s``: ledger
+    seconds until unfinished rows return to the task. ``max_attempts``: leases a row may lose before its group fails.
+    ``admits``: the staleness policy admits its groups (rollout); groups put with all columns of a step skip it.
+    ``batch_rows``: rows of one step; whole groups are selected into steps, and each step is leased whole or in parts
+    (train). A task without ``gives`` is an end of the stream: a row is consumed once every task of its partition,
+    including an end, has completed it. ``partitions``: whose rows it leases; ``("*",)``: all. ``sampler``: chooses
+    among ready rows; None: the first."""
 
     name: str
     needs: tuple[str, ...]

@@ -116,8 +116,10 @@ def type_errors(function: Callable[..., Any], given: Mapping[str, Any]) -> Itera
     of = inspect.unwrap(of)
     for name, value in given.items():
         hint = _hint(of, name)
-        if hint is not None and _is_plain(hint) and not _fit(hint)(value):
-            yield name, _unfit(_describe(hint), value)
+        if hint is not None and _is_plain(hint):
+            fit, words = _kind(hint)
+            if not fit(value):
+                yield name, _unfit(words, value)
 
 
 def _unfit(words: str, value: Any) -> str:
@@ -175,35 +177,44 @@ def _fits(made: type) -> dict[str, tuple[Fits, str]]:
     except NameError:  # in a user's subclass
         return {}
     names = inspect.signature(made).parameters
-    return {name: (_fit(hint), _describe(hint)) for name, hint in hints.items() if name in names}
+    return {name: _kind(hint) for name, hint in hints.items() if name in names}
 
 
-def _fit(hint: Any) -> Fits:
+def _kind(hint: Any) -> tuple[Fits, str]:
+    """Return the predicate for values of a type, and its description in words."""
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, UnionType):
-        any_of = [_fit(each) for each in of]
-        return lambda value: any(fit(value) for fit in any_of)
-    if hint in _PLAIN:
-        return _PLAIN[hint]
+        kinds = [_kind(each) for each in of]
+        names = [words for each, (_, words) in zip(of, kinds, strict=True) if each is not NoneType]
+        names += ["None"] if NoneType in of else []
+        return lambda value: any(fit(value) for fit, _ in kinds), " or ".join(dict.fromkeys(names))
     if origin is Literal:
-        return lambda value: isinstance(value, tuple({type(each) for each in of})) and value in of
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        keys, values = _fit(of[0]), _fit(of[1])
-        return lambda value: isinstance(value, Mapping) and all(keys(k) and values(v) for k, v in value.items())
-    if isinstance(origin, type) and issubclass(origin, Collection):
-        if origin is tuple and not (len(of) == 2 and of[1] is ...):
-            return lambda value: True
-        each = _fit(of[0])
-        return lambda value: (
-            isinstance(value, Collection)
-            and not isinstance(value, (str, bytes, Mapping))
-            and all(map(each, itertools.islice(value, MAX_CHECKED)))
-        )
+        types_of = tuple({type(each) for each in of})
+        return lambda value: isinstance(value, types_of) and value in of, " or ".join(map(repr, of))
     if origin is Callable:
-        return callable
-    if inspect.isclass(hint):
-        return lambda value: isinstance(value, hint)
-    return lambda value: True
+        return callable, "a function"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        (keys, key), (values, item) = map(_kind, of)
+        return (
+            lambda value: isinstance(value, Mapping) and all(keys(k) and values(v) for k, v in value.items()),
+            f"a mapping of {key} to {item}",
+        )
+    if isinstance(origin, type) and issubclass(origin, Collection):
+        if origin is tuple and of[-1] is not ...:
+            return lambda value: True, "a pair"
+        each, item = _kind(of[0])
+        return (
+            lambda value: (
+                isinstance(value, Collection)
+                and not isinstance(value, (str, bytes, Mapping))
+                and all(map(each, itertools.islice(value, MAX_CHECKED)))
+            ),
+            f"a list of {item}",
+        )
+    name = "a class" if hint is type else "a path" if hint is Path else getattr(hint, "__name__", str(hint))
+    if hint in _PLAIN or not inspect.isclass(hint):
+        return _PLAIN.get(hint, lambda value: True), name
+    return lambda value: isinstance(value, hint), name
 
 
 def _is_instance(kinds: Any) -> Fits:
@@ -219,22 +230,3 @@ _PLAIN: dict[Any, Fits] = {
     Any: lambda value: True,
     object: lambda value: True,
 }
-
-
-def _describe(hint: Any) -> str:
-    """Describe a type in words."""
-    origin, of = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, UnionType):
-        names = [_describe(each) for each in of if each is not NoneType]
-        return " or ".join(dict.fromkeys([*names, "None"] if NoneType in of else names))
-    if origin is Literal:
-        return " or ".join(map(repr, of))
-    if origin is Callable:
-        return "a function"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"a mapping of {_describe(of[0])} to {_describe(of[1])}"
-    if isinstance(origin, type) and issubclass(origin, Collection):
-        return "a pair" if origin is tuple and of[-1] is not ... else f"a list of {_describe(of[0])}"
-    if hint is type:
-        return "a class"
-    return "a path" if hint is Path else getattr(hint, "__name__", str(hint))
