@@ -175,9 +175,7 @@ class Client:
             return exchange.settle(exchange.reply)
         except BaseException:
             cancellation = exchange.drop()
-            with contextlib.suppress(AsyncFlowError, zmq.ZMQError):
-                if channel.partial and channel.busy == 1:
-                    channel.renew()
+            with contextlib.suppress(zmq.ZMQError):
                 channel.send(cancellation)
             raise
         finally:
@@ -208,8 +206,8 @@ class Client:
     def _resend(self, exchange: RequestExchange, failures: int = 0) -> list[Message]:
         """Return the messages to send after a silence. ``failures``: connections cut during the handshake."""
         self._check_goodbyes()
-        if not exchange.late:
-            return exchange.resend()
+        if (messages := exchange.resend()) is not None:
+            return messages
         if failures:
             why = (
                 f"its server cut {failures} connections during the handshake: is it short of file descriptors? See"
@@ -262,8 +260,6 @@ class Client:
     def _wait(self, channel: ThreadSocket, seconds: float) -> bool:
         """Return True if a message arrives within ``seconds``."""
         watched: list[tuple[Any, int]] = [(channel.socket, POLLIN), (channel.wake, POLLIN)]
-        if self._server.ended:
-            raise self._server.ended_error()
         if self._server.fd >= 0:
             watched.append((self._server.fd, POLLIN))
         if channel.monitor is not None:

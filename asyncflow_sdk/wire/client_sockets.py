@@ -34,22 +34,20 @@ closes without a reason."""
 
 class ServerWatch:
     """The server of a client. ``closed``: True once it has closed for good. ``pid``: its process, if it is visible
-    here and ``watch`` was called; ``fd``: readable once it has ended, else -1; ``ended``: True if it had ended
-    before."""
+    here and ``watch`` was called; ``fd``: readable once it has ended, else -1."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.pid, self.fd, self.ended, self.closed = 0, -1, False, False
+        self.pid, self.fd, self.closed = 0, -1, False
 
     def watch(self, pid: int, key: str) -> None:
         """Watch the server's process. Call at most once."""
         self.pid = pid
         if pid != os.getpid():
             try:
-                fd = open_pidfd(pid, key)
-                self.fd = -1 if fd is None else fd
+                self.fd = open_pidfd(pid, key)
             except ProcessLookupError:
-                self.ended = True
+                self.fd = os.eventfd(1, os.EFD_CLOEXEC)  # readable, too
 
     def goodbye(self) -> ServerLost:
         """Record the end of the server for good. Return the error of its requests."""
@@ -68,15 +66,9 @@ class ServerWatch:
 class Channel:
     """A connection to the server, for one thread or event loop."""
 
-    def __init__(self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None) -> None:
-        self._context, self._server, self._key = context, server, key
-        self.partial = False
-        """True if a message was read in part."""
+    def __init__(self, context: zmq.Context[Any], server: ServerWatch) -> None:
+        self._server = server
         self.socket = context.socket(zmq.DEALER)
-
-    def connect(self) -> None:
-        """Connect the socket. Raises ConfigError."""
-        connect(self.socket, self._server.address, self._key)
 
     def send(self, messages: Iterable[Message]) -> None:
         """Send without waiting: a socket with a refused connection accepts no more messages, and the caller must
@@ -98,15 +90,11 @@ class Channel:
         """Return the next message, and its payload frame, if any. Raises zmq.Again without a message,
         ProtocolError, ServerLost for a goodbye."""
         socket, data = self.socket, None
-        self.partial = True
-        try:
-            envelope = socket.recv(_NOBLOCK)
-            while socket.getsockopt(_RCVMORE):
-                data = socket.recv(_NOBLOCK, copy=False)
-        except zmq.Again:
-            self.partial = False
-            raise
-        self.partial = False
+        while socket.getsockopt(_RCVMORE):  # a signal interrupted the last call in the middle of a message
+            socket.recv(_NOBLOCK)
+        envelope = socket.recv(_NOBLOCK)
+        while socket.getsockopt(_RCVMORE):
+            data = socket.recv(_NOBLOCK, copy=False)
         response = decode_response(envelope)
         if response.seq == GOODBYE:
             raise self._server.goodbye()
@@ -122,15 +110,15 @@ class ThreadSocket(Channel):
     def __init__(
         self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None, patient: bool | None
     ) -> None:
-        super().__init__(context, server, key)
-        self.busy, self.failures, self._patient = 0, 0, patient
+        super().__init__(context, server)
+        self.busy, self.failures, self._patient, self._keyed = 0, 0, patient, key is not None
         self.wake, self._interrupted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
         self._open = [self.wake]
         self.monitor: Any = None
         try:
             if patient is not None:
                 self.monitor = self.socket.get_monitor_socket(_HANDSHAKE)
-            self.connect()
+            connect(self.socket, server.address, key)
         except BaseException:
             self.close()
             raise
@@ -145,12 +133,6 @@ class ThreadSocket(Channel):
         """End a request."""
         self.busy -= 1
 
-    def renew(self) -> None:
-        """Connect another socket: this one would read the rest of a message as another one."""
-        self._disconnect(linger=0)
-        self.socket, self.partial = self._context.socket(zmq.DEALER), False
-        self.connect()
-
     def authenticated(self) -> bool:
         """Process the events of the handshake. Return True if it has succeeded. Raises AccessDenied."""
         address = self._server.address
@@ -163,13 +145,13 @@ class ThreadSocket(Channel):
                 raise AccessDenied(f"the server at {address} does not accept this key; ask for its run.key")
             self.failures += 1
             if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (self.failures >= _MAX_FAILURES and not self._patient):
-                raise AccessDenied(
-                    f"the server at {address} needs a key; pass key=, the path of a copy of the run's run.key, and not"
-                    " insecure=True"
-                    if self._key is None
-                    else f"the server at {address} has no keys, or others than this key is for: is it the run.key of"
-                    " that run? If the run is served without keys, connect with insecure=True and without a key"
-                )
+                why = "needs a key; pass key=, the path of a copy of the run's run.key, and not insecure=True"
+                if self._keyed:
+                    why = (
+                        "has no keys, or others than this key is for: is it the run.key of that run? If the run is"
+                        " served without keys, connect with insecure=True and without a key"
+                    )
+                raise AccessDenied(f"the server at {address} {why}")
         return False
 
     def _end_monitor(self) -> None:
@@ -197,14 +179,10 @@ class ThreadSocket(Channel):
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
-        self._disconnect(linger=200)
+        self._end_monitor()
+        self.socket.close(linger=200)
         with contextlib.suppress(IndexError):  # the end of the thread may close it at the same time
             os.close(self._open.pop())
-
-    def _disconnect(self, linger: int) -> None:
-        """``linger``: milliseconds for unsent messages."""
-        self._end_monitor()
-        self.socket.close(linger=linger)
 
     def __del__(self) -> None:
         if not self.socket.closed:
@@ -216,11 +194,11 @@ class LoopSocket(Channel):
     iterations per message."""
 
     def __init__(self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None) -> None:
-        super().__init__(context, server, key)
+        super().__init__(context, server)
         self._loop = asyncio.get_running_loop()
         self._server_gone = False
         self._exchanges: dict[int, tuple[RequestExchange, asyncio.Future[None]]] = {}
-        self.connect()
+        connect(self.socket, server.address, key)
         self._fd = self.socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._fd, self._receive)
         if server.fd >= 0:
@@ -253,8 +231,7 @@ class LoopSocket(Channel):
         if self.socket.closed:
             return
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            if not self._loop.is_closed():
-                self._loop.remove_reader(self._fd)
+            self._loop.remove_reader(self._fd)
             self._unwatch()
             self._fail(ServerLost(f"this connection to {self._server.address} is closed"))
         self.socket.close(linger=200)
@@ -283,7 +260,7 @@ class LoopSocket(Channel):
         self._loop.call_later(FINAL_MESSAGES_MS / 1000, lambda: self._fail(self._server.ended_error()))
 
     def _unwatch(self) -> None:
-        if self._server.fd >= 0 and not self._loop.is_closed():
+        if self._server.fd >= 0:
             self._loop.remove_reader(self._server.fd)
 
     def _fail(self, error: AsyncFlowError) -> None:

@@ -298,10 +298,9 @@ class ConnectionLimiter:
             return None
         if not self._hold(True):
             return _SOON_S  # another server of this process admits peers
-        if free_descriptors() >= self._for_ipc:
-            with _lock:
-                if any(map(has_waiting, _tcp)):
-                    return _SOON_S  # libzmq is accepting these
+        with _lock:
+            if free_descriptors() >= self._for_ipc and any(map(has_waiting, _tcp)):
+                return _SOON_S  # libzmq is accepting these
         free = free_descriptors()  # libzmq takes no more of them
         try:
             if free >= self._for_ipc:

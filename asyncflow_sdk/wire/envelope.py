@@ -4,8 +4,7 @@ A request envelope is (protocol, session, seq, done, settled, dropped, body, par
 seq, body, part). A server recognises a retry by ``session`` and ``seq``. ``done``: all requests below it are over;
 ``settled``: answered requests from there on; both let the server forget answers. ``dropped``: cancelled requests.
 
-A message above PIECE_BYTES is sent in pieces, one per message, described by ``part`` instead of ``body``: see
-``pieces``, ``exchange`` (the client's side) and ``uploads`` (the server's).
+A message above PIECE_BYTES is sent in ``pieces``, one per message, described by ``part`` instead of ``body``.
 
 A response to request 0 is a goodbye: the server has closed, and no other server will take its place.
 

@@ -1,9 +1,4 @@
-"""RequestExchange: one request and its answer on the client's side, of any size. It uses no socket.
-
-A small request is one message. A large one is offered, and the server asks for its pieces; of a large answer, the
-client asks for the pieces (see ``pieces``). After a silence the client offers again, or asks. One connection keeps
-the order of its messages: pieces expected before the question and missing when it is answered were lost with an
-earlier connection, and only these are sent again."""
+"""RequestExchange: one request and its answer on the client's side, of any size, without a socket."""
 
 from __future__ import annotations
 
@@ -131,19 +126,17 @@ class RequestExchange:
         """Seconds until ``resend`` is due."""
         return min(self._until, self._resend_at) - time.monotonic()
 
-    @property
-    def late(self) -> bool:
-        """True after the deadline."""
-        return time.monotonic() >= self._until
-
     def begin(self) -> list[Message]:
         """Return the first message, sent again to a server without this request."""
         self._answer: Incoming | None = None
+        self._sent: dict[int, int] = {}  # start of a piece of the request → questions before it was sent
+        return [self._first()]
+
+    def _first(self) -> Message:
         if self._request is not None:
-            self._sent: dict[int, int] = {}  # start of a piece → questions before it was sent
-            return [self._message(Offer(self._request.sizes, self._questions))]
+            return self._message(Offer(self._request.sizes, self._questions))
         data = b"".join(self._payload) if self._payload else None
-        return [Message(self._numbers.envelope(self.seq, self._body), data)]
+        return Message(self._numbers.envelope(self.seq, self._body), data)
 
     def receive(self, response: ResponseEnvelope, data: Any) -> list[Message]:
         """Process a message of the server and return the messages to send. Raises ProtocolError."""
@@ -155,29 +148,27 @@ class RequestExchange:
         self._resend_at = time.monotonic() + self._resend_s
         if isinstance(part, Read):
             return self._send(part)
-        if self._answer is None or self._answer.sizes != part.sizes:
+        answer, before = self._answer, getattr(part, "number", 0)
+        if answer is None or answer.sizes != part.sizes:
             answer, before = self._expect(part.sizes), self._questions + 1
-        else:
-            answer, before = self._answer, getattr(part, "number", 0)
         if isinstance(part, Offer):
-            return self._ask(answer.ask_again(before, self._questions))
-        at = part.start - part.sizes[0]
-        if answer.add(part.start, b"" if data is None else data) and at >= 0:
-            self._memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
-        if answer.complete:
-            self.reply = WireReply(answer.body.tobytes(), self._memory if part.sizes[1] else None)
-            return []
-        return self._ask(answer.ask(self._questions))
+            starts = answer.ask_again(before, self._questions)
+        else:
+            at = part.start - part.sizes[0]
+            if answer.add(part.start, b"" if data is None else data) and at >= 0:
+                self._memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
+            if answer.complete:
+                self.reply = WireReply(answer.body.tobytes(), self._memory if part.sizes[1] else None)
+            starts = answer.ask(self._questions)
+        return [self._message(Read(starts))] if starts else []
 
-    def resend(self) -> list[Message]:
-        """Return the messages to send after a silence."""
+    def resend(self) -> list[Message] | None:
+        """Return the messages to send after a silence; None after the deadline."""
+        if (now := time.monotonic()) >= self._until:
+            return None
         self._questions += 1
-        self._resend_at = time.monotonic() + self._resend_s
-        if self._answer is not None:
-            return [self._message(Ask(self._questions))]
-        if self._request is not None:
-            return [self._message(Offer(self._request.sizes, self._questions))]
-        return self.begin()
+        self._resend_at = now + self._resend_s
+        return [self._first() if self._answer is None else self._message(Ask(self._questions))]
 
     def settle(self, reply: WireReply) -> WireReply:
         """Confirm the reply, and return it."""
@@ -211,9 +202,6 @@ class RequestExchange:
         self._until = max(self._until, time.monotonic() + self._grace_s + sum(sizes) / SLOWEST_BYTES_PER_S)
         self._answer.ask(self._questions)
         return self._answer
-
-    def _ask(self, starts: tuple[int, ...]) -> list[Message]:
-        return [self._message(Read(starts))] if starts else []
 
     def _message(self, part: RequestPart, data: bytes | memoryview | None = None) -> Message:
         return Message(self._numbers.envelope(self.seq, b"", part), data)

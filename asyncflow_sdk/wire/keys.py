@@ -60,20 +60,16 @@ class _KeyFile(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fie
         """Raises ConfigError for a missing or unreadable file, one readable by others, or another kind of file."""
         what = str(cls.__struct_config__.tag).removeprefix("asyncflow ")
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode):  # reading may block
+                raise ConfigError(f"{path} is no file; a {what} is expected there")
+            if status.st_mode & 0o077:
+                raise ConfigError(f"the {what} {path} may be read by others than its owner; chmod 600 {path}")
+            text = Path(path).read_bytes()
         except FileNotFoundError:
             raise ConfigError(f"there is no {what} at {path}; a server makes one in its run directory") from None
         except OSError as error:
             raise ConfigError(f"the {what} {path} cannot be read: {os.strerror(error.errno or 0)}") from None
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{path} is no file; a {what} is expected there")
-            if status.st_mode & 0o077:
-                raise ConfigError(f"the {what} {path} may be read by others than its owner; chmod 600 {path}")
-            text = os.read(fd, 1 << 20)
-        finally:
-            os.close(fd)
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

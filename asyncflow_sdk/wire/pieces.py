@@ -1,7 +1,12 @@
 """Pieces of a message of body and payload. The receiver asks for them, so it decides about its memory.
 
 The body comes first. A piece has PIECE_BYTES; the last of the body and the last of the payload may be shorter, and
-none has bytes of both. So a receiver derives the length of a piece from its start."""
+none has bytes of both. So a receiver derives the length of a piece from its start.
+
+A client offers a large request, and the server asks for its pieces, in the order of the session's offers, within
+its limits. Of a large answer the server sends the first pieces, and the client asks for the others. After a silence
+the client offers again, or asks for an offer. One connection keeps the order of its messages: pieces expected before
+the question and missing when it is answered were lost with an earlier connection, and only these are sent again."""
 
 from __future__ import annotations
 

@@ -68,17 +68,17 @@ def _is_visible(pid: int, key: str) -> bool:
     return pid > 0 and bool(key) and key.rsplit(" ", 1)[0] == here
 
 
-def open_pidfd(pid: int, key: str) -> int | None:
-    """Return a descriptor, readable once the process ends; None if the process is not visible here. Raises
+def open_pidfd(pid: int, key: str) -> int:
+    """Return a descriptor, readable once the process ends; -1 if the process is not visible here. Raises
     ProcessLookupError if it has ended."""
     if not _is_visible(pid, key):
-        return None
+        return -1
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         raise
     except (OSError, OverflowError):  # forbidden, no descriptor left, or no valid pid
-        return None
+        return -1
     if process_key(pid) != key:  # the pid belongs to another process now
         os.close(fd)
         raise ProcessLookupError(f"process {pid} has ended")
@@ -97,7 +97,7 @@ class ProcessWatch:
     def add(self, session: str, pid: int, key: str) -> None:
         """Watch a session's process if visible here. Raises ProcessLookupError if it has ended."""
         if (pid, key) not in self._watched:
-            if (fd := open_pidfd(pid, key)) is None:
+            if (fd := open_pidfd(pid, key)) < 0:
                 return
             self._watched[pid, key] = fd, set()
             self._epoll.register(fd, select.EPOLLIN)

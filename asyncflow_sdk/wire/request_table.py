@@ -61,13 +61,9 @@ class WireRequest:
             self.nbytes = len(answer) + REQUEST_BYTES
         return self.nbytes
 
-    def reroute(self, route: Route) -> None:
-        """Answer a repeated request over the connection of its last message."""
+    def reroute(self, route: Route | None) -> None:
+        """Answer a repeated request over the connection of its last message; None: send no answer any more."""
         self.route = route
-
-    def end(self) -> None:
-        """Send no answer, and count no bytes."""
-        self.route, self.nbytes = None, 0
 
 
 @dataclass
@@ -87,6 +83,11 @@ class SessionState:
     low: int = 0  # all requests up to here were received, or are in early
     ahead: set[int] = field(default_factory=set)  # the same for requests above low
     early: set[int] = field(default_factory=set)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes held for each request. Requests to an earlier server do not count: confirmations are not recorded."""
+        return [each.nbytes for each in self.requests.values() if each.route is not None]
 
     def accept(self, keys: tuple[str, ...]) -> None:
         """Accept messages by these keys, too; by no earlier one once a later one was used."""
@@ -187,7 +188,7 @@ class RequestTable:
                 self._end(request)
 
     def _end(self, request: WireRequest) -> None:
-        request.end()
+        request.reroute(None)
         if self.downloads:
             self.downloads.pop(request, None)
 
@@ -213,7 +214,7 @@ class RequestTable:
     def take_overfull(self) -> list[str]:
         """Return the sessions to end because of SESSION_BYTES, and the largest ones because of MOST_BYTES."""
         self.grown = 0
-        sizes = {name: [each.nbytes for each in state.requests.values()] for name, state in self.sessions.items()}
+        sizes = {name: state.sizes for name, state in self.sessions.items()}
         # beside the largest request of a session: any answer may be large
         over = [name for name, each in sizes.items() if sum(each) - max(each, default=0) > SESSION_BYTES]
         left = sorted((sum(sizes[name]), name) for name in sizes.keys() - over)
@@ -281,9 +282,3 @@ class RequestTable:
             handler.dropped(name, seq, 0, None)
         else:
             self.drop(handler, name, seq)
-
-    def finish_replay(self) -> None:
-        """Forget the sizes of answers, since confirmations are not recorded."""
-        for session in self.sessions.values():
-            for request in session.requests.values():
-                request.end()

@@ -31,8 +31,7 @@ class RouterSockets:
 
     ``insecure``: tcp without keys: every process that reaches the address may read and change the data. ``ask`` is
     called with the key of a client outside ``keys`` and a function for the verdict, to be called in the owner's
-    thread; without a verdict the connection fails after a while. ``refused``: connections refused because of their
-    key."""
+    thread; without a verdict the connection fails after a while."""
 
     def __init__(
         self, addresses: list[str], keys: ServerKeys | None, insecure: bool, bulk: bool, ask: Asking | None
@@ -41,7 +40,6 @@ class RouterSockets:
         self._keyed_context: zmq.Context[Any] | None = None
         self.zap: zmq.Socket[Any] | None = None
         self.routers: list[zmq.Socket[Any]] = []
-        self.refused = 0
         self.limiter = ConnectionLimiter()
         self._plain: zmq.Socket[Any] | None = None
         self._keyed: zmq.Socket[Any] | None = None
@@ -57,11 +55,8 @@ class RouterSockets:
         """Answer the waiting ZAP requests: accept the clients with a known key."""
         assert self.zap is not None
         assert self.keys is not None
-        while True:
-            try:
-                name, _, *request = self.zap.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while self.zap.poll(0):
+            name, _, *request = self.zap.recv_multipart()
             curve = len(request) == 7 and request[5] == b"CURVE"
             key = z85.encode(request[6]).decode() if curve else ""
             envelope = [name, b"", b"1.0", request[1] if len(request) > 1 else b""]
@@ -73,7 +68,6 @@ class RouterSockets:
 
     def _answer_zap(self, envelope: list[bytes], key: str, known: bool) -> None:
         assert self.zap is not None
-        self.refused += not known
         verdict = (b"200", b"OK", key.encode()) if known else (b"400", b"this key is not accepted", b"")
         if not self.zap.closed:
             with contextlib.suppress(zmq.ZMQError):  # the peer may have gone

@@ -175,7 +175,6 @@ class Server:
     def finish_replay(self) -> None:
         """Call after a replay, before ``start``: only clients that ask again get its answers."""
         self._answers.clear()
-        self.requests.finish_replay()
 
     def watch(self, session: str, pid: int, key: str) -> None:
         """Call ``Handler.gone`` when a session's process ends. Ignores processes of other hosts."""

@@ -175,17 +175,15 @@ class Service(Handler):
 
     def _admit(self, key: str, verdict: Callable[[bool], None]) -> None:
         """Ask if the key of a new connection is a member's. Without an answer the peer tries again."""
+        if self._slots.acquire(blocking=False):
+            self._ask({key}, verdict).add_done_callback(lambda future: self._slots.release())
+
+    def _ask(self, keys: set[str], verdict: Callable[[bool], None] = lambda known: None) -> Future[None]:
+        """Ask the run's server for the members' keys among ``keys``. ``verdict``: called with True if all are."""
 
         def decide(known: set[str]) -> None:
-            self._members |= known
-            verdict(key in known)
-
-        if self._slots.acquire(blocking=False):
-            self._ask({key}, decide).add_done_callback(lambda future: self._slots.release())
-
-    def _ask(self, keys: set[str], decide: Callable[[set[str]], None]) -> Future[None]:
-        """Call ``decide`` in the service's thread with the members' keys among ``keys``; never, if the run's server
-        cannot be asked."""
+            self._members = (self._members - keys) | known
+            verdict(known == keys)
 
         def ask() -> None:
             assert self._known is not None
@@ -200,8 +198,7 @@ class Service(Handler):
         now = time.monotonic()
         if now >= self._next_recheck_s:
             self._next_recheck_s = now + RECHECK_S
-            asked = self._members.copy()
-            self._ask(asked, lambda known: self._members.difference_update(asked - known))
+            self._ask(self._members)
         if self._server.key_of(session) not in self._members:
             raise AccessDenied(
                 f"{self.address} does not accept this key any more: its client was evicted, or has ended"
@@ -261,7 +258,7 @@ class Service(Handler):
         return self._next_check_s - now if self._last_calls else None
 
 
-class ServiceClient:
+class ServiceClient(Client):
     """Calls the service at ``where``. Thread-safe; each calling thread has its own connection. ``max_call_bytes``:
     as the service's. ``own``: key of this member.
 
@@ -272,23 +269,21 @@ class ServiceClient:
     ) -> None:
         try:
             found = where if isinstance(where, ServiceAddress) else _decode_address(where)
-            key = found.key
+            key, patient = found.key, False
             if isinstance(key, str):
                 if own is None:
                     raise ProtocolError("members of its run only, and this process is none")
-                key = msgspec.structs.replace(own, server=key)
+                # patient with a service that has yet no answer from the run's server
+                key, patient = msgspec.structs.replace(own, server=key), True
             if not found.address.startswith("tcp://"):
                 raise ProtocolError(f"a service at {found.address[:200]!r}; a tcp address is expected")
-            # patient with a service that has yet no answer from the run's server
-            patient, insecure = isinstance(found.key, str), key is None
-            self._client = Client(
-                found.address, key, insecure=insecure, bulk=True, max_bytes=max_call_bytes, patient=patient
+            super().__init__(
+                found.address, key, insecure=key is None, bulk=True, max_bytes=max_call_bytes, patient=patient
             )
         except (*_BAD, ConfigError) as error:
             raise ProtocolError(f"the address of a service cannot be read: {error}") from None
-        self.address = found.address
-        self._client.watch(found.pid, found.pid_key)
-        self._lock = threading.Lock()
+        self.watch(found.pid, found.pid_key)
+        self._calling = threading.Lock()
         self._called_s = -math.inf
 
     def call(
@@ -305,7 +300,7 @@ class ServiceClient:
         Raises the handler's error; ServerLost after ``timeout_s``, when the service's process ends, and on
         ``close``; WireError on ``interrupt``; ProtocolError for a broken or large answer; AccessDenied."""
         until = time.monotonic() + timeout_s
-        with self._lock:
+        with self._calling:
             if time.monotonic() - self._called_s > FORGET_S / 2:  # the service may not know this client
                 self.greet(timeout_s, what, since)
             self._called_s = time.monotonic()
@@ -315,28 +310,19 @@ class ServiceClient:
         """Introduce this client, and wait for the answer. Arguments and errors as of ``call``."""
         self._exchange(PeerCall(None, (os.getpid(), process_key(os.getpid()))), timeout_s, what, since, None)
 
-    @property
-    def interrupts(self) -> int:
-        """Number of interrupts."""
-        return self._client.interrupts
-
-    def interrupt(self) -> None:
-        """Calls in progress in other threads raise WireError now; see also ``since``."""
-        self._client.interrupt()
-
     def close(self) -> None:
         """Close the connections. Calls in other threads raise ServerLost. Idempotent."""
-        if self._called_s > 0 and not self._client.closed:
+        if self._called_s > 0 and not self.closed:
             with contextlib.suppress(WireError):  # best effort: the service also watches the process
-                self._client.exchange(_encode(PeerCall(None)), 0.0, grace_s=0.0)
-        self._client.close()
+                self.exchange(_encode(PeerCall(None)), 0.0, grace_s=0.0)
+        super().close()
 
     def _exchange(
         self, message: PeerCall, timeout_s: float, what: str, since: int | None, most_bytes: int | None
     ) -> ServiceResult:
         body, limit = _encode(message), most_bytes
         try:
-            reply = self._client.exchange(body, timeout_s, grace_s=0.0, since=since, max_answer_bytes=limit)
+            reply = self.exchange(body, timeout_s, grace_s=0.0, since=since, max_answer_bytes=limit)
         except ServerLost as error:
             raise ServerLost(f"{what}: {error}") from None
         try:

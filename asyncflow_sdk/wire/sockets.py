@@ -6,10 +6,10 @@ process does not answer them, while its kernel does."""
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import socket as sockets
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,19 +27,15 @@ IDLE_S, PROBE_S, PROBES = 5, 2, 3
 """A tcp connection idle for IDLE_S is probed every PROBE_S, and closed after PROBES without response."""
 
 
-_bulk: list[tuple[int, zmq.Context[Any]]] = []
-_bulk_lock = threading.Lock()
+@functools.cache
+def _bulk_context(pid: int) -> zmq.Context[Any]:
+    return zmq.Context(io_threads=BULK_THREADS)
 
 
 def context_of(bulk: bool) -> zmq.Context[Any]:
     """Return the ZeroMQ context of this process for calls, or for payload (``bulk``): a separate one with more I/O
     threads, so calls do not wait for payload."""
-    if not bulk:
-        return zmq.Context.instance()
-    with _bulk_lock:
-        if not _bulk or _bulk[0][0] != os.getpid():
-            _bulk[:] = [(os.getpid(), zmq.Context(io_threads=BULK_THREADS))]
-        return _bulk[0][1]
+    return _bulk_context(os.getpid()) if bulk else zmq.Context.instance()
 
 
 def transport_of(address: str) -> str:

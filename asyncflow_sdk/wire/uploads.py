@@ -1,9 +1,4 @@
-"""Large requests and answers on the server's side, in pieces.
-
-The client offers a request. Within the limits, in the order of its session's offers, the server asks for the pieces
-of its body, then of its payload, for the handler's PayloadSink, and executes it. An upload is released with its
-session, when its request is cancelled, or after SILENCE_S; the client then offers it again under the same request
-number."""
+"""Large requests and answers on the server's side, in pieces: see ``pieces``."""
 
 from __future__ import annotations
 
@@ -87,7 +82,8 @@ class Upload:
 
 class Uploads:
     """All unfinished uploads of a server. Not thread-safe. Above ``max_bytes`` in total, or above SESSION_BYTES or
-    BODY_BYTES of bodies in their session, they wait until others are complete."""
+    BODY_BYTES of bodies in their session, they wait until others are complete. An upload is released with its
+    session, when its request is cancelled, or after SILENCE_S; the client then offers it again."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -100,7 +100,6 @@ def test_a_key_lets_in_over_tcp_and_the_local_socket_needs_none(files: tuple[Pat
         thread.join()
         for client in clients:
             client.close()
-        assert parrot.server.sockets.refused == 0
 
 
 def test_a_client_whose_key_does_not_fit_is_told_so_and_nobody_else_suffers(files: tuple[Path, Path]) -> None:
@@ -122,7 +121,6 @@ def test_a_client_whose_key_does_not_fit_is_told_so_and_nobody_else_suffers(file
                 client.request(b"x", 30)
             client.close()
         # then
-        assert parrot.server.sockets.refused == 1
         assert good.request(b"y", 5) == b"y 1"
         assert (parrot.carried_out, open_one.carried_out) == ([b"x", b"y"], [])
         good.close()
