@@ -57,7 +57,10 @@ class BlockIndex:
         if lowest < self._base or highest >= self._base + self._capacity:
             self._reserve(lowest, highest)
         if block.columns not in self._families:
-            self._add_family(block.columns)
+            self._families[block.columns] = np.full(self._capacity, _NOWHERE, np.int64)
+            self._plans.clear()
+            for name in block.columns:
+                self._of_column.setdefault(name, []).append(block.columns)
         if not self._free:
             count = len(self._blocks)
             self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
@@ -68,12 +71,6 @@ class BlockIndex:
         self.live_bytes += block.nbytes
         self.written_bytes += block.nbytes
         self._families[block.columns][ids - self._base] = (slot << _SHIFT) + entries
-
-    def _add_family(self, family: Family) -> None:
-        self._families[family] = np.full(self._capacity, _NOWHERE, np.int64)
-        self._plans.clear()
-        for name in family:
-            self._of_column.setdefault(name, []).append(family)
 
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[BlockSlices, ...]:
         """Return the slices of columns for these rows; every row must have them."""

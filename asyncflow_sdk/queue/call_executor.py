@@ -315,7 +315,6 @@ class CallExecutor:
             raise
 
     def _close_left(self) -> None:
-        """Remove sessions closed by the ledger."""
         known = self._state.sessions.by_id
         for session, client in list(self.clients.by_session.items()):
             if client.number not in known:
@@ -382,7 +381,6 @@ class CallExecutor:
         return first  # type: ignore[return-value]
 
     def _answer_lease(self, request: ExecutedRequest | ParkedRequest, reply: Any) -> None:
-        """Answer with the location of leased rows."""
         columns = request.command.columns
         needs = self._state.tasks[reply.task].spec.needs if columns is None else columns
         slices, schema = self.payload.locate(unpack_ids(reply.ids), needs)

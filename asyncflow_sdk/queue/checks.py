@@ -143,8 +143,7 @@ def check_payload(ledger: Ledger, directory: str, session: int, command: cmd.Add
     ):
         raise SchemaError(f"the payload's location is invalid: {block}")
     row_bytes, extra = _least(names, tuple(columns.values()))
-    if nbytes < row_bytes * block.rows + extra:
-        least = row_bytes * block.rows + extra
+    if nbytes < (least := row_bytes * block.rows + extra):
         raise SchemaError(f"the payload has {nbytes} bytes, but its columns need at least {least}")
     where, size = home_of(block.segment), _LARGEST
     if session_of(block.segment) != session:

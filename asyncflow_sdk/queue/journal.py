@@ -142,15 +142,15 @@ _decode_writer = msgspec.msgpack.Decoder(_Writer).decode
 
 
 class Journal:
-    """Begins the file ``path``. ``sync``: commit to the disk. ``failure``: the error of a disk that refuses the
-    records of the last commit. Not thread-safe. Raises MemoryFull, OSError."""
+    """Begins the file ``path``, also where a killed server has begun one. ``sync``: commit to the disk. ``failure``:
+    the error of a disk refusing the records of the last commit. Not thread-safe. Raises MemoryFull, OSError."""
 
     def __init__(self, path: Path, head: JournalHead, sync: bool) -> None:
         self.path = path
         self.failure: OSError | None = None
         self._sync, self._number, self._written, self._allocated = sync, 0, 0, 0
         self._buffer = bytearray(MAGIC)
-        self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
             self.reserve(0, type(None))
             self._frame(_encode(head))
@@ -232,9 +232,7 @@ class Journal:
 
 class JournalReader:
     """Reads the journal ``path`` of ``run``. ``records``: the number of entries read. ``torn_bytes``: bytes after the
-    last entry, without trailing zeros; 0 after a clean end.
-
-    Raises ConfigError for a journal of another format, version or run, or with damage before a valid record."""
+    last entry, without trailing zeros; 0 after a clean end. Raises ConfigError for another format, version or run."""
 
     def __init__(self, path: Path, run: str) -> None:
         self.path, self.records, self.torn_bytes = path, 0, 0

@@ -26,7 +26,7 @@ import msgspec
 
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull
-from ..memory import SharedDirectory, make_private_directory, sync_directory
+from ..memory import SharedDirectory, make_private_directory, private_opener, sync_directory
 from .journal import FORMAT, Journal, JournalHead, boot, decode_head, framed, record_at
 
 MAGIC = b"asyncflow-state\n"
@@ -39,10 +39,8 @@ _log = logging.getLogger(__name__)
 class JournalDirectory:
     """``durability``, ``history``: see ``QueueServer``. ``head``: that of the newest snapshot; None for a new run.
     ``addresses``: the earlier server's bound addresses, by requested address. ``rows``: directory of the row
-    segments, None for the run's shared memory. Not thread-safe.
-
-    Raises ConfigError if another server has locked the directory, or if it cannot be read.
-    """
+    segments, None for the run's shared memory. Not thread-safe. Raises ConfigError if another server has locked the
+    directory, or if it cannot be read."""
 
     def __init__(self, path: Path, durability: str | None, history: bool = False) -> None:
         self.path, self._history = path, history
@@ -99,23 +97,18 @@ class JournalDirectory:
         return state
 
     def begin(self, state: bytes, memory: Path, now: float) -> None:
-        """Write a snapshot of ``state``, and begin the journal after it.
-
-        ``memory``: the run's shared memory. ``now``: ledger seconds. Raises MemoryFull, OSError;
-        then the old files count.
-        """
+        """Write a snapshot of ``state``, and begin the journal after it. ``memory``: the run's shared memory. ``now``:
+        ledger seconds. Raises MemoryFull, OSError; then the old files count."""
         number = self._number + 1
         rows = str(self.rows) if self.rows is not None else ""
         head = JournalHead(FORMAT, __version__, self.run, self.durability, str(memory), rows, boot(), now)
         path, snapshot_path = self._file("journal", number), self._file("snapshot", number)
-        for stale in (path, snapshot_path):  # from a failed attempt: they must never count
-            stale.unlink(missing_ok=True)
         journal = Journal(path, head, self.durability == "host")
         try:
             _write_snapshot(snapshot_path, head, state)
         except BaseException as error:
             journal.close()
-            for stale in (snapshot_path, path):
+            for stale in (snapshot_path, path):  # they must never count
                 stale.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise MemoryFull(f"no room for a snapshot in {self.path}: {error}") from None
@@ -129,8 +122,6 @@ class JournalDirectory:
             for old in self.path.glob("*-??????"):
                 if old.name.startswith(("journal-", "snapshot-")) and old not in (path, snapshot_path):
                     self._retire_file(old)
-            for part in self.path.glob("*.part"):  # from a server killed while writing it
-                part.unlink(missing_ok=True)
 
     @property
     def journal(self) -> Journal:
@@ -196,7 +187,7 @@ def _write_snapshot(path: Path, head: JournalHead, state: bytes) -> None:
     """Write a file atomically, also if the host crashes. Raises OSError."""
     part = path.with_suffix(".part")
     try:
-        with os.fdopen(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
+        with open(part, "wb", opener=private_opener) as file:
             file.writelines((MAGIC, framed(0, msgspec.msgpack.encode(head)), framed(1, state)))
             file.flush()
             os.fsync(file.fileno())

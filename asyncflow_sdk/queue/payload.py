@@ -337,11 +337,9 @@ def _exists(block: Block, exist: BlockCheck) -> bool:
 class SegmentFiles:
     """The segment files of sessions, and their freed blocks. Not thread-safe: only the server's thread uses it.
 
-    Session 7 writes rows into ``s7-*`` and, as rank 0 of a publisher, weights into ``w0.7-*``.
-    After it has ended, each file is removed once no live row and no kept version needs it: it is
-    ``pending`` until ``remove_pending``. ``freed``: by open session, the serials (packed int64) of its freed blocks,
-    for its next answer.
-    """
+    Session 7 writes rows into ``s7-*`` and, as rank 0 of a publisher, weights into ``w0.7-*``. After it has ended, each
+    file is removed once no live row and no kept version needs it: it is ``pending`` until ``remove_pending``.
+    ``freed``: by open session, the serials (packed int64) of its freed blocks, for its next answer."""
 
     TRANSIENT = frozenset({"_rows", "_weights", "pending"})
 

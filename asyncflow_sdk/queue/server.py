@@ -351,7 +351,7 @@ class QueueServer:
         if self._reports:
             if now >= self._next_status:
                 self._next_status = now + STATUS_EVERY_S
-                self._emit_status(now)
+                self._emit_status()
             until = min(until, self._next_status)
         if self._files is not None and self._files.journal.failure is not None:
             until = min(until, now + DISK_RETRY_S)
@@ -454,7 +454,6 @@ class QueueServer:
         self._record(request)
 
     def _record(self, record: Record) -> None:
-        """Record an executed input, with the nondeterministic results it used."""
         if self._files is not None:
             results = self._ledger.state.context.log.take()
             self._files.journal.append(record, results, self._executor.take_digest())
@@ -481,27 +480,23 @@ class QueueServer:
             raise ConfigError(f"there is no session {unknown[0]}; there are: {known}")
         if self._keys is None and not command.evict:
             raise ConfigError("this run has no keys: it is not served over tcp, or with insecure=True")
-        unsaved = "" if self._keys is None else self._replace_keys(rotated(self._keys.server))
+        unsaved = ""
+        if self._keys is not None:
+            self._keys = rotated(self._keys.server)
+            self._wire.sockets.replace_keys(self._keys.server)
+            self._note("the key for new clients was replaced: those on other hosts need the new run.key", "info")
+            try:
+                self._save_keys(self._keys)
+                offer_key(self.directory.path, self.addresses, self._keys.run, bound=True)
+            except ConfigError as error:
+                unsaved = (
+                    f"{error}. Until it is replaced again and saved, no new client can connect over tcp, and a"
+                    " restarted server accepts the old key: make room, and run `asyncflow keys rotate`"
+                )
+                self._note(f"the new key was not saved: {unsaved}", "warning")
         for number in command.evict:
             self.gone(sessions[number], command.reason)
         return CurrentKey(None if self._keys is None else self._keys.run, unsaved)
-
-    def _replace_keys(self, keys: KeyPair) -> str:
-        """Accept new clients with the new key only. Return why it could not be saved; "" if it was."""
-        self._keys = keys
-        self._wire.sockets.replace_keys(keys.server)
-        self._note("the key for new clients was replaced: those on other hosts need the new run.key", "info")
-        try:
-            self._save_keys(keys)
-            offer_key(self.directory.path, self.addresses, keys.run, bound=True)
-        except ConfigError as error:
-            unsaved = (
-                f"{error}. Until it is replaced again and saved, no new client can connect over tcp, and a"
-                " restarted server accepts the old key: make room, and run `asyncflow keys rotate`"
-            )
-            self._note(f"the new key was not saved: {unsaved}", "warning")
-            return unsaved
-        return ""
 
     # ---- read-only requests
 
@@ -561,7 +556,6 @@ class QueueServer:
         )  # fmt: skip
 
     def _add_held(self, report: StatusReport) -> StatusReport:
-        """Return the report with the checkpoints waiting for a listener."""
         now, names = self._clock(), {session.id: session.name for session in report.sessions}
         parked = []
         for request, command, deadline, why in self._held.values():
@@ -575,7 +569,7 @@ class QueueServer:
             parked=(*parked, *report.parked)[:MOST_WAITING], parked_count=report.parked_count + len(parked),
         )  # fmt: skip
 
-    def _emit_status(self, now: float) -> None:
+    def _emit_status(self) -> None:
         status = self._add_held(self._ledger.status())
         rows, ended, waiting, held = status.rows, status.ended, status.waiting, self._payload.held_bytes()
         self._listeners.event(ev.Status(time_s=time.monotonic(), rows=rows, ended=ended, waiting=waiting, bytes=held))
